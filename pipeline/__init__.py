@@ -1,0 +1,24 @@
+"""Offline batch inference for language models: prompts in Parquet to completions in Parquet.
+
+The names outsiders rely on; imported on first use, so that `import pipeline` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+__all__ = ["Completion", "Engine", "EngineConfig", "Request", "SamplingParams"]
+
+if TYPE_CHECKING:
+    from pipeline.engine.engine import Engine
+    from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+
+_HOME = {"Engine": "pipeline.engine.engine"} | dict.fromkeys(
+    ("Completion", "EngineConfig", "Request", "SamplingParams"), "pipeline.engine.params"
+)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

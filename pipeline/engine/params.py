@@ -1,0 +1,161 @@
+"""What goes into the engine and what comes out: plain frozen dataclasses, no torch.
+
+Owns the meaning and the checks of every option. Resolving options against a machine and a checkpoint
+(`auto` values) is `engine.py`'s work.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.errors import ConfigError
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Names and meanings follow vLLM where both have them.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `repetition_penalty` counts prompt and
+    output tokens, the presence and frequency penalties count output tokens only. `logprobs` None reports none,
+    0 the chosen token's, n also those of the n best tokens (of the raw distribution, before temperature and
+    penalties). A stop string ends the text just before it; no stop condition acts before `min_tokens` tokens.
+    `seed` None takes the engine's seed and the request's position in the call.
+
+    Raises ConfigError when a value is out of its range.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, ok, expected in self._checks():
+            if not ok:
+                raise ConfigError(f"sampling.{name} = {getattr(self, name)!r}: expected {expected}")
+
+    def _checks(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
+            ("min_tokens", _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+             "an integer from 0 to max_tokens"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number of at least 0"),
+            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0: off)"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "a finite number above 0"),
+            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a finite number"),
+            ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids"),
+            ("logprobs", self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 100),
+             "an integer from 0 to 100, or none"),
+        ]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is built. `None` and "auto" are resolved from the checkpoint and the machine.
+
+    model: folder with config.json, safetensors and tokenizer files, or a Hugging Face id.
+    device: "auto", "cpu", "cuda" or "cuda:N". dtype: "auto", "bfloat16", "float16" or "float32".
+    max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step.
+    block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
+    max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
+    num_threads: CPU threads of torch; None keeps torch's own choice.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
+    activation_dtype: str = "auto"
+    draft: str | None = None
+    seed: int = 0
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to complete. `row_id` is the caller's and comes back unchanged on the completion."""
+
+    row_id: object
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of one generated token: its id, its log-probability and the best n alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request became. `token_ids` includes a generated EOS; `text` leaves special tokens out.
+
+    finish_reason "stop": EOS, a stop string or a stop token id; "length": max_tokens or the context's end;
+    "error": `error` holds a RowError code and `error_message` says why; text and token_ids are then empty.
+    num_cached_tokens: prompt tokens served from shared KV blocks.
+    """
+
+    row_id: object
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    error_message: str | None = None
+
+
+@dataclass
+class EngineStats:
+    """Running totals of one engine, all integers so that sums are exact. Times in microseconds.
+
+    prompt_tokens and generated_tokens count every finished or running request once; recomputed_tokens is work done
+    again after a preemption. step_us = prefill_us + decode_us + repeated_us. batch_sum adds the sequences of each
+    step, kv_used_ppm_sum the used share of the KV cache of each step (parts per million).
+    """
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    prefill_us: int = 0
+    decode_us: int = 0
+    repeated_us: int = 0
+    batch_sum: int = 0
+    kv_used_ppm_sum: int = 0

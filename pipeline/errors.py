@@ -1,0 +1,75 @@
+"""The exception tree, each branch with its exit code, and the codes of row errors.
+
+A row's failure is data: it becomes an output row whose `error` column holds one of `RowError`'s codes.
+A system's failure is an exception of this tree; `cli.py` prints it and leaves with `exit_code`:
+
+    PipelineError            70  a defect of ours when raised bare
+    ├── UserError             2  something the user can change
+    │   ├── ConfigError          job file, flags, engine options
+    │   ├── InputError           the dataset to read
+    │   ├── ModelError           the checkpoint or tokenizer
+    │   ├── FingerprintError     the output belongs to another job
+    │   └── OutputError          the output folder cannot be used as asked
+    ├── TooManyRowErrors      1  run.max_error_rate was passed
+    ├── EnvironmentFailed     3  disk, store, actors; the job can be resumed
+    └── Interrupted          75  stopped by a signal; the job can be resumed
+"""
+
+from enum import StrEnum
+
+
+class PipelineError(Exception):
+    """Base of all errors raised on purpose. The message says what happened, where, and what to do."""
+
+    exit_code = 70
+
+
+class UserError(PipelineError):
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    pass
+
+
+class InputError(UserError):
+    pass
+
+
+class ModelError(UserError):
+    pass
+
+
+class FingerprintError(UserError):
+    pass
+
+
+class OutputError(UserError):
+    pass
+
+
+class TooManyRowErrors(PipelineError):
+    exit_code = 1
+
+
+class EnvironmentFailed(PipelineError):
+    exit_code = 3
+
+
+class Interrupted(PipelineError):
+    exit_code = 75
+
+
+class RowError(StrEnum):
+    """Codes of the `error` column. The same row gets the same code on every try."""
+
+    NULL_PROMPT = "null_prompt"
+    EMPTY_PROMPT = "empty_prompt"
+    INVALID_UTF8 = "invalid_utf8"
+    PROMPT_TOO_LARGE = "prompt_too_large"  # bytes, refused before tokenizing
+    PROMPT_TOO_LONG = "prompt_too_long"  # tokens, does not fit the context
+    INVALID_MESSAGES = "invalid_messages"  # not a chat the template can take
+    INVALID_SAMPLING = "invalid_sampling"  # a per-row sampling value out of range
+    KV_CACHE_EXHAUSTED = "kv_cache_exhausted"  # alone in the engine and still too long for the KV cache
+    NON_FINITE_LOGITS = "non_finite_logits"
+    ENGINE_FAILURE = "engine_failure"  # the row ended the engine's process, repeatedly
