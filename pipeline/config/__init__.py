@@ -1,0 +1,21 @@
+"""The job file: read safely (`jobfile.py`), given its meaning (`sections.py`, `job.py`), and its mistakes
+told all at once with the line, the key and what to write (`mistakes.py`).
+
+Owns the shape of a job and what makes two jobs different; looks at no dataset, model or output.
+"""
+
+from pipeline.config.job import JobConfig, without_password
+from pipeline.config.jobfile import JobFileError, Mistake
+from pipeline.config.load import load_job
+from pipeline.config.sections import EMBEDDED_MODELS
+from pipeline.config.values import FromColumn
+
+__all__ = [
+    "EMBEDDED_MODELS",
+    "FromColumn",
+    "JobConfig",
+    "JobFileError",
+    "Mistake",
+    "load_job",
+    "without_password",
+]

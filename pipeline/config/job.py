@@ -1,0 +1,116 @@
+"""One whole job, and the three classes its keys fall into: identity, numerics, free.
+
+*Identity* is what makes the output another output: resuming with a change there is refused. *Numerics* may
+change a token by rounding. *Free* may change from run to run.
+"""
+
+from dataclasses import fields
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import Field, PrivateAttr
+
+from pipeline.config.jobfile import Document
+from pipeline.config.sections import (
+    CostSection,
+    EngineSection,
+    InputSection,
+    ModelSection,
+    OutputSection,
+    PromptSection,
+    RunSection,
+    SamplingSection,
+    Section,
+)
+from pipeline.config.values import FromColumn
+from pipeline.engine.params import EngineConfig, SamplingParams
+
+_CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: what the parts are made of
+
+
+class JobConfig(Section):
+    """One job, complete and checked. `where` says which line a key came from."""
+
+    name: str = Field(default="", max_length=200)
+    input: InputSection
+    prompt: PromptSection
+    model: ModelSection
+    engine: EngineSection = EngineSection()
+    sampling: SamplingSection = SamplingSection()
+    output: OutputSection
+    run: RunSection = RunSection()
+    cost: CostSection = CostSection()
+    _document: Document = PrivateAttr(default_factory=lambda: Document({}))
+
+    def where(self, key: str) -> str:
+        """`file:line` of a dotted key, or of the nearest key around it that is written down."""
+        return self._document.where(tuple(key.split(".")))
+
+    def engine_config(self, model_path: str, num_threads: int | None = None) -> EngineConfig:
+        """The engine's options, with the folder the model was found in."""
+        options = self.engine.model_dump(exclude={"speculation"})
+        return EngineConfig(model=model_path, num_threads=num_threads, **options)
+
+    def sampling_params(self) -> SamplingParams:
+        """The values that are the same for every row; those from a column are left at their defaults."""
+        values = {f.name: getattr(self.sampling, f.name) for f in fields(SamplingParams)}
+        constant = {name: value for name, value in values.items() if not isinstance(value, FromColumn)}
+        if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
+            constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
+        return SamplingParams(**constant)
+
+    def sampling_columns(self) -> dict[str, str]:
+        """Of the options that each row sets itself: option to column."""
+        values = {f.name: getattr(self.sampling, f.name) for f in fields(SamplingParams)}
+        return {name: value.column for name, value in values.items() if isinstance(value, FromColumn)}
+
+    @property
+    def seed(self) -> int:
+        """The job's seed: `sampling.seed` where given, else `engine.seed`."""
+        return self.engine.seed if self.sampling.seed is None else self.sampling.seed
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two jobs different jobs; the files' and the model's digests are added by the job.
+
+        Paths are not in it: data copied elsewhere is the same data.
+        """
+        sampling = self.sampling.model_dump(mode="json", exclude={"seed"})
+        return {
+            "input": self.input.model_dump(mode="json", include={"columns", "on_corrupt", "limit"}),
+            "prompt": self.prompt.model_dump(mode="json"),
+            "sampling": sampling,
+            "seed": self.seed,
+            "max_model_len": self.engine.max_model_len,
+            "rename": dict(self.output.rename),
+            "cut": self.run.model_dump(include=_CUT),
+        }
+
+    def numerics(self) -> dict[str, Any]:
+        """What may change a token by rounding, as configured; the job replaces `auto` by what it became."""
+        return {
+            "device": self.engine.device.partition(":")[0],
+            "dtype": self.engine.dtype,
+            "kv_cache_dtype": self.engine.kv_cache_dtype,
+            "activation_dtype": self.engine.activation_dtype,
+        }
+
+    def free(self) -> dict[str, Any]:
+        """What may change from run to run, without secrets: no storage options, no passwords in urls."""
+        engine = self.engine.model_dump(exclude={"max_model_len", "seed", *self.numerics()})
+        return {
+            "name": self.name,
+            "input": {"path": without_password(self.input.path)},
+            "model": self.model.model_dump() | {"path": without_password(self.model.path)},
+            "engine": {"device": self.engine.device, **engine},
+            "output": {"path": without_password(self.output.path)},
+            "run": self.run.model_dump(exclude=_CUT),
+            "cost": self.cost.model_dump(),
+        }
+
+
+def without_password(url: str) -> str:
+    """A path or url as it may be shown: user and password taken out."""
+    if "://" not in url:
+        return url
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

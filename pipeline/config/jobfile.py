@@ -1,0 +1,236 @@
+"""Reads job files: a small, safe part of YAML, with the line of every key kept for messages.
+
+Owns reading and merging; knows nothing of what the keys mean. Of YAML it takes plain mappings, lists and scalars.
+Refused are aliases and anchors (a few lines of them can stand for gigabytes), tags (`!!python/...`), duplicate
+keys, and files too large or too deep to be a job. Scalars follow YAML 1.2: only `true` and `false` are booleans,
+so `stop: [No]` stays text; `off`, `on`, `yes`, `no` are text that boolean keys accept.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from pipeline.errors import ConfigError
+
+MAX_FILE_BYTES = 256 * 1024
+MAX_DEPTH = 16
+MAX_VALUES = 20_000
+
+Scalar = str | int | float | bool | None
+Value = Scalar | list["Value"] | dict[str, "Value"]
+KeyPath = tuple[str | int, ...]
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]*")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)")
+_NULL = {"", "~", "null", "Null", "NULL"}
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing to correct. `where` is `file:line`, a flag, or a file; `key` is dotted, or empty."""
+
+    where: str
+    key: str
+    problem: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        key = f"{self.key}: " if self.key else ""
+        hint = f"\n    {self.hint}" if self.hint else ""
+        return f"{self.where}: {key}{self.problem}{hint}"
+
+
+class JobFileError(ConfigError):
+    """A job file's mistakes, all of them at once."""
+
+    def __init__(self, mistakes: list[Mistake]) -> None:
+        self.mistakes = tuple(mistakes)
+        super().__init__("\n".join(str(mistake) for mistake in mistakes))
+
+
+@dataclass(frozen=True)
+class Document:
+    """A job file's values and where each came from. `origins` holds every key and list item by its path."""
+
+    data: dict[str, Value]
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+
+    def where(self, path: KeyPath) -> str:
+        """The place of `path`, or of the nearest thing around it that was written down."""
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return "job"
+
+
+def read(path: str | Path) -> Document:
+    """The document in a file. Raises JobFileError, also when the file cannot be read."""
+    name = str(path)
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise JobFileError([Mistake(name, "", "no such file")]) from None
+    except OSError as error:
+        raise JobFileError([Mistake(name, "", f"cannot be read: {error.strerror}")]) from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise JobFileError([Mistake(name, "", f"larger than {MAX_FILE_BYTES // 1024} KiB: not a job file")])
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise JobFileError([Mistake(name, "", f"not UTF-8 text (byte {error.start})")]) from None
+    return parse(text, name)
+
+
+def parse(text: str, name: str) -> Document:
+    """The document in `text`; `name` stands for the file in messages."""
+    builder = _Builder(name)
+    try:
+        data = builder.document(yaml.parse(text, Loader=yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        builder.mistakes.append(_syntax_mistake(name, error))
+        raise JobFileError(builder.mistakes) from None
+    if builder.mistakes:
+        raise JobFileError(builder.mistakes)
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise JobFileError([Mistake(f"{name}:1", "", "expected `key: value` lines",
+                                    "See jobs/summarize.yaml for a job file explained line by line.")])
+    return Document(data, {(): name} | builder.origins)
+
+
+def parse_value(text: str, name: str) -> Value:
+    """A value given on the command line: a scalar, or a list or mapping in brackets."""
+    stripped = text.strip()
+    if stripped[:1] in ("[", "{"):
+        return parse(f"value: {stripped}", name).data["value"]
+    return _scalar(stripped)
+
+
+def merge(under: Document, over: Document) -> Document:
+    """`under` with `over` laid on top: mappings merge key by key, anything else is replaced whole."""
+    data, origins = dict(under.data), dict(under.origins)
+    _lay_over(data, origins, over.data, over.origins, ())
+    return Document(data, origins)
+
+
+def _lay_over(data: dict[str, Value], origins: dict[KeyPath, str], over: Mapping[str, Value],
+              over_origins: Mapping[KeyPath, str], path: KeyPath) -> None:
+    for key, value in over.items():
+        here = (*path, key)
+        old = data.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            data[key] = merged = dict(old)
+            _lay_over(merged, origins, value, over_origins, here)
+            continue
+        data[key] = value
+        for stale in [p for p in origins if p[: len(here)] == here]:
+            del origins[stale]
+        origins.update({p: origin for p, origin in over_origins.items() if p[: len(here)] == here})
+
+
+class _Builder:
+    """Turns YAML events into values, counting depth and size as it goes so that nothing is built first."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.mistakes: list[Mistake] = []
+        self.origins: dict[KeyPath, str] = {}
+        self.num_values = 0
+
+    def document(self, events: Iterator[yaml.Event]) -> Value:
+        value: Value = None
+        num_documents = 0
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                num_documents += 1
+                if num_documents > 1:
+                    raise JobFileError([self._mistake(event, (), "a second document: a job file holds one")])
+                value = self._value(next(events), events, (), 0)
+        return value
+
+    def _value(self, event: yaml.Event, events: Iterator[yaml.Event], path: KeyPath, depth: int) -> Value:
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            raise JobFileError([self._mistake(event, path, f"more than {MAX_VALUES} values: not a job file")])
+        if depth > MAX_DEPTH:
+            raise JobFileError([self._mistake(event, path, f"nested deeper than {MAX_DEPTH} levels")])
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise JobFileError([self._mistake(event, path, "anchors and aliases (& and *) are not read",
+                                              "Write it out, or quote a text that begins with & or *.")])
+        if tag := getattr(event, "tag", None):
+            raise JobFileError([self._mistake(event, path, f"tags such as {tag!r} are not read",
+                                              "Quote a text that begins with an exclamation mark.")])
+        if isinstance(event, yaml.ScalarEvent):
+            return _scalar(event.value) if event.style is None else event.value
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self._list(events, path, depth)
+        return self._mapping(events, path, depth)
+
+    def _list(self, events: Iterator[yaml.Event], path: KeyPath, depth: int) -> list[Value]:
+        items: list[Value] = []
+        while not isinstance(event := next(events), yaml.SequenceEndEvent):
+            here = (*path, len(items))
+            self.origins[here] = self._where(event)
+            items.append(self._value(event, events, here, depth + 1))
+        return items
+
+    def _mapping(self, events: Iterator[yaml.Event], path: KeyPath, depth: int) -> dict[str, Value]:
+        mapping: dict[str, Value] = {}
+        while not isinstance(key_event := next(events), yaml.MappingEndEvent):
+            if not isinstance(key_event, yaml.ScalarEvent) or key_event.anchor or key_event.tag:
+                raise JobFileError([self._mistake(key_event, path, "a key must be plain text")])
+            key = key_event.value
+            here = (*path, key)
+            if key in mapping:
+                first = self.origins[here]
+                self.mistakes.append(self._mistake(key_event, here, f"written twice (first at {first})",
+                                                   "Keep one of the two."))
+            self.origins[here] = self._where(key_event)
+            mapping[key] = self._value(next(events), events, here, depth + 1)
+        return mapping
+
+    def _where(self, event: yaml.Event) -> str:
+        return f"{self.name}:{event.start_mark.line + 1}"
+
+    def _mistake(self, event: yaml.Event, path: KeyPath, problem: str, hint: str = "") -> Mistake:
+        return Mistake(self._where(event), dotted(path), problem, hint)
+
+
+def dotted(path: KeyPath) -> str:
+    """`("stop", 1)` as `stop[1]`, `("a", "b")` as `a.b`."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+def _scalar(text: str) -> Scalar:
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if len(text) <= 40:
+        if _INT.fullmatch(text):
+            return int(text.replace("_", ""))
+        if _FLOAT.fullmatch(text):
+            bare = text.replace("_", "").lower()
+            return float(bare.replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+def _syntax_mistake(name: str, error: yaml.YAMLError) -> Mistake:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "not valid YAML"
+    where = f"{name}:{mark.line + 1}" if mark else name
+    hint = ""
+    if "mapping values are not allowed" in problem:
+        hint = "A text that holds `: ` needs quotes: \"...\"."
+    elif "cannot start any token" in problem:
+        hint = "Indent with spaces, and quote a text that begins with % @ ` or a tab."
+    return Mistake(where, "", f"not valid YAML: {problem}", hint)

@@ -1,0 +1,71 @@
+"""From a job file, overlays and `--set` flags to a checked job."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.config.job import JobConfig
+from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, merge, parse_value, read
+from pipeline.config.mistakes import from_validation
+from pipeline.config.sections import Section
+
+
+def load_job(path: str | Path, sets: Iterable[str] = (), overlays: Iterable[str | Path] = (),
+             limit: int | None = None) -> JobConfig:
+    """The job in a file, with overlay files laid on top and then `key=value` settings.
+
+    Raises JobFileError (a ConfigError) with every mistake found.
+    """
+    document = read(path)
+    for overlay in overlays:
+        document = merge(document, read(overlay))
+    for text in sets:
+        document = merge(document, _setting(text))
+    if limit is not None:
+        document = merge(document, _document_of(("input", "limit"), limit, "--limit"))
+    if document.data.get("name") is None:
+        document = merge(document, _document_of(("name",), Path(path).stem, str(path)))
+    try:
+        job = JobConfig.model_validate(document.data)
+    except ValidationError as error:
+        raise JobFileError(from_validation(error, document, JobConfig)) from None
+    job._document = document
+    return job
+
+
+def _setting(text: str) -> Document:
+    """One `--set a.b=c`. A key that holds text takes what follows the `=` as it stands."""
+    key, equals, value = text.partition("=")
+    path = tuple(key.strip().split("."))
+    where = f"--set {key.strip()}"
+    if not equals or not all(path):
+        raise JobFileError([Mistake(f"--set {text}", "", "expected key=value",
+                                    "Example: --set sampling.max_tokens=64")])
+    if _holds_text(path) and value.strip() not in ("null", "~", ""):
+        return _document_of(path, value, where)
+    return _document_of(path, parse_value(value, where), where)
+
+
+def _holds_text(path: tuple[str, ...]) -> bool:
+    """Whether the key at `path` is a text, so that `{report}` or `no` is not to be read as YAML."""
+    model: Any = JobConfig
+    for step in path[:-1]:
+        field = getattr(model, "model_fields", {}).get(step)
+        model = _section_of(field.annotation) if field else None
+    field = getattr(model, "model_fields", {}).get(path[-1])
+    return field is not None and field.annotation in (str, str | None)
+
+
+def _section_of(annotation: Any) -> Any:
+    choices = getattr(annotation, "__args__", (annotation,))
+    return next((c for c in choices if isinstance(c, type) and issubclass(c, Section)), None)
+
+
+def _document_of(path: tuple[str, ...], value: Any, where: str) -> Document:
+    data: Any = value
+    for step in reversed(path):
+        data = {step: data}
+    origins: dict[KeyPath, str] = {path[:length]: where for length in range(1, len(path) + 1)}
+    return Document(data, origins)

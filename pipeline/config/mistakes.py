@@ -1,0 +1,166 @@
+"""From pydantic's errors to mistakes a person can correct: where, which key, what was expected, what to do.
+
+Owns the wording only. Values of storage options are never repeated, as they may be secrets.
+"""
+
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.config.jobfile import Document, KeyPath, Mistake, dotted
+
+# Keys people know from elsewhere, or that are planned: refused with a reason rather than ignored.
+_NOT_YET = "not supported yet"
+_KNOWN_ELSEWHERE = {
+    "tensor_parallel_size": f"{_NOT_YET}: a model runs on one device; run.actors runs several copies of it",
+    "pipeline_parallel_size": f"{_NOT_YET}: a model runs on one device; run.actors runs several copies of it",
+    "data_parallel_size": "run.actors sets how many copies of the model run",
+    "quantization": "read from the checkpoint's own config.json",
+    "trust_remote_code": "code from a checkpoint is never run",
+    "max_new_tokens": "named sampling.max_tokens here",
+    "n": f"{_NOT_YET}: one completion a row",
+    "best_of": f"{_NOT_YET}: one completion a row",
+    "swap_space": "not needed: preempted sequences are computed again",
+    "prompt_logprobs": _NOT_YET,
+    "guided_json": _NOT_YET,
+    "logit_bias": _NOT_YET,
+    "hourly_price": "named cost.hourly_usd here",
+}
+_PLANNED_VALUES: dict[KeyPath, str] = {
+    ("model", "draft"): f"{_NOT_YET}: leave it out",
+    ("model", "trust"): "code from a checkpoint is never run: leave it out",
+    ("input", "on_corrupt"): "only `fail` is supported yet: a broken file stops the job at its start",
+    ("engine", "kv_cache_dtype"): "only `auto` is supported yet",
+    ("engine", "activation_dtype"): "only `auto` is supported yet",
+    ("engine", "speculation"): "only `off` and `auto` are supported yet",
+}
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "`key: value` lines",
+    "model_type": "`key: value` lines",
+    "finite_number": "a finite number",
+}
+_LIMITS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
+}
+_FIRST_KEY = {"input": "path", "prompt": "column", "model": "path", "output": "path"}
+
+
+def from_validation(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Mistake]:
+    """Every mistake of a failed validation, in the order of the lines."""
+    mistakes = [_mistake(raw, document, root) for raw in error.errors(include_url=False)]
+    return sorted(mistakes, key=lambda mistake: (_line(mistake.where), mistake.key))
+
+
+def did_you_mean(name: str, names: list[str]) -> str:
+    """`Did you mean ...?` with the nearest of `names`, or nothing."""
+    near = get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"Did you mean `{near[0]}`?" if near else ""
+
+
+def _mistake(raw: Any, document: Document, root: type[BaseModel]) -> Mistake:
+    path: KeyPath = tuple(raw["loc"])
+    where, key, kind = document.where(path), dotted(path), raw["type"]
+    if kind == "extra_forbidden":
+        return Mistake(where, key, *_unknown_key(path, root))
+    if kind == "missing":
+        return Mistake(where, key, "required, but not there", _example(path))
+    problem, hint = _wrong_value(raw, path)
+    return Mistake(where, key, problem, hint)
+
+
+def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
+    name = str(path[-1])
+    section = _section(root, path[:-1])
+    names = list(section.model_fields) if section else []
+    if name in _KNOWN_ELSEWHERE:
+        return "unknown key", _KNOWN_ELSEWHERE[name]
+    homes = [f"{other}.{name}" for other, field in root.model_fields.items()
+             if name in getattr(_model_of(field.annotation), "model_fields", {})]
+    hint = did_you_mean(name, names)
+    if homes and not hint:
+        hint = f"Did you mean `{homes[0]}`?"
+    return "unknown key", hint or f"Known here: {', '.join(names)}."
+
+
+def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
+    kind, context = raw["type"], raw.get("ctx", {})
+    got = _shown(raw["input"], path)
+    if path in _PLANNED_VALUES:
+        return f"got {got}", _PLANNED_VALUES[path]
+    if kind == "expected":
+        return f"expected {context['expected']}; got {got}", ""
+    if kind == "value_error":
+        return str(context["error"]), ""
+    if kind == "literal_error":
+        choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
+        return f"expected one of {', '.join(choices)}; got {got}", did_you_mean(str(raw["input"]), choices)
+    if kind in _LIMITS:
+        words, name = _LIMITS[kind]
+        return f"expected {words} {context[name]}; got {got}", ""
+    if kind == "string_too_short":
+        return "must not be empty", ""
+    if kind == "string_pattern_mismatch" and path == ("engine", "device"):
+        return f"expected auto, cpu, cuda or cuda:N; got {got}", ""
+    if kind in _EXPECTED:
+        hint = ""
+        if kind == "model_type" and path[0] in _FIRST_KEY and len(path) == 1 and isinstance(raw["input"], str):
+            hint = f"Write `{path[0]}: {{{_FIRST_KEY[str(path[0])]}: {raw['input']}}}`."
+        elif kind == "string_type" and isinstance(raw["input"], bool | int | float):
+            hint = "Quote it to make it text."
+        return f"expected {_EXPECTED[kind]}; got {got}", hint
+    return f"{raw['msg']}; got {got}", ""
+
+
+def _shown(value: object, path: KeyPath) -> str:
+    """A value as a message may repeat it: short, and never one that may be a secret."""
+    if "storage" in path:
+        return "another kind of value"
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "`key: value` lines"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _example(path: KeyPath) -> str:
+    examples = {
+        ("input",): "Write `input: {path: prompts.parquet}`.",
+        ("prompt",): "Write `prompt: {column: prompt}` or `prompt: {template: \"Summarize: {text}\"}`.",
+        ("model",): "Write `model: {path: demo}`, a folder, or a Hugging Face id.",
+        ("output",): "Write `output: {path: out/my-job}`.",
+        ("input", "path"): "A Parquet file, a folder of them, or a glob.",
+        ("model", "path"): "A folder, a Hugging Face id, or `demo`.",
+        ("output", "path"): "The folder that the results go to.",
+    }
+    return examples.get(tuple(str(step) for step in path), "")
+
+
+def _section(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = root
+    for step in path:
+        field = model.model_fields.get(str(step)) if model else None
+        model = _model_of(field.annotation) if field else None
+    return model
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    choices = getattr(annotation, "__args__", (annotation,))
+    return next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _line(where: str) -> tuple[str, int]:
+    file, _, line = where.rpartition(":")
+    return (file, int(line)) if line.isdigit() else (where, 0)

@@ -1,0 +1,222 @@
+"""The sections of a job file: every key with its type, range and default, and no more.
+
+Values alone are checked here, and keys of one section against each other. Whether the columns, the model
+and the output are there is found out later, by the job.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from pipeline.config.values import (
+    Bytes,
+    Column,
+    Columns,
+    FromColumn,
+    IntOrColumn,
+    NumberOrColumn,
+    StringsOrColumn,
+    Switch,
+    SwitchOrColumn,
+    TokenIdsOrColumn,
+)
+from pipeline.engine.params import SamplingParams
+from pipeline.errors import ConfigError
+
+EMBEDDED_MODELS = ("demo", "demo:target", "demo:target-awq")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+class InputSection(Section):
+    """What is read. `columns` None keeps every column in the output, an empty list none."""
+
+    path: str = Field(min_length=1)
+    columns: Columns | None = None
+    on_corrupt: Literal["fail"] = "fail"
+    storage: dict[str, Any] = Field(default={}, repr=False)
+    limit: int | None = Field(default=None, ge=1)
+
+
+class ChatSection(Section):
+    """How a prompt becomes a chat for the model's own template."""
+
+    system: str | None = None
+    add_generation_prompt: Switch = True
+    template_kwargs: dict[str, Any] = {}
+
+
+class PromptSection(Section):
+    """Where a row's prompt comes from: exactly one of `template`, `column` and `messages`.
+
+    `chat` None sends the text as it is; `messages` always goes through the chat template.
+    """
+
+    template: str | None = Field(default=None, min_length=1)
+    column: Column | None = None
+    messages: Column | None = None
+    chat: ChatSection | None = None
+    max_bytes: Bytes = 8 * 2**20
+
+    @field_validator("chat", mode="before")
+    @classmethod
+    def _chat_switch(cls, value: object) -> object:
+        return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+    @field_validator("template")
+    @classmethod
+    def _template_parses(cls, template: str | None) -> str | None:
+        if template is not None:
+            from pipeline.data.prompts import template_columns
+
+            try:
+                names = template_columns(template)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+            if not names:
+                raise ValueError("no {column} in it: every row would get the same prompt")
+        return template
+
+    @model_validator(mode="before")
+    @classmethod
+    def _messages_are_chat(cls, raw: object) -> object:
+        if isinstance(raw, dict) and raw.get("messages") is not None and raw.get("chat") is None:
+            return {**raw, "chat": {}}
+        return raw
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "PromptSection":
+        given = [key for key in ("template", "column", "messages") if getattr(self, key) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none of them"
+            raise ValueError(f"expected exactly one of template, column, messages; got {found}")
+        return self
+
+    def columns(self) -> tuple[str, ...]:
+        """The input columns a prompt is made of."""
+        if self.template is not None:
+            from pipeline.data.prompts import template_columns
+
+            return tuple(template_columns(self.template))
+        return tuple(name for name in (self.column, self.messages) if name is not None)
+
+
+class ModelSection(Section):
+    """Which checkpoint: a folder, a Hugging Face id, or `demo[:target|:target-awq]`, the embedded ones."""
+
+    path: str = Field(min_length=1)
+    draft: None = None
+    trust: Literal["never"] = "never"
+
+    @field_validator("path")
+    @classmethod
+    def _embedded_exists(cls, path: str) -> str:
+        if path.startswith("demo:") and path not in EMBEDDED_MODELS:
+            raise ValueError(f"no embedded model {path!r}: expected {', '.join(EMBEDDED_MODELS)}")
+        return path
+
+
+class EngineSection(Section):
+    """How the engine is built; `auto` and null are resolved from the checkpoint and the machine."""
+
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    block_size: int | None = Field(default=None, ge=1)
+    enable_prefix_caching: Switch = True
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    kv_cache_memory_bytes: Bytes | None = None
+    kv_cache_dtype: Literal["auto"] = "auto"
+    activation_dtype: Literal["auto"] = "auto"
+    speculation: Literal["off", "auto"] = "auto"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        return "off" if value is False else value
+
+
+class SamplingSection(Section):
+    """SamplingParams' fields; all but `seed` and `logprobs` may be `{column: name}`, each row's own value."""
+
+    max_tokens: IntOrColumn = 16
+    min_tokens: IntOrColumn = 0
+    temperature: NumberOrColumn = 0.0
+    top_k: IntOrColumn = 0
+    top_p: NumberOrColumn = 1.0
+    min_p: NumberOrColumn = 0.0
+    repetition_penalty: NumberOrColumn = 1.0
+    presence_penalty: NumberOrColumn = 0.0
+    frequency_penalty: NumberOrColumn = 0.0
+    stop: StringsOrColumn = ()
+    stop_token_ids: TokenIdsOrColumn = ()
+    ignore_eos: SwitchOrColumn = False
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    logprobs: int | None = None
+
+    @field_validator("*")
+    @classmethod
+    def _in_range(cls, value: Any, info: Any) -> Any:
+        """Each value alone against SamplingParams' own checks, so that all mistakes are seen at once."""
+        if not isinstance(value, FromColumn):
+            given = {info.field_name: value}
+            if info.field_name == "min_tokens":
+                given["max_tokens"] = max(value, 16)
+            try:
+                SamplingParams(**given)
+            except ConfigError as error:
+                expected = str(error).partition(": ")[2] or str(error)
+                raise ValueError(f"{expected}; got {value!r}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _min_under_max(self) -> "SamplingSection":
+        low, high = self.min_tokens, self.max_tokens
+        if isinstance(low, int) and isinstance(high, int) and low > high:
+            raise ValueError(f"min_tokens {low} is more than max_tokens {high}")
+        return self
+
+
+class OutputSection(Section):
+    """Where the parts go. `rename` gives result or kept columns another name."""
+
+    path: str = Field(min_length=1)
+    rename: dict[str, str] = {}
+    storage: dict[str, Any] = Field(default={}, repr=False)
+
+    @field_validator("rename")
+    @classmethod
+    def _names_differ(cls, rename: dict[str, str]) -> dict[str, str]:
+        if any(not new for new in rename.values()):
+            raise ValueError("a new name must not be empty")
+        if len(set(rename.values())) < len(rename):
+            raise ValueError("two columns get the same new name")
+        return rename
+
+
+class RunSection(Section):
+    """How the work is cut and run. `gpus_per_actor` null means 0 on cpu and 1 on cuda."""
+
+    actors: int = Field(default=1, ge=1, le=100_000)
+    cpus_per_actor: float | None = Field(default=None, gt=0)
+    gpus_per_actor: float | None = Field(default=None, ge=0)
+    window_rows: int = Field(default=65_536, ge=1)
+    window_bytes: Bytes = 256 * 2**20
+    unit_tokens: int = Field(default=100_000, ge=1)
+    unit_rows: int = Field(default=512, ge=1)
+    units_in_flight: int = Field(default=4, ge=1)
+    max_error_rate: float = Field(default=0.01, ge=0, le=1)
+    drain_s: float = Field(default=30.0, ge=0, le=86_400)
+    step_timeout_s: float = Field(default=300.0, gt=0, le=86_400)
+    ray_address: str | None = None
+
+
+class CostSection(Section):
+    """`hourly_usd` is what one actor's machine (or its share of one) costs for an hour; null: unpriced."""
+
+    hourly_usd: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

@@ -1,0 +1,120 @@
+"""The kinds of value a job file's keys take, each with the words for what was expected.
+
+pydantic is strict here (no text is taken for a number); these types add what people write all the same:
+`off` and `yes` for switches, `8 GiB` for sizes, one text where a list is meant, `{column: name}` for a value of
+each row's own.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
+from pydantic_core import PydanticCustomError
+
+_SWITCH = {"on": True, "yes": True, "off": False, "no": False}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+
+
+@dataclass(frozen=True)
+class FromColumn:
+    """A sampling value that every row brings in a column of its own."""
+
+    column: str
+
+
+def _refuse(expected: str) -> PydanticCustomError:
+    return PydanticCustomError("expected", "{expected}", {"expected": expected})
+
+
+def _switch(value: object) -> object:
+    return _SWITCH.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _bytes(value: object) -> object:
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        factor = _UNITS.get(match[2].lower())
+        if factor is not None:
+            return int(float(match[1]) * factor)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise _refuse("a number of bytes, such as 8_000_000 or 8 GiB")
+
+
+def _listed(value: object) -> object:
+    """A tuple from a list, and from one text alone."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if names.count(name) > 1:
+            raise _refuse(f"each column once; {name!r} is named twice")
+    return names
+
+
+def _or_column(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def validate(value: Any) -> Any:
+        if isinstance(value, dict):
+            if set(value) != {"column"} or not isinstance(value["column"], str) or not value["column"]:
+                raise _refuse("a value, or {column: name} to take it from each row")
+            return FromColumn(value["column"])
+        return value if isinstance(value, FromColumn) else check(value)
+
+    return validate
+
+
+def _int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _refuse("an integer, or {column: name}")
+    return value
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _refuse("a number, or {column: name}")
+    return float(value)
+
+
+def _bool(value: object) -> bool:
+    value = _switch(value)
+    if not isinstance(value, bool):
+        raise _refuse("true or false, or {column: name}")
+    return value
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    items = _listed(value)
+    if not isinstance(items, tuple) or not all(isinstance(item, str) for item in items):
+        raise _refuse("a list of texts (quote numbers), or {column: name}")
+    return items
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    items = _listed(value)
+    if not isinstance(items, tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in items):
+        raise _refuse("a list of token ids, or {column: name}")
+    return items
+
+
+def _plain(value: object) -> object:
+    return {"column": value.column} if isinstance(value, FromColumn) else value
+
+
+def _column_kind(check: Callable[[Any], Any]) -> tuple[PlainValidator, PlainSerializer]:
+    return PlainValidator(_or_column(check)), PlainSerializer(_plain)
+
+
+Switch = Annotated[bool, BeforeValidator(_switch)]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
+Column = Annotated[str, Field(min_length=1)]
+Columns = Annotated[tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct)]
+
+IntOrColumn = Annotated[int | FromColumn, *_column_kind(_int)]
+NumberOrColumn = Annotated[float | FromColumn, *_column_kind(_number)]
+SwitchOrColumn = Annotated[bool | FromColumn, *_column_kind(_bool)]
+StringsOrColumn = Annotated[tuple[str, ...] | FromColumn, *_column_kind(_strings)]
+TokenIdsOrColumn = Annotated[tuple[int, ...] | FromColumn, *_column_kind(_token_ids)]
