@@ -87,8 +87,8 @@ class RunRecord:
 
     `rows_written` to `generated_tokens` cover the parts this run wrote; what its engines did is in `actors`,
     and the difference is work whose part was lost or already there. `config_free` holds the settings that may
-    change between runs, without secrets. `hourly_usd` is the declared price of one actor's machine for an hour,
-    None when not declared. `started_at` is for people only: nothing is decided by it.
+    change between runs, without secrets. `hourly_usd` is the declared price of one actor's machine for an
+    hour, None when not declared. `started_at` is for people only: nothing is decided by it.
     """
 
     run_id: str

@@ -1,9 +1,9 @@
 """Reads job files: a small, safe part of YAML, with the line of every key kept for messages.
 
-Owns reading and merging; knows nothing of what the keys mean. Of YAML it takes plain mappings, lists and scalars.
-Refused are aliases and anchors (a few lines of them can stand for gigabytes), tags (`!!python/...`), duplicate
-keys, and files too large or too deep to be a job. Scalars follow YAML 1.2: only `true` and `false` are booleans,
-so `stop: [No]` stays text; `off`, `on`, `yes`, `no` are text that boolean keys accept.
+Owns reading and merging; knows nothing of what the keys mean. Of YAML it takes plain mappings, lists and
+scalars. Refused are aliases and anchors (a few lines of them can stand for gigabytes), tags (`!!python/...`),
+duplicate keys, and files too large or too deep to be a job. Scalars follow YAML 1.2: only `true` and `false` are
+booleans, so `stop: [No]` stays text; `off`, `on`, `yes`, `no` are text that boolean keys accept.
 """
 
 import re

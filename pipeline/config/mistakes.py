@@ -52,7 +52,7 @@ _LIMITS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("less than", "lt"),
 }
-_FIRST_KEY = {"input": "path", "prompt": "column", "model": "path", "output": "path"}
+_FIRST_KEY: dict[KeyPath, str] = {("input",): "path", ("prompt",): "column", ("model",): "path", ("output",): "path"}
 
 
 def from_validation(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Mistake]:
@@ -113,8 +113,8 @@ def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
         return f"expected auto, cpu, cuda or cuda:N; got {got}", ""
     if kind in _EXPECTED:
         hint = ""
-        if kind == "model_type" and path[0] in _FIRST_KEY and len(path) == 1 and isinstance(raw["input"], str):
-            hint = f"Write `{path[0]}: {{{_FIRST_KEY[str(path[0])]}: {raw['input']}}}`."
+        if kind == "model_type" and path in _FIRST_KEY and isinstance(raw["input"], str):
+            hint = f"Write `{path[0]}: {{{_FIRST_KEY[path]}: {raw['input']}}}`."
         elif kind == "string_type" and isinstance(raw["input"], bool | int | float):
             hint = "Quote it to make it text."
         return f"expected {_EXPECTED[kind]}; got {got}", hint

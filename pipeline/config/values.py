@@ -1,8 +1,8 @@
 """The kinds of value a job file's keys take, each with the words for what was expected.
 
 pydantic is strict here (no text is taken for a number); these types add what people write all the same:
-`off` and `yes` for switches, `8 GiB` for sizes, one text where a list is meant, `{column: name}` for a value of
-each row's own.
+`off` and `yes` for switches, `8 GiB` for sizes, one text where a list is meant, `{column: name}` for each row's
+own value.
 """
 
 import re
