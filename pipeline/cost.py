@@ -1,12 +1,12 @@
 """What a job cost over all its runs: machine time, its price, and which tokens it is charged to.
 
-Owns the allocation and the report's numbers; `report.py` writes them out for people. Prices are declared by the
-job, never looked up. A job without a price is unpriced (null), not free.
+Owns the allocation and the report's numbers; `report.py` writes them out for people. Prices are declared by
+the job, never looked up. A job without a price is unpriced (null), not free.
 
-Allocation: reading prompts (prefill) is charged to prompt tokens and writing (decode) to generated tokens. All
-other machine time (start-up, load, repeated work, waiting, the tail) is charged to both in the proportion of
-those two, because it was spent to make them possible. The divisor is what was delivered in the output, so that
-work lost to a killed run makes the delivered tokens dearer.
+Allocation: reading prompts (prefill) is charged to prompt tokens and writing (decode) to generated tokens.
+All other machine time (start-up, load, repeated work, waiting, the tail) is charged to both in the
+proportion of those two, because it was spent to make them possible. The divisor is what was delivered in the
+output, so that work lost to a killed run makes the delivered tokens dearer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from typing import Any
 from pipeline.metrics import PHASES, RunRecord, per_second
 
 METHOD = (
-    "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to both in"
-    " proportion to those two; divided by the tokens and rows delivered in the output"
+    "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"
+    " both in proportion to those two; divided by the tokens and rows delivered in the output"
 )
 MICROSECONDS_PER_HOUR = 3_600_000_000
 
@@ -49,8 +49,8 @@ class Tokens:
 class Work:
     """What the engines did over all runs, lost work included.
 
-    `wasted_generated_tokens` is what engines generated and the output does not hold. A run that was killed may not
-    have recorded its last seconds, so it is a lower bound when `wasted_is_lower_bound`.
+    `wasted_generated_tokens` is what engines generated and the output does not hold. A run that was killed
+    may not have recorded its last seconds, so it is a lower bound when `wasted_is_lower_bound`.
     """
 
     generated_tokens: int
@@ -117,6 +117,24 @@ class RunReport:
         raw["runs"] = [run.to_json() | {"machine_us": run.machine_us} for run in self.runs]
         return raw
 
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "RunReport":
+        """The report that `to_json` gave."""
+        rows = {key: value for key, value in raw["rows"].items() if key != "completed"}
+        return cls(
+            **{
+                key: raw[key]
+                for key in ("job", "fingerprint", "outcome", "machine_us", "wall_us", "write_us")
+            },
+            rows=Rows(**rows),
+            tokens=Tokens(**raw["tokens"]),
+            work=Work(**raw["work"]),
+            cost=Cost(**raw["cost"]),
+            phases_us=dict(raw["phases_us"]),
+            driver_us=dict(raw["driver_us"]),
+            runs=tuple(RunRecord.from_json(run) for run in raw["runs"]),
+        )
+
     def to_text(self) -> str:
         """For a terminal."""
         from pipeline.report import text
@@ -130,17 +148,18 @@ class RunReport:
         return markdown(self)
 
 
-def build_report(job_name: str, fingerprint: str, runs: Sequence[RunRecord], totals: Mapping[str, Any],
-                 input_rows: int) -> RunReport:
+def build_report(
+    job_name: str, fingerprint: str, runs: Sequence[RunRecord], totals: Mapping[str, Any], input_rows: int
+) -> RunReport:
     """The report over all runs of a job, killed ones included, in the order they ran.
 
-    `totals` is what the output holds: `rows`, `errors` (code to rows), `num_input_tokens`, `num_cached_tokens`,
-    `num_generated_tokens`.
+    `totals` is what the output holds: `rows`, `error_rows` (code to rows), `num_input_tokens`,
+    `num_cached_tokens`, `num_generated_tokens`.
     """
     phases_us = {phase: sum(run.phase_us(phase) for run in runs) for phase in PHASES}
     machine_us = sum(run.machine_us for run in runs)
     assert sum(phases_us.values()) == machine_us, f"phases {phases_us} do not sum to {machine_us} us"
-    errors = {code: count for code, count in sorted(totals["errors"].items()) if count}
+    errors = {code: count for code, count in sorted(totals["error_rows"].items()) if count}
     rows = Rows(input_rows, totals["rows"], sum(errors.values()), errors)
     tokens = Tokens(totals["num_input_tokens"], totals["num_cached_tokens"], totals["num_generated_tokens"])
     return RunReport(
@@ -161,7 +180,8 @@ def build_report(job_name: str, fingerprint: str, runs: Sequence[RunRecord], tot
 
 
 def allocate(runs: Sequence[RunRecord], tokens: Tokens, rows: int) -> Cost:
-    """The price of all machine time, and its share of prompt and generated tokens (see the head of this file).
+    """The price of all machine time, and its share of prompt and generated tokens (see the head of this
+    file).
 
     One run without a price leaves the whole job unpriced, as a part of its machine time has no known cost.
     """

@@ -51,13 +51,22 @@ def markdown(report: "RunReport") -> str:
     phases = []
     for phase, us in report.phases_us.items():
         share = _share(us, report.machine_us)
-        phases.append((phase, PHASE_MEANING[phase], seconds(us), f"{share * 100:.1f} %",
-                       f"`{bar(share)}`" if bar(share) else ""))
+        phases.append(
+            (
+                phase,
+                PHASE_MEANING[phase],
+                seconds(us),
+                f"{share * 100:.1f} %",
+                f"`{bar(share)}`" if bar(share) else "",
+            )
+        )
     phases.append(("**all**", "machine time of all actors", seconds(report.machine_us), "", ""))
     lines += _table(["phase", "what it is", "time", "share", ""], phases)
     lines += ["", f"Writing results took {seconds(report.write_us)} beside it."]
     if report.driver_us:
-        driver = ", ".join(f"{name.removesuffix('_us')} {seconds(us)}" for name, us in report.driver_us.items())
+        driver = ", ".join(
+            f"{name.removesuffix('_us')} {seconds(us)}" for name, us in report.driver_us.items()
+        )
         lines += [f"The driver's own time, not in the machine time: {driver}."]
     lines += ["", "## Cost", ""]
     lines += _table(["", "US dollars"], _cost(report))
@@ -66,21 +75,43 @@ def markdown(report: "RunReport") -> str:
     lines += ["", f"How it is divided: {report.cost.method}."]
     if report.rows.errors_by_code:
         lines += ["", "## Error rows by code", ""]
-        lines += _table(["code", "rows"], [(code, f"{n:,}") for code, n in report.rows.errors_by_code.items()])
+        lines += _table(
+            ["code", "rows"], [(code, f"{n:,}") for code, n in report.rows.errors_by_code.items()]
+        )
     lines += ["", "## Runs", ""]
     lines += _table(
-        ["run", "started", "outcome", "wall", "actors", "rows written", "tokens in", "tokens out", "USD per hour"],
         [
-            (run.run_id, run.started_at, run.outcome, seconds(run.wall_us), str(len(run.actors)),
-             f"{run.rows_written:,}", f"{run.input_tokens:,}", f"{run.generated_tokens:,}",
-             money(run.hourly_usd))
+            "run",
+            "started",
+            "outcome",
+            "wall",
+            "actors",
+            "rows written",
+            "tokens in",
+            "tokens out",
+            "USD per hour",
+        ],
+        [
+            (
+                run.run_id,
+                run.started_at,
+                run.outcome,
+                seconds(run.wall_us),
+                str(len(run.actors)),
+                f"{run.rows_written:,}",
+                f"{run.input_tokens:,}",
+                f"{run.generated_tokens:,}",
+                money(run.hourly_usd),
+            )
             for run in report.runs
         ],
     )
     if report.runs:
         last = report.runs[-1]
         lines += ["", "## What it ran on (last run)", ""]
-        lines += _table(["", ""], [(key, str(value)) for key, value in (last.resolved | last.versions).items()])
+        lines += _table(
+            ["", ""], [(key, str(value)) for key, value in (last.resolved | last.versions).items()]
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -111,23 +142,37 @@ def money(usd: float | None) -> str:
 
 def _facts(report: "RunReport") -> list[tuple[str, str]]:
     rows, tokens, work = report.rows, report.tokens, report.work
-    facts = [("Rows", f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors")]
+    facts = [
+        ("Rows", f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors")
+    ]
     if rows.errors_by_code:
         facts.append(("Errors", ", ".join(f"{code} {n:,}" for code, n in rows.errors_by_code.items())))
     facts.append(("Tokens", f"{tokens.input:,} in ({tokens.cached:,} from cache), {tokens.generated:,} out"))
-    facts.append(("Speed", f"{report.input_tokens_per_s:,.0f} tok/s in, {report.generated_tokens_per_s:,.0f} tok/s"
-                           " out, by machine time"))
+    facts.append(
+        (
+            "Speed",
+            f"{report.input_tokens_per_s:,.0f} tok/s in, {report.generated_tokens_per_s:,.0f} tok/s"
+            " out, by machine time",
+        )
+    )
     decode_rate = per_second(work.generated_tokens, report.phases_us["decode"])
     if work.steps:
-        facts.append(("Engine", f"{decode_rate:,.0f} tok/s while decoding; {work.mean_batch:.1f} sequences a step,"
-                                f" KV cache {work.mean_kv_used * 100:.0f} % used"))
+        facts.append(
+            (
+                "Engine",
+                f"{decode_rate:,.0f} tok/s while decoding; {work.mean_batch:.1f} sequences a step,"
+                f" KV cache {work.mean_kv_used * 100:.0f} % used",
+            )
+        )
     facts.append(("Time", f"{seconds(report.wall_us)} wall, {seconds(report.machine_us)} of machine time"))
     lost = []
     if work.wasted_generated_tokens or work.wasted_is_lower_bound:
         least = "at least " if work.wasted_is_lower_bound else ""
         lost.append(f"{least}{work.wasted_generated_tokens:,} generated tokens not delivered")
     if work.recomputed_tokens:
-        lost.append(f"{work.recomputed_tokens:,} tokens computed again after {work.preemptions:,} preemptions")
+        lost.append(
+            f"{work.recomputed_tokens:,} tokens computed again after {work.preemptions:,} preemptions"
+        )
     if work.units_lost:
         lost.append(f"{work.units_lost:,} units found already written")
     if work.restarts:
@@ -141,11 +186,17 @@ def _facts(report: "RunReport") -> list[tuple[str, str]]:
 def _cost(report: "RunReport") -> list[tuple[str, str]]:
     cost = report.cost
     if cost.total_usd is None:
-        why = f"unpriced ({cost.unpriced_runs} runs without a price)" if cost.unpriced_runs > 1 else "unpriced"
+        why = (
+            f"unpriced ({cost.unpriced_runs} runs without a price)" if cost.unpriced_runs > 1 else "unpriced"
+        )
         return [("Total", why)]
-    each = [("Total", cost.total_usd), ("per 1M prompt tokens", cost.per_1m_prompt_usd),
-            ("per 1M generated tokens", cost.per_1m_generated_usd),
-            ("per 1M tokens, both", cost.per_1m_blended_usd), ("per row", cost.per_row_usd)]
+    each = [
+        ("Total", cost.total_usd),
+        ("per 1M prompt tokens", cost.per_1m_prompt_usd),
+        ("per 1M generated tokens", cost.per_1m_generated_usd),
+        ("per 1M tokens, both", cost.per_1m_blended_usd),
+        ("per row", cost.per_row_usd),
+    ]
     return [(label, "n/a" if usd is None else money(usd)) for label, usd in each]
 
 

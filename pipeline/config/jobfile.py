@@ -2,8 +2,8 @@
 
 Owns reading and merging; knows nothing of what the keys mean. Of YAML it takes plain mappings, lists and
 scalars. Refused are aliases and anchors (a few lines of them can stand for gigabytes), tags (`!!python/...`),
-duplicate keys, and files too large or too deep to be a job. Scalars follow YAML 1.2: only `true` and `false` are
-booleans, so `stop: [No]` stays text; `off`, `on`, `yes`, `no` are text that boolean keys accept.
+duplicate keys, and files too large or too deep to be a job. Scalars follow YAML 1.2: only `true` and `false`
+are booleans, so `stop: [No]` stays text; `off`, `on`, `yes`, `no` are text that boolean keys accept.
 """
 
 import re
@@ -99,8 +99,16 @@ def parse(text: str, name: str) -> Document:
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise JobFileError([Mistake(f"{name}:1", "", "expected `key: value` lines",
-                                    "See jobs/summarize.yaml for a job file explained line by line.")])
+        raise JobFileError(
+            [
+                Mistake(
+                    f"{name}:1",
+                    "",
+                    "expected `key: value` lines",
+                    "See jobs/summarize.yaml for a job file explained line by line.",
+                )
+            ]
+        )
     return Document(data, {(): name} | builder.origins)
 
 
@@ -119,8 +127,13 @@ def merge(under: Document, over: Document) -> Document:
     return Document(data, origins)
 
 
-def _lay_over(data: dict[str, Value], origins: dict[KeyPath, str], over: Mapping[str, Value],
-              over_origins: Mapping[KeyPath, str], path: KeyPath) -> None:
+def _lay_over(
+    data: dict[str, Value],
+    origins: dict[KeyPath, str],
+    over: Mapping[str, Value],
+    over_origins: Mapping[KeyPath, str],
+    path: KeyPath,
+) -> None:
     for key, value in over.items():
         here = (*path, key)
         old = data.get(key)
@@ -161,11 +174,27 @@ class _Builder:
         if depth > MAX_DEPTH:
             raise JobFileError([self._mistake(event, path, f"nested deeper than {MAX_DEPTH} levels")])
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise JobFileError([self._mistake(event, path, "anchors and aliases (& and *) are not read",
-                                              "Write it out, or quote a text that begins with & or *.")])
+            raise JobFileError(
+                [
+                    self._mistake(
+                        event,
+                        path,
+                        "anchors and aliases (& and *) are not read",
+                        "Write it out, or quote a text that begins with & or *.",
+                    )
+                ]
+            )
         if tag := getattr(event, "tag", None):
-            raise JobFileError([self._mistake(event, path, f"tags such as {tag!r} are not read",
-                                              "Quote a text that begins with an exclamation mark.")])
+            raise JobFileError(
+                [
+                    self._mistake(
+                        event,
+                        path,
+                        f"tags such as {tag!r} are not read",
+                        "Quote a text that begins with an exclamation mark.",
+                    )
+                ]
+            )
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event.value) if event.style is None else event.value
         if isinstance(event, yaml.SequenceStartEvent):
@@ -189,8 +218,11 @@ class _Builder:
             here = (*path, key)
             if key in mapping:
                 first = self.origins[here]
-                self.mistakes.append(self._mistake(key_event, here, f"written twice (first at {first})",
-                                                   "Keep one of the two."))
+                self.mistakes.append(
+                    self._mistake(
+                        key_event, here, f"written twice (first at {first})", "Keep one of the two."
+                    )
+                )
             self.origins[here] = self._where(key_event)
             mapping[key] = self._value(next(events), events, here, depth + 1)
         return mapping
@@ -230,7 +262,7 @@ def _syntax_mistake(name: str, error: yaml.YAMLError) -> Mistake:
     where = f"{name}:{mark.line + 1}" if mark else name
     hint = ""
     if "mapping values are not allowed" in problem:
-        hint = "A text that holds `: ` needs quotes: \"...\"."
+        hint = 'A text that holds `: ` needs quotes: "...".'
     elif "cannot start any token" in problem:
         hint = "Indent with spaces, and quote a text that begins with % @ ` or a tab."
     return Mistake(where, "", f"not valid YAML: {problem}", hint)

@@ -12,8 +12,9 @@ from pipeline.config.mistakes import from_validation
 from pipeline.config.sections import Section
 
 
-def load_job(path: str | Path, sets: Iterable[str] = (), overlays: Iterable[str | Path] = (),
-             limit: int | None = None) -> JobConfig:
+def load_job(
+    path: str | Path, sets: Iterable[str] = (), overlays: Iterable[str | Path] = (), limit: int | None = None
+) -> JobConfig:
     """The job in a file, with overlay files laid on top and then `key=value` settings.
 
     Raises JobFileError (a ConfigError) with every mistake found.
@@ -41,8 +42,9 @@ def _setting(text: str) -> Document:
     path = tuple(key.strip().split("."))
     where = f"--set {key.strip()}"
     if not equals or not all(path):
-        raise JobFileError([Mistake(f"--set {text}", "", "expected key=value",
-                                    "Example: --set sampling.max_tokens=64")])
+        raise JobFileError(
+            [Mistake(f"--set {text}", "", "expected key=value", "Example: --set sampling.max_tokens=64")]
+        )
     if _holds_text(path) and value.strip() not in ("null", "~", ""):
         return _document_of(path, value, where)
     return _document_of(path, parse_value(value, where), where)

@@ -52,7 +52,12 @@ _LIMITS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("less than", "lt"),
 }
-_FIRST_KEY: dict[KeyPath, str] = {("input",): "path", ("prompt",): "column", ("model",): "path", ("output",): "path"}
+_FIRST_KEY: dict[KeyPath, str] = {
+    ("input",): "path",
+    ("prompt",): "column",
+    ("model",): "path",
+    ("output",): "path",
+}
 
 
 def from_validation(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Mistake]:
@@ -84,8 +89,11 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
     names = list(section.model_fields) if section else []
     if name in _KNOWN_ELSEWHERE:
         return "unknown key", _KNOWN_ELSEWHERE[name]
-    homes = [f"{other}.{name}" for other, field in root.model_fields.items()
-             if name in getattr(_model_of(field.annotation), "model_fields", {})]
+    homes = [
+        f"{other}.{name}"
+        for other, field in root.model_fields.items()
+        if name in getattr(_model_of(field.annotation), "model_fields", {})
+    ]
     hint = did_you_mean(name, names)
     if homes and not hint:
         hint = f"Did you mean `{homes[0]}`?"
@@ -138,7 +146,7 @@ def _shown(value: object, path: KeyPath) -> str:
 def _example(path: KeyPath) -> str:
     examples = {
         ("input",): "Write `input: {path: prompts.parquet}`.",
-        ("prompt",): "Write `prompt: {column: prompt}` or `prompt: {template: \"Summarize: {text}\"}`.",
+        ("prompt",): 'Write `prompt: {column: prompt}` or `prompt: {template: "Summarize: {text}"}`.',
         ("model",): "Write `model: {path: demo}`, a folder, or a Hugging Face id.",
         ("output",): "Write `output: {path: out/my-job}`.",
         ("input", "path"): "A Parquet file, a folder of them, or a glob.",

@@ -72,11 +72,9 @@ class PromptSection(Section):
             from pipeline.data.prompts import template_columns
 
             try:
-                names = template_columns(template)
+                template_columns(template)
             except ConfigError as error:
-                raise ValueError(str(error)) from None
-            if not names:
-                raise ValueError("no {column} in it: every row would get the same prompt")
+                raise ValueError(str(error).removeprefix("prompt.template: ")) from None
         return template
 
     @model_validator(mode="before")
@@ -183,7 +181,7 @@ class SamplingSection(Section):
 
 
 class OutputSection(Section):
-    """Where the parts go. `rename` gives result or kept columns another name."""
+    """Where the parts go. `rename` gives result columns another name."""
 
     path: str = Field(min_length=1)
     rename: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """The kinds of value a job file's keys take, each with the words for what was expected.
 
 pydantic is strict here (no text is taken for a number); these types add what people write all the same:
-`off` and `yes` for switches, `8 GiB` for sizes, one text where a list is meant, `{column: name}` for each row's
-own value.
+`off` and `yes` for switches, `8 GiB` for sizes, one text where a list is meant, `{column: name}` for each
+row's own value.
 """
 
 import re
@@ -14,8 +14,18 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Pl
 from pydantic_core import PydanticCustomError
 
 _SWITCH = {"on": True, "yes": True, "off": False, "no": False}
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
