@@ -1,0 +1,87 @@
+"""Arrow types of input columns: one plain type for the many ways to store the same values, and schemas merged
+over files.
+
+Plain: dictionaries decoded, large and view variants made ordinary, extension types stored as what they wrap.
+So the rest of `data` meets `string`, `binary`, `list` and `struct` only, and a dataset whose files differ in
+encoding is one.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import pyarrow as pa
+
+
+def plain_type(t: pa.DataType) -> pa.DataType:
+    """The plain type of `t`; values are unchanged by a cast to it."""
+    if isinstance(t, pa.BaseExtensionType):
+        return plain_type(t.storage_type)
+    if pa.types.is_dictionary(t) or pa.types.is_run_end_encoded(t):
+        return plain_type(t.value_type)
+    if pa.types.is_large_string(t) or pa.types.is_string_view(t):
+        return pa.string()
+    if pa.types.is_large_binary(t) or pa.types.is_binary_view(t):
+        return pa.binary()
+    if pa.types.is_fixed_size_list(t):
+        return pa.list_(plain_type(t.value_type), t.list_size)
+    if (
+        pa.types.is_list(t)
+        or pa.types.is_large_list(t)
+        or pa.types.is_list_view(t)
+        or pa.types.is_large_list_view(t)
+    ):
+        return pa.list_(plain_type(t.value_type))
+    if pa.types.is_struct(t):
+        return pa.struct([pa.field(f.name, plain_type(f.type)) for f in t.fields])
+    if pa.types.is_map(t):
+        return pa.map_(plain_type(t.key_type), plain_type(t.item_type))
+    return t
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """Plain types, every field nullable, no metadata (pandas' would not be true of the output)."""
+    return pa.schema([pa.field(f.name, plain_type(f.type)) for f in schema])
+
+
+def merge_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    """The type that holds the values of both without loss, or None. int32 with int64 is int64; int with
+    string is None."""
+    if a.equals(b):
+        return a
+    if pa.types.is_null(a) or pa.types.is_null(b):
+        return b if pa.types.is_null(a) else a
+    for kind in (
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_boolean,
+        pa.types.is_string,
+        pa.types.is_binary,
+    ):
+        if kind(a) != kind(b):
+            return None
+    if pa.types.is_uint64(a) != pa.types.is_uint64(b) and not (
+        pa.types.is_unsigned_integer(a) and pa.types.is_unsigned_integer(b)
+    ):
+        return None
+    try:
+        merged = pa.unify_schemas(
+            [pa.schema([("x", a)]), pa.schema([("x", b)])], promote_options="permissive"
+        )
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return None
+    return merged.field("x").type
+
+
+def is_text(t: pa.DataType) -> bool:
+    return pa.types.is_string(t) or pa.types.is_binary(t)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean 'report'?)" or, where nothing is close, the names there are; for the end of a
+    message."""
+    names: Sequence[str] = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f" (did you mean {close[0]!r}?)"
+    shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
+    return f" (there are: {shown})" if names else ""

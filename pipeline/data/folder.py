@@ -1,0 +1,216 @@
+"""Files on a local disk that appear whole or not at all: create-only, atomic replace, both durable when they
+return.
+
+Bytes go to a temporary file and are synced; then a hard link gives them their name, which fails where the
+name is taken, so of several writers one wins and the others learn it. A writer holds a lock on its temporary
+file, and a file nobody holds is a leftover. Deleting a living writer's file by accident costs it a retry,
+never a row.
+
+This is the seam for object stores: the same few operations over one conditional PUT.
+"""
+
+import errno
+import fcntl
+import os
+import posixpath
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pipeline.data.failpoints import hit
+from pipeline.errors import EnvironmentFailed, OutputError
+
+TMP = "_pipeline/tmp"
+_TRIES = 5  # how often a vanished temporary file is written anew
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)  # filesystems that cannot sync a folder and need not
+
+
+class LocalFolder:
+    """Names are relative to the root and "/"-separated."""
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(os.path.abspath(root))
+
+    def path(self, name: str) -> Path:
+        parts = name.split("/")
+        assert not {"", ".", ".."} & set(parts), f"not a name: {name!r}"
+        return self.root.joinpath(*parts)
+
+    def make(self) -> None:
+        """Make the root and its place for temporary files. OSError as it comes."""
+        (self.root / TMP).mkdir(parents=True, exist_ok=True)
+        _sync_folder(self.root)
+
+    def names(self, folder: str = "") -> list[str]:
+        """What lies directly in the folder, sorted; one listing. No folder, no names."""
+        try:
+            return sorted(os.listdir(self.path(folder) if folder else self.root))
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError as e:
+            raise OutputError(f"{self.root / folder}: is a file, expected a folder") from e
+        except OSError as e:
+            raise EnvironmentFailed(f"{self.root / folder}: cannot be listed: {e.strerror}") from e
+
+    def read(self, name: str) -> bytes | None:
+        """The file's bytes, or None where there is none."""
+        try:
+            return self.path(name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise EnvironmentFailed(f"{self.path(name)}: cannot be read: {e.strerror}") from e
+
+    def create(self, name: str, data: bytes, check: Callable[[Path], None] | None = None) -> bool:
+        """Write a new file; False, and nothing is changed, where the name is taken.
+
+        check: called with the synced temporary file before it gets its name. Raises EnvironmentFailed when
+        the disk does not take it.
+        """
+        final = self.path(name)
+        for _ in range(_TRIES):
+            with self._failing(final), self._temporary(name, data) as temporary:
+                if check is not None:
+                    check(temporary)
+                made = self._link(temporary, final)
+                if made is None:
+                    continue
+                hit("part.linked")
+                # also when it was there: its maker may have died before this, and we are about to rely on it
+                _sync_folder(final.parent)
+                hit("part.dir_synced")
+                return made
+        raise EnvironmentFailed(
+            f"{final}: temporary files in {self.root / TMP} vanish while they are written"
+        )
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file or put it in the place of the old one; a reader sees the old or the new, whole."""
+        final = self.path(name)
+        for _ in range(_TRIES):
+            with self._failing(final), self._temporary(name, data) as temporary:
+                try:
+                    final.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(temporary, final)
+                except FileNotFoundError:
+                    continue
+                _sync_folder(final.parent)
+                return
+        raise EnvironmentFailed(
+            f"{final}: temporary files in {self.root / TMP} vanish while they are written"
+        )
+
+    def remove(self, name: str) -> None:
+        """Remove a file; none there is fine."""
+        with self._failing(self.path(name)):
+            self.path(name).unlink(missing_ok=True)
+
+    def clean_tmp(self) -> int:
+        """Remove the temporary files of writers that are gone; how many."""
+        removed = 0
+        for name in self.names(TMP):
+            path = self.root / TMP / name
+            with suppress(FileNotFoundError), self._failing(path):
+                fd = os.open(path, os.O_RDWR)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                    removed += 1
+                except BlockingIOError:
+                    pass  # its writer lives
+                finally:
+                    os.close(fd)
+        return removed
+
+    def probe(self) -> None:
+        """Make the folder and see that files can be made, are create-only and are kept.
+
+        Raises OutputError when the folder cannot be used, EnvironmentFailed when the disk fails.
+        """
+        name = f"{TMP}/probe-{secrets.token_hex(8)}"
+        try:
+            self.make()
+            with self._temporary(name, b"probe") as temporary:
+                os.link(temporary, self.path(name))
+                try:
+                    os.link(temporary, self.path(name))
+                except FileExistsError:
+                    pass
+                else:
+                    raise OutputError(
+                        f"output.path {self.root}: this filesystem lets a second file replace the first one of "
+                        "the same name, so two runs could undo each other's work; use another disk"
+                    )
+                whole = self.path(name).read_bytes() == b"probe"
+                self.path(name).unlink()
+        except OSError as e:
+            if e.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK) and os.access(self.root / TMP, os.W_OK):
+                raise OutputError(
+                    f"output.path {self.root}: this filesystem has no hard links, which create-only writes "
+                    "need; use another disk"
+                ) from e
+            if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
+                raise EnvironmentFailed(f"output.path {self.root}: {e.strerror}") from e
+            raise OutputError(
+                f"output.path {self.root}: cannot be written: {e.strerror} ({e.filename})"
+            ) from e
+        if not whole:
+            raise EnvironmentFailed(f"output.path {self.root}: a file just written reads back differently")
+
+    def _link(self, temporary: Path, final: Path) -> bool | None:
+        """Give the temporary file its name: True we did, False it is taken, None the temporary file has
+        vanished."""
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            os.link(temporary, final)
+        except FileExistsError:
+            # a network disk may have linked it and lost the answer: then it is ours
+            with suppress(FileNotFoundError):
+                return os.path.samefile(temporary, final)
+            return False
+        except FileNotFoundError:
+            return None
+        return True
+
+    @contextmanager
+    def _temporary(self, name: str, data: bytes) -> Iterator[Path]:
+        """A synced temporary file with these bytes, locked while it is in use, gone afterwards."""
+        path = self.root / TMP / f"{posixpath.basename(name)}.{secrets.token_hex(8)}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            with suppress(OSError):  # a disk without locks: then the file may be cleaned away, and we retry
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            hit("part.serialized")
+            os.fsync(fd)
+            hit("part.synced")
+            yield path
+        finally:
+            with suppress(FileNotFoundError):
+                path.unlink()
+            os.close(fd)
+
+    @contextmanager
+    def _failing(self, path: Path) -> Iterator[None]:
+        """Turn what the disk says into EnvironmentFailed, with the file."""
+        try:
+            yield
+        except OSError as e:
+            raise EnvironmentFailed(
+                f"{path}: {e.strerror or e}; free the disk or fix it, then run again"
+            ) from e
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,86 @@
+"""The footer of one Parquet file: read once, checked against the file, digested.
+
+The digest is what identifies a file of the input: it covers every row group's place, size and statistics,
+costs one small read, and is the same for a copy of the file.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.errors import EnvironmentFailed, InputError
+
+_TAIL_BYTES = 64 * 1024  # holds most footers, so that most files cost one read
+_MAGIC, _MAGIC_ENCRYPTED = b"PAR1", b"PARE"
+
+
+@dataclass(frozen=True)
+class Footer:
+    digest: str
+    metadata: pq.FileMetaData
+    schema: pa.Schema  # as stored, with Arrow's own notes applied
+
+
+def read_footer(fs: Any, path: str, size: int, name: str) -> Footer:
+    """Read and check the footer of `path` (of `size` bytes) on the fsspec filesystem `fs`; `name` is for
+    messages.
+
+    Raises InputError when the file is not a whole Parquet file, EnvironmentFailed when it cannot be read.
+    """
+    tail = footer_bytes(fs, path, size, name)
+    try:
+        file = pq.ParquetFile(pa.BufferReader(_MAGIC + tail))
+        metadata, schema = file.metadata, file.schema_arrow
+    except (pa.ArrowException, OSError) as e:
+        raise InputError(f"{name}: the Parquet footer is damaged: {e}") from e
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    if any(g.num_rows < 0 for g in groups) or sum(g.num_rows for g in groups) != metadata.num_rows:
+        raise InputError(f"{name}: the Parquet footer is damaged: its row counts do not add up")
+    data_end = max((_end(g) for g in groups), default=0)
+    if data_end > size - len(tail):
+        raise InputError(
+            f"{name}: truncated: its footer speaks of {data_end} bytes of data, it holds {size - len(tail)}"
+        )
+    return Footer(hashlib.sha256(tail).hexdigest(), metadata, schema)
+
+
+def footer_bytes(fs: Any, path: str, size: int, name: str) -> bytes:
+    """The footer with its length and magic, the last bytes of the file. Raises as `read_footer`."""
+    if size == 0:
+        raise InputError(f"{name}: the file is empty (0 bytes), not even a Parquet footer")
+    tail = _read_tail(fs, path, size, min(size, _TAIL_BYTES), name)
+    if tail[-4:] == _MAGIC_ENCRYPTED:
+        raise InputError(f"{name}: encrypted Parquet is not supported")
+    if size < 12 or tail[-4:] != _MAGIC:
+        raise InputError(f"{name}: not a Parquet file, or a truncated one (it does not end in PAR1)")
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if length + 4 > size:
+        raise InputError(f"{name}: truncated: its footer should be {length} bytes long, the file has {size}")
+    if length > len(tail):
+        tail = _read_tail(fs, path, size, length, name)
+    return tail[-length:]
+
+
+def _read_tail(fs: Any, path: str, size: int, length: int, name: str) -> bytes:
+    try:
+        data = fs.cat_file(path, start=size - length, end=size)
+    except OSError as e:
+        raise EnvironmentFailed(f"{name}: cannot be read: {e}") from e
+    if len(data) != length:
+        raise EnvironmentFailed(f"{name}: short read: {len(data)} of {length} bytes; has the file changed?")
+    return data
+
+
+def _end(group: pq.RowGroupMetaData) -> int:
+    """Where the row group's last column chunk ends, from its first and last column (chunks lie in order)."""
+    if group.num_columns == 0 or group.num_rows == 0:
+        return 0
+    ends = []
+    for i in {0, group.num_columns - 1}:
+        chunk = group.column(i)
+        start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+        ends.append(start + chunk.total_compressed_size)
+    return max(ends)

@@ -1,0 +1,275 @@
+"""From the columns of a row to the prompt that is asked, or to the reason why there is none.
+
+Values are values: a template is split once into literal text and column names, and a value is put between
+literals and never looked at again, so `{{ }}` or `{report}` in the data stays what it is. Turning messages
+into text is the chat template's work, in the engine.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from string import Formatter
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.data.columns import did_you_mean, is_text
+from pipeline.errors import ConfigError, RowError
+
+MAX_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """Where a row's prompt comes from: exactly one of a column of text, a template, a column of chat
+    messages.
+
+    Raises ConfigError when there is not exactly one, or the template is malformed.
+    """
+
+    column: str | None = None
+    template: str | None = None
+    messages: str | None = None
+    max_bytes: int = MAX_BYTES  # of the rendered prompt, in UTF-8
+
+    def __post_init__(self) -> None:
+        if sum(x is not None for x in (self.column, self.template, self.messages)) != 1:
+            raise ConfigError("prompt: give exactly one of template, column, messages")
+        if self.template is not None:
+            template_columns(self.template)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that rendering reads, each once."""
+        if self.template is not None:
+            return template_columns(self.template)
+        return (self.column or self.messages or "",)
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise ConfigError when the columns of `schema` cannot be read as this asks."""
+        for name in self.columns:
+            if name not in schema.names:
+                raise ConfigError(
+                    f"prompt: the input has no column {name!r}{did_you_mean(name, schema.names)}"
+                )
+        if self.column is not None and not is_text(schema.field(self.column).type):
+            raise ConfigError(
+                f"prompt.column {self.column!r} is {schema.field(self.column).type}, expected text; "
+                "for a list of role and content use prompt.messages"
+            )
+        if self.messages is not None and not _can_be_messages(schema.field(self.messages).type):
+            raise ConfigError(
+                f"prompt.messages {self.messages!r} is {schema.field(self.messages).type}, expected a list "
+                "of structs with role and content, or text that holds such a list as JSON"
+            )
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One entry per row in each list: a prompt, or a RowError code in `errors` and a sentence in
+    `messages`."""
+
+    prompts: list[str | None]
+    errors: list[str | None]
+    messages: list[str | None]
+
+
+class _Refused(Exception):
+    """Why one row has no prompt."""
+
+    def __init__(self, code: RowError, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def template_columns(template: str) -> tuple[str, ...]:
+    """The columns a template names, each once, in order. Raises ConfigError when it is malformed or names
+    none."""
+    return tuple(dict.fromkeys(_parse(template)[1::2]))
+
+
+@lru_cache(maxsize=64)
+def _parse(template: str) -> tuple[str, ...]:
+    """literal, column, literal, column, ..., literal."""
+    hint = "; write {column}, and {{ or }} for a brace of the text"
+    out = [""]
+    try:
+        for literal, name, form, conversion in Formatter().parse(template):
+            out[-1] += literal
+            if name is None:
+                continue
+            if name == "" or name.isdigit():
+                raise ConfigError(f"prompt.template: {{{name}}} names no column{hint}")
+            if form or conversion or "." in name or "[" in name:
+                raise ConfigError(
+                    f"prompt.template: {{{name}...}}: only plain column names are taken, "
+                    f"no attributes, indices, conversions or formats{hint}"
+                )
+            out += [name, ""]
+    except ValueError as e:
+        raise ConfigError(f"prompt.template: {e}{hint}") from e
+    if len(out) == 1:
+        raise ConfigError(f"prompt.template: names no column, so every prompt would be the same{hint}")
+    return tuple(out)
+
+
+def render(table: pa.Table, spec: PromptSpec) -> Rendered:
+    """Render every row of `table`. A bad row is an error of its own and never an exception."""
+    rows = _messages_rows(table, spec) if spec.messages is not None else _text_rows(table, spec)
+    out = Rendered([], [], [])
+    for make in rows:
+        try:
+            prompt, code, message = make(), None, None
+        except _Refused as e:
+            prompt, code, message = None, str(e.code), str(e)
+        out.prompts.append(prompt)
+        out.errors.append(code)
+        out.messages.append(message)
+    return out
+
+
+def _text_rows(table: pa.Table, spec: PromptSpec) -> Iterator[Any]:
+    parts = _parse(spec.template) if spec.template is not None else ("", spec.column or "", "")
+    literals, names = parts[0::2], parts[1::2]
+    literal_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in literals)
+    columns = {name: text_bytes(table.column(name)) for name in dict.fromkeys(names)}
+    for i in range(table.num_rows):
+        values = {name: column[i] for name, column in columns.items()}
+        yield lambda values=values: _fill(literals, names, values, literal_bytes, spec.max_bytes)
+
+
+def _fill(
+    literals: tuple[str, ...],
+    names: tuple[str, ...],
+    values: dict[str, bytes | None],
+    literal_bytes: int,
+    max_bytes: int,
+) -> str:
+    decoded: dict[str, str] = {}
+    size = literal_bytes
+    for name in names:
+        value = values[name]
+        if value is None:
+            raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
+        size += len(value)
+    _check_size(size, max_bytes)
+    for name, value in values.items():
+        decoded[name] = _decode(value or b"", name)
+    if not any(text.strip() for text in decoded.values()):
+        raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {', '.join(map(repr, decoded))}")
+    out = [literals[0]]
+    for name, literal in zip(names, literals[1:], strict=True):
+        out += (decoded[name], literal)
+    return "".join(out)
+
+
+def _check_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise _Refused(RowError.PROMPT_TOO_LARGE, f"{size} bytes, prompt.max_bytes is {max_bytes}")
+
+
+def _decode(value: bytes, name: str) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise _Refused(RowError.INVALID_UTF8, f"column {name!r}: byte {e.start} is not UTF-8") from e
+
+
+def text_bytes(column: pa.ChunkedArray) -> list[bytes | None]:
+    """A column's values as UTF-8 bytes, not checked; numbers and dates as Arrow writes them, lists and
+    structs as JSON.
+
+    Bytes, because one string that is not UTF-8 would make Arrow refuse the whole column.
+    """
+    t = column.type
+    if is_text(t):
+        return column.cast(pa.binary()).to_pylist()
+    if pa.types.is_nested(t):
+        values = (_nested(column, i) for i in range(len(column)))
+        return [
+            v if isinstance(v, bytes) or v is None else _json(v).encode("utf-8", "surrogatepass")
+            for v in values
+        ]
+    return column.cast(pa.string()).cast(pa.binary()).to_pylist()
+
+
+def _nested(column: pa.ChunkedArray, i: int) -> object:
+    """One list or struct as Python values; b"\\xff", which no decoder takes, when a string in it is not
+    UTF-8."""
+    try:
+        return column[i].as_py()
+    except UnicodeDecodeError:
+        return b"\xff"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+
+
+def _can_be_messages(t: pa.DataType) -> bool:
+    if pa.types.is_list(t):
+        item = t.value_type
+        return pa.types.is_struct(item) and {"role", "content"} <= {f.name for f in item.fields}
+    return is_text(t)
+
+
+def _messages_rows(table: pa.Table, spec: PromptSpec) -> Iterator[Any]:
+    name = spec.messages or ""
+    column = table.column(name)
+    if is_text(column.type):
+        for value in column.cast(pa.binary()).to_pylist():
+            yield lambda value=value: _messages_from_json(value, name, spec.max_bytes)
+    else:
+        for i in range(len(column)):
+            yield lambda i=i: _messages(_nested(column, i), name, spec.max_bytes)
+
+
+def _messages_from_json(value: bytes | None, name: str, max_bytes: int) -> str:
+    if value is None:
+        raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
+    _check_size(len(value), max_bytes)
+    text = _decode(value, name)
+    if not text.strip():
+        raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {name!r}")
+    try:
+        parsed = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:
+        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r} is not JSON: {e}") from e
+    if parsed is None:
+        raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
+    return _messages(parsed, name, max_bytes)
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _messages(value: object, name: str, max_bytes: int) -> str:
+    """The canonical JSON of a chat: role and content first, keys that are null left out."""
+    if value is None:
+        raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
+    if isinstance(value, bytes):
+        raise _Refused(RowError.INVALID_UTF8, f"column {name!r} holds bytes that are not UTF-8")
+    if not isinstance(value, list):
+        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: expected a list of messages")
+    messages = []
+    for i, message in enumerate(value):
+        where = f"column {name!r}, message {i}"
+        if not isinstance(message, dict):
+            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: expected an object with role and content")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role.strip():
+            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: role is missing")
+        if not isinstance(content, str):
+            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: content is not text")
+        rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
+        messages.append({"role": role, "content": content, **rest})
+    if not any(m["content"].strip() for m in messages):
+        raise _Refused(RowError.EMPTY_PROMPT, f"no message in {name!r} has any text")
+    text = _json(messages)
+    try:
+        _check_size(len(text.encode("utf-8")), max_bytes)
+    except UnicodeEncodeError as e:
+        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r} holds half a surrogate pair") from e
+    return text

@@ -1,0 +1,138 @@
+"""The columns of the output: their names, their types, and how they sit beside the input's.
+
+A row of the output is the kept input columns and then the result columns, the same for completed and for
+error rows. Each result field carries its own name in its metadata, so that sums can be taken after
+`output.rename` too.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.data.columns import did_you_mean
+from pipeline.errors import ConfigError, PipelineError
+
+RESULT_FIELDS: tuple[pa.Field, ...] = (
+    pa.field("generated_text", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("error", pa.string()),  # a RowError code, null when fine
+    pa.field("error_message", pa.string()),
+    pa.field("num_input_tokens", pa.int32()),
+    pa.field("num_cached_tokens", pa.int32()),
+    pa.field("num_generated_tokens", pa.int32()),
+    pa.field("source_file", pa.string()),  # relative to the input's root, "/"-separated
+    pa.field("source_row", pa.int64()),  # from 0, within the file
+)
+
+_TOKEN = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
+LOGPROBS_FIELD = pa.field(
+    "logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top", pa.list_(pa.struct(_TOKEN)))]))
+)
+
+RESULT_NAMES: tuple[str, ...] = (*(f.name for f in RESULT_FIELDS), LOGPROBS_FIELD.name)
+
+_RESULT_KEY = b"pipeline.result"  # field metadata: which result field this is, whatever it was renamed to
+
+
+def output_schema(kept: pa.Schema, rename: Mapping[str, str], logprobs: bool) -> pa.Schema:
+    """The kept columns, then the result columns under the names `rename` (result name -> output name) gives
+    them.
+
+    Raises ConfigError when a key of `rename` is no result column or when two columns would have one name.
+    """
+    for name in rename:
+        if name not in RESULT_NAMES:
+            raise ConfigError(
+                f"output.rename: {name!r} is not a result column{did_you_mean(name, RESULT_NAMES)}"
+            )
+    fields = [*RESULT_FIELDS, *([LOGPROBS_FIELD] if logprobs else [])]
+    results = [
+        pa.field(rename.get(f.name, f.name), f.type, metadata={_RESULT_KEY: f.name.encode()}) for f in fields
+    ]
+    taken = [*kept.names, *(f.name for f in results)]
+    repeated = {name for name, n in Counter(taken).items() if n > 1}
+    clashes = [f.name for f, r in zip(fields, results, strict=True) if r.name in repeated]
+    if clashes:
+        free = {name: _free_name(name, {*taken, *RESULT_NAMES}) for name in clashes}
+        raise ConfigError(
+            f"the input has columns of the same names as result columns: {', '.join(clashes)}; "
+            f"add to the job file output.rename: {{{', '.join(f'{a}: {b}' for a, b in ({**rename, **free}).items())}}}, "
+            "or leave those columns out of input.columns"
+        )
+    if repeated:
+        raise ConfigError(f"input.columns: named more than once: {', '.join(sorted(repeated))}")
+    return pa.schema([*(pa.field(f.name, f.type) for f in kept), *results])
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    n = 2
+    while f"{name}_{n}" in taken:
+        n += 1
+    return f"{name}_{n}"
+
+
+def result_column(table: pa.Table, name: str) -> pa.ChunkedArray:
+    """The result column `name` of a table of `output_schema`, by what it is and not by what it is called."""
+    for i, f in enumerate(table.schema):
+        if f.metadata and f.metadata.get(_RESULT_KEY) == name.encode():
+            return table.column(i)
+    if table.schema.names.count(name) == 1:
+        return table.column(name)
+    raise PipelineError(f"the table has no result column {name!r}: build it with records.output_schema")
+
+
+@dataclass(frozen=True)
+class PartTotals:
+    """Rows and tokens of one part, or of many together."""
+
+    rows: int = 0
+    units: int = 0
+    error_rows: Mapping[str, int] = field(default_factory=dict)  # by RowError code
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+
+    @property
+    def num_error_rows(self) -> int:
+        return sum(self.error_rows.values())
+
+    def __add__(self, other: "PartTotals") -> "PartTotals":
+        errors = Counter(self.error_rows) + Counter(other.error_rows)
+        return PartTotals(
+            self.rows + other.rows,
+            self.units + other.units,
+            dict(sorted(errors.items())),
+            self.num_input_tokens + other.num_input_tokens,
+            self.num_cached_tokens + other.num_cached_tokens,
+            self.num_generated_tokens + other.num_generated_tokens,
+        )
+
+    @classmethod
+    def of_table(cls, table: pa.Table) -> "PartTotals":
+        """The totals of one unit's output rows."""
+        errors = Counter(code for code in result_column(table, "error").to_pylist() if code is not None)
+        sums = {
+            name: pc.call_function("sum", [result_column(table, name)]).as_py() or 0
+            for name in ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
+        }
+        return cls(rows=table.num_rows, units=1, error_rows=dict(sorted(errors.items())), **sums)
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "rows": self.rows,
+                "units": self.units,
+                "error_rows": dict(self.error_rows),
+                "num_input_tokens": self.num_input_tokens,
+                "num_cached_tokens": self.num_cached_tokens,
+                "num_generated_tokens": self.num_generated_tokens,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "PartTotals":
+        return cls(**json.loads(text))

@@ -1,0 +1,171 @@
+"""A unit: the rows that are generated, retried and committed together, as one Arrow table that travels as one
+value.
+
+`make_units` takes a window as it was read to the units it becomes: render, per-row sampling, order, cut.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.data.bucket import cut_units
+from pipeline.data.prompts import PromptSpec, render
+from pipeline.data.source import WINDOW_KEY
+from pipeline.errors import RowError
+
+# after the kept columns, in this order; they are found by position, so an input column may have such a name
+OWN_FIELDS = (
+    pa.field("source_file", pa.string()),
+    pa.field("source_row", pa.int64()),
+    pa.field("_prompt", pa.string()),  # rendered text or messages as JSON; null for an error row
+    pa.field("_error", pa.string()),  # a RowError code, or null
+    pa.field("_error_message", pa.string()),
+    pa.field("_params", pa.string()),  # per-row sampling values as a JSON object, or null
+)
+_OWN_NAMES = [f.name for f in OWN_FIELDS]
+_MAX_BUDGET = 1 << 20  # of one row's max_tokens in the estimate of a unit's size
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """How windows become units. Picklable."""
+
+    prompt: PromptSpec
+    kept: tuple[str, ...] = ()
+    sampling_columns: Mapping[str, str] = field(default_factory=dict)  # sampling parameter -> column
+    default_max_tokens: int = 16
+    unit_tokens: int = 100_000
+    unit_rows: int = 512
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns to read from the source, each once."""
+        return tuple(dict.fromkeys([*self.kept, *self.prompt.columns, *self.sampling_columns.values()]))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Unit `index` of the `of` units of window `window`."""
+
+    window: int
+    index: int
+    of: int
+    table: pa.Table
+
+    @property
+    def num_rows(self) -> int:
+        return self.table.num_rows
+
+    def kept(self) -> pa.Table:
+        """The kept input columns alone."""
+        return self.table.select(list(range(self.table.num_columns - len(OWN_FIELDS))))
+
+    def own(self, name: str) -> pa.ChunkedArray:
+        """A column of OWN_FIELDS, even where a kept input column has the same name."""
+        return self.table.column(self.table.num_columns - len(OWN_FIELDS) + _OWN_NAMES.index(name))
+
+    def to_bytes(self) -> bytes:
+        head = {b"window": str(self.window), b"index": str(self.index), b"of": str(self.of)}
+        table = self.table.replace_schema_metadata(head)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        return sink.getvalue().to_pybytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Unit":
+        with pa.ipc.open_stream(data) as reader:
+            table = reader.read_all()
+        head = table.schema.metadata
+        return cls(
+            int(head[b"window"]), int(head[b"index"]), int(head[b"of"]), table.replace_schema_metadata(None)
+        )
+
+
+def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> list[Unit]:
+    """The units of one window as `read_window` gave it, which also says which window it is unless `window`
+    does.
+
+    Every row of `table` is in exactly one unit, error rows too. No rows, no units.
+    """
+    if window is None:
+        window = int((table.schema.metadata or {})[WINDOW_KEY])
+    if table.num_rows == 0:
+        return []
+    # by position: the last two are read_window's, whatever the input's columns are called
+    inputs = table.select(list(range(table.num_columns - 2)))
+    rendered = render(inputs, spec.prompt)
+    errors, messages = list(rendered.errors), list(rendered.messages)
+    params = _row_params(inputs, spec.sampling_columns, errors, messages)
+    prompts = [p if e is None else None for p, e in zip(rendered.prompts, errors, strict=True)]
+    own = [
+        table.column(table.num_columns - 2),
+        table.column(table.num_columns - 1),
+        *(
+            pa.array(values, pa.string())
+            for values in (prompts, errors, messages, [json.dumps(p) if p else None for p in params])
+        ),
+    ]
+    kept = inputs.select(list(spec.kept))
+    whole = pa.Table.from_arrays(
+        [*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])
+    ).combine_chunks()
+    cut = cut_units(
+        [p.encode() if p is not None else b"" for p in prompts],
+        _budgets(params, prompts, spec.default_max_tokens),
+        spec.unit_tokens,
+        spec.unit_rows,
+    )
+    return [Unit(window, i, len(cut), whole.take(pa.array(rows))) for i, rows in enumerate(cut)]
+
+
+def _row_params(
+    inputs: pa.Table, columns: Mapping[str, str], errors: list[str | None], messages: list[str | None]
+) -> list[dict[str, object]]:
+    """Each row's own sampling values; null means the job's. A value that JSON cannot carry makes the row an
+    error."""
+    out: list[dict[str, object]] = [{} for _ in range(inputs.num_rows)]
+    for name, column in columns.items():
+        for i, value in enumerate(_values(inputs.column(column))):
+            if value is None:
+                continue
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # 64.0: an integer column that pandas made float because of its nulls
+            if _is_plain(value):
+                out[i][name] = value
+            elif errors[i] is None:
+                errors[i] = str(RowError.INVALID_SAMPLING)
+                messages[i] = f"sampling.{name}: column {column!r} holds no number, text or list of them"
+    return out
+
+
+def _values(column: pa.ChunkedArray) -> Iterable[object]:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return (_value(column, i) for i in range(len(column)))
+
+
+def _value(column: pa.ChunkedArray, i: int) -> object:
+    try:
+        return column[i].as_py()
+    except UnicodeDecodeError:
+        return b""
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(v) for v in value)
+    return isinstance(value, (bool, int, str)) or (isinstance(value, float) and abs(value) < float("inf"))
+
+
+def _budgets(params: list[dict[str, object]], prompts: list[str | None], default: int) -> np.ndarray:
+    out = np.zeros(len(prompts), dtype=np.int64)
+    for i, (own, prompt) in enumerate(zip(params, prompts, strict=True)):
+        wanted = own.get("max_tokens", default)
+        if prompt is not None and isinstance(wanted, int):
+            out[i] = min(max(wanted, 0), _MAX_BUDGET)
+    return out
