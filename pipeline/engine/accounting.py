@@ -1,0 +1,43 @@
+"""What a step's tokens and time were spent on. Integers only, so that sums are exact."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.engine.params import EngineStats
+from pipeline.engine.sequence import SlotTable
+from pipeline.engine.step import StepPlan
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Tokens of one step by what they are: prompt, generated, or computed before and lost by a preemption."""
+
+    prefill: int
+    decode: int
+    repeated: int
+
+
+def classify(plan: StepPlan, table: SlotTable) -> StepTokens:
+    """Must be called before the plan's counters are advanced."""
+    end_S = plan.start_S + plan.count_S
+    lost_S = table.repeat_until[plan.slot_S]
+    repeated_S = np.clip(np.minimum(end_S, lost_S) - plan.start_S, 0, None)
+    fresh_S = np.maximum(plan.start_S, lost_S)
+    prefill_S = np.clip(np.minimum(end_S, table.num_prompt[plan.slot_S]) - fresh_S, 0, None)
+    repeated, prefill = int(repeated_S.sum()), int(prefill_S.sum())
+    return StepTokens(prefill, plan.num_tokens - repeated - prefill, repeated)
+
+
+def record(stats: EngineStats, tokens: StepTokens, num_sequences: int, kv_used_ppm: int, step_us: int) -> None:
+    """Add one step to `stats`; its time is split in proportion to its tokens."""
+    total = tokens.prefill + tokens.decode + tokens.repeated
+    prefill_us, repeated_us = step_us * tokens.prefill // total, step_us * tokens.repeated // total
+    stats.num_steps += 1
+    stats.prompt_tokens += tokens.prefill
+    stats.recomputed_tokens += tokens.repeated
+    stats.prefill_us += prefill_us
+    stats.repeated_us += repeated_us
+    stats.decode_us += step_us - prefill_us - repeated_us
+    stats.batch_sum += num_sequences
+    stats.kv_used_ppm_sum += kv_used_ppm

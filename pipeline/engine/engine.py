@@ -1,0 +1,333 @@
+"""The engine: requests in, completions out, one unified step at a time.
+
+    add -> Scheduler (waiting, running) -> StepPlan -> StepInput -> ModelRunner -> logits -> sampler -> append -> finish
+
+`Engine` owns one model on one device. It knows nothing of Parquet, jobs or Ray. Not safe for use from several threads;
+several engines may live in one process.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence as Items
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pipeline.engine.accounting import classify, record
+from pipeline.engine.block_pool import BlockPool
+from pipeline.engine.detokenizer import StopChecker
+from pipeline.engine.memory import kv_budget_bytes
+from pipeline.engine.params import Completion, EngineConfig, EngineStats, FinishReason, Request, SamplingParams
+from pipeline.engine.resolve import Resolved, resolve, set_threads
+from pipeline.engine.runner import ModelRunner
+from pipeline.engine.sampler import SamplingBatch, sample
+from pipeline.engine.scheduler import Scheduler
+from pipeline.engine.sequence import Sequence, SlotTable
+from pipeline.engine.step import StepInput, StepPlan, build_input
+from pipeline.engine.tokenizer import Tokenizer
+from pipeline.errors import ConfigError, RowError
+from pipeline.kernels.select import select_kernels
+from pipeline.model.config import read_config
+from pipeline.model.decoder import Decoder, KVCache
+from pipeline.model.locate import locate_model
+
+
+class Runner(Protocol):
+    """What the engine needs of a model: `ModelRunner`, or a test's model that proves the scheduler."""
+
+    vocab_size: int
+
+    def execute(self, step: StepInput) -> torch.Tensor: ...
+    def zero_blocks(self, blocks: list[int]) -> None: ...
+
+
+class Engine:
+    """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the model. Raises ModelError for the checkpoint, ConfigError for options it cannot be run with."""
+        folder = locate_model(config.model)
+        model = read_config(folder)
+        resolved = resolve(config, model)
+        threads = set_threads(config.num_threads)
+        tokenizer = Tokenizer.from_folder(str(folder))
+        kernels = select_kernels(resolved.device, resolved.dtype)
+        decoder = Decoder(folder, model, kernels, resolved.dtype, resolved.device, resolved.max_model_len)
+        num_blocks = _num_kv_blocks(config, resolved, model.kv_bytes_per_token(resolved.dtype))
+        kv = KVCache.allocate(model, num_blocks, resolved.block_size, resolved.dtype, resolved.device)
+        max_model_len = _fit_length(config, resolved, num_blocks)
+        self._assemble(
+            ModelRunner(decoder, kv, resolved.block_size), tokenizer, num_blocks, resolved.block_size, max_model_len,
+            resolved.max_num_seqs, resolved.max_num_batched_tokens, config.enable_prefix_caching, config.seed,
+        )
+        self.resolved: dict[str, str | int] = {
+            "device": str(resolved.device),
+            "dtype": str(resolved.dtype).removeprefix("torch."),
+            "max_model_len": max_model_len,
+            "max_num_seqs": resolved.max_num_seqs,
+            "max_num_batched_tokens": resolved.max_num_batched_tokens,
+            "block_size": resolved.block_size,
+            "num_kv_blocks": num_blocks,
+            "weights": "dense" if model.awq is None else f"awq int4, groups of {model.awq.group_size}",
+            "num_threads": threads,
+        } | {f"kernel.{op}": origin for op, origin in kernels.served_by.items()}
+
+    @classmethod
+    def from_parts(
+        cls, runner: Runner, tokenizer: Tokenizer, *, num_blocks: int, block_size: int, max_model_len: int,
+        max_num_seqs: int, max_num_batched_tokens: int, enable_prefix_caching: bool = True, seed: int = 0,
+    ) -> "Engine":
+        """An engine around a runner that is built already."""
+        engine = cls.__new__(cls)
+        engine.resolved = {}
+        engine._assemble(
+            runner, tokenizer, num_blocks, block_size, max_model_len, max_num_seqs, max_num_batched_tokens,
+            enable_prefix_caching, seed,
+        )
+        return engine
+
+    def _assemble(
+        self, runner: Runner, tokenizer: Tokenizer, num_blocks: int, block_size: int, max_model_len: int,
+        max_num_seqs: int, max_num_batched_tokens: int, enable_prefix_caching: bool, seed: int,
+    ) -> None:
+        self.runner, self.tokenizer, self.seed, self.max_model_len = runner, tokenizer, seed, max_model_len
+        self.stats = EngineStats()
+        self.pool = BlockPool(num_blocks, block_size)
+        self.table = SlotTable(max_num_seqs, max_model_len, block_size)
+        self.scheduler = Scheduler(
+            self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching
+        )
+        self._eos = np.array(sorted(tokenizer.eos_token_ids), dtype=np.int64)
+        self._stop_checkers: dict[int, StopChecker] = {}  # by slot
+        self._order = 0
+        self._closed = False
+
+    # -- one request at a time
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its completion comes from a later `step`, as an error completion when it cannot be served."""
+        self._check_open()
+        seed = request.params.seed
+        sequence = Sequence(
+            request, np.array(request.prompt_token_ids, dtype=np.int32), self._order,
+            seed if seed is not None else self.seed + self._order,
+        )
+        self._order += 1
+        self.scheduler.add(sequence)
+
+    def abort(self, row_id: object) -> bool:
+        """Forget a request wherever it is; no completion will come. False when it is not here (any more)."""
+        sequence = self.scheduler.abort(row_id)
+        return sequence is not None
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.scheduler.waiting) + len(self.scheduler.running) + self.scheduler.num_rejected
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.num_unfinished > 0
+
+    def step(self) -> list[Completion]:
+        """Compute one step and return the completions that it finished."""
+        self._check_open()
+        start_ns = time.perf_counter_ns()
+        plan = self.scheduler.plan()
+        completions = [self._failed(*rejected) for rejected in self.scheduler.take_rejected()]
+        if plan is None:
+            return completions
+        logits_RV = self.runner.execute(build_input(plan, self.table))
+        slot_R = plan.slot_S[plan.samples_S]
+        output = sample(logits_RV, self._sampling_batch(slot_R))
+        tokens = classify(plan, self.table)
+        kv_used_ppm = self.pool.num_held * 1_000_000 // self.pool.num_blocks
+        self.scheduler.advance(plan)
+        finite_R = output.finite
+        self.scheduler.append(slot_R[finite_R], output.token_ids[finite_R])
+        for slot, logprobs in zip(slot_R.tolist(), output.logprobs):
+            if logprobs is not None:
+                kept = self.table.at(slot).logprobs
+                assert kept is not None
+                kept.append(logprobs)
+        completions += [self._non_finite(slot) for slot in slot_R[~finite_R].tolist()]
+        completions += self._finish_ended(slot_R[finite_R], output.token_ids[finite_R])
+        self.stats.generated_tokens += int(finite_R.sum())
+        step_us = (time.perf_counter_ns() - start_ns) // 1000
+        record(self.stats, tokens, len(plan.slot_S), kv_used_ppm, step_us)
+        return completions
+
+    # -- many requests
+
+    def generate(
+        self, prompts: str | list[int] | Items[str | list[int]], params: SamplingParams | Items[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete `prompts` (strings or lists of token ids) and return the completions in their order.
+
+        `params` is one SamplingParams for all or one for each. Raises ConfigError when the counts differ.
+        """
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Items) else list(params)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts with {len(each)} sampling params: expected one for all or one for each")
+        requests = [
+            Request(index, self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), own)  # type: ignore[arg-type]
+            for index, (prompt, own) in enumerate(zip(prompts, each))
+        ]
+        done = {completion.row_id: completion for completion in self.stream(requests)}
+        return [done[index] for index in range(len(requests))]
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yield completions as they finish, pulling requests just fast enough to keep the batch full."""
+        source = iter(requests)
+        ahead = 2 * self.table.num_slots
+        exhausted = False
+        while True:
+            if not exhausted and self.num_unfinished < ahead:
+                wanted = ahead - self.num_unfinished
+                taken = list(islice(source, wanted))
+                exhausted = len(taken) < wanted
+                for request in taken:
+                    self.add(request)
+            if not self.has_unfinished:
+                return
+            yield from self.step()
+
+    def warm_up(self) -> None:
+        """Run one short request, so that the first real one does not pay for lazy initialisation."""
+        saved = replace(self.stats)
+        prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
+        self.add(Request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
+        while self.has_unfinished:
+            self.step()
+        self.pool.forget(range(self.pool.num_blocks))
+        self.scheduler.forget_history()
+        self.stats = self.scheduler.stats = saved
+
+    def close(self) -> None:
+        """Drop the weights and the KV cache."""
+        self._closed = True
+        self.runner = None  # type: ignore[assignment]
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- parts of a step
+
+    def _sampling_batch(self, slot_R: np.ndarray) -> SamplingBatch:
+        table = self.table
+        params = [table.at(slot).request.params for slot in slot_R.tolist()]
+        prompts: list[np.ndarray] = []
+        outputs: list[np.ndarray] = []
+        for slot in slot_R.tolist():
+            prompt, known = int(table.num_prompt[slot]), int(table.num_known[slot])
+            prompts.append(table.token_ids[slot, :prompt])
+            outputs.append(table.token_ids[slot, prompt:known])
+        return SamplingBatch(
+            params=params,
+            seeds=table.seed[slot_R],
+            positions=table.num_known[slot_R] - table.num_prompt[slot_R],
+            output_token_ids=outputs,
+            prompt_token_ids=prompts,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+        )
+
+    def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray) -> list[Completion]:
+        table = self.table
+        known_R = table.num_known[slot_R]
+        may_stop_R = known_R >= table.min_known[slot_R]
+        stop_R = may_stop_R & table.stops_at_eos[slot_R] & np.isin(token_R, self._eos)
+        length_R = known_R >= table.limit[slot_R]
+        completions = []
+        for r in np.flatnonzero(stop_R | length_R | table.has_stops[slot_R]).tolist():
+            slot, token = int(slot_R[r]), int(token_R[r])
+            text: str | None = None
+            stopped = bool(stop_R[r])
+            if table.has_stops[slot] and not stopped:
+                stopped, text = self._check_stops(slot, token, bool(may_stop_R[r]))
+            if stopped:
+                completions.append(self._finished(slot, "stop", text))
+            elif length_R[r]:
+                completions.append(self._finished(slot, "length", None))
+        return completions
+
+    def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:
+        """Whether a stop token id or stop string ends the sequence here, and the text it ends with if a string does."""
+        params = self.table.at(slot).request.params
+        if may_stop and token in params.stop_token_ids:
+            return True, None
+        if not params.stop:
+            return False, None
+        raise NotImplementedError
+
+    def _finished(self, slot: int, reason: FinishReason, text: str | None) -> Completion:
+        self._stop_checkers.pop(slot, None)
+        sequence = self.scheduler.finish(slot)
+        request = sequence.request
+        token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
+        if text is None:
+            ends_in_stop_id = reason == "stop" and token_ids[-1] in request.params.stop_token_ids
+            text = self.tokenizer.decode(token_ids[:-1] if ends_in_stop_id else token_ids)
+        return Completion(
+            row_id=request.row_id,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=reason,
+            num_prompt_tokens=sequence.num_prompt,
+            num_cached_tokens=max(sequence.num_cached, 0),
+            logprobs=sequence.logprobs,
+        )
+
+    def _failed(self, sequence: Sequence, error: RowError, message: str) -> Completion:
+        return Completion(
+            row_id=sequence.request.row_id, token_ids=[], text="", finish_reason="error",
+            num_prompt_tokens=sequence.num_prompt, num_cached_tokens=max(sequence.num_cached, 0),
+            error=error.value, error_message=message,
+        )
+
+    def _non_finite(self, slot: int) -> Completion:
+        """End a sequence whose logits are not numbers; blocks that only it holds are cleaned and none stays findable."""
+        self._stop_checkers.pop(slot, None)
+        sequence = self.table.at(slot)
+        generated = int(self.table.num_known[slot]) - sequence.num_prompt
+        own = self.pool.held_once(sequence.blocks)
+        self.scheduler.finish(slot, keep_blocks=False)
+        self.runner.zero_blocks(own)
+        return self._failed(
+            sequence, RowError.NON_FINITE_LOGITS,
+            f"the model gave logits that are not finite numbers after {generated} generated tokens",
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("the engine is closed")
+
+
+def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: int) -> int:
+    block_bytes = resolved.block_size * bytes_per_token
+    per_sequence = -(-resolved.max_model_len // resolved.block_size)
+    need = resolved.max_num_seqs * per_sequence * block_bytes
+    budget = kv_budget_bytes(resolved.device, config.kv_cache_memory_bytes, need, config.gpu_memory_utilization)
+    num_blocks = budget // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(f"a KV cache of {budget} bytes holds no two blocks of {block_bytes} bytes; raise engine.kv_cache_memory_bytes")
+    return num_blocks
+
+
+def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:
+    """max_model_len, lowered to what the KV cache holds when the user left it open, refused when they did not."""
+    capacity = num_blocks * resolved.block_size
+    if resolved.max_model_len <= capacity:
+        return resolved.max_model_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"engine.max_model_len = {config.max_model_len} does not fit the KV cache of {capacity} tokens; lower it or raise "
+            "engine.kv_cache_memory_bytes"
+        )
+    return capacity

@@ -1,0 +1,48 @@
+"""How much memory there is, and how many KV blocks it is worth."""
+
+from pathlib import Path
+
+import torch
+
+from pipeline.errors import ConfigError
+
+CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
+GPU_RESERVE_BYTES = 2 << 30  # activations and workspace of a step
+
+
+def free_cpu_bytes() -> int:
+    """Memory that can be taken without swapping, within this process's cgroup."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, current = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit is not None and current is not None:
+        available = min(available, max(limit - current, 0))
+    return available
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        text = (Path("/sys/fs/cgroup") / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def kv_budget_bytes(
+    device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float
+) -> int:
+    """Bytes for the KV cache: `wanted` when given, else what `need` asks for within the device's share."""
+    if wanted is not None:
+        return wanted
+    if device.type == "cpu":
+        return min(need, int(free_cpu_bytes() * CPU_SHARE))
+    free, total = torch.cuda.mem_get_info(device)
+    budget = free - int(total * (1.0 - gpu_memory_utilization)) - GPU_RESERVE_BYTES
+    if budget <= 0:
+        raise ConfigError(
+            f"{device}: {free >> 20} MiB free of {total >> 20} after loading the weights leave nothing for the KV cache "
+            f"at engine.gpu_memory_utilization = {gpu_memory_utilization}"
+        )
+    return min(need, budget)

@@ -1,0 +1,34 @@
+"""Runs a step on the device: host arrays in, logits of the sampling rows out. Owns the KV cache's tensors."""
+
+import torch
+
+from pipeline.engine.step import StepInput
+from pipeline.kernels.contract import AttentionInput
+from pipeline.model.decoder import Decoder, KVCache
+
+
+class ModelRunner:
+    """`execute` is the only way tokens are computed; it overwrites the KV slots the step names."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, block_size: int) -> None:
+        self.decoder, self.kv, self.block_size = decoder, kv, block_size
+        self.vocab_size = decoder.config.vocab_size
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> torch.Tensor:
+        """Logits (R, vocabulary) in float32 of the rows `step.logit_row_R`."""
+        device = self.decoder.device
+        where = AttentionInput(
+            query_start_S1=step.query_start_S1,
+            context_len_S=step.context_len_S,
+            block_table_SM=step.block_table_SM,
+            slot_mapping_T=torch.from_numpy(step.slot_mapping_T).to(device),
+            block_size=self.block_size,
+        )
+        token_ids_T = torch.from_numpy(step.token_id_T).to(device)
+        positions_T = torch.from_numpy(step.position_T).to(device)
+        hidden_TH = self.decoder.forward(token_ids_T, positions_T, where, self.kv)
+        return self.decoder.logits(hidden_TH[torch.from_numpy(step.logit_row_R).to(device)])
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        self.kv.fill(blocks, 0.0)

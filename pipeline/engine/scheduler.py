@@ -1,0 +1,296 @@
+"""Which sequences compute which tokens next: admission, chunked prefill, block allocation, preemption. No torch.
+
+Rules, in order: every running sequence that lacks one token computes it; what is left of the token budget goes to longer
+remainders, oldest first; then waiting sequences are admitted, oldest first, while the blocks they are expected to need
+fit beside those that the running ones are expected to need still. When blocks run out all the same, the sequence that
+loses the least work is preempted and computed again later. The oldest sequence is never preempted, so one always
+advances; when it alone does not fit, it ends with an error.
+"""
+
+from bisect import insort
+from collections import deque
+
+import numpy as np
+
+from pipeline.engine.block_pool import BlockPool
+from pipeline.engine.params import EngineStats
+from pipeline.engine.sequence import Sequence, SlotTable
+from pipeline.engine.step import StepPlan
+from pipeline.errors import RowError
+
+MIN_HISTORY = 64  # finished sequences before their lengths predict others'
+HISTORY = 1024
+EXPECTED_PERCENTILE = 75
+MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
+
+Rejected = tuple[Sequence, RowError, str]
+
+
+class Scheduler:
+    """Owns the waiting queue, the running set and every block reference of their sequences."""
+
+    def __init__(
+        self, table: SlotTable, pool: BlockPool, stats: EngineStats, max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
+    ) -> None:
+        assert max_num_batched_tokens >= table.num_slots, "each running sequence must fit a step"
+        self.table, self.pool, self.stats = table, pool, stats
+        self.max_num_batched_tokens, self.enable_prefix_caching = max_num_batched_tokens, enable_prefix_caching
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[int] = []  # slots, oldest sequence first
+        self._rejected: list[Rejected] = []
+        self._history: deque[int] = deque(maxlen=HISTORY)
+        self._expected: int | None = None  # generated tokens, from the history; None: unknown
+        self._history_changed = False
+
+    # -- entering and leaving
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence, or reject it at once when it can never be served."""
+        known, size = len(sequence.token_ids), self.pool.block_size
+        if known == 0:
+            self._reject(sequence, RowError.EMPTY_PROMPT, "the prompt has no tokens")
+        elif known >= self.table.max_model_len:
+            self._reject(
+                sequence, RowError.PROMPT_TOO_LONG,
+                f"the prompt has {known} tokens; with max_model_len = {self.table.max_model_len} at most "
+                f"{self.table.max_model_len - 1} fit beside one generated token",
+            )
+        elif -(-(known + 1) // size) > self.pool.num_blocks:
+            self._reject(sequence, RowError.KV_CACHE_EXHAUSTED, self._too_long_alone(known))
+        else:
+            self.waiting.append(sequence)
+
+    def take_rejected(self) -> list[Rejected]:
+        """Sequences that ended without being served since the last call; they hold nothing any more."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+    @property
+    def num_rejected(self) -> int:
+        return len(self._rejected)
+
+    def forget_history(self) -> None:
+        """Expect nothing of coming sequences from those that finished so far."""
+        self._history.clear()
+        self._expected, self._history_changed = None, False
+
+    def finish(self, slot: int, keep_blocks: bool = True) -> Sequence:
+        """Take a running sequence out. Its full blocks stay findable unless `keep_blocks` is false."""
+        self.running.remove(slot)
+        sequence = self.table.vacate(slot)
+        if not keep_blocks:
+            self.pool.forget(sequence.blocks)
+        self._release(sequence)
+        if keep_blocks:
+            self._history.append(len(sequence.token_ids) - sequence.num_prompt)
+            self._history_changed = True
+        return sequence
+
+    def abort(self, row_id: object) -> Sequence | None:
+        """Drop a sequence wherever it is; None when it is not here."""
+        for sequence in self.waiting:
+            if sequence.request.row_id == row_id:
+                self.waiting.remove(sequence)
+                return sequence
+        for slot in self.running:
+            if self.table.at(slot).request.row_id == row_id:
+                self.running.remove(slot)
+                sequence = self.table.vacate(slot)
+                self._release(sequence)
+                return sequence
+        return None
+
+    # -- a step
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step and allocate its blocks; None when there is nothing to compute."""
+        slot_S, count_S, preempted = self._plan_running()
+        if self.waiting and not preempted:
+            admitted, counts = self._admit(self.max_num_batched_tokens - int(count_S.sum()))
+            slot_S = np.concatenate([slot_S, np.array(admitted, dtype=np.int64)])
+            count_S = np.concatenate([count_S, np.array(counts, dtype=np.int64)])
+        used = count_S > 0
+        slot_S, count_S = slot_S[used], count_S[used]
+        if not len(slot_S):
+            return None
+        start_S = self.table.num_computed[slot_S]
+        return StepPlan(slot_S, start_S, count_S, start_S + count_S == self.table.num_known[slot_S])
+
+    def advance(self, plan: StepPlan) -> None:
+        """The plan's tokens have been computed: raise the counters and make full blocks findable."""
+        table, size = self.table, self.pool.block_size
+        end_S = plan.start_S + plan.count_S
+        table.num_computed[plan.slot_S] = end_S
+        if not self.enable_prefix_caching:
+            return
+        for s in np.flatnonzero(end_S // size > plan.start_S // size).tolist():
+            slot, full = int(plan.slot_S[s]), int(end_S[s]) // size
+            sequence = table.at(slot)
+            sequence.extend_hashes(table.token_ids[slot], full, size)
+            for index in range(int(plan.start_S[s]) // size, full):
+                self.pool.register(sequence.blocks[index], sequence.hashes[index])
+
+    def append(self, slot_R: np.ndarray, token_R: np.ndarray) -> None:
+        """Each of these sequences, all computed, comes to know one more token."""
+        self.table.token_ids[slot_R, self.table.num_known[slot_R]] = token_R
+        self.table.num_known[slot_R] += 1
+
+    # -- running sequences
+
+    def _plan_running(self) -> tuple[np.ndarray, np.ndarray, bool]:
+        preempted = False
+        while True:
+            slot_S = np.array(self.running, dtype=np.int64)
+            count_S = self._chunks(slot_S)
+            missing_S = self._missing_blocks(slot_S, count_S)
+            if int(missing_S.sum()) <= self.pool.num_free:
+                break
+            if len(self.running) == 1:
+                self._fail(self.running[0])
+            else:
+                preempted = True
+                self._preempt(slot_S)
+        for s in np.flatnonzero(missing_S).tolist():
+            self.table.append_blocks(int(slot_S[s]), self.pool.allocate(int(missing_S[s])))
+        return slot_S, count_S, preempted
+
+    def _chunks(self, slot_S: np.ndarray) -> np.ndarray:
+        need_S = self.table.num_known[slot_S] - self.table.num_computed[slot_S]
+        long_S = need_S > 1
+        budget = self.max_num_batched_tokens - int((~long_S).sum())
+        before = np.cumsum(need_S[long_S]) - need_S[long_S]
+        count_S = np.ones_like(need_S)
+        count_S[long_S] = np.clip(budget - before, 0, need_S[long_S])
+        return count_S
+
+    def _missing_blocks(self, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
+        end_S = self.table.num_computed[slot_S] + count_S
+        return np.maximum(-(-end_S // self.pool.block_size) - self.table.num_blocks[slot_S], 0)
+
+    def _preempt(self, slot_S: np.ndarray) -> None:
+        victim = int(slot_S[1:][np.argmin(self.table.num_computed[slot_S[1:]])])
+        self.running.remove(victim)
+        computed = int(self.table.num_computed[victim])
+        sequence = self.table.vacate(victim)
+        sequence.high_water = max(sequence.high_water, computed)
+        self._release(sequence)
+        self.stats.num_preemptions += 1
+        at = 0
+        while at < len(self.waiting) and self.waiting[at].order < sequence.order:
+            at += 1
+        self.waiting.insert(at, sequence)
+
+    def _fail(self, slot: int) -> None:
+        self.running.remove(slot)
+        sequence = self.table.vacate(slot)
+        self._release(sequence)
+        self._reject(sequence, RowError.KV_CACHE_EXHAUSTED, self._too_long_alone(len(sequence.token_ids)))
+
+    # -- admission
+
+    def _admit(self, budget: int) -> tuple[list[int], list[int]]:
+        """Move waiting sequences into slots; returns them with the tokens each computes in this step."""
+        slots: list[int] = []
+        counts: list[int] = []
+        in_progress = self._hashes_in_progress()
+        reserved = self._expected_blocks_of_running()
+        deferred: list[Sequence] = []
+        while self.waiting and budget > 0 and self.table.num_free_slots and len(deferred) < MAX_DEFERRED:
+            sequence = self.waiting.popleft()
+            hits, being_computed = self._prefix(sequence, in_progress)
+            if being_computed:
+                deferred.append(sequence)
+                continue
+            need = self._expected_blocks(sequence) - sum(not self.pool.is_free(block) for block in hits)
+            if self.running and reserved + need > self.pool.num_free:
+                self.waiting.appendleft(sequence)
+                break
+            slot = self._start(sequence, hits)
+            count = min(int(self.table.num_known[slot] - self.table.num_computed[slot]), budget)
+            end = int(self.table.num_computed[slot]) + count
+            fresh = self.pool.allocate(-(-end // self.pool.block_size) - len(sequence.blocks))
+            self.table.append_blocks(slot, fresh)
+            reserved += max(self._expected_blocks(sequence) - len(sequence.blocks), 0)
+            in_progress.update(sequence.hashes[len(hits) :])
+            budget -= count
+            slots.append(slot)
+            counts.append(count)
+        self.waiting.extendleft(reversed(deferred))
+        return slots, counts
+
+    def _start(self, sequence: Sequence, hits: list[int]) -> int:
+        self.pool.share(hits)
+        slot = self.table.occupy(sequence)
+        self.table.append_blocks(slot, hits)
+        computed = len(hits) * self.pool.block_size
+        self.table.num_computed[slot] = computed
+        if sequence.num_cached < 0:
+            sequence.num_cached = min(computed, sequence.num_prompt)
+            self.stats.cached_tokens += sequence.num_cached
+            self.stats.prompt_tokens += sequence.num_cached
+        insort(self.running, slot, key=lambda s: self.table.at(s).order)
+        return slot
+
+    def _prefix(self, sequence: Sequence, in_progress: set[bytes]) -> tuple[list[int], bool]:
+        """Known blocks of its prefix, and whether the block after them is being computed by another sequence."""
+        if not self.enable_prefix_caching:
+            return [], False
+        size = self.pool.block_size
+        usable = (len(sequence.token_ids) - 1) // size  # the last token is always computed: its logits are wanted
+        sequence.extend_hashes(sequence.token_ids, usable, size)
+        hits = self.pool.find(sequence.hashes[:usable])
+        following = sequence.hashes[len(hits) : usable]
+        return hits, bool(following) and following[0] in in_progress
+
+    def _hashes_in_progress(self) -> set[bytes]:
+        """Hashes of prompt blocks that running sequences still have to compute."""
+        if not self.enable_prefix_caching:
+            return set()
+        slot_S = np.array(self.running, dtype=np.int64)
+        long_S = self.table.num_known[slot_S] - self.table.num_computed[slot_S] > 1
+        hashes: set[bytes] = set()
+        for slot in slot_S[long_S].tolist():
+            done = int(self.table.num_computed[slot]) // self.pool.block_size
+            hashes.update(self.table.at(slot).hashes[done:])
+        return hashes
+
+    # -- expectations
+
+    def _expected_output(self) -> int | None:
+        if self._history_changed and len(self._history) >= MIN_HISTORY:
+            self._expected = int(np.percentile(np.array(self._history), EXPECTED_PERCENTILE))
+            self._history_changed = False
+        return self._expected
+
+    def _expected_blocks(self, sequence: Sequence) -> int:
+        limit = min(sequence.num_prompt + sequence.request.params.max_tokens, self.table.max_model_len)
+        expected, size = self._expected_output(), self.pool.block_size
+        if expected is not None:
+            limit = min(limit, max(sequence.num_prompt + expected, len(sequence.token_ids) + size))
+        return -(-limit // size)
+
+    def _expected_blocks_of_running(self) -> int:
+        table, size = self.table, self.pool.block_size
+        slot_S = np.array(self.running, dtype=np.int64)
+        final_S = table.limit[slot_S]
+        expected = self._expected_output()
+        if expected is not None:
+            likely_S = np.maximum(table.num_prompt[slot_S] + expected, table.num_known[slot_S] + size)
+            final_S = np.minimum(final_S, likely_S)
+        return int(np.maximum(-(-final_S // size) - table.num_blocks[slot_S], 0).sum())
+
+    # -- small parts
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _reject(self, sequence: Sequence, error: RowError, message: str) -> None:
+        self._rejected.append((sequence, error, message))
+
+    def _too_long_alone(self, tokens: int) -> str:
+        return (
+            f"{tokens} tokens and one more need more than the whole KV cache of "
+            f"{self.pool.num_blocks * self.pool.block_size} tokens; raise engine.kv_cache_memory_bytes"
+        )

@@ -1,0 +1,60 @@
+"""One step as data: what the scheduler decided (`StepPlan`) and the arrays a model computes it from (`StepInput`).
+
+There is one operation: a sequence has known tokens and computed tokens, and a step computes some of the difference.
+S sequences of the step, T tokens of the step, R rows whose last known token is computed, so that they sample.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.engine.sequence import SlotTable
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Sequence slot_S[s] computes count_S[s] of its known tokens, from position start_S[s] on. Pure data."""
+
+    slot_S: np.ndarray  # int64
+    start_S: np.ndarray  # int64
+    count_S: np.ndarray  # int64
+    samples_S: np.ndarray  # bool: all known tokens will be computed, so the next one is drawn
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.count_S.sum())
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Host arrays of a step; token t of the step belongs to sequence s where query_start[s] <= t < query_start[s + 1]."""
+
+    token_id_T: np.ndarray  # int64
+    position_T: np.ndarray  # int64
+    slot_mapping_T: np.ndarray  # int64: block * block_size + offset
+    query_start_S1: np.ndarray  # int32
+    context_len_S: np.ndarray  # int32: known tokens up to and with this step's
+    block_table_SM: np.ndarray  # int32
+    logit_row_R: np.ndarray  # int64: tokens of the step whose logits are wanted
+
+
+def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
+    """Gather a plan's arrays without a loop over sequences."""
+    size = table.block_size
+    query_start_S1 = np.zeros(len(plan.slot_S) + 1, dtype=np.int64)
+    np.cumsum(plan.count_S, out=query_start_S1[1:])
+    sequence_T = np.repeat(np.arange(len(plan.slot_S)), plan.count_S)
+    position_T = plan.start_S[sequence_T] + np.arange(len(sequence_T)) - query_start_S1[sequence_T]
+    slot_T = plan.slot_S[sequence_T]
+    context_len_S = plan.start_S + plan.count_S
+    most_blocks = -(-int(context_len_S.max()) // size)
+    block_T = table.block_table[slot_T, position_T // size].astype(np.int64)
+    return StepInput(
+        token_id_T=table.token_ids[slot_T, position_T].astype(np.int64),
+        position_T=position_T,
+        slot_mapping_T=block_T * size + position_T % size,
+        query_start_S1=query_start_S1.astype(np.int32),
+        context_len_S=context_len_S.astype(np.int32),
+        block_table_SM=table.block_table[plan.slot_S, :most_blocks],
+        logit_row_R=query_start_S1[1:][plan.samples_S] - 1,
+    )

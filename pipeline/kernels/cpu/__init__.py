@@ -1,0 +1,1 @@
+"""Kernels for processors: oneDNN and int4 linears, batched attention over the paged cache."""

@@ -1,0 +1,101 @@
+"""Linears on CPU: weights packed once at load, two paths for grouped integers.
+
+Dense weights are packed by oneDNN, one packing for every number of tokens. A 4-bit weight in bfloat16 keeps two
+forms: int4 for few tokens, where reading the weights is all the time there is, and bfloat16 of the same dequantized
+values for many, where the multiply is; the border is measured at load for each shape. In float32 the int4 product is
+scalar code, 25 times slower, so float32 keeps the dequantized form only.
+"""
+
+import time
+
+import torch
+import torch.nn.functional as F
+
+from pipeline.kernels.contract import Linear
+from pipeline.quant.packed import GroupIntWeight, LinearWeight
+
+CROSSOVER_TOKENS = (1, 2, 4, 8, 16, 32)
+
+
+def supports_bf16() -> bool:
+    """Whether this processor multiplies bfloat16 natively; emulated, it is 5 to 8 times slower than float32."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=torch.bfloat16), None)
+    except RuntimeError:
+        return False
+    return True
+
+
+class DenseLinear:
+    """y = x @ weight.T + bias on a weight packed by oneDNN, or plain where oneDNN does not serve the type."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self.bias_N = None if bias_N is None else bias_N.to(dtype)
+        weight_NK = weight_NK.to(dtype).contiguous()
+        self.packed = dtype == torch.float32 or (dtype == torch.bfloat16 and supports_bf16())
+        if self.packed:
+            weight_NK = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
+        self.weight = weight_NK
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise(x_TK, self.weight, self.bias_N, "none", [], "")
+        return F.linear(x_TK, self.weight, self.bias_N)
+
+
+class Int4Linear:
+    """A grouped 4-bit weight in bfloat16: int4 up to `crossover` tokens, the dense form above.
+
+    `_weight_int4pack_mm_for_cpu` computes w = (q - 8) * scale + zero, so its zero is (8 - z) * scale.
+    """
+
+    def __init__(self, weight: GroupIntWeight) -> None:
+        self.group_size = weight.group_size
+        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(torch.bfloat16)
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.q_NK.to(torch.int32), 1)
+        scales_GN = weight.scales_NG.t()
+        zeros_GN = (8.0 - weight.zeros_NG.t()) * scales_GN
+        self.scale_zero_GN2 = torch.stack([scales_GN, zeros_GN], dim=-1).to(torch.bfloat16).contiguous()
+        self.dense = DenseLinear(weight.dequantize(torch.bfloat16), weight.bias_N, torch.bfloat16)
+        self.crossover = _measure_crossover(self, weight.in_features)
+
+    def int4(self, x_TK: torch.Tensor) -> torch.Tensor:
+        y_TN = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TK, self.packed, self.group_size, self.scale_zero_GN2)
+        return y_TN if self.bias_N is None else y_TN + self.bias_N
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self.int4(x_TK) if x_TK.shape[0] <= self.crossover else self.dense(x_TK)
+
+
+def serves_int4(weight: GroupIntWeight, dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and weight.out_features % 64 == 0 and weight.in_features % 32 == 0
+
+
+def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
+    """Pack one weight for CPU. The caller can drop its own copy."""
+    if isinstance(weight, GroupIntWeight):
+        if serves_int4(weight, dtype):
+            return Int4Linear(weight)
+        return DenseLinear(weight.dequantize(dtype), weight.bias_N, dtype)
+    return DenseLinear(weight.weight_NK, weight.bias_N, dtype)
+
+
+def _measure_crossover(linear: Int4Linear, in_features: int) -> int:
+    """The largest token count up to which int4 is the faster path, by the best of a few short runs."""
+    crossover = 0
+    for num_tokens in CROSSOVER_TOKENS:
+        x_TK = torch.randn(num_tokens, in_features, dtype=torch.bfloat16)
+        if _best_time_s(linear.int4, x_TK) > _best_time_s(linear.dense, x_TK):
+            break
+        crossover = num_tokens
+    return crossover
+
+
+def _best_time_s(function: Linear, x_TK: torch.Tensor, repeats: int = 4) -> float:
+    function(x_TK)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function(x_TK)
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,95 @@
+"""Every kernel in plain torch: the oracle of the fast ones, and what serves where no faster one exists.
+
+Norms and rotations are computed in float32 and rounded once, as transformers does.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pipeline.kernels.contract import AttentionInput, Kernels, Linear
+from pipeline.quant.packed import GroupIntWeight, LinearWeight
+
+
+def prepare_linear(weight: LinearWeight, dtype: torch.dtype, device: torch.device) -> Linear:
+    """A linear on dense weights in `dtype`; grouped integers are dequantized once."""
+    dense = weight.dequantize(dtype) if isinstance(weight, GroupIntWeight) else weight.weight_NK.to(dtype)
+    weight_NK = dense.to(device)
+    bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
+    return lambda x_TK: F.linear(x_TK, weight_NK, bias_N)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(
+    x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    residual_TH = residual_TH + x_TH
+    return rms_norm(residual_TH, weight_H, eps), residual_TH
+
+
+def rope(x_TND: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (i, i + D/2) by the token's angles; cos and sin are float32."""
+    half = x_TND.shape[-1] // 2
+    low, high = x_TND[..., :half], x_TND[..., half:]
+    cos, sin = cos_TD2.unsqueeze(1).to(x_TND.dtype), sin_TD2.unsqueeze(1).to(x_TND.dtype)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def write_kv(
+    k_TKD: torch.Tensor, v_TKD: torch.Tensor, k_cache_CBKD: torch.Tensor, v_cache_CBKD: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+) -> None:
+    k_cache_CBKD.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKD.to(k_cache_CBKD.dtype))
+    v_cache_CBKD.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKD.to(v_cache_CBKD.dtype))
+
+
+def attention(
+    q_TND: torch.Tensor, k_cache_CBKD: torch.Tensor, v_cache_CBKD: torch.Tensor, where: AttentionInput,
+    scale: float, window: int | None,
+) -> torch.Tensor:
+    """Sequence by sequence: gather its keys and values, mask, softmax, weigh."""
+    out_TND = torch.empty_like(q_TND)
+    group = q_TND.shape[1] // k_cache_CBKD.shape[2]
+    for s, context in enumerate(where.context_len_S.tolist()):
+        start, stop = int(where.query_start_S1[s]), int(where.query_start_S1[s + 1])
+        num_blocks = -(-context // where.block_size)
+        blocks = torch.from_numpy(where.block_table_SM[s, :num_blocks].astype(np.int64)).to(q_TND.device)
+        k_LKD = k_cache_CBKD[blocks].flatten(0, 1)[:context]
+        v_LKD = v_cache_CBKD[blocks].flatten(0, 1)[:context]
+        k_NLD = k_LKD.to(q_TND.dtype).repeat_interleave(group, 1).transpose(0, 1)
+        v_NLD = v_LKD.to(q_TND.dtype).repeat_interleave(group, 1).transpose(0, 1)
+        q_NQD = q_TND[start:stop].transpose(0, 1)
+        key = torch.arange(context, device=q_TND.device)
+        query = torch.arange(context - (stop - start), context, device=q_TND.device).unsqueeze(1)
+        seen = key <= query
+        if window is not None:
+            seen &= key > query - window
+        score_NQL = (q_NQD @ k_NLD.transpose(1, 2)).float() * scale
+        weight_NQL = score_NQL.masked_fill(~seen, float("-inf")).softmax(-1).to(q_TND.dtype)
+        out_TND[start:stop] = (weight_NQL @ v_NLD).transpose(0, 1)
+    return out_TND
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
+
+
+def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
+    return Kernels(
+        prepare_linear=lambda weight: prepare_linear(weight, dtype, device),
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rope=rope,
+        write_kv=write_kv,
+        attention=attention,
+        silu_mul=silu_mul,
+        served_by=dict.fromkeys(
+            ("linear", "rms_norm", "add_rms_norm", "rope", "write_kv", "attention", "silu_mul"), "torch (reference)"
+        ),
+    )

@@ -1,0 +1,182 @@
+"""`ModelConfig`: a decoder described by fields, and one small function per family that fills them from config.json.
+
+The only file that knows family names. Decoder code branches on fields. An architecture or option that is not served
+is refused here by name.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import ModelError
+from pipeline.model.rope import Rope
+from pipeline.quant.awq import AwqFormat
+
+MAX_JSON_BYTES = 4 << 20
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A pre-norm decoder with rotary positions, grouped-query attention and a gated SiLU feed-forward."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_position: int
+    rope: Rope
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_embeddings: bool
+    windows: tuple[int | None, ...]  # a layer's sliding window in tokens; None: full attention
+    dtype: torch.dtype
+    awq: AwqFormat | None
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def num_parameters(self) -> int:
+        """Of the linears and embeddings; norms and biases left out."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        per_layer = attention + 3 * self.hidden_size * self.intermediate_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * per_layer + embeddings
+
+
+class _Fields:
+    """config.json with typed, bounded reads whose errors name the field."""
+
+    def __init__(self, values: dict[str, Any], path: Path) -> None:
+        self.values, self.path = values, path
+
+    def refuse(self, name: str, expected: str) -> ModelError:
+        return ModelError(f"{self.path}: {name} = {self.values.get(name)!r}: expected {expected}")
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.refuse(name, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.values.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
+            raise self.refuse(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false")
+        return value
+
+
+def _llama(f: _Fields, layers: int) -> dict[str, Any]:
+    bias = f.flag("attention_bias", False)
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": f.flag("mlp_bias", False), "qk_norm": False,
+            "windows": (None,) * layers}
+
+
+def _mistral(f: _Fields, layers: int) -> dict[str, Any]:
+    window = None if f.values.get("sliding_window") is None else f.integer("sliding_window", 1, 1 << 31)
+    return {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": (window,) * layers}
+
+
+def _qwen2(f: _Fields, layers: int) -> dict[str, Any]:
+    return {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": _qwen_windows(f, layers)}
+
+
+def _qwen3(f: _Fields, layers: int) -> dict[str, Any]:
+    bias = f.flag("attention_bias", False)
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": False, "qk_norm": True, "windows": _qwen_windows(f, layers)}
+
+
+def _qwen_windows(f: _Fields, layers: int) -> tuple[int | None, ...]:
+    if not f.flag("use_sliding_window", False) or f.values.get("sliding_window") is None:
+        return (None,) * layers
+    window = f.integer("sliding_window", 1, 1 << 31)
+    types = f.values.get("layer_types")
+    if types is None:
+        first = f.integer("max_window_layers", 0, 1 << 20, default=28)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    served = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or any(t not in served for t in types):
+        raise f.refuse("layer_types", f"{layers} entries, each of {served}")
+    return tuple(window if t == "sliding_attention" else None for t in types)
+
+
+FAMILIES: dict[str, Callable[[_Fields, int], dict[str, Any]]] = {
+    "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3,
+}
+"""model_type -> the fields in which families differ."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from the model folder. Raises ModelError when it is missing, too large or not an object."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path}: larger than {MAX_JSON_BYTES} bytes, not a model's {path.name}")
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path}: not found; a model folder holds config.json, *.safetensors and tokenizer.json") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return values
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read `folder`/config.json. Raises ModelError naming the field that is wrong or not served."""
+    path = folder / "config.json"
+    values = read_json(path)
+    f = _Fields(values, path)
+    family = values.get("model_type")
+    if family not in FAMILIES:
+        raise f.refuse("model_type", f"one of {', '.join(sorted(FAMILIES))}")
+    if values.get("hidden_act", "silu") != "silu":
+        raise f.refuse("hidden_act", "'silu'")
+    hidden = f.integer("hidden_size", 1, 1 << 17)
+    heads = f.integer("num_attention_heads", 1, 1 << 12)
+    kv_heads = f.integer("num_key_value_heads", 1, 1 << 12, default=heads)
+    layers = f.integer("num_hidden_layers", 1, 1 << 12)
+    head_dim = f.integer("head_dim", 2, 1 << 12, default=hidden // heads)
+    if heads % kv_heads:
+        raise f.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    if head_dim % 2:
+        raise f.refuse("head_dim", "an even number")
+    dtype = values.get("dtype", values.get("torch_dtype", "float32"))
+    if dtype not in DTYPES:
+        raise f.refuse("dtype" if "dtype" in values else "torch_dtype", f"one of {', '.join(DTYPES)}")
+    max_position = f.integer("max_position_embeddings", 1, 1 << 27)
+    quantization = values.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, dict):
+        raise f.refuse("quantization_config", "an object")
+    return ModelConfig(
+        vocab_size=f.integer("vocab_size", 1, 1 << 24),
+        hidden_size=hidden,
+        intermediate_size=f.integer("intermediate_size", 1, 1 << 20),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=f.number("rms_norm_eps", 1e-6),
+        max_position=max_position,
+        rope=Rope.from_config(values, path, max_position),
+        tie_embeddings=f.flag("tie_word_embeddings", False),
+        dtype=DTYPES[dtype],
+        awq=None if quantization is None else AwqFormat.from_config(quantization),
+        **FAMILIES[family](f, layers),
+    )

@@ -1,0 +1,161 @@
+"""safetensors -> the decoder's weights, proving that every tensor is used and none is missing.
+
+Only safetensors is read: a pickle can run code. Shard names must be plain file names inside the model folder.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pipeline.errors import ModelError
+from pipeline.model.config import ModelConfig, read_json
+from pipeline.quant.awq import SUFFIXES, read_linear
+from pipeline.quant.packed import DenseWeight, LinearWeight, concatenate
+
+DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    input_norm_H: torch.Tensor
+    qkv: LinearWeight
+    q_norm_D: torch.Tensor | None
+    k_norm_D: torch.Tensor | None
+    o: LinearWeight
+    post_norm_H: torch.Tensor
+    gate_up: LinearWeight
+    down: LinearWeight
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises ModelError for pickles, unsafe names and missing shards."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        single = folder / "model.safetensors"
+        if single.exists():
+            return [_inside(folder, single.name)]
+        found = sorted(p.name for p in folder.glob("*.safetensors")) if folder.is_dir() else []
+        if len(found) == 1:
+            return [_inside(folder, found[0])]
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+            raise ModelError(f"{folder}: only pickle weights found; convert them to safetensors (pickles can run code)")
+        raise ModelError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: expected an object under weight_map")
+    return [_inside(folder, name) for name in sorted({str(v) for v in weight_map.values()})]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if PurePath(name).name != name or name in ("", ".", "..") or "\\" in name or not name.endswith(".safetensors"):
+        raise ModelError(f"{folder}: weight file {name!r} is not a plain .safetensors file name in the model folder")
+    path = folder / name
+    if not path.is_file():
+        raise ModelError(f"{path}: listed in the index but not found")
+    return path
+
+
+class Checkpoint:
+    """Named tensors of a folder, each handed out exactly once; `finish` proves that nothing was left."""
+
+    def __init__(self, folder: Path, ignore: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.home: dict[str, Path] = {}
+        self.open: dict[Path, object] = {}
+        for path in checkpoint_files(folder):
+            try:
+                handle = safe_open(path, framework="pt")
+                self.open[path] = handle.__enter__()
+                names = list(self.open[path].keys())  # type: ignore[attr-defined]
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path}: not a sound safetensors file ({error})") from None
+            for name in names:
+                if name in self.home:
+                    raise ModelError(f"{path}: tensor {name} is also in {self.home[name].name}")
+                self.home[name] = path
+        self.left = {n for n in self.home if not n.endswith(DERIVED) and n not in ignore}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.home
+
+    def take(self, name: str) -> torch.Tensor:
+        """The tensor, on the CPU, as stored. Raises ModelError when it is missing."""
+        if name not in self.home:
+            raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint")
+        self.left.discard(name)
+        return self.open[self.home[name]].get_tensor(name)  # type: ignore[attr-defined]
+
+    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.take(name)
+        if tuple(tensor.shape) != shape or tensor.dtype not in FLOATS:
+            raise ModelError(
+                f"{self.folder}: tensor {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} in a 16 or 32-bit "
+                "floating type"
+            )
+        return tensor
+
+    def finish(self) -> None:
+        """Raises ModelError naming tensors that no part of the model took."""
+        if self.left:
+            some = ", ".join(sorted(self.left)[:5])
+            raise ModelError(f"{self.folder}: {len(self.left)} tensors have no place in this architecture: {some}")
+
+
+class WeightReader:
+    """Reads a checkpoint of `config` layer by layer, so that only one layer is held twice while packing."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self.config = config
+        self.checkpoint = Checkpoint(folder, ignore=("lm_head.weight",) if config.tie_embeddings else ())
+
+    def embedding(self) -> torch.Tensor:
+        c = self.config
+        return self.checkpoint.take_float("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
+
+    def final_norm(self) -> torch.Tensor:
+        return self.checkpoint.take_float("model.norm.weight", (self.config.hidden_size,))
+
+    def lm_head(self) -> LinearWeight:
+        """The untied output embedding."""
+        return self._linear("lm_head", (self.config.vocab_size, self.config.hidden_size), bias=False)
+
+    def layers(self) -> Iterator[LayerWeights]:
+        c = self.config
+        h, f = c.hidden_size, c.intermediate_size
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        for layer in range(c.num_layers):
+            p = f"model.layers.{layer}"
+            a, m = f"{p}.self_attn", f"{p}.mlp"
+            take = self.checkpoint.take_float
+            yield LayerWeights(
+                input_norm_H=take(f"{p}.input_layernorm.weight", (h,)),
+                qkv=self._fused(
+                    [(f"{a}.q_proj", (q, h)), (f"{a}.k_proj", (kv, h)), (f"{a}.v_proj", (kv, h))], c.qkv_bias
+                ),
+                q_norm_D=take(f"{a}.q_norm.weight", (c.head_dim,)) if c.qk_norm else None,
+                k_norm_D=take(f"{a}.k_norm.weight", (c.head_dim,)) if c.qk_norm else None,
+                o=self._linear(f"{a}.o_proj", (h, q), c.o_bias),
+                post_norm_H=take(f"{p}.post_attention_layernorm.weight", (h,)),
+                gate_up=self._fused([(f"{m}.gate_proj", (f, h)), (f"{m}.up_proj", (f, h))], c.mlp_bias),
+                down=self._linear(f"{m}.down_proj", (h, f), c.mlp_bias),
+            )
+
+    def finish(self) -> None:
+        self.checkpoint.finish()
+
+    def _fused(self, parts: list[tuple[str, tuple[int, int]]], bias: bool) -> LinearWeight:
+        try:
+            return concatenate([self._linear(name, shape, bias) for name, shape in parts])
+        except ValueError:
+            names = ", ".join(name for name, _ in parts)
+            raise ModelError(f"{self.checkpoint.folder}: {names} are quantized differently, which is not served") from None
+
+    def _linear(self, prefix: str, shape_NK: tuple[int, int], bias: bool) -> LinearWeight:
+        bias_N = self.checkpoint.take_float(f"{prefix}.bias", shape_NK[:1]) if bias else None
+        if self.config.awq is not None and any(f"{prefix}.{s}" in self.checkpoint for s in SUFFIXES):
+            return read_linear(prefix, shape_NK, self.config.awq, self.checkpoint.take, bias_N)
+        return DenseWeight(self.checkpoint.take_float(f"{prefix}.weight", shape_NK), bias_N)
