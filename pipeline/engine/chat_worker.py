@@ -1,0 +1,102 @@
+"""The child process that runs a chat template. Started by `chat.py` as a script; imports only jinja2.
+
+Speaks lines of JSON: the first line in holds the template and the limits, each following one the variables of a
+conversation; each is answered by one line, {"text": ...} or {"error": ...}. The kernel ends the process when a
+conversation takes too much CPU time, so that even a single endless operation ends.
+
+The environment is the one of transformers' `apply_chat_template` (utils/chat_template_utils.py): same sandbox, block
+trimming, filters and globals.
+"""
+
+import json
+import resource
+import signal
+import sys
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant wrote, for training. Here it only stands for its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 reads a plain set)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _render(template: jinja2.Template, variables: dict[str, Any], limit: int) -> str:
+    pieces: list[str] = []
+    length = 0
+    for piece in template.generate(**variables):
+        pieces.append(piece)
+        length += len(piece)
+        if length > limit:
+            raise jinja2.TemplateError(f"the rendered text is longer than {limit} characters")
+    return "".join(pieces)
+
+
+def _said(error: BaseException) -> dict[str, str]:
+    if isinstance(error, MemoryError):
+        return {"error": "rendering took too much memory"}
+    text = str(error) or type(error).__name__
+    prefix = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "
+    return {"error": (prefix + text)[:2000]}
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; this process ends with its input
+    template: jinja2.Template | None = None
+    hello: dict[str, Any] = {}
+    for line in sys.stdin.buffer:
+        message = json.loads(line)
+        answer: dict[str, str]
+        try:
+            if template is None:
+                hello = message
+                memory = int(hello["memory_limit_bytes"])
+                resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+                signal.setitimer(signal.ITIMER_PROF, hello["cpu_limit_s"])
+                template = make_environment().from_string(hello["template"])
+                answer = {"text": ""}
+            else:
+                signal.setitimer(signal.ITIMER_PROF, hello["cpu_limit_s"])
+                answer = {"text": _render(template, message, hello["rendered_limit_chars"])}
+        except Exception as error:  # whatever a stranger's program raises is the answer
+            answer = _said(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(json.dumps(answer).encode("ascii") + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
