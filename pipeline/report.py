@@ -135,7 +135,8 @@ def money(usd: float | None) -> str:
     """US dollars with three significant digits below one dollar; no price is `unpriced`, never 0."""
     if usd is None:
         return "unpriced"
-    if usd == 0 or usd >= 1:
+    cents = usd * 100
+    if usd == 0 or usd >= 1 or (cents > 0.5 and abs(cents - round(cents)) < 1e-9):
         return f"${usd:,.2f}"
     return f"${usd:.{2 - floor(log10(usd))}f}"
 
