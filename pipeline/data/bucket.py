@@ -13,7 +13,7 @@ import numpy as np
 
 BYTES_PER_TOKEN = 4  # of English text with a large vocabulary; only sizes of units depend on it
 SHARED_BYTES = 256  # a shared prefix worth keeping together: some blocks of the KV cache
-_BUCKETS_PER_OCTAVE = 4  # lengths within 19 % count as equal and keep the input's order
+_MAX_LEVEL = 8  # how far groups are taken apart; below it, byte order
 
 
 def estimate_tokens(num_bytes: int) -> int:
@@ -33,13 +33,12 @@ def cut_units(
     assert len(prompts_bytes) == len(budgets)
     assert min(unit_tokens, unit_rows) >= 1
     costs = [estimate_tokens(len(p)) + int(b) for p, b in zip(prompts_bytes, budgets, strict=True)]
-    with_prompt = [i for i, p in enumerate(prompts_bytes) if p]
-    groups, alone = _group(with_prompt, prompts_bytes, costs, unit_tokens, unit_rows)
-    alone += [i for i, p in enumerate(prompts_bytes) if not p]
-    alone.sort(key=lambda i: (-_bucket(costs[i]), i))
+    asked = [i for i, p in enumerate(prompts_bytes) if p]
+    clumps = _clumps(asked, prompts_bytes, costs, unit_tokens, unit_rows)
+    clumps += [[i] for i, p in enumerate(prompts_bytes) if not p]
     units: list[list[int]] = []
     room_tokens = room_rows = 0
-    for clump in [*groups, *([i] for i in alone)]:
+    for clump in clumps:
         tokens = sum(costs[i] for i in clump)
         if len(clump) > 1 and (tokens > room_tokens or len(clump) > room_rows):
             units.append([])
@@ -55,42 +54,41 @@ def cut_units(
 
 
 def _bucket(cost: int) -> int:
-    return int(np.log2(cost) * _BUCKETS_PER_OCTAVE) if cost > 0 else -1
+    """The cost on a logarithmic scale, four steps to a doubling, in integers: every machine agrees."""
+    bits = cost.bit_length()
+    return 4 * bits + ((cost << 2 >> (bits - 1)) & 3) if cost > 0 else -1
 
 
-def _group(
-    rows: list[int], prompts: list[bytes], costs: list[int], unit_tokens: int, unit_rows: int
-) -> tuple[list[list[int]], list[int]]:
-    """Groups of rows that share SHARED_BYTES beyond what all of `rows` share, and the rows that share with
-    nobody.
+def _clumps(
+    rows: list[int], prompts: list[bytes], costs: list[int], unit_tokens: int, unit_rows: int, level: int = 0
+) -> list[list[int]]:
+    """`rows` in the order in which units are filled: lists of rows to keep together, then single rows.
 
-    A group too large for one unit is split in the same way along its longer prefixes; each round looks at
-    least SHARED_BYTES further, so it ends.
+    Rows belong together when they share SHARED_BYTES beyond what all of `rows` share. A group too large for
+    one unit is arranged in the same way by what follows its own shared prefix, and stays in one stretch.
     """
-    groups: list[list[int]] = []
-    alone: list[int] = []
-    waiting = [rows]
-    while waiting:
-        rows = waiting.pop()
-        depth = _common_prefix([prompts[i] for i in rows]) + SHARED_BYTES
-        by_prefix: defaultdict[bytes, list[int]] = defaultdict(list)
-        rest: list[int] = []
-        for i in rows:
-            if len(prompts[i]) >= depth:
-                by_prefix[prompts[i][:depth]].append(i)
-            else:
-                rest.append(i)
-        for members in by_prefix.values():
-            if len(members) == 1:
-                rest += members
-            elif len(members) > unit_rows or sum(costs[i] for i in members) > unit_tokens:
-                waiting.append(members)
-            else:
-                groups.append(members)
-        alone += rest
+    start = _common_prefix([prompts[i] for i in rows])
+    by_prefix: defaultdict[bytes, list[int]] = defaultdict(list)
+    single: list[int] = []
+    for i in rows:
+        prefix = prompts[i][start : start + SHARED_BYTES]
+        if len(prefix) == SHARED_BYTES:
+            by_prefix[prefix].append(i)
+        else:
+            single.append(i)
+    groups = [g for g in by_prefix.values() if len(g) > 1]
+    single += [g[0] for g in by_prefix.values() if len(g) == 1]
     groups.sort(key=lambda g: (-max(_bucket(costs[i]) for i in g), g[0]))
-    # inside a group, deeper shared prefixes lie side by side
-    return [sorted(g, key=lambda i: (prompts[i], i)) for g in groups], alone
+    single.sort(key=lambda i: (-_bucket(costs[i]), i))
+    out: list[list[int]] = []
+    for group in groups:
+        fits = len(group) <= unit_rows and sum(costs[i] for i in group) <= unit_tokens
+        if fits or level == _MAX_LEVEL:
+            # in byte order, so that rows with a longer shared prefix lie side by side
+            out.append(sorted(group, key=lambda i: (prompts[i], i)))
+        else:
+            out += _clumps(group, prompts, costs, unit_tokens, unit_rows, level + 1)
+    return out + [[i] for i in single]
 
 
 def _common_prefix(prompts: Iterable[bytes]) -> int:

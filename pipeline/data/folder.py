@@ -62,24 +62,27 @@ class LocalFolder:
         except OSError as e:
             raise EnvironmentFailed(f"{self.path(name)}: cannot be read: {e.strerror}") from e
 
-    def create(self, name: str, data: bytes, check: Callable[[Path], None] | None = None) -> bool:
+    def create(
+        self, name: str, data: bytes, check: Callable[[Path], None] | None = None, point: str = "file"
+    ) -> bool:
         """Write a new file; False, and nothing is changed, where the name is taken.
 
-        check: called with the synced temporary file before it gets its name. Raises EnvironmentFailed when
-        the disk does not take it.
+        check: called with the synced temporary file before it gets its name. point: the first half of the
+        names of the failpoints passed. Raises EnvironmentFailed when the disk does not take it.
         """
         final = self.path(name)
         for _ in range(_TRIES):
-            with self._failing(final), self._temporary(name, data) as temporary:
-                if check is not None:
-                    check(temporary)
-                made = self._link(temporary, final)
-                if made is None:
-                    continue
-                hit("part.linked")
+            with self._failing(final), self._temporary(name, data, point) as temporary:
+                try:
+                    if check is not None:
+                        check(temporary)
+                    made = self._link(temporary, final)
+                except FileNotFoundError:
+                    continue  # cleaned away by mistake
+                hit(f"{point}.linked")
                 # also when it was there: its maker may have died before this, and we are about to rely on it
                 _sync_folder(final.parent)
-                hit("part.dir_synced")
+                hit(f"{point}.dir_synced")
                 return made
         raise EnvironmentFailed(
             f"{final}: temporary files in {self.root / TMP} vanish while they are written"
@@ -89,7 +92,7 @@ class LocalFolder:
         """Write a file or put it in the place of the old one; a reader sees the old or the new, whole."""
         final = self.path(name)
         for _ in range(_TRIES):
-            with self._failing(final), self._temporary(name, data) as temporary:
+            with self._failing(final), self._temporary(name, data, "file") as temporary:
                 try:
                     final.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(temporary, final)
@@ -114,11 +117,9 @@ class LocalFolder:
             with suppress(FileNotFoundError), self._failing(path):
                 fd = os.open(path, os.O_RDWR)
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                    removed += 1
-                except BlockingIOError:
-                    pass  # its writer lives
+                    if _lock(fd):
+                        path.unlink()
+                        removed += 1
                 finally:
                     os.close(fd)
         return removed
@@ -131,7 +132,7 @@ class LocalFolder:
         name = f"{TMP}/probe-{secrets.token_hex(8)}"
         try:
             self.make()
-            with self._temporary(name, b"probe") as temporary:
+            with self._temporary(name, b"probe", "file") as temporary:
                 os.link(temporary, self.path(name))
                 try:
                     os.link(temporary, self.path(name))
@@ -139,8 +140,8 @@ class LocalFolder:
                     pass
                 else:
                     raise OutputError(
-                        f"output.path {self.root}: this filesystem lets a second file replace the first one of "
-                        "the same name, so two runs could undo each other's work; use another disk"
+                        f"output.path {self.root}: this filesystem lets a second file replace the first one "
+                        "of the same name, so two runs could undo each other's work; use another disk"
                     )
                 whole = self.path(name).read_bytes() == b"probe"
                 self.path(name).unlink()
@@ -158,36 +159,30 @@ class LocalFolder:
         if not whole:
             raise EnvironmentFailed(f"output.path {self.root}: a file just written reads back differently")
 
-    def _link(self, temporary: Path, final: Path) -> bool | None:
-        """Give the temporary file its name: True we did, False it is taken, None the temporary file has
-        vanished."""
+    def _link(self, temporary: Path, final: Path) -> bool:
+        """Give the file its name: True we did, False it is taken. FileNotFoundError: it has vanished."""
+        final.parent.mkdir(parents=True, exist_ok=True)
         try:
-            final.parent.mkdir(parents=True, exist_ok=True)
             os.link(temporary, final)
         except FileExistsError:
             # a network disk may have linked it and lost the answer: then it is ours
-            with suppress(FileNotFoundError):
-                return os.path.samefile(temporary, final)
-            return False
-        except FileNotFoundError:
-            return None
+            return os.path.samefile(temporary, final)
         return True
 
     @contextmanager
-    def _temporary(self, name: str, data: bytes) -> Iterator[Path]:
+    def _temporary(self, name: str, data: bytes, point: str) -> Iterator[Path]:
         """A synced temporary file with these bytes, locked while it is in use, gone afterwards."""
         path = self.root / TMP / f"{posixpath.basename(name)}.{secrets.token_hex(8)}"
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
-            with suppress(OSError):  # a disk without locks: then the file may be cleaned away, and we retry
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd)
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
-            hit("part.serialized")
+            hit(f"{point}.serialized")
             os.fsync(fd)
-            hit("part.synced")
+            hit(f"{point}.synced")
             yield path
         finally:
             with suppress(FileNotFoundError):
@@ -203,6 +198,15 @@ class LocalFolder:
             raise EnvironmentFailed(
                 f"{path}: {e.strerror or e}; free the disk or fix it, then run again"
             ) from e
+
+
+def _lock(fd: int) -> bool:
+    """Take the file's lock, which ends with its owner. False: another holds it, or the disk has none."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _sync_folder(path: Path) -> None:

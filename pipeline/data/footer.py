@@ -44,7 +44,11 @@ def read_footer(fs: Any, path: str, size: int, name: str) -> Footer:
         raise InputError(
             f"{name}: truncated: its footer speaks of {data_end} bytes of data, it holds {size - len(tail)}"
         )
-    return Footer(hashlib.sha256(tail).hexdigest(), metadata, schema)
+    return Footer(digest(tail), metadata, schema)
+
+
+def digest(footer: bytes) -> str:
+    return hashlib.sha256(footer).hexdigest()
 
 
 def footer_bytes(fs: Any, path: str, size: int, name: str) -> bytes:

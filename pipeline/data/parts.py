@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.folder import LocalFolder
 from pipeline.data.records import PartTotals
-from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
+from pipeline.errors import EnvironmentFailed, OutputError
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 SUCCESS = "_SUCCESS"
@@ -44,7 +44,8 @@ class PartName:
         assert min(self.window, self.rows) >= 0, self
 
     def __str__(self) -> str:
-        return f"part-{self.fingerprint8}-w{self.window:05d}-u{self.unit:04d}of{self.of:04d}-n{self.rows}.parquet"
+        unit = f"u{self.unit:04d}of{self.of:04d}"
+        return f"part-{self.fingerprint8}-w{self.window:05d}-{unit}-n{self.rows}.parquet"
 
     def format(self) -> str:
         return str(self)
@@ -73,18 +74,18 @@ class Progress:
         self.num_units = 0
         self.fingerprint8: str | None = None  # of the parts there; None while there are none
 
-    def add(self, name: PartName) -> None:
-        """Count a part once. Raises OutputError when it contradicts another one."""
-        bit = 1 << name.unit
-        if self.is_done(name.window, name.unit) or self._units_of.get(name.window, name.of) != name.of:
-            raise OutputError(
-                f"{name}: the output holds another part of the same unit; it is not one job's output"
-            )
-        self._units_of[name.window] = name.of
-        self._done[name.window] = self._done.get(name.window, 0) | bit
+    def add(self, name: PartName) -> bool:
+        """Count a part; False where its unit is counted. Raises OutputError when it contradicts another part."""
+        of = self._units_of.setdefault(name.window, name.of)
+        if of != name.of:
+            raise OutputError(f"{name}: another part says this window has {of} units")
+        if self.is_done(name.window, name.unit):
+            return False
+        self._done[name.window] = self._done.get(name.window, 0) | 1 << name.unit
         self.num_rows += name.rows
         self.num_units += 1
         self.fingerprint8 = name.fingerprint8
+        return True
 
     def is_done(self, window: int, unit: int) -> bool:
         return bool(self._done.get(window, 0) >> unit & 1)
@@ -148,7 +149,10 @@ class PartStore:
                     f"{self.folder.root / file}: belongs to another job (fingerprint {name.fingerprint8}, "
                     f"this one is {expected}); choose another output.path"
                 )
-            progress.add(name)
+            if not progress.add(name):
+                raise OutputError(
+                    f"{self.folder.root / file}: another part holds the same unit; remove one of them"
+                )
         return progress
 
     def write(self, name: PartName, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
@@ -160,7 +164,7 @@ class PartStore:
         """
         assert table.num_rows == name.rows, f"{name}: the table has {table.num_rows} rows"
         data = serialize(table, metadata or {})
-        if self.folder.create(str(name), data, check=lambda path: _check(path, len(data), name.rows)):
+        if self.folder.create(str(name), data, lambda path: _check(path, len(data), name.rows), "part"):
             return True
         there = _footer(self.folder.path(str(name)))
         if there.num_rows != name.rows:
@@ -235,11 +239,15 @@ def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 
 def _check(path: Path, size: int, rows: int) -> None:
     """See that the file on disk is what was meant before it gets its name."""
-    if path.stat().st_size != size:
-        raise EnvironmentFailed(f"{path}: {path.stat().st_size} of {size} bytes were written")
-    footer = pq.read_metadata(path)
-    if footer.num_rows != rows:
-        raise PipelineError(f"{path}: holds {footer.num_rows} rows, expected {rows}")
+    written = path.stat().st_size
+    try:
+        there = pq.read_metadata(path).num_rows if written == size else -1
+    except pa.ArrowException:
+        there = -1
+    if there != rows:
+        raise EnvironmentFailed(
+            f"{path}: {written} of {size} bytes were written, or they read back differently"
+        )
 
 
 def _footer(path: Path) -> pq.FileMetaData:

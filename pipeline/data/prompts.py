@@ -53,6 +53,10 @@ class PromptSpec:
                 raise ConfigError(
                     f"prompt: the input has no column {name!r}{did_you_mean(name, schema.names)}"
                 )
+            if not _has_text_form(schema.field(name).type):
+                raise ConfigError(
+                    f"prompt: column {name!r} is {schema.field(name).type}, which has no text form"
+                )
         if self.column is not None and not is_text(schema.field(self.column).type):
             raise ConfigError(
                 f"prompt.column {self.column!r} is {schema.field(self.column).type}, expected text; "
@@ -95,6 +99,7 @@ def _parse(template: str) -> tuple[str, ...]:
     hint = "; write {column}, and {{ or }} for a brace of the text"
     out = [""]
     try:
+        template.encode()  # half a surrogate pair: UnicodeEncodeError, a ValueError
         for literal, name, form, conversion in Formatter().parse(template):
             out[-1] += literal
             if name is None:
@@ -132,7 +137,7 @@ def render(table: pa.Table, spec: PromptSpec) -> Rendered:
 def _text_rows(table: pa.Table, spec: PromptSpec) -> Iterator[Any]:
     parts = _parse(spec.template) if spec.template is not None else ("", spec.column or "", "")
     literals, names = parts[0::2], parts[1::2]
-    literal_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in literals)
+    literal_bytes = sum(len(text.encode()) for text in literals)
     columns = {name: text_bytes(table.column(name)) for name in dict.fromkeys(names)}
     for i in range(table.num_rows):
         values = {name: column[i] for name, column in columns.items()}
@@ -187,10 +192,7 @@ def text_bytes(column: pa.ChunkedArray) -> list[bytes | None]:
         return column.cast(pa.binary()).to_pylist()
     if pa.types.is_nested(t):
         values = (_nested(column, i) for i in range(len(column)))
-        return [
-            v if isinstance(v, bytes) or v is None else _json(v).encode("utf-8", "surrogatepass")
-            for v in values
-        ]
+        return [v if isinstance(v, bytes) or v is None else _json(v).encode() for v in values]
     return column.cast(pa.string()).cast(pa.binary()).to_pylist()
 
 
@@ -201,6 +203,13 @@ def _nested(column: pa.ChunkedArray, i: int) -> object:
         return column[i].as_py()
     except UnicodeDecodeError:
         return b"\xff"
+
+
+def _has_text_form(t: pa.DataType) -> bool:
+    try:
+        return pa.types.is_nested(t) or is_text(t) or pa.array([], t).cast(pa.string()) is not None
+    except pa.ArrowNotImplementedError:
+        return False
 
 
 def _json(value: object) -> str:
@@ -267,9 +276,10 @@ def _messages(value: object, name: str, max_bytes: int) -> str:
         messages.append({"role": role, "content": content, **rest})
     if not any(m["content"].strip() for m in messages):
         raise _Refused(RowError.EMPTY_PROMPT, f"no message in {name!r} has any text")
-    text = _json(messages)
     try:
-        _check_size(len(text.encode("utf-8")), max_bytes)
-    except UnicodeEncodeError as e:
-        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r} holds half a surrogate pair") from e
+        text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+        size = len(text.encode())
+    except (ValueError, RecursionError) as e:  # half a surrogate pair, a number beyond JSON, depth
+        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {e}") from e
+    _check_size(size, max_bytes)
     return text

@@ -58,9 +58,10 @@ def output_schema(kept: pa.Schema, rename: Mapping[str, str], logprobs: bool) ->
     clashes = [f.name for f, r in zip(fields, results, strict=True) if r.name in repeated]
     if clashes:
         free = {name: _free_name(name, {*taken, *RESULT_NAMES}) for name in clashes}
+        write = ", ".join(f"{a}: {b}" for a, b in {**rename, **free}.items())
         raise ConfigError(
             f"the input has columns of the same names as result columns: {', '.join(clashes)}; "
-            f"add to the job file output.rename: {{{', '.join(f'{a}: {b}' for a, b in ({**rename, **free}).items())}}}, "
+            f"write output.rename: {{{write}}} in the job file, "
             "or leave those columns out of input.columns"
         )
     if repeated:

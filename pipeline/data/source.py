@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.columns import did_you_mean, merge_types, plain_schema
-from pipeline.data.footer import footer_bytes, read_footer
+from pipeline.data.footer import digest, footer_bytes, read_footer
 from pipeline.errors import EnvironmentFailed, InputError
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
@@ -64,12 +64,8 @@ class Source:
     root: str  # with the protocol, where it is not local
     files: tuple[SourceFile, ...]  # sorted by relative path
     schema: pa.Schema  # plain types, of all columns that all files agree on
-    missing: Mapping[str, str] = field(
-        default_factory=dict, repr=False
-    )  # column -> the first file without it
-    conflicts: Mapping[str, str] = field(
-        default_factory=dict, repr=False
-    )  # column -> file and why it cannot be read
+    missing: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: first file without it
+    conflicts: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: which file, and why
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -271,18 +267,13 @@ def _read_slices(
     whole = all(s.start == 0 and s.stop == file.row_groups[s.row_group].num_rows for s in slices)
     try:
         size = int(fs.info(path)["size"])
-        import hashlib
-
-        if (
-            size != file.size
-            or hashlib.sha256(footer_bytes(fs, path, size, shown)).hexdigest() != file.digest
-        ):
+        if size != file.size or digest(footer_bytes(fs, path, size, shown)) != file.digest:
             raise InputError(f"{shown}: the file has changed since the job was planned")
-        with fs.open(path, "rb") as handle:
+        with pa.OSFile(path) if _is_local(fs) else fs.open(path, "rb") as handle:
             parquet = pq.ParquetFile(
-                path if _is_local(fs) else handle,
+                handle,
                 page_checksum_verification=True,
-                # whole row groups: fetch their ranges at once; slices: stream, a huge group must not lie in memory
+                # whole row groups: fetch their ranges at once; slices: stream, never hold a huge group
                 pre_buffer=whole,
                 buffer_size=0 if whole else 1 << 20,
             )
