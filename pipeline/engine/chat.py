@@ -1,9 +1,9 @@
 """Chat templates: rendering a conversation with a template that came with a checkpoint.
 
-A template is a program from a stranger. It runs in transformers' Jinja sandbox, and in a child process with a limit
-on memory and on CPU time (`chat_worker.py`), because a sandbox stops it from reading files but not from looping or
-from multiplying strings. One child serves all conversations of a tokenizer; one that passes a limit ends and is
-replaced for the next conversation.
+A template is a program from a stranger. It runs in transformers' Jinja sandbox, and in a child process with a
+limit on memory and on CPU time (`chat_worker.py`), because a sandbox stops it from reading files but not from
+looping or from multiplying strings. One child serves all conversations of a tokenizer; one that passes a
+limit ends and is replaced for the next conversation.
 
 Owns which stretches of the rendered text came from the data. Encoding them is `tokenizer.py`'s work.
 """
@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,14 @@ class ChatRenderer:
         self._finalizer: weakref.finalize | None = None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], literal: re.Pattern[str] | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        literal: re.Pattern[str] | None,
     ) -> str | list[tuple[str, bool]]:
-        """The rendered conversation: one string when no message holds a match of `literal`, else its stretches in
-        order, each with whether it is such a match out of a message (True) or anything else (False).
+        """The rendered conversation: one string when no message holds a match of `literal`, else its
+        stretches in order, each with whether it is such a match out of a message (True) or anything else
+        (False).
 
         Raises ChatTemplateError, or ModelError when the template itself does not parse.
         """
@@ -74,8 +79,8 @@ class ChatRenderer:
         rendered = self._ask({"messages": marked, "tools": None, "documents": None, **variables})
         if any(mark in rendered for mark in (_escaped(start), _escaped(end))):
             raise ChatTemplateError(
-                "the messages hold control-token text and the chat template writes them as escaped JSON, where it "
-                "cannot be told from the template's own control tokens"
+                "the messages hold control-token text and the chat template writes them as escaped JSON, where "
+                "it cannot be told from the template's own control tokens"
             )
         return list(_stretches(rendered, literal, start, end))
 
@@ -101,7 +106,10 @@ class ChatRenderer:
         # The child finds jinja2 where this process does; -P keeps this package's file names off its path.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         self._child = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-P", str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
         )
         self._finalizer = weakref.finalize(self, _end, self._child)
         answer = self._exchange(json.dumps(self._hello).encode("ascii") + b"\n")
@@ -117,12 +125,12 @@ class ChatRenderer:
     def _exchange(self, line: bytes) -> dict[str, str]:
         """Send one line and read one. A child that passed its CPU limit was ended by the kernel."""
         child = self._child
-        assert child is not None and child.stdin is not None and child.stdout is not None
-        try:
+        assert child is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with suppress(BrokenPipeError):  # it ended; the empty answer below says so
             child.stdin.write(line)
             child.stdin.flush()
-        except BrokenPipeError:
-            pass  # it ended; the empty answer below says so
         answer = child.stdout.readline()
         if answer.endswith(b"\n"):
             return json.loads(answer)
@@ -148,10 +156,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            try:
+            with suppress(BrokenPipeError):  # what was left to send has no reader any more
                 pipe.close()
-            except BrokenPipeError:
-                pass  # what was left to send has no reader any more
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -195,7 +201,9 @@ def _escaped(mark: str) -> str:
 
 
 def _stretches(rendered: str, literal: re.Pattern[str], start: str, end: str) -> Iterator[tuple[str, bool]]:
-    """Cut at the marks. A template may have torn a pair apart (split, slices): a lone mark is dropped, and still cuts."""
+    """Cut at the marks. A template may have torn a pair apart (split, slices): a lone mark is dropped, and
+    still cuts.
+    """
     pair = re.compile(f"{start}({literal.pattern}){end}|[{start}{end}]")
     at = 0
     for match in pair.finditer(rendered):

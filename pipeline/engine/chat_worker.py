@@ -1,11 +1,11 @@
 """The child process that runs a chat template. Started by `chat.py` as a script; imports only jinja2.
 
-Speaks lines of JSON: the first line in holds the template and the limits, each following one the variables of a
-conversation; each is answered by one line, {"text": ...} or {"error": ...}. The kernel ends the process when a
-conversation takes too much CPU time, so that even a single endless operation ends.
+Speaks lines of JSON: the first line in holds the template and the limits, each following one the variables of
+a conversation; each is answered by one line, {"text": ...} or {"error": ...}. The kernel ends the process
+when a conversation takes too much CPU time, so that even a single endless operation ends.
 
-The environment is the one of transformers' `apply_chat_template` (utils/chat_template_utils.py): same sandbox, block
-trimming, filters and globals.
+The environment is the one of transformers' `apply_chat_template` (utils/chat_template_utils.py): same
+sandbox, block trimming, filters and globals.
 """
 
 import json
@@ -39,9 +39,15 @@ def _strftime_now(form: str) -> str:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:

@@ -5,14 +5,14 @@ Owns the order of the sampling options, which is vLLM's:
     fp32 logits -> min_tokens mask -> repetition penalty -> presence and frequency penalties -> temperature
     -> min_p -> top_k -> top_p -> one draw
 
-top_k keeps every token that ties with the k-th best. min_p is relative to the best token's probability. top_p is
-relative to what top_k and min_p left: the fewest best tokens whose probabilities reach top_p; of equal ones the lowest
-ids. Greedy rows (temperature 0) take the best token after masks and penalties, of equal ones the lowest id.
-Log-probabilities are those of the raw logits.
+top_k keeps every token that ties with the k-th best. min_p is relative to the best token's probability. top_p
+is relative to what top_k and min_p left: the fewest best tokens whose probabilities reach top_p; of equal
+ones the lowest ids. Greedy rows (temperature 0) take the best token after masks and penalties, of equal ones
+the lowest id. Log-probabilities are those of the raw logits.
 
-A draw uses one uniform number that depends on the row's seed and the token's position alone (`uniforms`), and every
-step works row by row, so a row draws the same token in any batch. Rows that need a feature are copied out and worked
-on; a batch of plain greedy rows costs one pass over the logits.
+A draw uses one uniform number that depends on the row's seed and the token's position alone (`uniforms`), and
+every step works row by row, so a row draws the same token in any batch. Rows that need a feature are copied
+out and worked on; a batch of plain greedy rows costs one pass over the logits.
 
 Shapes: R rows, V vocabulary, K best values, B blocks of the cumulative sum, W tokens of one block.
 """
@@ -26,15 +26,16 @@ import torch
 from pipeline.engine.params import SamplingParams, TokenLogprobs
 
 _BLOCK = 512  # tokens of one block of the two-level cumulative sum
-_BEST = 1024  # values sorted for top_p before falling back to the whole vocabulary
+_BEST = 1024  # values sorted for top_p, unless a row is flatter than that
 
 
 @dataclass
 class SamplingBatch:
     """The rows of one step that need a token, in the order of the logits.
 
-    seeds (uint64) and positions (int64; how many tokens the row has generated so far) key the draw. The token ids are
-    only read for rows with penalties: output_token_ids for all three, prompt_token_ids for the repetition penalty.
+    seeds (uint64) and positions (int64; how many tokens the row has generated so far) key the draw. The token
+    ids are only read for rows with penalties: output_token_ids for all three, prompt_token_ids for the
+    repetition penalty.
     """
 
     params: Sequence[SamplingParams]
@@ -47,8 +48,8 @@ class SamplingBatch:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One token per row. Where `finite` is False the row's logits hold NaN or +inf, or nothing above -inf; its
-    token id is then 0 and means nothing."""
+    """One token per row. Where `finite` is False the row's logits hold NaN or +inf, or nothing above -inf;
+    its token id is then 0 and means nothing."""
 
     token_ids: np.ndarray  # int64 [R]
     finite: np.ndarray  # bool [R]
@@ -58,7 +59,8 @@ class SamplerOutput:
 def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
     """The next token of each row. `logits_RV` may have any float dtype, on any device, and is not changed.
 
-    Plain greedy rows take one pass and one transfer to the host; other rows also a few transfers of their options.
+    Plain greedy rows take one pass and one transfer to the host; other rows also a few transfers of their
+    options.
     """
     plan = _Plan.of(batch)
     # torch.max hands NaN on, so one pass gives the greedy token and whether the row can be used.
@@ -84,7 +86,9 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
 
 
 def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The fp32 probabilities [R, V] that `sample` draws from; one-hot for greedy rows, zeros for rows not finite."""
+    """The fp32 probabilities [R, V] that `sample` draws from; one-hot for greedy rows, zeros for rows not
+    finite.
+    """
     plan = _Plan.of(batch)
     p_RV = torch.zeros(logits_RV.shape, dtype=torch.float32, device=logits_RV.device)
     greedy = sorted(set(range(len(batch.params))) - set(plan.drawn))
@@ -94,7 +98,7 @@ def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if plan.drawn:
         w_RV = _weights(logits_RV, batch, plan.drawn)
         p_RV[_on(plan.drawn, logits_RV)] = w_RV / w_RV.sum(dim=-1, keepdim=True)
-    best_R = _adjusted(logits_RV, batch, range(len(batch.params))).amax(dim=-1)
+    best_R = _adjusted(logits_RV, batch, range(len(batch.params))).amax(dim=-1)  # a mask may leave nothing
     usable_R = torch.isfinite(best_R) & torch.isfinite(logits_RV.amax(dim=-1))
     return torch.where(usable_R[:, None], p_RV, 0.0)
 
@@ -102,9 +106,9 @@ def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 def uniforms(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
     """One number in [0, 1) per row (float64, 53 random bits) from its seed and position alone.
 
-    splitmix64's output function (Steele, Lea, Flood 2014) over the seed, then over seed and position, then over the
-    stream: a counter-based generator, nothing to keep between steps. `stream` gives further independent numbers of the
-    same position.
+    splitmix64's output function (Steele, Lea, Flood 2014) over the seed, then over seed and position, then
+    over the stream: a counter-based generator, nothing to keep between steps. `stream` gives further
+    independent numbers of the same position.
     """
     with np.errstate(over="ignore"):
         key = _mix64(np.asarray(seeds).astype(np.uint64) + _GOLDEN)
@@ -124,7 +128,9 @@ def _mix64(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which rows need what: `drawn` rows have a temperature, `changed` are greedy rows with a mask or a penalty."""
+    """Which rows need what. drawn: those with a temperature. changed: greedy rows with a mask or a penalty,
+    and drawn rows with a mask, which may leave them nothing. reported: those that want log-probabilities. All
+    ascending."""
 
     changed: list[int]
     drawn: list[int]
@@ -136,12 +142,11 @@ class _Plan:
         for row, params in enumerate(batch.params):
             if params.temperature > 0.0:
                 drawn.append(row)
-            elif _has_penalty(params) or params.min_tokens > batch.positions[row]:
+            elif _has_penalty(params) or _masks(params, batch, row):
                 changed.append(row)
             if params.logprobs is not None:
                 reported.append(row)
-        # drawn rows can be emptied by a mask too, so their usability is read from the changed logits
-        masked = [row for row in drawn if batch.params[row].min_tokens > batch.positions[row]]
+        masked = [row for row in drawn if _masks(batch.params[row], batch, row)]
         return cls(sorted(changed + masked), drawn, reported)
 
 
@@ -151,15 +156,20 @@ def _has_penalty(params: SamplingParams) -> bool:
     )
 
 
+def _masks(params: SamplingParams, batch: SamplingBatch, row: int) -> bool:
+    """Whether the row may not end yet."""
+    return params.min_tokens > 0 and params.min_tokens > batch.positions[row]
+
+
 def _adjusted(logits_RV: torch.Tensor, batch: SamplingBatch, rows: Sequence[int]) -> torch.Tensor:
     """fp32 copy of `rows` of the logits with masks and penalties applied."""
-    z_RV = logits_RV[_on(rows, logits_RV)].float()  # indexing copies; float() may not
+    z_RV = logits_RV[_on(rows, logits_RV)].to(torch.float32, copy=True)
     num_tokens = z_RV.shape[1]
     params = [batch.params[row] for row in rows]
 
     masked = [
         np.array(sorted(_stop_ids(p, batch.eos_token_ids)), dtype=np.int64)
-        if p.min_tokens > batch.positions[row]
+        if _masks(p, batch, row)
         else _NONE
         for row, p in zip(rows, params)
     ]
@@ -174,7 +184,7 @@ def _adjusted(logits_RV: torch.Tensor, batch: SamplingBatch, rows: Sequence[int]
             for row, p in zip(rows, params)
         ]
         places = _places(seen, num_tokens, z_RV)
-        penalty = _column((p.repetition_penalty for p in params), z_RV)[places[0], 0]
+        penalty = _column((max(p.repetition_penalty, 1 / _LARGE) for p in params), z_RV)[places[0], 0]
         z = z_RV[places]
         # a token seen twice is written twice with the same value
         z_RV[places] = torch.where(z < 0, z * penalty, z / penalty).clamp_(max=_LARGE)
@@ -192,7 +202,7 @@ def _adjusted(logits_RV: torch.Tensor, batch: SamplingBatch, rows: Sequence[int]
     return z_RV
 
 
-_LARGE = 1e30  # far from fp32's end, so that a penalty near 0 cannot make a good row infinite
+_LARGE = 1e30  # options and penalised logits stay below: far from fp32's end, and 1 / _LARGE is no denormal
 _NONE = np.empty(0, dtype=np.int64)
 
 
@@ -206,7 +216,7 @@ def _weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: Sequence[int])
     z_RV = _adjusted(logits_RV, batch, rows)
     z_RV -= z_RV.amax(dim=-1, keepdim=True)
     # The best token now stands at 0 and stays there, however small the temperature is.
-    z_RV /= _column((min(max(p.temperature, 1e-30), 1e30) for p in params), z_RV)
+    z_RV /= _column((max(p.temperature, 1 / _LARGE) for p in params), z_RV)
 
     with_top_k = [i for i, p in enumerate(params) if 0 < p.top_k < z_RV.shape[1]]
     if with_top_k:
@@ -214,7 +224,7 @@ def _weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: Sequence[int])
         k_R = torch.tensor([params[i].top_k for i in with_top_k], device=z_RV.device)
         best_RK = z_RV[picked].topk(int(max(params[i].top_k for i in with_top_k)), dim=-1).values
         kth_R1 = best_RK.gather(1, k_R[:, None] - 1)
-        z_RV[picked] = z_RV[picked].masked_fill(z_RV[picked] < kth_R1, float("-inf"))
+        z_RV[picked] = torch.where(z_RV[picked] < kth_R1, float("-inf"), z_RV[picked])
 
     w_RV = z_RV.exp_()
     if any(p.min_p > 0.0 for p in params):
@@ -229,21 +239,32 @@ def _weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: Sequence[int])
 def _cut_top_p(w_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
     """`w_RV` with 0 wherever the better tokens alone reach top_p of the row's sum.
 
-    Sorts only the best values; the whole vocabulary only when some row is too flat for that. No ids are sorted: the
-    row is cut at the value of the last token kept.
+    Tokens that together cannot hold the last 1 - top_p of a row are left out before anything is sorted; what
+    is sorted are the values alone, and the row is then cut at the value of the last token kept.
     """
-    wanted_R1 = top_p_R1 * w_RV.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    num_best = min(_BEST, w_RV.shape[1])
-    while True:
-        best_RK = w_RV.topk(num_best, dim=-1).values
-        mass_RK = best_RK.double().cumsum(dim=-1)
-        kept_R1 = ((mass_RK - best_RK) < wanted_R1).sum(dim=-1, keepdim=True).clamp_(min=1)
-        if num_best == w_RV.shape[1] or bool((kept_R1 < num_best).all()):
-            break
-        num_best = w_RV.shape[1]
-    last_R1 = best_RK.gather(1, kept_R1 - 1)
+    total_R1 = w_RV.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    # V tokens of less than a V-th of the last mass cannot reach into the kept part; half of that covers
+    # rounding
+    unlikely_R1 = 0.5 * (1.0 - top_p_R1) * total_R1 / w_RV.shape[1]
+    num_likely_R = (w_RV >= unlikely_R1).sum(dim=-1).tolist()
+    cut_RV = torch.empty_like(w_RV)
+    peaked = [row for row, count in enumerate(num_likely_R) if count <= _BEST]
+    flat = [row for row, count in enumerate(num_likely_R) if count > _BEST]
+    for rows in filter(None, (peaked, flat)):
+        on = _on(rows, w_RV)
+        num_sorted = max(1, max(num_likely_R[row] for row in rows))
+        cut_RV[on] = _keep_best(w_RV[on], top_p_R1[on] * total_R1[on], num_sorted)
+    return cut_RV
+
+
+def _keep_best(w_RV: torch.Tensor, wanted_R1: torch.Tensor, num_sorted: int) -> torch.Tensor:
+    """Per row the fewest best tokens that reach `wanted`, of equal ones the lowest ids; 0 elsewhere."""
+    best_RK = w_RV.topk(num_sorted, dim=-1).values
+    before_RK = best_RK.double().cumsum(dim=-1) - best_RK
+    num_kept_R1 = (before_RK < wanted_R1).sum(dim=-1, keepdim=True).clamp_(min=1)
+    last_R1 = best_RK.gather(1, num_kept_R1 - 1)
+    num_equal_R1 = num_kept_R1 - (best_RK > last_R1).sum(dim=-1, keepdim=True)
     equal_RV = w_RV == last_R1
-    num_equal_R1 = kept_R1 - (best_RK > last_R1).sum(dim=-1, keepdim=True)  # how many of the equal ones stay
     keep_RV = (w_RV > last_R1) | (equal_RV & (equal_RV.cumsum(dim=-1) <= num_equal_R1))
     return w_RV.masked_fill(~keep_RV, 0.0)
 
@@ -251,8 +272,8 @@ def _cut_top_p(w_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
 def _draw(w_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
     """The first token at which the cumulative weight passes u of the whole: inverse transform sampling.
 
-    Sums are fp64 and in two levels, blocks and then the tokens of one block. Only a token with weight above 0 is
-    ever taken, whatever the rounding: a place counts only where its own weight is positive.
+    Sums are fp64 and in two levels, blocks and then the tokens of one block. Only a token with weight above 0
+    is ever taken, whatever the rounding: a place counts only where its own weight is positive.
     """
     num_rows, num_tokens = w_RV.shape
     num_blocks = -(-num_tokens // _BLOCK)
@@ -266,8 +287,8 @@ def _draw(w_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
 
 
 def _first_past(w_RN: torch.Tensor, target_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first place of positive weight where the running sum passes the target (else the last of positive weight),
-    and how far beyond the sum before that place the target lies."""
+    """The first place of positive weight where the running sum passes the target (else the last of positive
+    weight), and how far beyond the sum before that place the target lies."""
     sum_RN = w_RN.cumsum(dim=-1)
     positive_RN = w_RN > 0
     past_RN = positive_RN & (sum_RN > target_R[:, None])
@@ -297,13 +318,17 @@ def _logprobs(
     return reported
 
 
-def _on(rows: Iterable[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(rows), dtype=torch.int64, device=like.device)
+def _on(rows: Sequence[int], like: torch.Tensor) -> torch.Tensor | slice:
+    """Index of ascending `rows`: all of them cost no copy."""
+    if len(rows) == like.shape[0]:
+        return slice(None)
+    return torch.tensor(rows, dtype=torch.int64, device=like.device)
 
 
 def _column(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
-    """One fp32 number per row, [R, 1]."""
-    return torch.tensor(list(values), dtype=torch.float32, device=like.device)[:, None]
+    """One fp32 number per row, [R, 1]; kept far from the ends of fp32, where inf * 0 would make NaN."""
+    inside = [min(max(value, -_LARGE), _LARGE) for value in values]
+    return torch.tensor(inside, dtype=torch.float32, device=like.device)[:, None]
 
 
 def _places(

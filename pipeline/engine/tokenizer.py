@@ -1,12 +1,13 @@
 """Text to token ids and back, for one checkpoint.
 
-Owns loading the tokenizer of a model folder and the rule that text from data is never a control token: prompts are
-encoded by a copy of the tokenizer that does not know its control tokens, so `<|im_end|>` inside a report is the
-characters it is made of. BOS and EOS still come from the post-processor, as `AutoTokenizer(text)` adds them.
-Rendering chats belongs to `chat.py`, decoding a growing sequence to `detokenizer.py`.
+Owns loading the tokenizer of a model folder and the rule that text from data is never a control token:
+prompts are encoded by a copy of the tokenizer that does not know its control tokens, so `<|im_end|>` inside a
+report is the characters it is made of. BOS and EOS still come from the post-processor, as
+`AutoTokenizer(text)` adds them. Rendering chats belongs to `chat.py`, decoding a growing sequence to
+`detokenizer.py`.
 
-A control token is an added token that is special, or that the chat template writes (`<think>`, `<tool_call>`).
-Other added tokens (runs of blanks, HTML tags) are ordinary vocabulary and stay parsed.
+A control token is an added token that is special, or that the chat template writes (`<think>`,
+`<tool_call>`). Other added tokens (runs of blanks, HTML tags) are ordinary vocabulary and stay parsed.
 """
 
 import hashlib
@@ -41,8 +42,9 @@ _FILES = (
 class Tokenizer:
     """The tokenizer of one checkpoint. Safe to use from several threads; large methods release the GIL.
 
-    eos_token_ids: ids that end a sequence: those of generation_config.json, config.json and the tokenizer together.
-    vocab_size: one more than the largest token id. digest: sha256 over the tokenizer's files and eos_token_ids.
+    eos_token_ids: ids that end a sequence: those of generation_config.json, config.json and the tokenizer
+    together. vocab_size: one more than the largest token id. digest: sha256 over the tokenizer's files and
+    eos_token_ids.
     """
 
     def __init__(
@@ -77,17 +79,20 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str) -> "Tokenizer":
-        """Load the tokenizer of the checkpoint in folder `path`, from its files alone: no network, no foreign code.
+        """Load the tokenizer of the checkpoint in folder `path`, from its files alone: no network, no foreign
+        code.
 
         Raises ModelError when there is no usable tokenizer.json.
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise ModelError(f"{path}: expected a checkpoint folder with a tokenizer.json, found no such folder")
+            raise ModelError(
+                f"{path}: expected a checkpoint folder with a tokenizer.json, found no such folder"
+            )
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(
-                f"{path}: no tokenizer.json. Expected a Hugging Face checkpoint with a fast tokenizer; an older one "
-                "is converted by AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+                f"{path}: no tokenizer.json. Expected a Hugging Face checkpoint with a fast tokenizer; an older "
+                "one is converted by AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:
             loaded: Any = AutoTokenizer.from_pretrained(
@@ -100,7 +105,9 @@ class Tokenizer:
         template = loaded.chat_template
         if isinstance(template, dict):
             template = template.get("default")
-        special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+        special = {
+            name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)
+        }
         return cls(
             backend,
             name=path,
@@ -120,7 +127,9 @@ class Tokenizer:
         return dict(self._control)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, every character of it text; BOS and EOS where the tokenizer adds them."""
+        """Token ids of a plain prompt, every character of it text; BOS and EOS where the tokenizer adds
+        them.
+        """
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -142,27 +151,33 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation rendered by the checkpoint's chat template.
 
-        `system` becomes the first message of a conversation that does not start with a system message of its own.
-        The tokens are those of transformers' `apply_chat_template`, except that control-token text in any string of
-        `messages` or in `system` is encoded as text. Keys whose value is None are left out, as there.
-        Raises ChatTemplateError when the template refuses the messages or passes its limits, ModelError when the
-        checkpoint has no template or one that does not parse.
+        `system` becomes the first message of a conversation that does not start with a system message of its
+        own. The tokens are those of transformers' `apply_chat_template`, except that control-token text in
+        any string of `messages` or in `system` is encoded as text. Keys whose value is None are left out, as
+        there. Raises ChatTemplateError when the template refuses the messages or passes its limits,
+        ModelError when the checkpoint has no template or one that does not parse.
         """
         if self._chat_template is None:
             raise ModelError(
-                f"{self._name}: the checkpoint has no chat template (chat_template.jinja, or `chat_template` in "
-                "tokenizer_config.json). Use prompt.template or prompt.column instead of messages"
+                f"{self._name}: the checkpoint has no chat template (chat_template.jinja, or `chat_template` "
+                "in tokenizer_config.json). Use prompt.template or prompt.column instead of messages"
             )
         if self._renderer is None:
             self._renderer = ChatRenderer(self._chat_template, name=self._name)
         chat = with_system(messages, system)
-        variables = {**self._special_tokens, **(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        variables = {
+            **self._special_tokens,
+            **(template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+        }
         rendered = self._renderer.render(chat, variables, literal=self._control_re)
         if isinstance(rendered, str):
             return self._parsing.encode(rendered, add_special_tokens=False).ids
         assert self._control_re is not None
         parts = [
-            self._aliased.torn(text, self._leaks_re) if literal else self._aliased.aliased(text, self._control_re)
+            self._aliased.torn(text, self._leaks_re)
+            if literal
+            else self._aliased.aliased(text, self._control_re)
             for text, literal in rendered
         ]
         return self._aliased.encode("".join(parts), add_special_tokens=False)
@@ -177,7 +192,9 @@ class Tokenizer:
             self._renderer.close()
 
     def _leaking_tokens(self) -> dict[str, int]:
-        """Control tokens that the model part makes out of plain text (an SPM vocabulary holds `</s>` as a piece)."""
+        """Control tokens that the model part makes out of plain text (an SPM vocabulary holds `</s>` as a
+        piece).
+        """
         unknown = getattr(self._literal.model, "unk_token", None)
         leaking = {}
         for text, token_id in self._control.items():
@@ -192,19 +209,22 @@ class Tokenizer:
 
 
 class _Aliased:
-    """The literal tokenizer that also knows each control token under a secret name, so that one text can hold both
-    kinds of `<|im_end|>`.
+    """The literal tokenizer that also knows each control token under a secret name, so that one text can hold
+    both kinds of `<|im_end|>`.
 
-    The chat template's own control tokens are renamed to their aliases before encoding; what is left under the plain
-    name is text. One pass over the whole string keeps every token border where transformers puts it. The names hold a
-    nonce of this process, so that no data can contain one. Built at first use: most jobs never need it.
+    The chat template's own control tokens are renamed to their aliases before encoding; what is left under
+    the plain name is text. One pass over the whole string keeps every token border where transformers puts
+    it. The names hold a nonce of this process, so that no data can contain one. Built at first use: most jobs
+    never need it.
     """
 
     def __init__(self, literal_json: str, control: Mapping[str, int]) -> None:
         self._json = literal_json
         self._control = control
         self._nonce = secrets.token_hex(12)
-        self._names = {text: f"\U000f0000{self._nonce}.{index}\U000f0001" for index, text in enumerate(control)}
+        self._names = {
+            text: f"\U000f0000{self._nonce}.{index}\U000f0001" for index, text in enumerate(control)
+        }
         self._tear = f"\U000f0000{self._nonce}.tear\U000f0001"
         self._lock = threading.Lock()
         self._backend: tokenizers.Tokenizer | None = None
@@ -227,7 +247,9 @@ class _Aliased:
 
     def _build(self) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self._json)
-        backend.encode_special_tokens = True  # the plain names; the aliases are not special, so they are parsed
+        backend.encode_special_tokens = (
+            True  # the plain names; the aliases are not special, so they are parsed
+        )
         known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         for text, token_id in self._control.items():
             like = known[text]
@@ -270,7 +292,10 @@ def _any_of(tokens: Mapping[str, int]) -> re.Pattern[str] | None:
 def _eos_token_ids(folder: Path, tokenizer_eos: int | None, path: str) -> frozenset[int]:
     config = _read_json(folder / "config.json", path)
     text_config = config.get("text_config")
-    found: list[Any] = [tokenizer_eos, _read_json(folder / "generation_config.json", path).get("eos_token_id")]
+    found: list[Any] = [
+        tokenizer_eos,
+        _read_json(folder / "generation_config.json", path).get("eos_token_id"),
+    ]
     found.append(config.get("eos_token_id"))
     if isinstance(text_config, dict):
         found.append(text_config.get("eos_token_id"))

@@ -1,0 +1,122 @@
+"""Text of a sequence while it grows, and where a stop string ends it.
+
+Only sequences with stop strings are decoded as they grow; the others are decoded once at the end by
+`Tokenizer.decode`. A push decodes a short window of the last tokens, not the whole text, so its cost does not
+grow with the sequence.
+
+Visible text of n tokens: their decoded text without the U+FFFD at its end. A tokenizer shows the bytes of an
+unfinished character as U+FFFD, and they may still become one; text that is not visible yet cannot end a
+sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_SLIDE = 8  # tokens read since the window's start before it moves; its decoding is shared by this many pushes
+_GIVE_UP = 32  # tokens of a window without a clean end: invalid bytes; no character is that long
+
+
+class Decoder(Protocol):
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class StreamDetokenizer:
+    """Turns pushed tokens into visible text, never half a character.
+
+    The window is `token_ids[start:]`; `num_seen` characters of its text have been handed out. It always
+    begins with text that was handed out, because some decoders treat the start of a text in their own way (a
+    leading blank is dropped) and what is new must not be that start.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.token_ids: list[int] = []
+        self._start = 0
+        self._clean = 0  # after this many tokens all text was visible, as of the push before
+        self._num_seen = 0
+
+    def push(self, token_id: int) -> str:
+        """Append a token; returns the text that became visible, often empty."""
+        self.token_ids.append(token_id)
+        text = self._decoder.decode(self.token_ids[self._start :])
+        visible = text.rstrip("\ufffd")
+        new = visible[self._num_seen :]
+        self._num_seen = max(self._num_seen, len(visible))
+        if len(visible) == len(text):
+            if len(self.token_ids) - self._start >= _SLIDE:
+                self._slide(max(self._clean, self._start + 1))
+            self._clean = len(self.token_ids)
+        elif len(self.token_ids) - self._start >= _GIVE_UP:
+            self._slide(len(self.token_ids) - _GIVE_UP // 2)
+        return new
+
+    def _slide(self, start: int) -> None:
+        """Move the window. What it has shown is counted in its own decoding, so its first token may be cut
+        short.
+
+        A window that shows nothing (special tokens, a lone blank) gives the next token no context: it stays
+        longer.
+        """
+        num_seen = len(self._decoder.decode(self.token_ids[start:]).rstrip("\ufffd"))
+        if num_seen or len(self.token_ids) - self._start >= _GIVE_UP:
+            self._start = start
+            self._num_seen = num_seen
+
+
+@dataclass(frozen=True)
+class StopMatch:
+    """`stop` ended the sequence; `text` is everything before it."""
+
+    text: str
+    stop: str
+
+
+class StopChecker:
+    """Finds the first token after which the visible text of one sequence holds a stop string.
+
+    Of several stop strings that one token completes, the one that starts first ends the text, of those the
+    longest. With `min_tokens`, only a stop string that ends in text shown by the token number `min_tokens` or
+    a later one counts; one that lies wholly in earlier text is passed over for good.
+    """
+
+    def __init__(self, decoder: Decoder, stop: Sequence[str], min_tokens: int = 0) -> None:
+        assert stop
+        assert all(stop)
+        self._decoder = decoder
+        self._stream = StreamDetokenizer(decoder)
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._overlap = max(map(len, self._stop)) - 1
+        self._tail = ""  # the last characters shown, as many as a stop string can begin in
+        self._num_shown = 0
+
+    def push(self, token_id: int) -> StopMatch | None:
+        """Append a token; returns the match that ends the sequence here, if there is one."""
+        new = self._stream.push(token_id)
+        if not new:
+            return None
+        near = self._tail + new
+        before, self._num_shown = self._num_shown, self._num_shown + len(new)
+        checked = len(self._stream.token_ids) >= self._min_tokens
+        match = None
+        if checked and any(
+            near.find(stop, max(0, len(self._tail) - len(stop) + 1)) >= 0 for stop in self._stop
+        ):
+            match = self._cut(before)
+        self._tail = near[-self._overlap :] if self._overlap else ""
+        return match
+
+    def _cut(self, num_before: int) -> StopMatch | None:
+        """The match that ends behind the first `num_before` characters, searched in the whole text, decoded
+        once.
+        """
+        text = self._decoder.decode(self._stream.token_ids)
+        found = [
+            (at, -len(stop), stop)
+            for stop in self._stop
+            if (at := text.find(stop, max(0, num_before - len(stop) + 1))) >= 0
+        ]
+        # A decoder may rewrite text it has shown (invalid bytes after valid ones): then nothing is there any
+        # more.
+        return StopMatch(text[: min(found)[0]], min(found)[2]) if found else None
