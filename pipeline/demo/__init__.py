@@ -1,7 +1,8 @@
 """The embedded demonstration model: where its folders lie.
 
 Owns the paths only, so importing it costs nothing. How the models were made is in the modules beside it
-(`reports`, `tokenizer`, `train`, `quantize`) and in the README; what they are worth is measured by `measure` and `check`.
+(`reports`, `tokenizer`, `train`, `quantize`) and in the README; what they are worth is measured by
+`measure` and `check`.
 """
 
 from pathlib import Path

@@ -1,0 +1,133 @@
+"""Which facts of a report a summary states right.
+
+Owns the judgement only: the facts are read back from the report's own text by the cues of `reports`, so
+nothing but report and summary is needed. A fact is right when its place in the sentence occurs once and holds
+exactly the value.
+
+    python -m pipeline.demo.check out/summarize
+
+reads the completions of the demonstration job, finds each report by its id in the job's input, and leaves
+with 1 where too few summaries are right or a report has no row.
+"""
+
+import argparse
+import re
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from pipeline.demo.reports import FACT_NAMES, FORMS, Facts
+
+# Fact -> what stands around it in a summary.
+_SUMMARY_CUES = {
+    "date": r"\bOn (?P<v>[^,]*?) at ",
+    "site": r" at (?P<v>[^,]*?), ",
+    "technician": r", (?P<v>[^,]*?) serviced ",
+    "device": r" serviced (?P<v>[^,]*?) for ",
+    "fault": r" serviced [^,]*? for (?P<v>[^,]*?) caused by ",
+    "cause": r" caused by (?P<v>[^,]*?), ",
+    "action": r" caused by [^,]*, (?P<v>[^,]*?), fitted part ",
+    "part": r", fitted part (?P<v>[^,]*?), ",
+    "hours": r" and logged (?P<v>[^,]*?) hours ",
+    "cost": r" hours for (?P<v>\$[^,]*?)\.$",
+}
+
+
+@cache
+def _report_cue(name: str) -> re.Pattern[str]:
+    forms = {form for style in FORMS.values() for form in style.get(name, ())}
+    alternatives = (re.escape(form).replace(r"\{\}", r"([^;:\n]+?)") for form in sorted(forms))
+    return re.compile("|".join(rf"(?:^|(?<=[.;] )|(?<=\n)){form}(?= |\n|$)" for form in alternatives))
+
+
+def facts_of(report: str) -> Facts:
+    """The facts a report states.
+
+    Raises `ValueError` where a fact is missing or stated twice: such a text is not one of the generator's.
+    """
+    values: dict[str, str] = {}
+    for name in FACT_NAMES:
+        matches = _report_cue(name).finditer(report)
+        found = [next(group for group in match.groups() if group) for match in matches]
+        if len(found) != 1:
+            raise ValueError(f"the report states {name} {len(found)} times, expected once: {report[:200]!r}")
+        values[name] = found[0]
+    return Facts(**values)
+
+
+def wrong_facts(report: str, summary: str) -> tuple[str, ...]:
+    """The names of the facts that `summary` does not state as `report` does; empty for a right summary."""
+    facts = facts_of(report)
+    text = summary.strip()
+    wrong = []
+    for name, cue in _SUMMARY_CUES.items():
+        if [match["v"] for match in re.finditer(cue, text)] != [getattr(facts, name)]:
+            wrong.append(name)
+    return tuple(wrong)
+
+
+def check_output(out: Path, data: Path, *, at_least: float, num_examples: int) -> bool:
+    """Judge the `part-*.parquet` files of `out` against the reports in `data`, and print what was found.
+
+    True where every report has exactly one row and at least the share `at_least` of the rows is right in
+    every fact. A row without text counts as wrong. Raises `ValueError` for what is no output of this job.
+    """
+    inputs = _rows(data, "*.parquet", ["report_id", "report"])
+    reports = {str(row["report_id"]): str(row["report"]) for row in inputs}
+    rows = _rows(out, "part-*.parquet", ["report_id", "generated_text", "error"])
+    seen = Counter(str(row["report_id"]) for row in rows)
+    unknown = sorted(set(seen) - set(reports))
+    if unknown:
+        raise ValueError(f"{out} has {len(unknown)} rows with no report in {data}, such as {unknown[:3]}")
+    by_fact: Counter[str] = Counter()
+    bad: list[str] = []
+    num_errors = 0
+    for row in rows:
+        report, text = reports[str(row["report_id"])], row["generated_text"]
+        if text is None:
+            num_errors += 1
+            bad.append(f"{row['report_id']}: no text, error {row['error']}")
+        elif wrong := wrong_facts(report, text):
+            by_fact.update(wrong)
+            bad.append(f"{row['report_id']}: wrong {', '.join(wrong)}\n  {facts_of(report)}\n  {text!r}")
+    share = 1 - len(bad) / len(rows)
+    num_missing = len(set(reports) - set(seen))
+    num_doubled = sum(count > 1 for count in seen.values())
+    print(f"rows           {len(rows):,}  ({num_missing:,} reports without, {num_doubled:,} with several)")
+    print(f"right          {len(rows) - len(bad):,}  ({share:.2%} in every fact; wanted {at_least:.2%})")
+    print(f"without text   {num_errors:,}")
+    print(f"wrong by fact  {', '.join(f'{name} {by_fact[name]}' for name in FACT_NAMES)}")
+    for example in bad[:num_examples]:
+        print(example)
+    return share >= at_least and not num_missing and not num_doubled
+
+
+def _rows(folder: Path, pattern: str, columns: list[str]) -> list[dict[str, str | None]]:
+    """The rows of the Parquet files directly in `folder`; folders in it, as `_pipeline`, are not entered."""
+    paths = sorted(path for path in folder.glob(pattern) if path.is_file())
+    if not paths:
+        raise ValueError(f"{folder} holds no {pattern} file")
+    return [row for path in paths for row in pq.ParquetFile(path).read(columns=columns).to_pylist()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check the summaries that the demonstration job wrote.")
+    parser.add_argument("out", type=Path, help="output folder of the job")
+    parser.add_argument("--data", type=Path, default=Path("jobs/data"), help="input folder of the job")
+    parser.add_argument("--at-least", type=float, default=0.97, help="share of rows right in every fact")
+    parser.add_argument("--examples", type=int, default=3, help="wrong rows to print")
+    options = parser.parse_args()
+    try:
+        good = check_output(
+            options.out, options.data, at_least=options.at_least, num_examples=options.examples
+        )
+    except (ValueError, OSError) as error:
+        sys.exit(f"check: {error}")
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

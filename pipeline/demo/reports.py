@@ -1,0 +1,201 @@
+"""Seeded field-service reports and the one sentence that summarizes each.
+
+Owns the wording: every fact follows a fixed cue ("Technician: Varno Delpik."), never precedes it, because a
+small model learns to copy what follows a cue in minutes and what comes before one hardly at all. The same
+forms make the reports here and are read back from them by `check`. A report's number fixes its text.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from pipeline.demo import words
+from pipeline.demo.words import Split
+
+PROMPT_TEMPLATE = "Summarize the report in one sentence.\n{report}\nSummary:"
+
+Style = Literal["terse", "labels", "prose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a summary has to state, as the text that states it."""
+
+    date: str
+    site: str
+    technician: str
+    device: str
+    fault: str
+    cause: str
+    action: str
+    part: str
+    hours: str
+    cost: str
+
+
+FACT_NAMES = tuple(Facts.__dataclass_fields__)
+
+# Fact -> the ways to state it, by style. A cue is unique to its fact and stands before the value.
+# The customer is no fact of the summary: its name is there to mislead.
+FORMS: dict[Style, dict[str, tuple[str, ...]]] = {
+    "terse": {
+        "date": ("date {};",),
+        "site": ("site {};",),
+        "technician": ("tech {};",),
+        "device": ("unit {};",),
+        "fault": ("fault {};",),
+        "cause": ("cause {};",),
+        "action": ("action {};",),
+        "part": ("part {};",),
+        "hours": ("hours {};",),
+        "cost": ("cost {};",),
+    },
+    "labels": {
+        "date": ("Date: {}.", "Visit date: {}."),
+        "site": ("Site: {}.", "Location: {}."),
+        "customer": ("Customer: {}.", "Client: {}."),
+        "technician": ("Technician: {}.", "Engineer: {}."),
+        "device": ("Device: {}.", "Unit: {}."),
+        "fault": ("Fault: {}.", "Problem: {}."),
+        "cause": ("Cause: {}.", "Root cause: {}."),
+        "action": ("Action: {}.", "Work done: {}."),
+        "part": ("Part: {}.", "Part fitted: {}."),
+        "hours": ("Hours: {}.", "Labor hours: {}."),
+        "cost": ("Cost: {}.", "Total cost: {}."),
+    },
+    "prose": {
+        "date": ("The visit took place on {}.", "The call was made on {}."),
+        "site": ("The work was at site {}.", "The crew went to site {}."),
+        "customer": ("The site belongs to customer {}.", "The invoice goes to customer {}."),
+        "technician": ("The work was led by technician {}.", "The job was assigned to technician {}."),
+        "device": ("The report concerns {}.", "The job was to service {}."),
+        "fault": ("The operator complained of {}.", "The first check showed {}."),
+        "cause": ("The problem was caused by {}.", "It was traced to {}."),
+        "action": ("The technician then {}.", "To solve this we {}."),
+        "part": ("The repair used part {}.", "The stock list shows part {}."),
+        "hours": ("The hours booked were {}.", "The timesheet shows hours {}."),
+        "cost": ("The total cost came to {}.", "The customer pays {}."),
+    },
+}
+
+SUMMARY = (
+    "On {date} at {site}, {technician} serviced {device} for {fault} caused by {cause}, {action}, "
+    "fitted part {part}, and logged {hours} hours for {cost}."
+)
+
+PLAIN_FILLERS = (
+    "The weather was dry and clear.",
+    "Traffic on the access road was slow.",
+    "The guard at the gate checked all tools.",
+    "The floor around the machine was clean and dry.",
+    "Safety rules were read before the work began.",
+    "The old manual was not at hand.",
+    "All guards were put back in place after the work.",
+    "The night crew was told about the visit.",
+    "The machine ran for some time without load.",
+    "Photos were stored with the order.",
+    "The waste was taken away in a closed box.",
+    "The local team was friendly and gave good help.",
+    "A short break was needed during the test run.",
+    "The lights in the hall were weak.",
+    "The tools were cleaned and packed.",
+    "The door of the control room was locked at first.",
+    "The paint on the frame is old but still good.",
+    "No other machine in the hall was stopped.",
+    "The readings were written down in the log book.",
+    "The staff asked for a new training date.",
+    "The next visit should be planned with the office.",
+    "The lift for heavy loads was not free in the morning.",
+    "Water and air were shut off before the work.",
+    "The signs on the wall are hard to read.",
+    "The test run was good and the load was normal.",
+    "The team waited for the permit in the office.",
+)
+MISLEADING_FILLERS = (
+    "The shift leader {name} {name} was present.",
+    "The order was signed by {name} {name}.",
+    "The next service is due in {month}.",
+    "The last visit was in {month}.",
+    "The gate code is {number}.",
+    "The counter stands at {number}.",
+    "A spare {device} stands in the yard.",
+    "The same crew will visit {name} next.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One report, the facts in it and the sentence that is its right summary."""
+
+    report_id: str
+    text: str
+    facts: Facts
+    summary: str
+
+    @property
+    def prompt(self) -> str:
+        """The prompt as the demonstration job renders it."""
+        return PROMPT_TEMPLATE.format(report=self.text)
+
+
+def make_report(split: Split, index: int, *, fillers: bool = True) -> Report:
+    """Report number `index` of `split`; without `fillers` it holds the facts alone, as training begins with.
+
+    Deterministic: the seed is made of the three arguments.
+    """
+    rng = Random(f"{split}:{index}:{fillers}")
+    facts = _facts(rng, split)
+    style: Style = rng.choices(("terse", "labels", "prose"), weights=(15, 45, 40))[0]
+    text = _text(rng, split, facts, style, _num_fillers(rng, style) if fillers else 0)
+    summary = SUMMARY.format(**{name: getattr(facts, name) for name in FACT_NAMES})
+    return Report(f"{split}-{index:05d}", text, facts, summary)
+
+
+def _facts(rng: Random, split: Split) -> Facts:
+    return Facts(
+        date=words.date(rng),
+        site=f"{words.name(rng, split)} {rng.randint(10, 99)}",
+        technician=f"{words.name(rng, split)} {words.name(rng, split)}",
+        device=f"{rng.choice(words.DEVICES)} {rng.randint(100, 999)}",
+        fault=rng.choice(words.FAULTS),
+        cause=rng.choice(words.CAUSES),
+        action=rng.choice(words.ACTIONS),
+        part=words.part_code(rng, split),
+        hours=f"{rng.randint(0, 9)}.{rng.choice((0, 5))}",
+        cost=f"${rng.randint(40, 2400)}",
+    )
+
+
+def _num_fillers(rng: Random, style: Style) -> int:
+    """Most reports are short; one in twelve is a long one, which sets the spread of the prompt lengths."""
+    if style == "terse":
+        return 0
+    if rng.random() < 1 / 12:
+        return rng.randint(15, 45)
+    return min(12, int(rng.expovariate(1 / 3)))
+
+
+def _text(rng: Random, split: Split, facts: Facts, style: Style, num_fillers: int) -> str:
+    """The facts in an order a person might write them in, with filler sentences anywhere between them."""
+    values = {name: getattr(facts, name) for name in FACT_NAMES}
+    values["customer"] = words.name(rng, split)
+    head = [name for name in ("date", "site", "customer", "technician") if name in FORMS[style]]
+    rng.shuffle(head)
+    tail = ["hours", "cost"]
+    rng.shuffle(tail)
+    order = [*head, "device", "fault", "cause", "action", "part", *tail]
+    sentences = [rng.choice(FORMS[style][name]).format(values[name]) for name in order]
+    for _ in range(num_fillers):
+        sentences.insert(rng.randint(0, len(sentences)), _filler(rng, split))
+    return ("\n" if style == "labels" and rng.random() < 0.5 else " ").join(sentences)
+
+
+def _filler(rng: Random, split: Split) -> str:
+    if rng.random() < 0.85:
+        return rng.choice(PLAIN_FILLERS)
+    sentence = rng.choice(MISLEADING_FILLERS)
+    while "{name}" in sentence:
+        sentence = sentence.replace("{name}", words.name(rng, split), 1)
+    return sentence.format(
+        month=rng.choice(words.MONTHS), number=rng.randint(1000, 9999), device=rng.choice(words.DEVICES)
+    )

@@ -1,0 +1,66 @@
+"""The generator: always the same reports, and no open-ended value in more than one split."""
+
+import re
+from itertools import combinations
+
+import pytest
+
+from pipeline.demo.check import facts_of
+from pipeline.demo.reports import FORMS, MISLEADING_FILLERS, PLAIN_FILLERS, PROMPT_TEMPLATE, make_report
+from pipeline.demo.words import MONTHS, SPLITS, Split
+
+_FIXED_WORDS = set(MONTHS) | set(
+    re.findall(
+        r"[A-Z][a-z]+",
+        " ".join(
+            (
+                *PLAIN_FILLERS,
+                *MISLEADING_FILLERS,
+                *(f for s in FORMS.values() for fs in s.values() for f in fs),
+            )
+        ),
+    )
+)
+
+
+def open_ended_values(text: str) -> set[str]:
+    """Names and part codes by their looks, without asking the generator."""
+    return (set(re.findall(r"\b[A-Z][a-z]+", text)) - _FIXED_WORDS) | set(re.findall(r"[A-Z]{2}-\d{3}", text))
+
+
+def test_the_same_number_gives_the_same_report() -> None:
+    assert make_report("train", 7) == make_report("train", 7)
+    assert make_report("train", 7) != make_report("train", 8)
+    assert make_report("train", 7).text != make_report("train", 7, fillers=False).text
+
+
+def test_the_texts_have_not_changed() -> None:
+    # The shipped weights know these wordings: whoever changes them has to train again.
+    assert make_report("heldout", 0).report_id == "heldout-00000"
+    assert make_report("job", 3).text == (
+        "site Tambapol 79; tech Kanu Solsol; date May 24; unit conveyor 146; fault a burnt smell; "
+        "cause a loose wire; action dried the housing; part ZD-624; hours 9.0; cost $326;"
+    )
+    assert make_report("job", 3).summary == (
+        "On May 24 at Tambapol 79, Kanu Solsol serviced conveyor 146 for a burnt smell caused by a loose "
+        "wire, dried the housing, fitted part ZD-624, and logged 9.0 hours for $326."
+    )
+    assert PROMPT_TEMPLATE == "Summarize the report in one sentence.\n{report}\nSummary:"
+
+
+def test_no_open_ended_value_is_in_two_splits() -> None:
+    values = {
+        split: set().union(*(open_ended_values(make_report(split, index).text) for index in range(2500)))
+        for split in SPLITS
+    }
+    assert all(len(found) > 2000 for found in values.values())
+    for one, other in combinations(SPLITS, 2):
+        assert not values[one] & values[other]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("fillers", [True, False])
+def test_the_facts_are_read_back_from_the_text(split: Split, fillers: bool) -> None:
+    for index in range(500):
+        report = make_report(split, index, fillers=fillers)
+        assert facts_of(report.text) == report.facts
