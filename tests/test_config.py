@@ -223,11 +223,11 @@ def test_settings_overlays_and_limit_in_this_order(job, tmp_path, mistakes):
     assert (config.engine.max_num_seqs, config.run.actors, config.input.limit) == (8, 3, 7)
     assert config.prompt.template == "{a}: b", "a text key takes what follows the = as it stands"
     assert config.where("engine.max_num_seqs") == f"{overlay}:1"
-    assert config.where("run.actors") == "--set run.actors"
+    assert config.where("run.actors") == "--set"
     assert config.where("input.limit") == "--limit"
     assert config.where("input.path").endswith("job.yaml:1")
     assert job(sets=["sampling.max_tokens={column: b}"]).sampling_columns() == {"max_tokens": "b"}
-    assert "--set run.actors: run.actors: expected an integer; got 'x'" in mistakes(sets=["run.actors=x"])[0]
+    assert "--set: run.actors: expected an integer; got 'x'" in mistakes(sets=["run.actors=x"])[0]
     assert "Did you mean `actors`?" in mistakes(sets=["run.actor=2"])[0]
     assert "expected key=value" in mistakes(sets=["run.actors"])[0]
     overlay.write_text("engine: {max_seqs: 8}\n")

@@ -40,7 +40,7 @@ def _setting(text: str) -> Document:
     """One `--set a.b=c`. A key that holds text takes what follows the `=` as it stands."""
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
-    where = f"--set {key.strip()}"
+    where = "--set"
     if not equals or not all(path):
         raise JobFileError(
             [Mistake(f"--set {text}", "", "expected key=value", "Example: --set sampling.max_tokens=64")]

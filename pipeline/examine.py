@@ -1,0 +1,251 @@
+"""Looks at a job without running it: what is in its dataset and output, and whether its parts fit together.
+
+Owns `pipeline validate`. Reads footers and one row; loads no model and writes nothing. Every mistake found is
+reported, with the line of the job file that leads to it.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import EMBEDDED_MODELS, FromColumn, JobConfig, Mistake
+from pipeline.data.columns import is_text
+from pipeline.data.parts import PartStore
+from pipeline.data.prompts import PromptSpec, render
+from pipeline.data.records import output_schema
+from pipeline.data.source import Source, cut_windows, open_source, read_window
+from pipeline.errors import PipelineError
+
+if TYPE_CHECKING:
+    pass
+
+_MAX_PROMPT_SHOWN = 1500  # characters
+_MAX_LINES_SHOWN = 24
+_NUMBERS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+            "presence_penalty", "frequency_penalty")  # fmt: skip
+
+
+@dataclass
+class Examined:
+    """What a job is, as far as it can be told, and what is wrong with it."""
+
+    job: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        mistakes = [vars(mistake) for mistake in self.mistakes]
+        return {"valid": not self.mistakes, "job": self.job, **self.facts, "mistakes": mistakes}
+
+
+def examine(config: JobConfig) -> Examined:
+    """Look at everything that can be seen before a model is loaded."""
+    found = Examined(config.name)
+    _Examination(config, found).run()
+    return found
+
+
+class _Examination:
+    def __init__(self, config: JobConfig, found: Examined) -> None:
+        self.config, self.found, self.facts = config, found, found.facts
+        prompt = config.prompt
+        self.spec = PromptSpec(prompt.column, prompt.template, prompt.messages, prompt.max_bytes)
+
+    def run(self) -> None:
+        self._model()
+        try:
+            source = open_source(self.config.input.path, self.config.input.storage)
+        except PipelineError as error:
+            self._mistake("input.path", error)
+        else:
+            self._dataset(source)
+            kept = self._columns(source)
+            if not self.found.mistakes:
+                self._output_columns(source, kept)
+                self._first_prompt(source)
+        self._output()
+
+    def _mistake(self, key: str, error: Exception | str, hint: str = "") -> None:
+        text = str(error).removeprefix(key).lstrip(": ")
+        self.found.mistakes.append(Mistake(self.config.where(key), key, text, hint))
+
+    def _model(self) -> None:
+        path = self.config.model.path
+        looks_like_an_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+        if path in EMBEDDED_MODELS:
+            kind = "embedded"
+        elif Path(path).expanduser().is_dir():
+            kind = "folder"
+            for name in ("config.json", "tokenizer.json"):
+                if not (Path(path).expanduser() / name).is_file():
+                    self._mistake(
+                        "model.path", f"{path}: no {name} in this folder", "Give a checkpoint's folder."
+                    )
+        elif looks_like_an_id:
+            kind = "Hugging Face id, looked up when the job runs"
+        else:
+            kind = "missing"
+            self._mistake("model.path", f"{path}: no such folder, and not a Hugging Face id (owner/name)")
+        self.facts["model"] = {"path": path, "kind": kind}
+
+    def _dataset(self, source: Source) -> None:
+        run, limit = self.config.run, self.config.input.limit
+        windows = cut_windows(source, run.window_rows, run.window_bytes, limit)
+        self.facts["input"] = {
+            "path": source.root,
+            "files": len(source.files),
+            "bytes": source.num_bytes,
+            "rows": source.num_rows,
+            "rows_to_do": sum(window.num_rows for window in windows),
+            "windows": len(windows),
+            "columns": {f.name: str(f.type) for f in source.schema},
+        }
+
+    def _columns(self, source: Source) -> list[str]:
+        """Every column that the job names is there, in each file, and of a kind that fits."""
+        config, prompt = self.config, self.config.prompt
+        given = config.input.columns
+        kept = list(source.schema.names if given is None else given)
+        prompt_key = next(
+            f"prompt.{k}" for k in ("template", "column", "messages") if getattr(prompt, k) is not None
+        )
+        wanted = [("input.columns", name) for name in given or ()]
+        wanted += [(prompt_key, name) for name in self.spec.columns]
+        wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
+        absent = set()
+        for key, name in wanted:
+            try:
+                source.check_columns([name])
+            except PipelineError as error:
+                absent.add(name)
+                self._mistake(key, error)
+        if not absent & set(self.spec.columns):
+            try:
+                self.spec.check(source.schema)
+            except PipelineError as error:
+                self._mistake(prompt_key, error)
+        for option, name in config.sampling_columns().items():
+            if option in _NUMBERS and name not in absent and is_text(source.schema.field(name).type):
+                self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
+        self.facts["columns"] = {
+            "kept": kept,
+            "prompt": list(self.spec.columns),
+            "sampling": config.sampling_columns(),
+        }
+        return kept
+
+    def _output_columns(self, source: Source, kept: list[str]) -> None:
+        import pyarrow as pa
+
+        try:
+            fields = [source.schema.field(name) for name in kept]
+            logprobs = self.config.sampling.logprobs is not None
+            schema: pa.Schema = output_schema(pa.schema(fields), self.config.output.rename, logprobs)
+        except PipelineError as error:
+            self._mistake("output.rename", error)
+        else:
+            self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
+
+    def _first_prompt(self, source: Source) -> None:
+        run = self.config.run
+        first = cut_windows(source, run.window_rows, run.window_bytes, 1)
+        if not first:
+            self.facts["first_prompt"] = None
+            return
+        try:
+            table = read_window(source, first[0], self.spec.columns)
+        except PipelineError as error:
+            self._mistake("input.path", error)
+            return
+        rendered = render(table, self.spec)
+        prompt = rendered.prompts[0]
+        self.facts["first_prompt"] = {
+            "source_file": table.column("source_file")[0].as_py(),
+            "source_row": table.column("source_row")[0].as_py(),
+            "bytes": len(prompt.encode()) if prompt is not None else 0,
+            "text": prompt if prompt is None else prompt[:_MAX_PROMPT_SHOWN],
+            "error": rendered.errors[0],
+            "error_message": rendered.messages[0],
+        }
+
+    def _output(self) -> None:
+        output = self.config.output
+        facts: dict[str, Any] = {"path": output.path}
+        try:
+            done = PartStore(output.path, output.storage).list()
+            facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
+        except PipelineError as error:
+            self._mistake("output.path", error)
+        self.facts["output"] = facts
+
+
+def describe(found: Examined, config: JobConfig) -> str:
+    """The facts as a terminal shows them."""
+    head = [f"{found.job}: valid", ""]
+    facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found, config)]
+    return "\n".join([*head, *facts, "", *_shown_prompt(found.facts["first_prompt"])])
+
+
+def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
+    facts = found.facts
+    source, columns = facts["input"], facts["columns"]
+    rows = f"{source['rows']:,} rows"
+    if source["rows_to_do"] != source["rows"]:
+        rows = f"the first {source['rows_to_do']:,} of {rows}"
+    size = f"{_plural(source['files'], 'file')}, {rows}, {_bytes(source['bytes'])}"
+    chat = "a chat" if config.prompt.chat is not None else "text"
+    given = {"max_tokens", *config.sampling.model_fields_set}
+    sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
+    there = facts["output"]["rows_there"]
+    usd = config.cost.hourly_usd
+    return [
+        ("Input", f"{config.input.path}: {size}; {_plural(source['windows'], 'window')}"),
+        ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
+        ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
+        ("Model", f"{facts['model']['path']} ({facts['model']['kind']})"),
+        ("Sampling", ", ".join(sampling)),
+        ("Output", f"{config.output.path}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
+        ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
+        ("Price", "not declared (cost.hourly_usd)" if usd is None else f"${usd:g} an hour for each actor"),
+    ]
+
+
+def _shown_prompt(first: dict[str, Any] | None) -> list[str]:
+    if first is None:
+        return ["  No rows: the output will be one empty part."]
+    where = f"{first['source_file']} row {first['source_row']}"
+    if first["text"] is None:
+        why = f"{first['error']}: {first['error_message']}"
+        return [printable(f"  The first row, {where}, becomes an error row: {why}")]
+    shown = first["text"].split("\n")
+    lines = [f"  First prompt ({printable(where)}, {first['bytes']:,} bytes)"]
+    lines += [f"    | {printable(line)}" for line in shown[:_MAX_LINES_SHOWN]]
+    if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == _MAX_PROMPT_SHOWN:
+        lines.append("    | ...")
+    return lines
+
+
+def printable(text: str) -> str:
+    """Text from data as a terminal may show it: control characters, which could command it, are spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _option(value: object) -> str:
+    if isinstance(value, FromColumn):
+        return f"from column {value.column}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(repr, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,119 @@
+"""Draws a running job: a live bar on a terminal, one plain line every few seconds elsewhere.
+
+Owns drawing only. `job` hands over a `Status` every second or so; everything goes to standard error, so that
+standard output holds results alone.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from pipeline.job.status import Status
+
+PLAIN_EVERY_S = 5.0
+
+
+class PlainProgress:
+    """One line at a change of phase, and every few seconds while it lasts. Made for logs: no control characters."""
+
+    def __init__(
+        self, stream: TextIO, every_s: float = PLAIN_EVERY_S, clock: Callable[[], float] = time.monotonic
+    ):
+        self._stream, self._every_s, self._clock = stream, every_s, clock
+        self._next = 0.0
+        self._last = ""
+        self._phase = ""
+
+    def __enter__(self) -> "PlainProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The last state may have come between two lines."""
+        if self._last:
+            print(self._last, file=self._stream, flush=True)
+            self._last = ""
+
+    def __call__(self, status: "Status") -> None:
+        now = self._clock()
+        line = status_line(status)
+        if status.phase != self._phase or now >= self._next:
+            print(line, file=self._stream, flush=True)
+            self._phase, self._next, self._last = status.phase, now + self._every_s, ""
+        else:
+            self._last = line
+
+
+class LiveProgress:
+    """A bar with rows, rates and the time left, redrawn in place."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[line]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task("planning", total=None, line="")
+
+    def __enter__(self) -> "LiveProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, status: "Status") -> None:
+        from rich.markup import escape
+
+        self._bar.update(
+            self._task,
+            description=escape(status.phase),
+            total=status.rows_total or None,
+            completed=status.rows_done,
+            line=_counts(status),
+        )
+
+
+def progress_for(stream: Any = None) -> PlainProgress | LiveProgress:
+    """The drawing that fits where standard error goes."""
+    stream = stream or sys.stderr
+    return LiveProgress() if stream.isatty() else PlainProgress(stream)
+
+
+def status_line(status: "Status") -> str:
+    """A status in one line of text."""
+    if not status.rows_total:
+        return status.phase
+    share = 100 * status.rows_done / status.rows_total
+    return f"{status.phase}: {share:.1f} %, {_counts(status)}"
+
+
+def _counts(status: "Status") -> str:
+    if not status.rows_total:
+        return ""
+    counts = f"{status.rows_done:,}/{status.rows_total:,} rows"
+    if status.error_rows:
+        counts += f" ({status.error_rows:,} errors)"
+    counts += f", {status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"
+    return counts if status.eta_s is None else f"{counts}, {eta(status.eta_s)} left"
+
+
+def eta(left_s: float) -> str:
+    """Time left, as coarse as a guess should be: `40 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    if left_s < 90:
+        return f"{max(0, round(left_s))} s"
+    minutes = round(left_s / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
