@@ -101,7 +101,6 @@ class Engine:
             self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching
         )
         self._eos = np.array(sorted(tokenizer.eos_token_ids), dtype=np.int64)
-        self._stop_checkers: dict[int, StopChecker] = {}  # by slot
         self._order = 0
         self._closed = False
 
@@ -116,6 +115,8 @@ class Engine:
             seed if seed is not None else self.seed + self._order,
         )
         self._order += 1
+        if request.params.stop:
+            sequence.stop_checker = StopChecker(self.tokenizer, request.params.stop, request.params.min_tokens)
         self.scheduler.add(sequence)
 
     def abort(self, row_id: object) -> bool:
@@ -259,15 +260,13 @@ class Engine:
 
     def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:
         """Whether a stop token id or stop string ends the sequence here, and the text it ends with if a string does."""
-        params = self.table.at(slot).request.params
-        if may_stop and token in params.stop_token_ids:
+        sequence = self.table.at(slot)
+        if may_stop and token in sequence.request.params.stop_token_ids:
             return True, None
-        if not params.stop:
-            return False, None
-        raise NotImplementedError
+        match = sequence.stop_checker.push(token) if sequence.stop_checker is not None else None
+        return match is not None, match.text if match is not None else None
 
     def _finished(self, slot: int, reason: FinishReason, text: str | None) -> Completion:
-        self._stop_checkers.pop(slot, None)
         sequence = self.scheduler.finish(slot)
         request = sequence.request
         token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
@@ -293,7 +292,6 @@ class Engine:
 
     def _non_finite(self, slot: int) -> Completion:
         """End a sequence whose logits are not numbers; blocks that only it holds are cleaned and none stays findable."""
-        self._stop_checkers.pop(slot, None)
         sequence = self.table.at(slot)
         generated = int(self.table.num_known[slot]) - sequence.num_prompt
         own = self.pool.held_once(sequence.blocks)

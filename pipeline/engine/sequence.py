@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.engine.block_pool import ROOT, chain_hash
+from pipeline.engine.detokenizer import StopChecker
 from pipeline.engine.params import Request, TokenLogprobs
 
 
@@ -29,6 +30,7 @@ class Sequence:
     num_cached: int = -1  # prompt tokens found in shared blocks at the first admission; -1: not admitted yet
     high_water: int = 0  # tokens computed before a preemption; computing them again is repeated work
     logprobs: list[TokenLogprobs] | None = None
+    stop_checker: StopChecker | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)

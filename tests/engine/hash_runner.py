@@ -1,0 +1,92 @@
+"""A model whose next token is a hash of all tokens before it, read back through the paged cache.
+
+Any mix-up of blocks, positions or sequences changes the tokens that follow.
+"""
+
+import numpy as np
+import torch
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.step import StepInput
+
+VOCAB = 97
+EOS = 96
+_STALE = -7
+
+
+def next_token(context: list[int]) -> int:
+    state = 1469598103934665603
+    for token in context:
+        state = ((state ^ (token + 1)) * 1099511628211) & 0xFFFFFFFFFFFFFFFF
+    return (state >> 17) % VOCAB
+
+
+def expected_tokens(prompt: list[int], max_tokens: int, max_len: int, eos: bool) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + max_tokens, max_len):
+        tokens.append(next_token(tokens))
+        if eos and tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+class HashRunner:
+    """The runner protocol over an integer cache; `bad_after` makes the logits of a marked prompt NaN."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, num_blocks: int, block_size: int, bad_token: int | None = None) -> None:
+        self.cache = np.full((num_blocks, block_size), _STALE, dtype=np.int64)
+        self.block_size, self.bad_token = block_size, bad_token
+        self.tokens_per_step: list[int] = []
+        self.zeroed: list[int] = []
+
+    def execute(self, step: StepInput) -> torch.Tensor:
+        self.tokens_per_step.append(len(step.token_id_T))
+        self.cache.reshape(-1)[step.slot_mapping_T] = step.token_id_T
+        logits = torch.zeros(len(step.logit_row_R), VOCAB)
+        for r, row in enumerate(step.logit_row_R.tolist()):
+            s = int(np.searchsorted(step.query_start_S1, row, side="right")) - 1
+            assert row == step.query_start_S1[s + 1] - 1
+            length = int(step.context_len_S[s])
+            blocks = step.block_table_SM[s, : -(-length // self.block_size)]
+            context = self.cache[blocks].reshape(-1)[:length].tolist()
+            assert _STALE not in context, "read a slot that nobody wrote since the block was handed out"
+            if self.bad_token is not None and self.bad_token in context:
+                logits[r] = float("nan")
+            else:
+                logits[r, next_token(context)] = 1.0
+        return logits
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        self.zeroed += blocks
+        self.cache[blocks] = 0
+
+
+class PlainTokenizer:
+    """What the engine needs of a tokenizer, for token ids that mean nothing."""
+
+    eos_token_ids = frozenset({EOS})
+    vocab_size = VOCAB
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(str(i) for i in ids)
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def hash_engine(num_blocks: int, block_size: int = 4, bad_token: int | None = None, **options: int) -> Engine:
+    """An engine on a HashRunner whose blocks turn stale whenever they are handed out anew."""
+    runner = HashRunner(num_blocks, block_size, bad_token)
+    settings = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 16} | options
+    engine = Engine.from_parts(runner, PlainTokenizer(), num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
+    allocate = engine.pool.allocate
+
+    def allocate_stale(count: int) -> list[int]:
+        blocks = allocate(count)
+        runner.cache[blocks] = _STALE
+        return blocks
+
+    engine.pool.allocate = allocate_stale  # type: ignore[method-assign]
+    return engine

@@ -1,0 +1,188 @@
+"""The scheduler on a model whose tokens give away every mistake: see hash_runner."""
+
+import numpy as np
+import pytest
+
+from pipeline.engine.params import Completion, Request, SamplingParams
+from tests.engine.hash_runner import VOCAB, expected_tokens, hash_engine
+
+
+def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[Request]:
+    """Prompts that often share a prefix, of any length, with ragged budgets."""
+    stems = [rng.integers(0, VOCAB - 1, int(rng.integers(1, 30))).tolist() for _ in range(3)]
+    requests = []
+    for row in range(count):
+        stem = stems[int(rng.integers(3))] if rng.random() < 0.6 else []
+        own = rng.integers(0, VOCAB - 1, int(rng.integers(1, 25))).tolist()
+        prompt = (stem + own)[: max_len - 1]
+        params = SamplingParams(max_tokens=int(rng.integers(1, 40)), ignore_eos=bool(rng.random() < 0.5))
+        requests.append(Request(row, prompt, params))
+    return requests
+
+
+def run(engine, requests: list[Request], check: bool = True, arrivals: np.random.Generator | None = None) -> dict[int, Completion]:
+    """Step to the end, requests arriving at random times; every invariant after every step."""
+    queue = list(requests)
+    done: dict[int, Completion] = {}
+    steps = 0
+    while queue or engine.has_unfinished:
+        arrive = len(queue) if arrivals is None else int(arrivals.integers(0, 4))
+        for request in queue[:arrive]:
+            engine.add(request)
+        del queue[:arrive]
+        for completion in engine.step():
+            assert completion.row_id not in done, "a request finished twice"
+            done[completion.row_id] = completion
+        if check:
+            engine.pool.check()
+            table, size = engine.table, engine.pool.block_size
+            for slot in engine.scheduler.running:
+                known, computed = int(table.num_known[slot]), int(table.num_computed[slot])
+                assert 0 <= computed < known <= int(table.limit[slot])
+                held = len(table.at(slot).blocks) * size
+                assert computed <= held < computed + size + 1, "more than one partial block is wasted"
+        steps += 1
+        assert steps < 20_000, "no progress"
+    assert engine.pool.num_held == 0
+    return done
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    max_len = int(rng.choice([40, 64]))
+    size = int(rng.choice([1, 3, 4, 8]))
+    blocks = -(-max_len // size) + int(rng.integers(0, 3 * max_len // size))
+    engine = hash_engine(
+        blocks, size, max_model_len=max_len, max_num_seqs=int(rng.integers(1, 9)),
+        max_num_batched_tokens=int(rng.integers(9, 60)), enable_prefix_caching=bool(rng.random() < 0.8),
+    )
+    requests = random_requests(rng, 40, max_len)
+    done = run(engine, requests, arrivals=rng)
+    for request in requests:
+        eos = not request.params.ignore_eos
+        expected = expected_tokens(request.prompt_token_ids, request.params.max_tokens, max_len, eos)
+        assert done[request.row_id].token_ids == expected
+    assert max(engine.runner.tokens_per_step) <= engine.scheduler.max_num_batched_tokens
+    fresh = sum(len(r.prompt_token_ids) for r in requests)
+    assert engine.stats.prompt_tokens == fresh
+    assert engine.stats.generated_tokens == sum(len(c.token_ids) for c in done.values())
+    assert engine.stats.cached_tokens == sum(c.num_cached_tokens for c in done.values())
+
+
+def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
+    engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
+    engine.scheduler._expected = 1  # expects far too little, so that it admits far too much
+    rng = np.random.default_rng(5)
+    requests = [
+        Request(row, rng.integers(0, VOCAB - 1, 6).tolist(), SamplingParams(max_tokens=40, ignore_eos=True)) for row in range(8)
+    ]
+    done = run(engine, requests)
+    for request in requests:
+        assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 40, 64, False)
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.recomputed_tokens > 0
+    assert sum(engine.runner.tokens_per_step) == (
+        engine.stats.prompt_tokens + engine.stats.recomputed_tokens + engine.stats.generated_tokens - len(requests)
+    )
+
+
+def test_a_sequence_that_alone_outgrows_the_cache_is_an_error_and_others_live() -> None:
+    engine = hash_engine(6, 4, max_model_len=64)
+    long = Request("long", [1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+    never = Request("never", list(range(30)), SamplingParams(max_tokens=1))
+    short = Request("short", [4, 5], SamplingParams(max_tokens=3, ignore_eos=True))
+    done = run(engine, [long, never, short])
+    assert done["long"].error == "kv_cache_exhausted"
+    assert done["never"].error == "kv_cache_exhausted"
+    assert done["short"].token_ids == expected_tokens([4, 5], 3, 64, False)
+
+
+def test_prompts_that_cannot_be_served_are_error_completions() -> None:
+    engine = hash_engine(16, 4, max_model_len=20)
+    done = run(engine, [
+        Request("empty", [], SamplingParams()), Request("long", [1] * 20, SamplingParams()),
+        Request("fits", [1] * 19, SamplingParams(max_tokens=5, ignore_eos=True)),
+    ])
+    assert done["empty"].error == "empty_prompt"
+    assert done["long"].error == "prompt_too_long"
+    assert "20" in (done["long"].error_message or "")
+    assert (done["fits"].finish_reason, len(done["fits"].token_ids)) == ("length", 1)
+
+
+def test_a_shared_prompt_is_computed_once_even_by_requests_that_arrive_together() -> None:
+    engine = hash_engine(64, 4, max_num_seqs=8, max_num_batched_tokens=64)
+    system = list(range(40))
+    requests = [Request(row, [*system, row + 50], SamplingParams(max_tokens=4, ignore_eos=True)) for row in range(8)]
+    done = run(engine, requests)
+    assert [done[row].num_cached_tokens for row in range(8)] == [0] + [40] * 7
+    assert sum(engine.runner.tokens_per_step) == 41 + 7 + 8 * 3
+    for request in requests:
+        assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 4, 64, False)
+
+
+def test_a_deferred_sequence_runs_when_the_one_computing_its_prefix_is_aborted() -> None:
+    engine = hash_engine(64, 4, max_num_batched_tokens=8)
+    prompt = list(range(40))
+    for row in range(2):
+        engine.add(Request(row, [*prompt, row], SamplingParams(max_tokens=2, ignore_eos=True)))
+    engine.step()
+    assert engine.abort(0)
+    assert not engine.abort(0)
+    done = run(engine, [])
+    assert done[1].token_ids == expected_tokens([*prompt, 1], 2, 64, False)
+
+
+def test_non_finite_logits_end_one_row_and_clean_its_blocks() -> None:
+    engine = hash_engine(64, 4, bad_token=77)
+    good = [Request(row, [row, 5, 6, 7, 8], SamplingParams(max_tokens=6, ignore_eos=True)) for row in range(3)]
+    bad = Request("bad", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=6, ignore_eos=True))
+    done = run(engine, [*good, bad])
+    assert done["bad"].error == "non_finite_logits"
+    assert done["bad"].token_ids == []
+    assert len(engine.runner.zeroed) == 2
+    for request in good:
+        assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 6, 64, False)
+    again = run(engine, [Request("again", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=2))])
+    assert again["again"].num_cached_tokens == 0
+
+
+def test_stream_keeps_only_a_bounded_number_of_requests_ahead() -> None:
+    engine = hash_engine(64, 4, max_num_seqs=2)
+    taken = 0
+
+    def source():
+        nonlocal taken
+        for row in range(100):
+            taken += 1
+            yield Request(row, [row % 90, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+
+    first = next(iter(engine.stream(source())))
+    assert first.token_ids
+    assert taken <= 8
+
+
+def test_admission_waits_for_expected_blocks_and_learns_from_finished_lengths() -> None:
+    engine = hash_engine(32, 4, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=64, enable_prefix_caching=False)
+    rng = np.random.default_rng(0)
+
+    def batch(count: int) -> list[Request]:
+        # budgets of 56 tokens of which EOS leaves a few: 15 blocks by budget, 3 or so by experience
+        prompts = []
+        while len(prompts) < count:
+            prompt = rng.integers(0, VOCAB - 1, 4).tolist()
+            if len(expected_tokens(prompt, 56, 64, True)) < 12:
+                prompts.append(prompt)
+        return [Request(row, prompt, SamplingParams(max_tokens=56)) for row, prompt in enumerate(prompts)]
+
+    for request in batch(6):
+        engine.add(request)
+    engine.step()
+    assert engine.runner.tokens_per_step[-1] == 2 * 4
+    run(engine, [])
+    run(engine, batch(64))
+    for request in batch(6):
+        engine.add(request)
+    engine.step()
+    assert engine.runner.tokens_per_step[-1] == 6 * 4
+    run(engine, [])

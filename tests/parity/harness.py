@@ -1,0 +1,77 @@
+"""Our tokens and logits against those of transformers, in float32."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.engine.step import StepInput
+from pipeline import Engine, EngineConfig, SamplingParams
+
+LOGIT_TOLERANCE = 1e-4
+TIE = 1e-4  # two best logits closer than this may come out either way
+
+
+@dataclass
+class Agreement:
+    """How many tokens were compared, and where a near-tie went the other way."""
+
+    compared: int = 0
+    near_ties: int = 0
+
+
+def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0].float()
+
+
+def greedy_reference(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+            max_new_tokens=num_tokens, min_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+def compare_greedy(model: Any, prompt: list[int], ours: list[int], expected: list[int], seen: Agreement) -> None:
+    """Equal tokens, or a first difference at a near-tie of the reference, which is counted."""
+    for position, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+        seen.compared += 1
+        if mine == theirs:
+            continue
+        logits = reference_logits(model, prompt + expected[:position])[-1]
+        gap = float(logits[theirs] - logits[mine])
+        assert abs(gap) < TIE, f"token {position}: {mine} instead of {theirs}, whose logit is {gap:.2e} higher"
+        seen.near_ties += 1
+        print(f"near-tie at token {position}: gap {gap:.2e}")
+        return
+
+
+def our_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
+    """Logits at every position, computed by the engine's own runner as one chunk in blocks taken out of order."""
+    size, length = engine.pool.block_size, len(token_ids)
+    blocks = np.arange(-(-length // size))[::-1].astype(np.int32) + 1
+    position_T = np.arange(length)
+    return engine.runner.execute(
+        StepInput(
+            token_id_T=np.array(token_ids, dtype=np.int64),
+            position_T=position_T,
+            slot_mapping_T=blocks[position_T // size].astype(np.int64) * size + position_T % size,
+            query_start_S1=np.array([0, length], dtype=np.int32),
+            context_len_S=np.array([length], dtype=np.int32),
+            block_table_SM=blocks[None, :].copy(),
+            logit_row_R=position_T,
+        )
+    )
+
+
+def float32_engine(folder: Path, **options: Any) -> Engine:
+    settings = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512, "block_size": 8}
+    return Engine(EngineConfig(model=str(folder), device="cpu", dtype="float32", **(settings | options)))
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True)

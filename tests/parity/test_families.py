@@ -1,0 +1,85 @@
+"""Every family against transformers in float32: logits at all positions, and greedy tokens however they are computed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import FAMILIES, VOCAB, Family, load_reference, make_family
+from tests.parity.harness import (
+    LOGIT_TOLERANCE,
+    Agreement,
+    compare_greedy,
+    float32_engine,
+    greedy,
+    greedy_reference,
+    our_logits,
+    reference_logits,
+)
+
+SEED = 20
+NUM_TOKENS = 64
+LENGTHS = [1, 2, 7, 8, 9, 15, 16, 17, 33, 64]  # around the borders of blocks of 8
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[list[int]], list[list[int]]]:
+    chosen: Family = request.param
+    folder = make_family(tmp_path_factory.mktemp(chosen.name), chosen, SEED)
+    model = load_reference(folder)
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+    return folder, model, prompts, [greedy_reference(model, p, NUM_TOKENS) for p in prompts]
+
+
+def test_logits_at_every_position(family: tuple) -> None:
+    folder, model, prompts, expected = family
+    with float32_engine(folder) as engine:
+        for prompt, continuation in zip(prompts[::3], expected[::3]):
+            tokens = prompt + continuation
+            difference = (our_logits(engine, tokens) - reference_logits(model, tokens)).abs().max()
+            assert float(difference) < LOGIT_TOLERANCE
+
+
+WAYS = {
+    "batched": {},
+    "one at a time": {"max_num_seqs": 1},
+    "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
+    "without sharing": {"enable_prefix_caching": False},
+    "preempted": {"kv_cache_bytes_tokens": 176},
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_greedy_tokens(family: tuple, way: str) -> None:
+    folder, model, prompts, expected = family
+    options = dict(WAYS[way])
+    tight = options.pop("kv_cache_bytes_tokens", None)
+    if tight:
+        with float32_engine(folder) as probe:
+            keys = probe.runner.kv.keys
+            options["kv_cache_memory_bytes"] = tight * 2 * len(keys) * keys[0][0, 0].numel() * 4
+            options["max_model_len"] = 160
+    seen = Agreement()
+    with float32_engine(folder, **options) as engine:
+        if tight:
+            engine.scheduler._expected = 4  # expects far too little, so that it admits far too much
+        # twice: the second round finds the first one's blocks, and half of its prompts have a continuation behind them
+        longer = [p + e[:20] for p, e in zip(prompts, expected)]
+        first = engine.generate(prompts, greedy(NUM_TOKENS))
+        second = engine.generate(longer, greedy(NUM_TOKENS - 20))
+        engine.pool.check()
+        assert engine.pool.num_held == 0
+        if tight:
+            assert engine.stats.num_preemptions > 0
+        if way == "batched":
+            assert sum(c.num_cached_tokens for c in second) > 0
+        if way == "without sharing":
+            assert sum(c.num_cached_tokens for c in second) == 0
+    for prompt, ours, theirs in zip(prompts, first, expected):
+        compare_greedy(model, prompt, ours.token_ids, theirs, seen)
+    for prompt, ours, theirs in zip(longer, second, expected):
+        compare_greedy(model, prompt, ours.token_ids, theirs[20:], seen)
+    assert seen.near_ties <= 2
+    assert seen.compared >= 0.8 * (NUM_TOKENS + NUM_TOKENS - 20) * len(prompts)
