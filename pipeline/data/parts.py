@@ -75,7 +75,7 @@ class Progress:
         self.fingerprint8: str | None = None  # of the parts there; None while there are none
 
     def add(self, name: PartName) -> bool:
-        """Count a part; False where its unit is counted. Raises OutputError when it contradicts another part."""
+        """Count a part; False where its unit is counted. OutputError when it contradicts another part."""
         of = self._units_of.setdefault(name.window, name.of)
         if of != name.of:
             raise OutputError(f"{name}: another part says this window has {of} units")

@@ -255,9 +255,14 @@ def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Ta
             files.append(pa.repeat(pa.scalar(file.relative, pa.string()), count))
             rows.append(pa.array(range(start, start + count), pa.int64()))
     table = pa.concat_tables(tables) if tables else schema.empty_table()
-    table = table.append_column("source_file", pa.chunked_array(files, pa.string()))
-    table = table.append_column("source_row", pa.chunked_array(rows, pa.int64()))
-    return table.replace_schema_metadata({WINDOW_KEY: str(window.index).encode()})
+    where = [pa.chunked_array(files, pa.string()), pa.chunked_array(rows, pa.int64())]
+    return pa.Table.from_arrays(
+        [*table.columns, *where],
+        schema=pa.schema(
+            [*schema, ("source_file", pa.string()), ("source_row", pa.int64())],
+            metadata={WINDOW_KEY: str(window.index).encode()},
+        ),
+    )
 
 
 def _read_slices(

@@ -1,0 +1,26 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data import failpoints
+
+
+@pytest.fixture(autouse=True)
+def _no_failpoints():
+    yield
+    failpoints.clear()
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write("a/b.parquet", {"text": [...]}, row_group_size=3) under tmp_path/in; returns the folder."""
+
+    def write(name: str, columns: dict | pa.Table, **options):
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+        pq.write_table(table, path, **{"write_page_checksum": True, **options})
+        return str(tmp_path / "in")
+
+    (tmp_path / "in").mkdir()
+    return write

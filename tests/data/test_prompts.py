@@ -1,0 +1,176 @@
+"""Rendering: values are never templates, and every bad row is an error of its own."""
+
+import json
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.prompts import PromptSpec, render, template_columns
+from pipeline.errors import ConfigError
+
+
+def bad_string(*values: bytes) -> pa.Array:
+    """A string column holding bytes that Arrow did not check."""
+    _, offsets, data = pa.array(values, pa.binary()).buffers()
+    return pa.StringArray.from_buffers(len(values), offsets, data)
+
+
+def prompts(columns: dict, **spec) -> list[str | None]:
+    """The prompt of each row, or its error code."""
+    out = render(pa.table(columns), PromptSpec(**spec))
+    for prompt, error, message in zip(out.prompts, out.errors, out.messages, strict=True):
+        assert (prompt is None) == (error is not None) == bool(message)
+    return [p if e is None else e for p, e in zip(out.prompts, out.errors, strict=True)]
+
+
+def test_column_and_template():
+    columns = {"report": ["a", "b"], "n": [1, 2]}
+    assert prompts(columns, column="report") == ["a", "b"]
+    assert prompts(columns, template="{n}: {report}{report} {{n}}") == ["1: aa {n}", "2: bb {n}"]
+    assert template_columns("{n}: {report}{report} {{n}}") == ("n", "report")
+    assert PromptSpec(template="{n}{report}").columns == ("n", "report")
+    assert PromptSpec(column="report").columns == PromptSpec(messages="report").columns == ("report",)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(min_size=1), st.text(alphabet="{}report.__class__[0]!r:>5", min_size=1))
+def test_values_are_never_rendered_again(text, hostile):
+    columns = {"report": [text, hostile], "other": ["{report}", "{{report}}"]}
+    rendered = render(pa.table(columns), PromptSpec(template="{{{other}}} <{report}>")).prompts
+    assert rendered == ["{{report}} <" + text + ">", "{{{report}}} <" + hostile + ">"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *("{report.__class__}", "{report[0]}", "{report!r}", "{report:>9}", "{report:{n}}", "{}", "{0}"),
+        *("{report", "}", "no column", "", '{"a": 1} {report}', "\ud800{report}"),
+    ],
+)
+def test_templates_are_refused(template):
+    with pytest.raises(ConfigError, match=r"prompt\.template"):
+        PromptSpec(template=template)
+
+
+@pytest.mark.parametrize("spec", [{}, {"column": "a", "template": "{a}"}, {"column": "a", "messages": "a"}])
+def test_exactly_one_kind_of_prompt(spec):
+    with pytest.raises(ConfigError, match="exactly one"):
+        PromptSpec(**spec)
+
+
+def test_columns_that_cannot_be_prompts():
+    chat = pa.list_(pa.struct([("role", pa.string()), ("text", pa.string())]))
+    span = pa.month_day_nano_interval()
+    schema = pa.schema([("text", pa.string()), ("n", pa.int64()), ("span", span), ("chat", chat)])
+    PromptSpec(column="text").check(schema)
+    PromptSpec(messages="text").check(schema)
+    PromptSpec(template="{text}{n}{chat}").check(schema)
+    for spec in (
+        {"column": "n"},
+        {"column": "chat"},
+        {"messages": "chat"},
+        {"messages": "n"},
+        {"template": "{span}"},
+    ):
+        with pytest.raises(ConfigError, match="prompt"):
+            PromptSpec(**spec).check(schema)
+    with pytest.raises(ConfigError, match="did you mean 'text'"):
+        PromptSpec(template="{txt}").check(schema)
+
+
+def test_rows_without_a_prompt():
+    values = [None, "", " \n\t\u2003", "x" * 21, "é" * 10, "fine"]
+    expected = ["null_prompt", "empty_prompt", "empty_prompt", "prompt_too_large", "é" * 10, "fine"]
+    assert prompts({"text": values}, column="text", max_bytes=20) == expected
+    # an empty value makes an empty prompt whatever the template says around it
+    templated = [e if "_" in e else f"Say: {e}" for e in expected]
+    assert prompts({"text": values}, template="Say: {text}", max_bytes=25) == templated
+    two = {"a": ["", "", None], "b": ["", "x", "x"]}
+    assert prompts(two, template="{a}-{b}") == ["empty_prompt", "-x", "null_prompt"]
+
+
+def test_bytes_that_are_not_utf8():
+    good = "grün".encode()
+    for column in (
+        bad_string(b"\xff\xfe", good, b"\xed\xa0\x80"),
+        pa.array([b"\xff\xfe", good, b"\xed\xa0\x80"]),
+    ):
+        expected = ["invalid_utf8", "grün", "invalid_utf8"]
+        assert prompts({"text": column}, column="text") == expected
+        assert prompts({"text": column, "n": [1, 2, 3]}, template="{text}") == expected
+    listed = pa.ListArray.from_arrays([0, 1, 2, 3], bad_string(b"\xff\xfe", good, b"ok"))
+    assert prompts({"x": listed}, template="{x}") == ["invalid_utf8", '["grün"]', '["ok"]']
+
+
+def test_values_of_other_types_as_arrow_and_json_write_them():
+    columns = {
+        "i": [7],
+        "f": [0.1],
+        "g": pa.array([0.1], pa.float32()),
+        "b": [True],
+        "l": [["é", None]],
+        "s": [{"k": 1}],
+    }
+    assert prompts(columns, template="{i} {f} {g} {b} {l} {s}") == ['7 0.1 0.1 true ["é",null] {"k":1}']
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé {{x}}"}]
+
+
+def test_messages_are_the_same_from_structs_and_json():
+    canonical = json.dumps(MESSAGES, ensure_ascii=False, separators=(",", ":"))
+    spaced = json.dumps([dict(reversed(m.items())) for m in MESSAGES], indent=2)
+    with_more = [{**MESSAGES[0], "name": None}, {**MESSAGES[1], "name": "Jo"}]
+    assert prompts({"chat": [MESSAGES]}, messages="chat") == [canonical]
+    assert prompts({"chat": [spaced]}, messages="chat") == [canonical]
+    assert prompts({"chat": [canonical.encode()]}, messages="chat") == [canonical]
+    assert prompts({"chat": [with_more]}, messages="chat") == [
+        canonical.replace('{{x}}"', '{{x}}","name":"Jo"')
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (None, "null_prompt"),
+        ("null", "null_prompt"),
+        ("  ", "empty_prompt"),
+        ("[]", "empty_prompt"),
+        ('[{"role": "user", "content": " "}]', "empty_prompt"),
+        ("hello", "invalid_messages"),
+        ("{}", "invalid_messages"),
+        ('["hello"]', "invalid_messages"),
+        ('[{"role": "user"}]', "invalid_messages"),
+        ('[{"content": "x"}]', "invalid_messages"),
+        ('[{"role": "user", "content": 1}]', "invalid_messages"),
+        ('[{"role": "user", "content": NaN}]', "invalid_messages"),
+        ('[{"role": "user", "content": "x", "n": 1e999}]', "invalid_messages"),
+        ('[{"role": "user", "content": "\\ud800"}]', "invalid_messages"),
+        ("[" * 200_000, "invalid_messages"),
+        ('[{"role": "user", "content": "x", "n": ' + "9" * 5000 + "}]", "invalid_messages"),
+        ('[{"role": "user", "content": "' + "x" * 300_000 + '"}]', "prompt_too_large"),
+        (b"\xff", "invalid_utf8"),
+    ],
+)
+def test_malformed_messages(value, code):
+    good = json.dumps(MESSAGES)
+    column = [value, good if not isinstance(value, bytes) else good.encode()]
+    got = prompts({"chat": column}, messages="chat", max_bytes=250_000)
+    assert got[0] == code
+    assert got[1].startswith('[{"role":"system"')
+
+
+def test_malformed_messages_in_structs():
+    t = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    column = pa.array(
+        [None, [], [None], [{"role": None, "content": "x"}], [{"role": "user", "content": None}]], t
+    )
+    expected = ["null_prompt", "empty_prompt", *["invalid_messages"] * 3]
+    assert prompts({"chat": column}, messages="chat") == expected
+    struct = pa.StructArray.from_arrays(
+        [pa.array(["user"] * 2), bad_string(b"\xff", b"x")], ["role", "content"]
+    )
+    got = prompts({"chat": pa.ListArray.from_arrays([0, 1, 2], struct)}, messages="chat")
+    assert got == ["invalid_utf8", '[{"role":"user","content":"x"}]']

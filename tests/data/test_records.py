@@ -1,0 +1,79 @@
+"""The output's columns: one schema, clear of the input's names, with sums that survive renaming."""
+
+import pyarrow as pa
+import pytest
+
+from pipeline.data.records import (
+    LOGPROBS_FIELD,
+    RESULT_FIELDS,
+    RESULT_NAMES,
+    PartTotals,
+    output_schema,
+    result_column,
+)
+from pipeline.errors import ConfigError, PipelineError
+
+KEPT = pa.schema([pa.field("id", pa.int64(), nullable=False, metadata={"x": "y"})], metadata={"pandas": "{}"})
+
+
+def test_kept_columns_then_results():
+    schema = output_schema(KEPT, {}, logprobs=False)
+    assert schema.names == ["id", *RESULT_NAMES[:-1]]
+    assert schema.field("id").metadata is None
+    assert schema.metadata is None
+    assert schema.field("source_row").type == pa.int64()
+    assert output_schema(KEPT, {}, logprobs=True).names[-1] == "logprobs"
+    one = [[{"token_id": 1, "logprob": -0.5, "top": [{"token_id": 2, "logprob": -1.0}]}], None]
+    assert pa.array(one, LOGPROBS_FIELD.type).to_pylist() == one
+
+
+def test_a_collision_names_the_rename_to_write():
+    chained = pa.schema([("generated_text", pa.string()), ("error", pa.string()), ("error_2", pa.string())])
+    with pytest.raises(
+        ConfigError, match=r"output\.rename: \{generated_text: generated_text_2, error: error_3\}"
+    ):
+        output_schema(chained, {}, logprobs=False)
+    names = output_schema(
+        chained, {"generated_text": "generated_text_2", "error": "error_3"}, logprobs=False
+    ).names
+    assert len(set(names)) == len(names) == 3 + len(RESULT_FIELDS)
+    # what is written takes effect, and what was renamed already stays in the advice
+    with pytest.raises(ConfigError, match=r"output\.rename: \{generated_text: a, error: error_3\}"):
+        output_schema(chained, {"generated_text": "a"}, logprobs=False)
+    with pytest.raises(ConfigError, match="input has columns of the same names"):
+        output_schema(KEPT, {"generated_text": "id"}, logprobs=False)
+    with pytest.raises(ConfigError, match="logprobs"):
+        output_schema(pa.schema([("logprobs", pa.string())]), {}, logprobs=True)
+    output_schema(pa.schema([("logprobs", pa.string())]), {}, logprobs=False)
+
+
+def test_rename_takes_result_columns_only():
+    with pytest.raises(ConfigError, match="did you mean 'generated_text'"):
+        output_schema(KEPT, {"generated_txt": "answer"}, logprobs=False)
+    with pytest.raises(ConfigError, match="same names"):
+        output_schema(KEPT, {"generated_text": "answer", "error": "answer"}, logprobs=False)
+    with pytest.raises(ConfigError, match="more than once: id"):
+        output_schema(pa.schema([("id", pa.int64()), ("id", pa.int64())]), {}, logprobs=False)
+
+
+def test_totals_are_found_under_any_name():
+    values = {
+        "error": ["null_prompt", None, None, "null_prompt", "engine_failure"],
+        "num_input_tokens": [None, 3, 4, None, 2],
+        "num_cached_tokens": [None, 1, 0, None, 0],
+        "num_generated_tokens": [None, 7, 8, None, None],
+    }
+    kept = pa.schema([("num_input_tokens", pa.int64())])
+    rename = {"num_input_tokens": "n_in", "error": "code"}
+    schema = output_schema(kept, rename, logprobs=False)
+    columns = {rename.get(k, k): v for k, v in values.items()} | {"num_input_tokens": [1000] * 5}
+    table = pa.table([pa.array(columns.get(f.name, [None] * 5), f.type) for f in schema], schema=schema)
+    expected = PartTotals(5, 1, {"engine_failure": 1, "null_prompt": 2}, 9, 1, 15)
+    assert PartTotals.of_table(table) == expected
+    assert PartTotals.from_json(expected.to_json()) == expected
+    assert expected.num_error_rows == 3
+    double = expected + expected
+    assert double == PartTotals(10, 2, {"engine_failure": 2, "null_prompt": 4}, 18, 2, 30)
+    assert PartTotals.of_table(schema.empty_table()) == PartTotals(units=1)
+    with pytest.raises(PipelineError, match="output_schema"):
+        result_column(pa.table({"x": [1]}), "error")

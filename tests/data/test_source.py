@@ -1,0 +1,298 @@
+"""The input: every row once, the same windows on every run, and damaged or drifting files refused by name."""
+
+import os
+import pickle
+import tempfile
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.source import Slice, cut_windows, open_source, read_window
+from pipeline.errors import InputError
+
+BIG = 1 << 40
+
+
+def texts(n: int, start: int = 0) -> dict:
+    return {"text": [f"row {i}" for i in range(start, start + n)]}
+
+
+def footer(file: bytes) -> int:
+    """Bytes of a file's footer, with its length and magic."""
+    return int.from_bytes(file[-8:-4], "little") + 8
+
+
+def rows_of(source, windows, column="text"):
+    """(file, row, value) of every window's rows, in reading order."""
+    out = []
+    for window in windows:
+        table = read_window(source, window, [column])
+        assert table.num_rows == window.num_rows
+        out += zip(*(table.column(c).to_pylist() for c in ("source_file", "source_row", column)), strict=True)
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layout=st.lists(st.tuples(st.integers(0, 25), st.integers(1, 12)), min_size=1, max_size=4),
+    max_rows=st.integers(1, 30),
+    max_bytes=st.sampled_from([1, 200, 2000, BIG]),
+    limit=st.one_of(st.none(), st.integers(0, 60)),
+)
+def test_windows_cover_every_row_once(layout, max_rows, max_bytes, limit):
+    with tempfile.TemporaryDirectory() as folder:
+        expected = []
+        for i, (num_rows, group) in enumerate(layout):
+            pq.write_table(pa.table(texts(num_rows, 100 * i)), f"{folder}/f{i}.parquet", row_group_size=group)
+            expected += [(f"f{i}.parquet", r, f"row {100 * i + r}") for r in range(num_rows)]
+        source = open_source(folder)
+        windows = cut_windows(source, max_rows, max_bytes, limit)
+        assert windows == cut_windows(open_source(folder), max_rows, max_bytes, limit)
+        assert all(0 < w.num_rows <= max_rows for w in windows)
+        assert [w.index for w in windows] == list(range(len(windows)))
+        assert rows_of(source, windows) == (expected if limit is None else expected[:limit])
+
+
+def test_windows_keep_to_the_bytes_and_join_small_row_groups(write):
+    write("a.parquet", texts(100), row_group_size=10)
+    source = open_source(write("b.parquet", texts(100), row_group_size=10))
+    group = source.files[0].row_groups[0].num_bytes
+    sizes = [w.num_rows for w in cut_windows(source, 1000, int(group * 3.5))]
+    assert sum(sizes) == 200
+    assert set(sizes[:-1]) == {30}
+    assert len(cut_windows(source, 1000, BIG)) == 1
+
+
+def test_a_copy_of_the_data_is_the_same_data(write, tmp_path):
+    source = open_source(write("a.parquet", texts(10)))
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/a.parquet").write_bytes(Path(source.root, "a.parquet").read_bytes())
+    os.utime(tmp_path / "copy/a.parquet", (0, 0))
+    assert open_source(str(tmp_path / "copy")).files == source.files
+
+
+def test_a_large_row_group_is_read_in_slices(write):
+    source = open_source(write("a.parquet", texts(10_000), row_group_size=10_000))
+    windows = cut_windows(source, 3000, BIG)
+    assert [w.slices for w in windows[:2]] == [(Slice(0, 0, 0, 2500),), (Slice(0, 0, 2500, 5000),)]
+    assert [r for _, r, _ in rows_of(source, windows)] == list(range(10_000))
+    assert [t for _, _, t in rows_of(source, windows[2:3])] == texts(2500, 5000)["text"]
+
+
+def test_source_and_windows_travel(write):
+    source = open_source(write("a.parquet", texts(5)), {"auto_mkdir": False})
+    windows = cut_windows(source, 2, BIG)
+    again, again_windows = pickle.loads(pickle.dumps((source, windows)))
+    assert rows_of(again, again_windows) == rows_of(source, windows)
+    assert "auto_mkdir" not in repr(source)
+
+
+def test_file_folder_and_glob(write, tmp_path):
+    write("b.parquet", texts(1))
+    write("a/2024/c.parquet", texts(2))
+    write("a/_temporary/d.parquet", texts(3))
+    write(".hidden.parquet", texts(3))
+    folder = write("_SUCCESS.parquet", texts(3))
+
+    def names(path):
+        return [f.relative for f in open_source(str(path)).files]
+
+    assert names(folder) == names(folder + "/") == ["a/2024/c.parquet", "b.parquet"]
+    assert names(f"{folder}/_SUCCESS.parquet") == ["_SUCCESS.parquet"]  # named by the user
+    assert names(f"{folder}/*.parquet") == ["b.parquet"]
+    assert names(f"{folder}/**/*.parquet") == ["a/2024/c.parquet", "b.parquet"]
+    assert names(f"file://{folder}") == names(folder)
+    os.symlink(f"{folder}/a", tmp_path / "link")
+    assert names(tmp_path / "link") == ["2024/c.parquet"]
+
+
+def test_relative_paths_are_pinned_to_where_they_were_opened(write, tmp_path, monkeypatch):
+    write("a.parquet", texts(3))
+    monkeypatch.chdir(tmp_path)
+    source = open_source("in")
+    monkeypatch.chdir("/")
+    assert len(rows_of(source, cut_windows(source, 10, BIG))) == 3
+
+
+def test_other_filesystems_through_fsspec(write):
+    folder = write("a.parquet", texts(7), row_group_size=4)
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/bucket/in/a.parquet", Path(folder, "a.parquet").read_bytes())
+    memory.pipe_file("/bucket/in/_SUCCESS", b"")
+    source = open_source("memory://bucket/in")
+    assert source.files == open_source(folder).files
+    assert rows_of(source, cut_windows(source, 3, BIG)) == [("a.parquet", i, f"row {i}") for i in range(7)]
+    assert [f.relative for f in open_source("memory://bucket/*/a.parquet").files] == ["in/a.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (lambda good: b"", "0 bytes"),
+        (lambda good: b"PAR1", "not a Parquet file"),
+        (lambda good: b"id,text\n1,hello world\n", "not a Parquet file"),
+        (lambda good: good[: len(good) // 2], "not a Parquet file, or a truncated one"),
+        (lambda good: b"PAR1" + good[-footer(good) :], "truncated"),
+        (lambda good: good[: -footer(good)] + bytes(9) + good[-footer(good) + 9 :], "damaged"),
+        (lambda good: good[:-8] + b"\xff\xff\xff\x0fPAR1", "truncated"),
+        (lambda good: good[:-4] + b"PARE", "encrypted"),
+    ],
+)
+def test_a_broken_file_is_refused_by_name(write, content, says):
+    folder = write("a.parquet", texts(3))
+    good = Path(folder, "a.parquet").read_bytes()
+    Path(folder, "broken.parquet").write_bytes(content(good))
+    with pytest.raises(InputError, match=rf"broken\.parquet.*{says}"):
+        open_source(folder)
+
+
+@pytest.mark.parametrize("path", ["nothing", "nothing.parquet", "*.parquet", "empty"])
+def test_nothing_to_read(tmp_path, path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"input\.path .*(does not exist|no files there)"):
+        open_source(str(tmp_path / path))
+    with pytest.raises(InputError, match=r"input\.path nowhere://x"):
+        open_source("nowhere://x")
+
+
+def test_a_footer_larger_than_one_read(write):
+    folder = write("a.parquet", pa.table({f"column_{i}": [1] for i in range(900)}))
+    assert Path(folder, "a.parquet").stat().st_size > 128 * 1024
+    assert open_source(folder).num_rows == 1
+
+
+def test_zero_row_files(write):
+    write("a.parquet", texts(0))
+    write("b.parquet", texts(2))
+    source = open_source(write("c.parquet", texts(0)))
+    assert rows_of(source, cut_windows(source, 10, BIG)) == [
+        ("b.parquet", 0, "row 0"),
+        ("b.parquet", 1, "row 1"),
+    ]
+    only = open_source(source.root + "/a.parquet")
+    assert (only.num_rows, only.schema.names, cut_windows(only, 10, BIG)) == (0, ["text"], ())
+
+
+def test_columns_are_checked_in_every_file(write):
+    write("a.parquet", {"report": ["x"], "id": [1], "n": [1], "wide": pa.array([1], pa.int32())})
+    write("b.parquet", {"report": ["x"], "n": ["one"], "wide": pa.array([1 << 40], pa.int64())})
+    source = open_source(write("c.parquet", {"report": [None], "id": [1], "n": [1], "wide": [None]}))
+    source.check_columns(["report", "wide"])
+    assert source.schema.field("wide").type == pa.int64()
+    (window,) = cut_windows(source, 10, BIG)
+    assert read_window(source, window, ["wide", "report"]).column("wide").to_pylist() == [1, 1 << 40, None]
+    with pytest.raises(InputError, match=r"b\.parquet: has no column 'id'"):
+        source.check_columns(["report", "id"])
+    with pytest.raises(
+        InputError, match=r"column 'n'.*b\.parquet has it as string, files before it as int64"
+    ):
+        source.check_columns(["n"])
+    with pytest.raises(InputError, match=r"a\.parquet: has no column 'reprot' \(did you mean 'report'\?\)"):
+        source.check_columns(["reprot"])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "merged"),
+    [
+        (pa.int64(), pa.float64(), None),  # 2**53 + 1 would change
+        (pa.uint64(), pa.int64(), None),
+        (pa.uint8(), pa.int32(), pa.int32()),
+        (pa.float32(), pa.float64(), pa.float64()),
+        (pa.null(), pa.string(), pa.string()),
+        (pa.string(), pa.binary(), None),
+        (pa.string(), pa.list_(pa.string()), None),
+        (pa.timestamp("s"), pa.timestamp("us"), pa.timestamp("us")),
+    ],
+)
+def test_types_widen_only_without_loss(write, a, b, merged):
+    write("a.parquet", pa.table({"x": pa.array([], a)}))
+    source = open_source(write("b.parquet", pa.table({"x": pa.array([], b)})))
+    if merged is None:
+        with pytest.raises(InputError, match=r"b\.parquet"):
+            source.check_columns(["x"])
+    else:
+        source.check_columns(["x"])
+        assert source.schema.field("x").type == merged
+
+
+def test_ways_to_store_text_are_one(write):
+    values = ["a", None, "b" * 50]
+    stored = {
+        "dictionary": pa.array(values).dictionary_encode(),
+        "large": pa.array(values, pa.large_string()),
+        "view": pa.array(values, pa.string_view()),
+        "a.b": pa.array(values, pa.large_string()).dictionary_encode(),
+    }
+    nested = pa.array(
+        [[{"role": "user", "content": "x"}]] * 3,
+        pa.large_list(
+            pa.struct([("role", pa.dictionary(pa.int32(), pa.string())), ("content", pa.large_string())])
+        ),
+    )
+    source = open_source(write("a.parquet", pa.table({**stored, "nested": nested})))
+    for max_rows in (10, 2):  # whole row groups and slices
+        windows = cut_windows(source, max_rows, BIG)
+        tables = [read_window(source, w, ["nested", *stored]) for w in windows]
+        table = pa.concat_tables(t.replace_schema_metadata(None) for t in tables)
+        for name in stored:
+            assert table.column(name).type == pa.string()
+            assert table.column(name).to_pylist() == values
+        assert table.column("nested").type == pa.list_(
+            pa.struct([("role", pa.string()), ("content", pa.string())])
+        )
+    write("b.parquet", pa.table({name: pa.array(values) for name in stored}))
+    open_source(source.root).check_columns(stored)
+
+
+def test_input_columns_named_like_ours(write):
+    source = open_source(write("a.parquet", {"source_file": ["x"], "source_row": [9]}))
+    table = read_window(source, cut_windows(source, 10, BIG)[0], source.schema.names)
+    assert table.column_names == ["source_file", "source_row"] * 2
+    assert [c.to_pylist() for c in table.columns] == [["x"], [9], ["a.parquet"], [0]]
+
+
+def test_no_columns_still_says_which_rows(write):
+    source = open_source(write("a.parquet", texts(3)))
+    table = read_window(source, cut_windows(source, 10, BIG)[0], [])
+    assert table.to_pydict() == {"source_file": ["a.parquet"] * 3, "source_row": [0, 1, 2]}
+
+
+def test_bit_flips_are_found(write):
+    """Every bit flip in the data is either reported or changes nothing."""
+    folder = write(
+        "a.parquet", {"text": [f"{i * 7919 % 10007} and more" for i in range(300)]}, compression="none"
+    )
+    source = open_source(folder)
+    windows = cut_windows(source, 1000, BIG)
+    path = Path(folder, "a.parquet")
+    good, expected, found = path.read_bytes(), rows_of(source, windows), 0
+    end = len(good) - footer(good)
+    places = range(4, end, (end - 4) // 60)
+    for place in places:
+        bad = bytearray(good)
+        bad[place] ^= 1 << place % 8
+        path.write_bytes(bad)
+        try:
+            got = rows_of(source, windows)
+        except InputError as e:
+            found += "a.parquet: damaged" in str(e)
+        else:
+            assert got == expected
+    assert found > 0.9 * len(places)
+
+
+def test_a_file_changed_since_planning_is_refused(write):
+    folder = write("a.parquet", texts(3))
+    source = open_source(folder)
+    windows = cut_windows(source, 10, BIG)
+    write("a.parquet", {"text": ["row 0", "row 1", "row X"]})
+    with pytest.raises(InputError, match=r"a\.parquet: the file has changed"):
+        rows_of(source, windows)
+    Path(folder, "a.parquet").unlink()
+    with pytest.raises(InputError, match=r"a\.parquet: the file is gone"):
+        rows_of(source, windows)
