@@ -79,8 +79,8 @@ class ChatRenderer:
         rendered = self._ask({"messages": marked, "tools": None, "documents": None, **variables})
         if any(mark in rendered for mark in (_escaped(start), _escaped(end))):
             raise ChatTemplateError(
-                "the messages hold control-token text and the chat template writes them as escaped JSON, where "
-                "it cannot be told from the template's own control tokens"
+                "the messages hold control-token text and the chat template writes them as escaped JSON, "
+                "where it cannot be told from the template's own control tokens"
             )
         return list(_stretches(rendered, literal, start, end))
 
