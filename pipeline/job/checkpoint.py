@@ -1,0 +1,52 @@
+"""The model's folder: where it is, and a digest that tells one model from another without reading all its weights."""
+
+import hashlib
+from pathlib import Path
+
+from pipeline.errors import ModelError
+from pipeline.model.locate import locate_model
+
+FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
+SAMPLE_BYTES = 64 * 2**10
+NUM_SAMPLES = 16
+
+_IDENTITY = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+             "vocab.*", "merges.txt", "chat_template.*", "*.safetensors", "*.safetensors.index.json")
+
+
+def resolve_model(path: str) -> Path:
+    """The local folder of `model.path`; a Hugging Face id is fetched into the local cache, or only looked up there
+    with HF_HUB_OFFLINE=1. Raises ModelError."""
+    if "://" in path:
+        raise ModelError(f"model.path {path}: models are read from local folders so far; copy it to one first")
+    folder = locate_model(path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path {path}: {folder} has no config.json")
+    return folder.resolve()
+
+
+def model_digest(folder: Path) -> dict[str, str]:
+    """File name to digest, for every file that the output depends on.
+
+    Files up to 16 MiB are hashed whole. Of larger ones (weights) the size, the safetensors header and 16 blocks of
+    64 KiB spread over the file: another training run or quantization changes these, a flipped bit may not.
+    """
+    files = {file.name: file for pattern in _IDENTITY for file in folder.glob(pattern) if file.is_file()}
+    return {name: _file_digest(file) for name, file in sorted(files.items())}
+
+
+def _file_digest(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{size}\n".encode())
+    with open(path, "rb") as file:
+        if size <= FULL_BYTES:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        else:
+            header = int.from_bytes(file.read(8), "little")
+            file.seek(0)
+            digest.update(file.read(8 + min(header, 64 * 2**20) if path.suffix == ".safetensors" else SAMPLE_BYTES))
+            for i in range(NUM_SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,302 @@
+"""The Ray Data graph: the only file that imports Ray.
+
+    windows that are left -> read tasks: read, render, cut -> one Ray row per unit -> pool of engine actors -> summaries
+
+A unit travels as one binary value in a block of its own, so that Ray can neither split nor merge it: blocks are shaped
+to at most one byte, and a block of one row is never cut. Actors take units as they have room (`units_in_flight` calls
+at once, in threads of their own), so the engine does not drain between units and a slow actor holds no one up.
+What waits between reading and computing is bounded in bytes by the graph's object store limit.
+
+Beside the graph lives the ledger, a small actor that the engine actors tell about themselves each second; the driver
+reads it for progress and for the run's record, which therefore also exists for runs that are killed.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its native log would speak to the terminal
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES of actors without GPUs
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data import (
+    ActorPoolStrategy,
+    DataContext,
+    Datasource,
+    ExecutionResources,
+    ReadTask,
+    TaskPoolStrategy,
+)
+from ray.data.block import BlockMetadata
+
+from pipeline.data.source import Source, read_window
+from pipeline.data.units import UnitSpec, make_units
+from pipeline.errors import EnvironmentFailed, PipelineError
+from pipeline.job.clock import now_us
+from pipeline.job.ledger import REPORT_S, ActorState, Ledger
+from pipeline.job.plan import WindowTask, check_units
+from pipeline.job.stages import UnitSummary
+from pipeline.job.worker import Worker, WorkSpec
+
+NUM_READERS = 2  # windows read at once
+BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
+BUFFER_BYTES_PER_UNIT = 8 * 2**20
+_UNIT_SCHEMA = pa.schema([("window", pa.int32()), ("unit", pa.int32()), ("data", pa.large_binary())])
+
+
+@dataclass(frozen=True)
+class FlowSpec:
+    """All that the graph is made of. `cpus` and `gpus` are what one actor is booked with."""
+
+    source: Source = field(repr=False)
+    tasks: tuple[WindowTask, ...] = field(repr=False)
+    units: UnitSpec
+    work: WorkSpec = field(repr=False)
+    actors: int
+    cpus: float
+    gpus: float
+    units_in_flight: int
+    ray_address: str | None = None
+
+
+class Windows(Datasource):
+    """One read task per window that is not complete."""
+
+    def __init__(self, spec: FlowSpec) -> None:
+        super().__init__()
+        self._spec = spec
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None,
+                       data_context: DataContext | None = None) -> list[ReadTask]:
+        unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+        # The source lists every file of the input: shared through the object store, not sent with each task.
+        shared = ray.put((self._spec.source, self._spec.units, self._spec.work.output))
+        return [ReadTask(lambda task=task: read_units(task, *ray.get(shared)), unknown) for task in self._spec.tasks]
+
+
+def read_units(task: WindowTask, source: Source, spec: UnitSpec, output: str) -> Iterator[pa.Table]:
+    """The units of one window that are not done, one block each."""
+    table = read_window(source, task.window, spec.columns)
+    for unit in check_units(task, make_units(table, spec, task.window.index), output):
+        row = [[unit.window], [unit.index], [unit.to_bytes()]]
+        yield pa.Table.from_arrays([pa.array(c, t) for c, t in zip(row, _UNIT_SCHEMA.types, strict=True)],
+                                   schema=_UNIT_SCHEMA)
+
+
+class EngineActor:
+    """What Ray calls: hands units to a `Worker` and tells the ledger how it goes. Called from several threads."""
+
+    def __init__(self, spec: WorkSpec, ledger: Any) -> None:
+        me = ray.get_runtime_context().current_actor
+        while (entry := ray.get(ledger.register.remote(me))) is None:
+            time.sleep(0.05)  # the ledger is not told yet how long the run goes on already
+        number, age_us, too_many = entry
+        self._failure: PipelineError | None = None
+        self._ledger = ledger
+        self._stopping = threading.Event()
+        try:
+            if too_many:
+                raise EnvironmentFailed(f"{number} processes of engine actors have ended on their own. "
+                                        "Is there enough memory? Are all machines up?")
+            self._worker: Worker | None = Worker(spec, number, now_us() - age_us)
+        except PipelineError as error:  # told with the first unit: a constructor that raises is tried again and again
+            self._worker, self._failure = None, error
+        except Exception:
+            self._worker, self._failure = None, PipelineError(traceback.format_exc())
+        else:
+            threading.Thread(target=self._report, daemon=True, name="report").start()
+
+    def __call__(self, batch: pa.Table) -> dict[str, list[str]]:
+        return {"summary": [json for data in batch["data"] for json in self._process(data.as_py())]}
+
+    def _process(self, data: bytes) -> Iterable[str]:
+        while self._stopping.is_set():  # admitted no more; the driver ends us
+            time.sleep(1.0)
+        if self._worker is None:
+            assert self._failure is not None
+            yield UnitSummary(0, 0, failure_kind=type(self._failure).__name__,
+                              failure_message=str(self._failure)).to_json()
+            return
+        summary = self._worker.process(data)
+        # Before the summary, so that the driver's last look finds this unit's work in the ledger.
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._ledger.report.remote(self._worker.state()))
+        yield summary.to_json()
+
+    def _report(self) -> None:
+        assert self._worker is not None
+        while True:
+            try:
+                if ray.get(self._ledger.report.remote(self._worker.state())):
+                    self._stopping.set()
+            except ray.exceptions.RayError:
+                return  # the ledger ends with the run
+            time.sleep(REPORT_S)
+
+
+class Dataflow:
+    """One execution of the graph, driven by a thread of its own; made and used by the driver's main thread."""
+
+    def __init__(self, spec: FlowSpec, run_began_us: int) -> None:
+        """Starts or joins Ray. `run_began_us`: of this process's clock. Raises EnvironmentFailed."""
+        self._spec = spec
+        self._summaries: queue.SimpleQueue[UnitSummary | PipelineError | None] = queue.SimpleQueue()
+        self._started_ray = _connect(spec)
+        ledger = ray.remote(num_cpus=0, max_concurrency=1)(Ledger)
+        self._ledger = ledger.remote(spec.actors)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")
+        self._thread.start()
+        try:
+            ray.get(self._ledger.stop_asked.remote())  # until it is there: a duration must not age on its way
+            ray.get(self._ledger.begin.remote(now_us() - run_began_us))
+        except ray.exceptions.RayError as error:
+            raise _typed(error) from error
+
+    def next(self, timeout_s: float) -> UnitSummary | None:
+        """The next finished unit, or None when none came in time. Raises EndOfUnits after the last one, and what
+        ended the graph."""
+        try:
+            item = self._summaries.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if item is None:
+            raise EndOfUnits
+        if isinstance(item, PipelineError):
+            raise item
+        return item
+
+    def actors(self, end: bool = False) -> list[ActorState] | None:
+        """What the actors last said; None when the ledger does not answer."""
+        try:
+            return ray.get(self._ledger.states.remote(end), timeout=5.0)
+        except (ray.exceptions.RayError, TimeoutError):
+            return None
+
+    def stop_admitting(self) -> None:
+        self._ledger.stop.remote()
+
+    def close(self) -> None:
+        """End everything that runs, finished or not."""
+        if self._started_ray:
+            ray.shutdown()
+            return
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            for actor in ray.get(self._ledger.actors.remote(), timeout=5.0):
+                ray.kill(actor)
+        ray.kill(self._ledger)
+        self._thread.join(timeout=10.0)
+
+    def _run(self) -> None:
+        try:
+            for batch in _graph(self._spec, self._ledger).iter_batches(
+                    batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
+                for text in batch.column("summary").to_pylist() if batch.num_rows else ():
+                    self._summaries.put(UnitSummary.from_json(text))
+        except Exception as error:
+            self._summaries.put(_typed(error))
+        else:
+            self._summaries.put(None)
+
+
+class EndOfUnits(Exception):
+    """All units of the graph have been computed."""
+
+
+def _connect(spec: FlowSpec) -> bool:
+    """Start a local Ray or join the cluster; False when the process is in one already."""
+    # A local Ray's cores are bookkeeping: enough that readers and the ledger never wait for the engines' share.
+    cores = max(4, len(os.sched_getaffinity(0)), int(spec.actors * spec.cpus) + NUM_READERS + 1)
+    return _join(spec.ray_address, cores)
+
+
+def _join(address: str | None, cores: int = 0) -> bool:
+    if ray.is_initialized():
+        return False
+    where: dict[str, Any] = {"address": address}
+    if address is None:  # without "local" it would join any Ray that runs on this machine
+        where = {"address": "local", "num_cpus": cores, "include_dashboard": False}
+    try:
+        with _quiet():
+            ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        place = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
+        raise EnvironmentFailed(f"{place}: {error}") from error
+    return True
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what Ray's native part says about its own log level while it starts off the terminal."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _graph(spec: FlowSpec, ledger: Any) -> ray.data.Dataset:
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    context = DataContext.get_current().copy()
+    context.target_max_block_size = 1  # every unit a block of its own
+    context.target_min_block_size = 1
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.max_errored_blocks = 0
+    buffer = max(BUFFER_BYTES, BUFFER_BYTES_PER_UNIT * spec.actors * spec.units_in_flight)
+    context.execution_options.resource_limits = ExecutionResources(object_store_memory=buffer)
+    with DataContext.current(context):
+        units = ray.data.read_datasource(
+            Windows(spec), num_cpus=1, compute=TaskPoolStrategy(size=NUM_READERS), override_num_blocks=len(spec.tasks))
+        return units.map_batches(
+            EngineActor,
+            batch_size=1,
+            batch_format="pyarrow",
+            fn_constructor_args=(spec.work, ledger),
+            num_cpus=spec.cpus,
+            num_gpus=spec.gpus or None,
+            compute=ActorPoolStrategy(
+                size=spec.actors,
+                max_tasks_in_flight_per_actor=spec.units_in_flight,
+                max_concurrent_calls_per_actor=spec.units_in_flight,
+                enable_true_multi_threading=True,
+            ),
+        )
+
+
+def _typed(error: BaseException) -> PipelineError:
+    """Ours where one of ours is inside, else the environment's."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ray.exceptions.RayTaskError) and isinstance(seen.cause, BaseException):
+            seen = seen.cause
+        if isinstance(seen, PipelineError):
+            return seen
+        seen = seen.__cause__
+    if isinstance(error, ray.exceptions.RayError):
+        lines = [line for line in str(error).strip().splitlines() if line.strip()]
+        return EnvironmentFailed(f"Ray ended the run: {type(error).__name__}: {lines[-1] if lines else ''}")
+    return PipelineError("".join(traceback.format_exception(error)))
+
+
+def cluster_has_gpus(address: str) -> bool:
+    """Join the cluster (for the rest of the process) and ask it."""
+    _join(address)
+    return ray.cluster_resources().get("GPU", 0) > 0

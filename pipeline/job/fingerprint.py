@@ -1,0 +1,158 @@
+"""What makes a job this job: its settings and the digests of what it reads, in three classes.
+
+*identity*: another value gives another output; resuming with a change is refused. *numerics*: another value may
+change a token by rounding; refused unless accepted, and then kept on record. *free*: may change at any time.
+`_pipeline/job.json` holds them as the first run of the job had them.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config import JobConfig
+from pipeline.data.parts import PartStore
+from pipeline.data.source import Source
+from pipeline.errors import FingerprintError, OutputError
+
+FORMAT = 1
+JOB = "_pipeline/job.json"
+ACCEPTED = "_pipeline/accepted-numerics.json"
+MAX_LISTED_FILES = 1000  # of more input files only the sum of their digests is kept
+MAX_SHOWN = 20
+MAX_VALUE_CHARS = 100
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    identity: dict[str, Any]
+    numerics: dict[str, Any]
+    free: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Of the identity alone, as hex."""
+        return hashlib.sha256(_canonical(self.identity)).hexdigest()
+
+    @property
+    def short(self) -> str:
+        """As in the names of parts."""
+        return self.digest[:8]
+
+
+def fingerprint(config: JobConfig, source: Source, model: Mapping[str, str], device: str) -> Fingerprint:
+    """`model`: digests by file name; `device`: what `engine.device` became, without an index."""
+    identity = {**config.identity(), "files": _files(source), "model": dict(model)}
+    return Fingerprint(_plain(identity), _plain({**config.numerics(), "device": device}), _plain(config.free()))
+
+
+def claim(store: PartStore, job_name: str, ours: Fingerprint, accept_numerics: bool, versions: Mapping[str, str]) -> None:
+    """Make the output folder this job's, or see that it is. Nothing is changed where it is refused.
+
+    Raises FingerprintError when its job differs, OutputError when it holds something else.
+    """
+    raw = store.read(JOB)
+    if raw is None:
+        there = [name for name in store.names("") if name[0] not in "_."]
+        if there or "_SUCCESS" in store.names(""):
+            raise OutputError(f"output.path {store.path}: not empty ({there[0] if there else '_SUCCESS'}) and not the "
+                              "output of a job of this program; choose a new folder")
+        store.probe()
+        head = {"format": FORMAT, "job": job_name, "fingerprint": ours.digest, "versions": dict(versions)}
+        body = {**head, "identity": ours.identity, "numerics": ours.numerics, "free": ours.free}
+        if store.create(JOB, json.dumps(body, indent=1, sort_keys=True).encode()):
+            return
+        raw = store.read(JOB)  # another run was first: then it is the one to agree with
+        assert raw is not None
+    else:
+        _agree(store, _parse(store, raw), ours, accept_numerics=True)  # before anything is written
+        store.probe()
+    _agree(store, _parse(store, raw), ours, accept_numerics)
+
+
+def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
+    place = f"{store.path}/{JOB}"
+    try:
+        theirs = json.loads(raw)
+        number = theirs["format"]
+        if number > FORMAT:
+            raise OutputError(f"{place}: format {number}, written by a newer version of this program "
+                              f"({theirs.get('versions', {}).get('pipeline', 'unknown')}); this one knows {FORMAT}")
+        return {"identity": theirs["identity"], "numerics": theirs["numerics"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutputError(f"{place}: damaged ({error}); was it edited? Choose a new output.path") from error
+
+
+def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_numerics: bool) -> None:
+    changes = difference(theirs["identity"], ours.identity)
+    if changes:
+        raise FingerprintError(
+            f"output.path {store.path} belongs to another job. What differs (there -> now):\n{shown(changes)}\n"
+            "Choose a new output.path, or change the job back to go on with this one."
+        )
+    accepted = json.loads(store.read(ACCEPTED) or b"[]")
+    if ours.numerics == theirs["numerics"] or ours.numerics in accepted:
+        return
+    changes = difference(theirs["numerics"], ours.numerics)
+    if not accept_numerics:
+        raise FingerprintError(
+            f"output.path {store.path} was begun with other numerics. What differs (there -> now):\n{shown(changes)}\n"
+            "Completions of the remaining rows may differ by rounding from what that would give. "
+            "Add --accept-numerics to go on all the same; it is kept on record."
+        )
+
+
+def record_numerics(store: PartStore, ours: Fingerprint) -> None:
+    """Keep on record that this run's numerics were accepted, if they are not the job's first ones."""
+    raw = store.read(JOB)
+    assert raw is not None
+    accepted = json.loads(store.read(ACCEPTED) or b"[]")
+    if ours.numerics != json.loads(raw)["numerics"] and ours.numerics not in accepted:
+        store.replace(ACCEPTED, json.dumps([*accepted, ours.numerics], indent=1).encode())
+
+
+def difference(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of each leaf that differs. Absent is None."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [change for name in sorted({*old, *new})
+                for change in difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)]
+    return [] if old == new else [(key, old, new)]
+
+
+def shown(changes: list[tuple[str, Any, Any]]) -> str:
+    lines = []
+    for key, old, new in changes[:MAX_SHOWN]:
+        before, after = _differing(old, new)
+        lines.append(f"  {key}: {before} -> {after}")
+    if len(changes) > MAX_SHOWN:
+        lines.append(f"  and {len(changes) - MAX_SHOWN} more")
+    return "\n".join(lines)
+
+
+def _differing(old: Any, new: Any) -> tuple[str, str]:
+    """Both values as text; of long ones the part around the first difference."""
+    a, b = ("nothing" if v is None else json.dumps(v, ensure_ascii=False) for v in (old, new))
+    if max(len(a), len(b)) <= MAX_VALUE_CHARS:
+        return a, b
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = max(0, first - MAX_VALUE_CHARS // 3)
+    cut = [text[start:start + MAX_VALUE_CHARS] for text in (a, b)]
+    return tuple(("..." if start else "") + part + ("..." if start + MAX_VALUE_CHARS < len(text) else "")
+                 for part, text in zip(cut, (a, b), strict=True))  # type: ignore[return-value]
+
+
+def _files(source: Source) -> dict[str, Any]:
+    digests = {f.relative: f"{f.size} bytes, {f.digest[:16]}" for f in source.files}
+    if len(digests) <= MAX_LISTED_FILES:
+        return digests
+    return {"count": len(digests), "digest": hashlib.sha256(_canonical(digests)).hexdigest()}
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from JSON, so that what was written and what is now compare as equals."""
+    return json.loads(json.dumps(value, sort_keys=True))

@@ -1,0 +1,99 @@
+"""What engine actors tell about themselves while they run, kept where it outlives them.
+
+A plain class; `dataflow.py` makes it a small actor of its own. It imports next to nothing, as its process has to be
+up before anything else can start.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline.job.clock import now_us
+from pipeline.metrics import ActorRecord
+
+REPORT_S = 1.0  # how often an actor tells
+MAX_REPLACED = 3  # actors' own processes that may end, per actor; Ray itself would replace them for ever
+
+
+@dataclass(frozen=True)
+class ActorState:
+    """What an actor tells of itself: its record, and what is open."""
+
+    record: ActorRecord
+    open_units: int = 0
+    open_rows_done: int = 0  # rows of open units that the engine has finished
+    at_rest: str = "startup"  # the phase its time goes to if it says nothing more
+    resolved: Mapping[str, str | int] = field(default_factory=dict)
+
+
+class Ledger:
+    """What the engine actors last said. All times are this process's monotonic clock: no two hosts' clocks meet."""
+
+    def __init__(self, actors: int) -> None:
+        self._max_actors = actors * (1 + MAX_REPLACED)
+        self._run_began_us: int | None = None
+        self._births_us: dict[int, int] = {}  # since the run began, by actor number
+        self._heard_us: dict[int, int] = {}
+        self._states: dict[int, ActorState] = {}
+        self._replaced: set[int] = set()
+        self._handles: list[Any] = []
+        self._stopping = False
+
+    def begin(self, run_us: int) -> None:
+        """The run goes on for so long already."""
+        self._run_began_us = now_us() - run_us
+
+    def register(self, actor: Any) -> tuple[int, int, bool] | None:
+        """A new actor's number, how long its time has run already (the first ones' since the run began, a
+        replacement's since its predecessor was last heard) and whether there were too many before it.
+        None before `begin`."""
+        if self._run_began_us is None:
+            return None
+        self._handles.append(actor)
+        number, now = len(self._births_us), self._now_us()
+        born = 0
+        silent = [n for n in self._births_us if n not in self._replaced and now - self._heard_us[n] > 2e6 * REPORT_S]
+        if silent:
+            predecessor = min(silent, key=lambda n: self._heard_us[n])
+            self._replaced.add(predecessor)
+            born = self._heard_us[predecessor]
+        self._births_us[number] = born
+        self._heard_us[number] = now
+        return number, now - born, number >= self._max_actors
+
+    def report(self, state: ActorState) -> bool:
+        """Take an actor's word; True tells it to take no more units."""
+        known = self._states.get(state.record.actor)
+        if known is None or known.record.machine_us <= state.record.machine_us:
+            self._states[state.record.actor] = state
+        self._heard_us[state.record.actor] = self._now_us()
+        return self._stopping
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def stop_asked(self) -> bool:
+        return self._stopping
+
+    def actors(self) -> list[Any]:
+        return self._handles
+
+    def states(self, end: bool = False) -> list[ActorState]:
+        """All actors' last words. With `end` the time since then is added, to the phase each was at rest in: an
+        actor holds its machine until the run ends, unless another took its place."""
+        states = list(self._states.values())
+        if not end:
+            return states
+        now = self._now_us()
+        return [state if state.record.actor in self._replaced else self._extended(state, now) for state in states]
+
+    def _now_us(self) -> int:
+        """Since the run began."""
+        assert self._run_began_us is not None
+        return now_us() - self._run_began_us
+
+    def _extended(self, state: ActorState, now: int) -> ActorState:
+        record = state.record
+        rest = max(0, now - self._births_us[record.actor] - record.machine_us)
+        phases = {**record.phases_us, state.at_rest: record.phases_us[state.at_rest] + rest}
+        return replace(state, record=replace(record, phases_us=phases))

@@ -1,0 +1,75 @@
+"""What an engine's process and its supervisor tell each other: pickled frozen dataclasses over one socket pair.
+
+Times are microseconds of the machine's monotonic clock, which both processes share.
+"""
+
+from dataclasses import dataclass, field
+
+from pipeline.engine.params import Completion, EngineConfig, Request
+
+# To the engine's process -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """First message: the engine to build. `factory` is `module:callable`, called with `config`."""
+
+    factory: str
+    config: EngineConfig
+
+
+@dataclass(frozen=True)
+class Add:
+    requests: tuple[Request, ...]
+
+
+# From the engine's process ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Imports are done, the checkpoint is about to be read."""
+
+    now_us: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    now_us: int
+    resolved: dict[str, str | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """The engine could not be built. `kind` names a class of `pipeline.errors`, or is empty for any other exception,
+    whose traceback is then in `message`."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Sums since `Ready`: time with requests in the engine, the rest of the time was idle; the last `idle_us` of it
+    in one stretch up to now. `stats` are EngineStats' fields."""
+
+    now_us: int
+    busy_us: int
+    idle_us: int
+    stats: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """A step raised; the process ends right after."""
+
+    message: str
+
+
+ToEngine = Start | Add
+FromEngine = Loading | Ready | StartFailed | Finished | Progress | Crashed

@@ -1,0 +1,85 @@
+"""What a job is and what is left of it, found out before any model is loaded.
+
+    job file -> source -> windows -> fingerprint -> the output is ours -> one listing -> the windows that are left
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from pipeline.config import JobConfig
+from pipeline.data.parts import PartStore, Progress
+from pipeline.data.prompts import PromptSpec
+from pipeline.data.records import output_schema
+from pipeline.data.source import Source, Window, cut_windows, open_source
+from pipeline.data.units import Unit, UnitSpec
+from pipeline.errors import OutputError
+from pipeline.job.checkpoint import model_digest, resolve_model
+from pipeline.job.fingerprint import Fingerprint, fingerprint
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that follows from the job file, the input and the model; nothing of the output."""
+
+    config: JobConfig
+    source: Source
+    windows: tuple[Window, ...]
+    units: UnitSpec
+    schema: pa.Schema  # of the output
+    model: Path
+    fingerprint: Fingerprint
+    device: str  # "cpu" or "cuda", or with an index
+
+    @property
+    def num_rows(self) -> int:
+        return sum(window.num_rows for window in self.windows)
+
+
+@dataclass(frozen=True)
+class WindowTask:
+    """One window that is not complete, and the units of it that are done. Picklable: a read task."""
+
+    window: Window
+    done: frozenset[int]
+    units_of: int | None  # as the parts that are there say
+
+
+def make_plan(config: JobConfig, device: str) -> Plan:
+    """Read footers and model files. `device`: what `engine.device` became. Raises UserError's kinds."""
+    source = open_source(config.input.path, config.input.storage)
+    everything = (*source.schema.names, *source.conflicts)  # a column that cannot be kept is refused, not left out
+    kept = everything if config.input.columns is None else tuple(config.input.columns)
+    prompt = PromptSpec(config.prompt.column, config.prompt.template, config.prompt.messages, config.prompt.max_bytes)
+    params = config.sampling_params()
+    units = UnitSpec(prompt, kept, config.sampling_columns(), params.max_tokens,
+                     config.run.unit_tokens, config.run.unit_rows)
+    source.check_columns(units.columns)
+    prompt.check(source.schema)
+    kept_schema = pa.schema([source.schema.field(name) for name in kept])
+    schema = output_schema(kept_schema, config.output.rename, params.logprobs is not None)
+    windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
+    model = resolve_model(config.model.path)
+    kind = device.partition(":")[0]
+    return Plan(config, source, windows, units, schema, model,
+                fingerprint(config, source, model_digest(model), kind), device)
+
+
+def what_is_left(plan: Plan, progress: Progress) -> list[WindowTask]:
+    """The windows that are not complete, in order."""
+    tasks = []
+    for window in plan.windows:
+        of = progress.units_of(window.index)
+        if not progress.complete(window.index):
+            done = frozenset(unit for unit in range(of or 0) if progress.is_done(window.index, unit))
+            tasks.append(WindowTask(window, done, of))
+    return tasks
+
+
+def check_units(task: WindowTask, units: list[Unit], store: PartStore | str) -> list[Unit]:
+    """Of a window's units those to do. Raises OutputError when the parts that are there were cut differently."""
+    if task.units_of is not None and task.units_of != len(units):
+        raise OutputError(f"output.path {store}: window {task.window.index} was cut into {task.units_of} units before "
+                          f"and into {len(units)} now; was the output written by another version of this program?")
+    return [unit for unit in units if unit.index not in task.done]

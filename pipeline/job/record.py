@@ -1,0 +1,130 @@
+"""A run's own record, `_pipeline/runs/<run id>.json`, and the job's report over all of them.
+
+The record is replaced as the run goes on, so that a run that is killed has one too.
+"""
+
+import json
+import os
+import platform
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pipeline
+from pipeline.cost import RunReport, build_report
+from pipeline.data.parts import PartStore
+from pipeline.data.records import PartTotals
+from pipeline.job.ledger import ActorState
+from pipeline.job.stages import UnitSummary
+from pipeline.metrics import Outcome, RunRecord
+
+RUNS = "_pipeline/runs"
+STATUS = "_pipeline/status.json"
+REPORT_JSON = "_pipeline/report.json"
+REPORT_MARKDOWN = "_pipeline/report.md"
+_PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "ray", "triton", "numba")
+
+
+def versions() -> dict[str, str]:
+    """What runs this, and where: enough to tell whether a run that says it runs still does."""
+    found = {"pipeline": pipeline.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found | {"host": socket.gethostname(), "pid": str(os.getpid())}
+
+
+class RunLog:
+    """One run as it goes: sums what units and actors tell. Used by the driver's main thread."""
+
+    def __init__(self, store: PartStore, config_free: Mapping[str, Any], hourly_usd: float | None,
+                 resolved: Mapping[str, Any]) -> None:
+        self._store = store
+        self._began_ns = time.monotonic_ns()
+        self._free = dict(config_free)
+        self._hourly_usd = hourly_usd
+        self._resolved = dict(resolved)
+        self._versions = versions()
+        now = datetime.now(UTC)
+        self.started_at = now.isoformat(timespec="seconds")
+        self.run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+        self.outcome: Outcome = "running"
+        self.driver_us: dict[str, int] = {}
+        self.actors: list[ActorState] = []
+        self.written = PartTotals()  # of the parts this run made
+        self.lost = PartTotals()  # of units it computed whose part was there already
+        self.write_us = 0
+        self.first_errors: list[str] = []
+
+    @property
+    def began_us(self) -> int:
+        return self._began_ns // 1000
+
+    @property
+    def wall_us(self) -> int:
+        return (time.monotonic_ns() - self._began_ns) // 1000
+
+    def add(self, unit: UnitSummary) -> None:
+        """Count a finished unit."""
+        self.write_us += unit.write_us
+        self.first_errors += unit.first_errors[: max(0, 5 - len(self.first_errors))]
+        if unit.written:
+            self.written += unit.totals
+        else:
+            self.lost += unit.totals
+
+    def record(self) -> RunRecord:
+        resolved = dict(self._resolved)
+        for actor in self.actors:
+            resolved |= actor.resolved
+        return RunRecord(
+            self.run_id, self.started_at, self.outcome, self.wall_us, dict(self.driver_us),
+            [actor.record for actor in self.actors], self.written.rows, self.written.units, self.lost.units,
+            self.written.num_input_tokens, self.written.num_cached_tokens, self.written.num_generated_tokens,
+            self.write_us,
+            self._versions, self._free, self._hourly_usd, resolved,
+        )
+
+    def save(self) -> RunRecord:
+        record = self.record()
+        self._store.replace(f"{RUNS}/{self.run_id}.json", json.dumps(record.to_json(), indent=1).encode())
+        return record
+
+
+def load_runs(store: PartStore) -> list[RunRecord]:
+    """The records of all runs, in the order they started. One that says it runs and whose process is gone from this
+    machine was killed."""
+    runs = []
+    for name in store.names(RUNS):
+        raw = store.read(f"{RUNS}/{name}")
+        if raw is not None:
+            record = RunRecord.from_json(json.loads(raw))
+            if record.outcome == "running" and _is_gone(record.versions):
+                record = RunRecord.from_json({**record.to_json(), "outcome": "killed"})
+            runs.append(record)
+    return sorted(runs, key=lambda run: (run.started_at, run.run_id))
+
+
+def _is_gone(where: Mapping[str, str]) -> bool:
+    if where.get("host") != socket.gethostname() or sys.platform != "linux":
+        return False
+    pid = where.get("pid", "")
+    return pid.isdigit() and int(pid) != os.getpid() and not os.path.exists(f"/proc/{pid}")
+
+
+def make_report(store: PartStore, job_name: str, fingerprint: str, totals: PartTotals, input_rows: int) -> RunReport:
+    """Build the job's report over its runs and put it in the output folder."""
+    report = build_report(job_name, fingerprint, load_runs(store), asdict(totals), input_rows)
+    store.replace(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())
+    store.replace(REPORT_MARKDOWN, report.to_markdown().encode())
+    return report
+
+

@@ -1,0 +1,313 @@
+"""One run of a job: resume -> execute -> verify -> report. The order in which anything becomes true is here.
+
+    plan (nothing written) -> the output is ours -> one listing -> the units that are left, through the dataflow
+      -> count -> report -> _SUCCESS
+"""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from pipeline import errors
+from pipeline.config import JobConfig
+from pipeline.cost import RunReport
+from pipeline.data.parts import SUCCESS, PartStore
+from pipeline.data.records import PartTotals
+from pipeline.errors import Interrupted, OutputError, PipelineError, TooManyRowErrors
+from pipeline.job.fingerprint import claim, record_numerics
+from pipeline.job.plan import Plan, make_plan, what_is_left
+from pipeline.job.record import STATUS, RunLog, make_report, versions
+from pipeline.job.stages import Chat, UnitSummary
+from pipeline.job.status import Status
+from pipeline.job.verify import verify, write_empty_part, write_success
+from pipeline.job.worker import Backend, WorkSpec
+
+if TYPE_CHECKING:
+    from pipeline.job.dataflow import Dataflow, FlowSpec
+
+TICK_S = 1.0
+RATE_WINDOW_S = 30.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+Show = Callable[[Status], None]
+
+
+def run_job(config: JobConfig, *, accept_numerics: bool = False, progress: Show | None = None,
+            backend: Backend | None = None) -> RunReport:
+    """Run a job, or go on with it, until its output is complete; of a finished job only the report is made again.
+
+    `progress` is called about once a second. Raises the exceptions of `pipeline.errors`; whenever one comes, what is
+    written is whole and the same call goes on from there. SIGINT and SIGTERM end the run with Interrupted after at
+    most `run.drain_s`, a second one at once (main thread only).
+    """
+    show = progress or (lambda status: None)
+    show(Status(phase="planning"))
+    began = time.monotonic_ns()
+    device = resolve_device(config)
+    plan = make_plan(config, device)
+    store = PartStore(config.output.path, config.output.storage)
+    claim(store, config.name, plan.fingerprint, accept_numerics, versions())
+    done = store.list(plan.fingerprint.short)
+    tasks = what_is_left(plan, done)
+    if not tasks and SUCCESS in store.names(""):
+        show(Status(phase="already complete", outcome="finished", rows_total=plan.num_rows,
+                    rows_done=plan.num_rows, rows_written=plan.num_rows))
+        return make_report(store, config.name, plan.fingerprint.digest, store.totals(), plan.num_rows)
+    if accept_numerics:
+        record_numerics(store, plan.fingerprint)
+    before = store.totals() if done.num_units else PartTotals()
+    log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device})
+    log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
+    run = _Run(plan, store, log, before, show)
+    with run.recorded():
+        store.clean_tmp()
+        if not plan.windows:
+            write_empty_part(plan, store, _metadata(plan))
+        run.check_error_rate()
+        if tasks:
+            run.execute(flow_spec(plan, tuple(tasks), backend or Backend()))
+        run.say("verifying")
+        started = time.monotonic_ns()
+        totals = verify(plan, store)
+        run.check_error_rate(totals)
+        log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
+    report = make_report(store, config.name, plan.fingerprint.digest, totals, plan.num_rows)
+    write_success(plan, store, totals)
+    run.say("finished")
+    return report
+
+
+def flow_spec(plan: Plan, tasks: tuple, backend: Backend) -> "FlowSpec":
+    """What each actor gets: its share of this machine's cores unless the job says so, and a GPU where it uses one."""
+    from pipeline.job.dataflow import FlowSpec
+
+    config, run = plan.config, plan.config.run
+    cores = len(os.sched_getaffinity(0))
+    cpus = run.cpus_per_actor or max(1, cores // run.actors)
+    gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
+    chat = None
+    if config.prompt.chat is not None:
+        given = config.prompt.chat
+        chat = Chat(config.prompt.messages is not None, given.system, given.add_generation_prompt, given.template_kwargs)
+    threads = max(1, int(cpus))
+    engine = config.engine_config(str(plan.model), threads)
+    work = WorkSpec(
+        backend, config.model.path, engine, config.sampling_params(), config.seed, chat,
+        config.output.path if "://" in config.output.path else os.path.abspath(config.output.path),
+        dict(config.output.storage), plan.fingerprint.short, dict(config.output.rename), _metadata(plan),
+        run.step_timeout_s, threads,
+    )
+    return FlowSpec(plan.source, tasks, plan.units, work, run.actors, cpus, gpus, run.units_in_flight, run.ray_address)
+
+
+def resolve_device(config: JobConfig) -> str:
+    """What `engine.device` is: `auto` is cuda where this machine (or the cluster to join) has a GPU."""
+    if config.engine.device != "auto":
+        return config.engine.device
+    if config.run.ray_address is not None:
+        from pipeline.job.dataflow import cluster_has_gpus
+
+        return "cuda" if cluster_has_gpus(config.run.ray_address) else "cpu"
+    if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _metadata(plan: Plan) -> dict[str, str]:
+    """Provenance, kept in each part's footer."""
+    found = {name: v for name, v in versions().items() if name not in ("host", "pid")}
+    return {
+        "pipeline.fingerprint": plan.fingerprint.digest,
+        "pipeline.model": json.dumps(plan.fingerprint.identity["model"], sort_keys=True),
+        "pipeline.numerics": json.dumps(plan.fingerprint.numerics, sort_keys=True),
+        "pipeline.versions": json.dumps(found, sort_keys=True),
+    }
+
+
+class _Run:
+    """The part of a run that goes on in time. Lives in the driver's main thread."""
+
+    def __init__(self, plan: Plan, store: PartStore, log: RunLog, before: PartTotals, show: Show) -> None:
+        self._plan = plan
+        self._store = store
+        self._log = log
+        self._before = before
+        self._show = show
+        self._phase = "starting"
+        self._signals = 0
+        self._rates: deque[tuple[float, int, int, int]] = deque()  # time, rows done, tokens in, tokens out
+
+    # Beginning and end -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around all that may fail: the run's record says how it ended, whatever it was."""
+        with self._handling_signals():
+            try:
+                self._log.save()
+                self.say("starting")
+                yield
+                self._log.outcome = "finished"
+            except TooManyRowErrors:
+                self._log.outcome = "stopped"
+                raise
+            except Interrupted:
+                self._log.outcome = "interrupted"
+                raise
+            except BaseException:
+                self._log.outcome = "failed"
+                raise
+            finally:
+                with contextlib.suppress(PipelineError):  # a full disk must not hide why the run ended
+                    self._log.save()
+                    if self._log.outcome != "finished":
+                        self._report_so_far()
+                        self.say(self._log.outcome)
+
+    def _report_so_far(self) -> None:
+        plan = self._plan
+        make_report(self._store, plan.config.name, plan.fingerprint.digest, self._done(), plan.num_rows)
+
+    def _done(self) -> PartTotals:
+        """What the output holds, as far as this run knows."""
+        return self._before + self._log.written + self._log.lost
+
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        old = {number: signal.getsignal(number) for number in SIGNALS}
+        self._install_handlers()
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _install_handlers(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+
+    # The dataflow ------------------------------------------------------------------------------------------------
+
+    def execute(self, spec: "FlowSpec") -> None:
+        """Compute what is left. Returns when each unit has its part."""
+        from pipeline.job.dataflow import Dataflow, EndOfUnits
+
+        self.say("starting Ray")
+        started = time.monotonic_ns()
+        flow = Dataflow(spec, self._log.began_us)
+        self._install_handlers()  # Ray puts its own handler for SIGTERM in the place of ours
+        self._log.driver_us["ray_start"] = (time.monotonic_ns() - started) // 1000
+        self.say("loading the model")
+        try:
+            self._consume(flow)
+        except EndOfUnits:
+            pass
+        finally:
+            self._log.actors = flow.actors(end=True) or self._log.actors
+            started = time.monotonic_ns()
+            flow.close()
+            self._log.driver_us["ray_stop"] = (time.monotonic_ns() - started) // 1000
+
+    def _consume(self, flow: "Dataflow") -> None:
+        next_tick = 0.0
+        while True:
+            summary = flow.next(timeout_s=0.2)
+            if summary is not None:
+                self._take(summary)
+            if self._signals:
+                return self._drain(flow)
+            if time.monotonic() >= next_tick:
+                self._tick(flow)
+                next_tick = time.monotonic() + TICK_S
+
+    def _take(self, summary: UnitSummary) -> None:
+        if summary.failure_kind is not None:
+            kind = getattr(errors, summary.failure_kind or "PipelineError", PipelineError)
+            raise kind(summary.failure_message)
+        self._log.add(summary)
+        self.check_error_rate()
+
+    def _drain(self, flow: "Dataflow") -> None:
+        """Let the units that are open finish, within `run.drain_s`, and take no more. Always raises Interrupted."""
+        seen, deadline = self._signals, time.monotonic() + self._plan.config.run.drain_s
+        flow.stop_admitting()
+        next_tick, asked = 0.0, time.monotonic()
+        while time.monotonic() < deadline and self._signals == seen:
+            summary = flow.next(timeout_s=0.2)
+            if summary is not None:
+                self._take(summary)
+            if time.monotonic() >= next_tick:
+                self.say("draining")
+                self._tick(flow)
+                next_tick = time.monotonic() + TICK_S
+                # Each actor hears it with its next report; a unit it has begun by then is open and waited for.
+                if time.monotonic() - asked > 3 * TICK_S and not any(a.open_units for a in self._log.actors):
+                    break
+        raise Interrupted(
+            f"Stopped by a signal with {self._done().rows} of {self._plan.num_rows} rows done. "
+            "The same command goes on from here."
+        )
+
+    # What is told ------------------------------------------------------------------------------------------------
+
+    def _tick(self, flow: "Dataflow") -> None:
+        self._log.actors = flow.actors() or self._log.actors
+        if any(actor.record.stats.get("num_steps") for actor in self._log.actors) and self._phase != "draining":
+            self._phase = "running"
+        self._log.save()
+        self.say(self._phase)
+
+    def check_error_rate(self, totals: PartTotals | None = None) -> None:
+        """Raise TooManyRowErrors as soon as the limit cannot be kept any more, however the rest goes."""
+        failed = (totals or self._done()).num_error_rows
+        limit, rows = self._plan.config.run.max_error_rate, self._plan.num_rows
+        if failed > limit * rows:
+            first = "".join(f"\n  {line}" for line in self._log.first_errors)
+            raise TooManyRowErrors(
+                f"{failed} error rows of {rows} rows are more than run.max_error_rate {limit:g} allows."
+                f"{' The first ones:' + first if first else ' See the error column of the parts.'}\n"
+                "Mend the input or raise the limit; what is done is kept and the same command goes on."
+            )
+
+    def say(self, phase: str) -> None:
+        self._phase = phase
+        status = self._status()
+        with contextlib.suppress(OutputError):
+            self._store.replace(STATUS, json.dumps(status.to_json(), indent=1).encode())
+        self._show(status)
+
+    def _status(self) -> Status:
+        log, now = self._log, time.monotonic()
+        held = self._done()
+        done = min(self._plan.num_rows, held.rows + sum(actor.open_rows_done for actor in log.actors))
+        tokens = [sum(a.record.stats.get(name, 0) for a in log.actors) for name in ("prompt_tokens", "generated_tokens")]
+        self._rates.append((now, done, *tokens))
+        while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
+            self._rates.popleft()
+        old = self._rates[0]
+        span = now - old[0]
+        rates = [(a - b) / span if span > 0 else 0.0 for a, b in zip((done, *tokens), old[1:], strict=True)]
+        return Status(
+            run_id=log.run_id, phase=self._phase, outcome=log.outcome, rows_total=self._plan.num_rows,
+            rows_done=done, rows_written=held.rows, error_rows=held.num_error_rows, units=held.units,
+            actors=len(log.actors),
+            input_tokens=tokens[0], generated_tokens=tokens[1],
+            input_tokens_per_s=rates[1], generated_tokens_per_s=rates[2],
+            eta_s=(self._plan.num_rows - done) / rates[0] if rates[0] > 0 else None,
+            elapsed_s=log.wall_us / 1e6,
+        )

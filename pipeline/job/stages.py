@@ -1,0 +1,190 @@
+"""What happens to a unit inside an engine actor: Tokenize, Generate (the supervisor's), Write. No Ray here.
+
+    Unit -> Tokenize -> requests, and completions of rows that failed before the engine
+         -> Generate -> completions, in the order they finished
+         -> Write    -> the part on disk, rows in the input's order, and a summary for the driver
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.data.parts import PartName, PartStore
+from pipeline.data.records import PartTotals, output_schema
+from pipeline.data.units import Unit
+from pipeline.engine.chat import ChatTemplateError
+from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.errors import ConfigError, RowError
+
+NUM_SHOWN_ERRORS = 5  # row errors that a summary carries for people to see
+
+
+class Tokenizer(Protocol):
+    """What Tokenize needs: `pipeline.engine.tokenizer.Tokenizer`, or a test's fake."""
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+    def encode_chat(self, messages: list[dict[str, Any]], system: str | None = None,
+                    add_generation_prompt: bool = True,
+                    template_kwargs: Mapping[str, Any] | None = None) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a prompt becomes a chat. With `from_messages` the unit's prompts are messages as JSON."""
+
+    from_messages: bool = False
+    system: str | None = None
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """What became of a unit; travels to the driver as JSON. With `failure_kind` not None nothing was written: it
+    names a class of `pipeline.errors`, or is empty for a defect, whose traceback is then the message."""
+
+    window: int
+    unit: int
+    totals: PartTotals = PartTotals()
+    written: bool = False  # False: the part was there already
+    first_errors: tuple[str, ...] = ()
+    write_us: int = 0
+    failure_kind: str | None = None
+    failure_message: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "UnitSummary":
+        raw = json.loads(text)
+        totals = PartTotals(**raw["totals"])
+        return cls(**{**raw, "totals": totals, "first_errors": tuple(raw["first_errors"])})
+
+
+def row_seed(job_seed: int, source_file: str, source_row: int) -> int:
+    """A row's 63-bit seed: it depends on nothing but the job's seed and where the row comes from."""
+    key = f"{job_seed}\0{source_file}\0{source_row}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+class Tokenize:
+    """Turns a unit's prompts into requests. A request's row_id is the row's index in the unit."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, seed: int, chat: Chat | None) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._seed = seed
+        self._chat = chat
+        self._chat_lock = threading.Lock()  # the template is rendered by one process for all threads
+
+    def __call__(self, unit: Unit) -> tuple[list[Request], list[Completion]]:
+        """The requests to make, and the completions of rows that failed already."""
+        failed: list[Completion] = []
+        wanted: list[tuple[int, str, SamplingParams]] = []
+        columns = [unit.own(name).to_pylist() for name in
+                   ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row")]
+        for i, (prompt, error, message, own, file, row) in enumerate(zip(*columns, strict=True)):
+            if error is not None:
+                failed.append(failed_row(i, error, message or ""))
+                continue
+            try:
+                values = json.loads(own) if own else {}
+                params = replace(self._params, **{**values, "seed": row_seed(self._seed, file, row)})
+            except (ConfigError, TypeError) as refused:
+                failed.append(failed_row(i, RowError.INVALID_SAMPLING, str(refused)))
+                continue
+            wanted.append((i, prompt, params))
+        if self._chat is None:
+            encoded = self._tokenizer.encode_batch([prompt for _, prompt, _ in wanted])
+            return [Request(i, ids, params) for (i, _, params), ids in zip(wanted, encoded, strict=True)], failed
+        requests = []
+        for i, prompt, params in wanted:
+            try:
+                requests.append(Request(i, self._encode_chat(prompt, self._chat), params))
+            except ChatTemplateError as refused:
+                failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(refused)))
+        return requests, failed
+
+    def _encode_chat(self, prompt: str, chat: Chat) -> list[int]:
+        messages = json.loads(prompt) if chat.from_messages else [{"role": "user", "content": prompt}]
+        with self._chat_lock:
+            return self._tokenizer.encode_chat(messages, chat.system, chat.add_generation_prompt, chat.template_kwargs)
+
+
+class Write:
+    """Turns a unit's completions into its part. Thread-safe."""
+
+    def __init__(self, store: PartStore, fingerprint: str, rename: Mapping[str, str], logprobs: bool,
+                 metadata: Mapping[str, str]) -> None:
+        self._store = store
+        self._fingerprint = fingerprint
+        self._rename = dict(rename)
+        self._logprobs = logprobs
+        self._metadata = dict(metadata)
+
+    def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
+        """Commit the unit. `completions` holds each of its rows once, in any order."""
+        started = time.monotonic_ns()
+        table = self.table(unit, completions)
+        name = PartName(self._fingerprint, unit.window, unit.index, unit.of, unit.num_rows)
+        written = self._store.write(name, table, self._metadata)
+        return UnitSummary(
+            unit.window, unit.index, PartTotals.of_table(table), written,
+            tuple(_first_errors(unit, completions)), (time.monotonic_ns() - started) // 1000,
+        )
+
+    def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:
+        """The part's rows, in the order of the input."""
+        by_row = {c.row_id: c for c in completions}
+        assert len(by_row) == len(completions) == unit.num_rows, (unit.num_rows, len(completions), len(by_row))
+        done = [by_row[i] for i in range(unit.num_rows)]
+        kept = unit.kept()
+        columns: list[Any] = [
+            [c.text for c in done],
+            [c.finish_reason for c in done],
+            [c.error for c in done],
+            [c.error_message for c in done],
+            [c.num_prompt_tokens for c in done],
+            [c.num_cached_tokens for c in done],
+            [len(c.token_ids) for c in done],
+            unit.own("source_file"),
+            unit.own("source_row"),
+        ]
+        if self._logprobs:
+            columns.append([_logprobs(c) for c in done])
+        schema = output_schema(kept.schema, self._rename, self._logprobs)
+        results = [c if isinstance(c, pa.ChunkedArray) else pa.array(c, schema.field(kept.num_columns + i).type)
+                   for i, c in enumerate(columns)]
+        table = pa.Table.from_arrays([*kept.columns, *results], schema=schema)
+        order = pc.sort_indices(pa.table({"file": unit.own("source_file"), "row": unit.own("source_row")}),
+                                sort_keys=[("file", "ascending"), ("row", "ascending")])
+        return table.take(order)
+
+
+def failed_row(row_id: object, error: str, message: str, num_prompt_tokens: int = 0) -> Completion:
+    """The completion of a row that never reached the engine."""
+    return Completion(row_id=row_id, token_ids=[], text="", finish_reason="error",
+                      num_prompt_tokens=num_prompt_tokens, error=str(error), error_message=message)
+
+
+def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
+    if completion.logprobs is None:
+        return None
+    return [{"token_id": t.token_id, "logprob": t.logprob,
+             "top": [{"token_id": i, "logprob": p} for i, p in t.top]} for t in completion.logprobs]
+
+
+def _first_errors(unit: Unit, completions: list[Completion]) -> list[str]:
+    failed = [c for c in completions if c.error is not None][:NUM_SHOWN_ERRORS]
+    files, rows = unit.own("source_file"), unit.own("source_row")
+    return [f"{files[c.row_id].as_py()} row {rows[c.row_id].as_py()}: {c.error}: {c.error_message}"  # type: ignore[index]
+            for c in failed]
+

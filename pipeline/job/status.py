@@ -1,0 +1,35 @@
+"""What a running job shows: one small record, for the terminal and for `_pipeline/status.json`."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Status:
+    """`rows_done` counts rows that are finished, also those of units that are not written yet; `rows_written` the
+    others. Tokens and rates are this run's; rates are over the last half minute. `eta_s` is None while unknown."""
+
+    run_id: str = ""
+    phase: str = "planning"
+    outcome: str = "running"
+    rows_total: int = 0
+    rows_done: int = 0
+    rows_written: int = 0
+    error_rows: int = 0
+    units: int = 0
+    actors: int = 0
+    input_tokens: int = 0
+    generated_tokens: int = 0
+    input_tokens_per_s: float = 0.0
+    generated_tokens_per_s: float = 0.0
+    eta_s: float | None = None
+    elapsed_s: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "Status":
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in raw.items() if key in known})

@@ -1,0 +1,354 @@
+"""Keeps one engine process alive for an actor and hands rows to it: the bookkeeping that outlives any engine.
+
+One thread, the keeper, starts the process, reads what it says and notices its end: by itself, by a crash, or by our
+own kill when a step takes longer than allowed. Rows that were in a process when it ended are handed to the next one.
+Rows that were there twice are suspects: they are tried in halves, alone, until the one that ends the process is
+found; it becomes an error row and the rest go on. What cannot be blamed on rows ends the actor with a typed error.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+
+from pipeline import errors
+from pipeline.engine.params import Completion, EngineConfig, Request
+from pipeline.errors import EnvironmentFailed, PipelineError, RowError
+from pipeline.job.clock import now_us
+from pipeline.job.messages import (
+    Add,
+    Crashed,
+    Finished,
+    Loading,
+    Progress,
+    Ready,
+    Start,
+    StartFailed,
+    ToEngine,
+)
+from pipeline.job.timeline import Timeline
+
+MAX_START_DEATHS = 3  # in a row, without a word why
+MAX_CONVICTIONS = 5  # rows found guilty in a row, without one completion between them: the engine is broken, not they
+LOAD_TIMEOUT_S = 3600.0
+POLL_S = 0.25
+LAST_WORDS_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start an engine's process. `factory` is `module:callable`, called with `config` in the process."""
+
+    factory: str
+    config: EngineConfig
+    step_timeout_s: float = 300.0
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Ticket:
+    """The rows of one call of `generate`, and the event that tells when none is open."""
+
+    def __init__(self, num_open: int) -> None:
+        self.num_open = num_open
+        self.completions: list[Completion] = []
+        self.failure: PipelineError | None = None
+        self.done = threading.Event()
+        if num_open == 0:
+            self.done.set()
+
+
+@dataclass
+class _Row:
+    request: Request  # its row_id is our key
+    row_id: object  # the caller's
+    ticket: Ticket
+    deaths: int = 0  # processes that ended with this row inside
+
+
+class _Child:
+    """One engine process and the socket to it."""
+
+    def __init__(self, launch: Launch) -> None:
+        ours, theirs = socket.socketpair()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        environment = {**os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.job.engine_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
+                env=environment, start_new_session=True,
+            )
+        self.connection = Connection(ours.detach())
+        self.ready = False
+        self.heard_us = now_us()
+        self.crash = ""
+        self.send(Start(launch.factory, launch.config))
+
+    def send(self, message: ToEngine) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed by the keeper, which then sends the rows again
+            self.connection.send(message)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    def bury(self) -> str:
+        """Wait for the process's end; how it ended and the last lines it wrote."""
+        self.kill()
+        code = self.process.wait()
+        self.connection.close()
+        with self.log:
+            size = self.log.seek(0, os.SEEK_END)
+            self.log.seek(max(0, size - LAST_WORDS_BYTES))
+            words = (self.crash or self.log.read().decode(errors="replace")).strip()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{how}{': ' + words[-LAST_WORDS_BYTES:] if words else ''}"
+
+
+class Supervisor:
+    """Thread-safe. `generate` may be called from several threads, so that units overlap in the engine."""
+
+    def __init__(self, launch: Launch, birth_us: int | None = None) -> None:
+        self._launch = launch
+        self._lock = threading.Lock()  # guards everything below but `_child`'s process
+        self._rows: dict[int, _Row] = {}  # open rows by key, in the order they came
+        self._waiting: list[int] = []  # not in the process; sent when no trial is on
+        self._inside: dict[int, None] = {}  # in the process, in the order they were sent
+        self._trials: list[list[int]] = []  # groups of suspects still to try; the last one is being tried
+        self._next_key = 0
+        self._convictions = 0
+        self._failure: PipelineError | None = None
+        self._closed = False
+        self._timeline = Timeline(now_us() if birth_us is None else birth_us)
+        self._past_stats: dict[str, int] = {}  # of processes that ended
+        self._stats: dict[str, int] = {}  # of the one that runs
+        self.restarts = 0
+        self.resolved: dict[str, str | int] = {}
+        self._child: _Child | None = None
+        self._keeper = threading.Thread(target=self._keep, daemon=True, name="engine keeper")
+        self._keeper.start()
+
+    # For the actor's threads -------------------------------------------------------------------------------------
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        """The completions of `requests`, in the order they finished. Blocks; raises what ended the engine for good."""
+        ticket = Ticket(len(requests))
+        with self._lock:
+            if self._failure is not None:
+                raise _again(self._failure)
+            for request in requests:
+                key = self._next_key
+                self._next_key += 1
+                self._rows[key] = _Row(replace(request, row_id=key), request.row_id, ticket)
+                self._waiting.append(key)
+            self._admit()
+        ticket.done.wait()
+        if ticket.failure is not None:
+            raise _again(ticket.failure)
+        return ticket.completions
+
+    def phases(self) -> dict[str, int]:
+        with self._lock:
+            return self._timeline.phases(now_us())
+
+    def stats(self) -> dict[str, int]:
+        """EngineStats' sums over all processes of this actor."""
+        with self._lock:
+            return _sum(self._past_stats, self._stats)
+
+    def at_rest(self) -> str:
+        """The phase the actor's time goes to while nothing more is heard of it."""
+        with self._lock:
+            return self._timeline.at_rest
+
+    def open_rows_done(self) -> int:
+        """Rows that are finished, of calls of `generate` that are still open."""
+        with self._lock:
+            return sum(len(ticket.completions) for ticket in {row.ticket for row in self._rows.values()})
+
+    def close(self) -> None:
+        """End the engine. Open calls of `generate` raise EnvironmentFailed."""
+        self._closed = True
+        child = self._child
+        if child is not None:
+            child.kill()
+        self._keeper.join()
+
+    # The keeper's thread -----------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        start_deaths = 0
+        try:
+            while not self._closed:
+                child = self._child = _Child(self._launch)
+                try:
+                    self._attend(child)
+                finally:
+                    how = child.bury()
+                if self._closed:
+                    break
+                start_deaths = 0 if child.ready else start_deaths + 1
+                if start_deaths >= MAX_START_DEATHS:
+                    raise EnvironmentFailed(f"The engine's process ended {start_deaths} times while it loaded "
+                                            f"{self._launch.config.model} ({how}). Is there enough memory?")
+                self._after_death(how)
+            raise EnvironmentFailed("The engine was closed.")
+        except PipelineError as error:
+            self._fail(error)
+        except Exception:
+            self._fail(PipelineError(f"The engine's supervisor failed.\n{traceback.format_exc()}"))
+
+    def _attend(self, child: _Child) -> None:
+        """Read what the process says until it ends."""
+        while True:
+            if child.connection.poll(POLL_S):
+                try:
+                    message = child.connection.recv()
+                except (EOFError, OSError, pickle.UnpicklingError):
+                    return
+                child.heard_us = now_us()
+                self._receive(child, message)
+            elif self._closed or self._is_hung(child):
+                child.kill()  # the socket closes and the loop ends
+
+    def _is_hung(self, child: _Child) -> bool:
+        silent_s = (now_us() - child.heard_us) / 1e6
+        if not child.ready:
+            return silent_s > LOAD_TIMEOUT_S
+        if silent_s <= self._launch.step_timeout_s or not self._inside:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(signal.SIGUSR1)  # its stack goes to its log, and from there into our message
+        try:
+            child.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            pass
+        return True
+
+    def _receive(self, child: _Child, message: object) -> None:
+        with self._lock:
+            match message:
+                case Loading(now_us=now):
+                    self._timeline.enter("load", now)
+                case Ready(now_us=now, resolved=resolved):
+                    self._timeline.enter(None, now)
+                    self.resolved = resolved
+                    child.ready = True
+                    self._admit()
+                case StartFailed(kind=kind, message=text):
+                    raise _typed(kind, text)
+                case Finished(completions=completions):
+                    for completion in completions:
+                        self._settle(completion.row_id, completion)
+                    self._convictions = 0
+                    self._admit()
+                case Progress(now_us=now, busy_us=busy_us, idle_us=idle_us, stats=stats):
+                    self._timeline.progress(now, busy_us, idle_us, stats)
+                    self._stats = stats
+                case Crashed(message=text):
+                    child.crash = text
+
+    # Under the lock ----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Send what may go in: the group on trial alone, or all that waits."""
+        child = self._child
+        if child is None or not child.ready:
+            return
+        if self._trials:
+            if self._inside:
+                return
+            group = [key for key in self._trials[-1] if key in self._rows]
+            if not group:
+                self._trials.pop()
+                return self._admit()
+        else:
+            group, self._waiting = self._waiting, []
+        if group:
+            self._inside.update(dict.fromkeys(group))
+            child.send(Add(tuple(self._rows[key].request for key in group)))
+
+    def _settle(self, key: object, completion: Completion) -> None:
+        assert isinstance(key, int)
+        row = self._rows.pop(key, None)
+        self._inside.pop(key, None)
+        if row is None:
+            return
+        row.ticket.completions.append(replace(completion, row_id=row.row_id))
+        row.ticket.num_open -= 1
+        if row.ticket.num_open == 0:
+            row.ticket.done.set()
+
+    def _after_death(self, how: str) -> None:
+        with self._lock:
+            inside = list(self._inside)
+            self._inside = {}
+            self._child = None
+            self.restarts += 1
+            self._past_stats, self._stats = _sum(self._past_stats, self._stats), {}
+            self._timeline.lost(now_us(), had_rows=bool(inside))
+            for key in inside:
+                self._rows[key].deaths += 1
+            if self._trials:
+                self._split(self._trials.pop(), how)
+                return
+            suspects = [key for key in inside if self._rows[key].deaths >= 2]
+            cleared = [key for key in inside if self._rows[key].deaths < 2]
+            self._waiting = cleared + self._waiting
+            if suspects:
+                self._split(suspects, how)
+
+    def _split(self, group: list[int], how: str) -> None:
+        """The process ended with exactly these rows inside (those that had finished are gone from `_rows`)."""
+        group = [key for key in group if key in self._rows]
+        if len(group) != 1:
+            half = len(group) // 2
+            self._trials += [part for part in (group[half:], group[:half]) if part]
+            return
+        self._convictions += 1
+        if self._convictions >= MAX_CONVICTIONS:
+            raise EnvironmentFailed(f"{self._convictions} rows in a row ended the engine's process ({how}). "
+                                    "The engine or its device is at fault, not the rows.")
+        row = self._rows[group[0]]
+        self._settle(group[0], Completion(
+            row_id=None, token_ids=[], text="", finish_reason="error",
+            num_prompt_tokens=len(row.request.prompt_token_ids), error=RowError.ENGINE_FAILURE.value,
+            error_message="the engine's process ended each time it computed this row, also when alone",
+        ))
+
+    def _fail(self, error: PipelineError) -> None:
+        with self._lock:
+            self._failure = error
+            if self._child is not None and not self._closed:
+                self._timeline.lost(now_us(), had_rows=bool(self._inside))
+            for ticket in {row.ticket for row in self._rows.values()}:
+                ticket.failure = error
+                ticket.done.set()
+            self._rows.clear()
+            self._waiting.clear()
+            self._inside.clear()
+
+
+def _typed(kind: str, message: str) -> PipelineError:
+    """The exception that the engine's process named."""
+    error = getattr(errors, kind, None) if kind else None
+    if isinstance(error, type) and issubclass(error, PipelineError):
+        return error(message)
+    return PipelineError(f"The engine could not be built.\n{message}")
+
+
+def _again(error: PipelineError) -> PipelineError:
+    """A fresh exception for each thread: one raised in several threads would mix their tracebacks."""
+    return type(error)(str(error))
+
+
+def _sum(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}

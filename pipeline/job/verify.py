@@ -1,0 +1,39 @@
+"""The count before `_SUCCESS`: every row of the input is in the output once, as its parts and their names say."""
+
+import json
+
+from pipeline.data.parts import PartName, PartStore
+from pipeline.data.records import PartTotals
+from pipeline.errors import OutputError, PipelineError
+from pipeline.job.plan import Plan, what_is_left
+
+
+def write_empty_part(plan: Plan, store: PartStore, metadata: dict[str, str]) -> None:
+    """An input of no rows has an output too: one part of no rows, with all columns."""
+    store.write(PartName(plan.fingerprint.short, 0, 0, 1, 0), plan.schema.empty_table(), metadata)
+
+
+def verify(plan: Plan, store: PartStore) -> PartTotals:
+    """What the output holds. Raises where it is not exactly the input's rows."""
+    progress = store.list(plan.fingerprint.short)
+    left = what_is_left(plan, progress)
+    if left:
+        raise PipelineError(f"{store.path}: window {left[0].window.index} and {len(left) - 1} more are not complete "
+                            "though all units are done; run again to do them")
+    totals = store.totals()
+    if totals.rows != plan.num_rows or progress.num_rows != plan.num_rows:
+        raise OutputError(f"{store.path}: the parts hold {totals.rows} rows by their footers and {progress.num_rows} by "
+                          f"their names, the input has {plan.num_rows}; were parts added or removed by hand?")
+    return totals
+
+
+def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:
+    """The last thing a job does."""
+    counts = {
+        "job": plan.config.name, "fingerprint": plan.fingerprint.digest, "input_rows": plan.num_rows,
+        "completed_rows": totals.rows - totals.num_error_rows, "error_rows": totals.num_error_rows,
+        "errors": dict(totals.error_rows), "parts": totals.units,
+        "num_input_tokens": totals.num_input_tokens, "num_cached_tokens": totals.num_cached_tokens,
+        "num_generated_tokens": totals.num_generated_tokens,
+    }
+    store.success(json.dumps(counts, indent=1).encode())

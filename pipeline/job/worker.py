@@ -1,0 +1,115 @@
+"""One engine actor's work, without Ray: a supervisor, the stages around it and the actor's own record.
+
+Several units are worked on at once, each in a thread of its own, so that the engine goes on with one unit's rows
+while another is tokenized or written.
+"""
+
+import dataclasses
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.parts import PartStore
+from pipeline.data.units import Unit
+from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.errors import PipelineError
+from pipeline.job.checkpoint import resolve_model
+from pipeline.job.engine_process import load_factory
+from pipeline.job.ledger import ActorState
+from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write
+from pipeline.job.supervisor import Launch, Supervisor
+from pipeline.metrics import ActorRecord
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What computes: `module:callable` of the engine (called with an EngineConfig, in its own process) and of the
+    tokenizer (called with the model's folder). Tests name fakes here."""
+
+    engine: str = "pipeline.engine.engine:Engine"
+    tokenizer: str = "pipeline.engine.tokenizer:Tokenizer.from_folder"
+
+
+@dataclass(frozen=True)
+class WorkSpec:
+    """All that an actor needs to know of its job. Picklable; `storage` may hold secrets and is never shown."""
+
+    backend: Backend
+    model: str  # as the job file has it, for a machine where the folder is not there
+    engine: EngineConfig  # its model is the folder that the driver found
+    params: SamplingParams
+    seed: int
+    chat: Chat | None
+    output: str
+    storage: Mapping[str, Any] = field(repr=False)
+    fingerprint: str
+    rename: Mapping[str, str]
+    metadata: Mapping[str, str]
+    step_timeout_s: float
+    num_threads: int
+
+
+class Worker:
+    """Thread-safe. `process` takes a unit all the way; the rest is for the report."""
+
+    def __init__(self, spec: WorkSpec, actor: int, birth_us: int) -> None:
+        self._actor = actor
+        self._lock = threading.Lock()
+        self._units = self._rows = self._error_rows = 0
+        self._open_units = 0
+        folder = spec.engine.model if Path(spec.engine.model).is_dir() else str(resolve_model(spec.model))
+        threads = str(spec.num_threads)
+        self._supervisor = Supervisor(
+            Launch(
+                spec.backend.engine,
+                dataclasses.replace(spec.engine, model=folder, num_threads=spec.num_threads),
+                spec.step_timeout_s,
+                # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
+                {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
+            ),
+            birth_us,
+        )
+        # While the engine's process starts:
+        tokenizer = load_factory(spec.backend.tokenizer)(folder)
+        self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
+        self._write = Write(PartStore(spec.output, spec.storage), spec.fingerprint, spec.rename,
+                            spec.params.logprobs is not None, spec.metadata)
+
+    def process(self, data: bytes) -> UnitSummary:
+        """Tokenize, generate, write. A failure of the system comes back in the summary, as its type and message."""
+        unit = Unit.from_bytes(data)
+        with self._lock:
+            self._open_units += 1
+        try:
+            requests, completions = self._tokenize(unit)
+            completions += self._supervisor.generate(requests)
+            summary = self._write(unit, completions)
+        except PipelineError as error:
+            return UnitSummary(unit.window, unit.index,
+                               failure_kind=type(error).__name__, failure_message=str(error))
+        except Exception:
+            return UnitSummary(unit.window, unit.index, failure_kind="",
+                               failure_message=traceback.format_exc())
+        finally:
+            with self._lock:
+                self._open_units -= 1
+        with self._lock:
+            self._units += 1
+            self._rows += summary.totals.rows
+            self._error_rows += summary.totals.num_error_rows
+        return summary
+
+    def state(self) -> ActorState:
+        with self._lock:
+            record = ActorRecord(
+                self._actor, self._supervisor.phases(), self._supervisor.stats(),
+                self._units, self._rows, self._error_rows, self._supervisor.restarts,
+            )
+            return ActorState(record, self._open_units, self._supervisor.open_rows_done(),
+                              at_rest=self._supervisor.at_rest(), resolved=self._supervisor.resolved)
+
+    def close(self) -> None:
+        self._supervisor.close()

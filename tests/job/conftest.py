@@ -1,0 +1,94 @@
+"""A small job over a fake engine, and one local Ray for all tests of the session that need one."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from pipeline.config import JobConfig, load_job
+from pipeline.job.worker import Backend
+from tests.job.fake_engine import answer, text_of
+
+FAKES = Backend("tests.job.fake_engine:FakeEngine", "tests.job.fake_engine:load_tokenizer")
+
+
+class Job:
+    """A job file, its input and its model in one folder. `config(...)` writes and loads it with changes laid on top."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.output = folder / "out"
+        self.settings = {
+            "input": {"path": str(folder / "in"), "columns": ["id"]},
+            "prompt": {"template": "Say {text}"},
+            "model": {"path": str(folder / "model")},
+            "engine": {"device": "cpu"},
+            "sampling": {"max_tokens": 6},
+            "output": {"path": str(self.output)},
+            "run": {"window_rows": 20, "unit_rows": 8, "max_error_rate": 0.5, "drain_s": 5},
+        }
+        (folder / "in").mkdir()
+        self.fake()
+
+    def rows(self, texts: list[str | None], per_file: int = 1000) -> "Job":
+        for number, start in enumerate(range(0, max(1, len(texts)), per_file)):
+            some = texts[start : start + per_file]
+            table = pa.table({"id": pa.array(range(start, start + len(some)), pa.int64()),
+                              "text": pa.array(some, pa.string())})
+            pq.write_table(table, self.folder / "in" / f"f{number}.parquet", row_group_size=10)
+        return self
+
+    def fake(self, **behaviour) -> "Job":
+        model = self.folder / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps({"fake": behaviour}))
+        return self
+
+    def config(self, **sections) -> JobConfig:
+        settings = {name: {**self.settings.get(name, {}), **sections.get(name, {})}
+                    for name in {**self.settings, **sections}}
+        path = self.folder / "job.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        return load_job(path)
+
+    def parts(self) -> list[Path]:
+        return sorted(self.output.glob("part-*.parquet"))
+
+    def table(self) -> pa.Table:
+        return pa.concat_tables([pq.read_table(part) for part in self.parts()])
+
+    def check(self, texts: list[str | None], per_file: int = 1000, seed: int = 0) -> None:
+        """The output holds each input row once, with the answer that an undisturbed run gives."""
+        from pipeline.job.stages import row_seed
+
+        rows = {row["id"]: row for row in self.table().to_pylist()}
+        assert self.table().num_rows == len(texts) == len(rows)
+        for i, text in enumerate(texts):
+            row = rows[i]
+            where = (f"f{i // per_file}.parquet", i % per_file)
+            assert (row["source_file"], row["source_row"]) == where
+            if text is None:
+                assert (row["error"], row["generated_text"], row["finish_reason"]) == ("null_prompt", "", "error")
+                continue
+            if row["error"] is not None:
+                continue
+            assert row["generated_text"] == text_of(answer(list(f"Say {text}".encode()), row_seed(seed, *where), 6))
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def local_ray():
+    import ray
+
+    import pipeline.job.dataflow  # noqa: F401 - sets how loud Ray is
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()

@@ -1,0 +1,106 @@
+"""An engine and a tokenizer without a model: tokens follow from the prompt and the row's seed alone.
+
+How it behaves is written in the model folder's config.json under "fake": step_s, max_num_seqs, load_s, fail_load
+(a kind of `pipeline.errors`), and texts that, met in a running prompt, end the process (kill), hang it (hang) or raise
+(crash). A `once` file path limits the fault to the first time.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from pipeline import errors
+from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request
+
+
+class FakeTokenizer:
+    digest = "fake"
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def encode_chat(self, messages, system=None, add_generation_prompt=True, template_kwargs=None) -> list[int]:
+        text = f"[{system}]" if system else ""
+        return list((text + "".join(f"<{m['role']}>{m['content']}" for m in messages)).encode())
+
+
+def load_tokenizer(folder: str) -> FakeTokenizer:
+    return FakeTokenizer()
+
+
+def answer(prompt_token_ids: list[int], seed: int | None, max_tokens: int) -> list[int]:
+    digest = hashlib.sha256(bytes(prompt_token_ids) + str(seed).encode()).digest()
+    length = 1 + digest[0] % max_tokens
+    return [digest[i % 32] for i in range(length)]
+
+
+def text_of(token_ids: list[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+class FakeEngine:
+    def __init__(self, config: EngineConfig) -> None:
+        fake = json.loads((Path(config.model) / "config.json").read_text()).get("fake", {})
+        self.fake = fake
+        if "fail_load" in fake:
+            raise getattr(errors, fake["fail_load"])(f"{config.model}: fake failure")
+        if fake.get("die_loading"):
+            os._exit(9)
+        time.sleep(fake.get("load_s", 0))
+        self.resolved = {"device": "fake", "max_num_seqs": fake.get("max_num_seqs", 8)}
+        self.stats = EngineStats()
+        self.waiting: list[Request] = []
+        self.running: dict[object, tuple[Request, list[int], int]] = {}
+
+    def warm_up(self) -> None:
+        pass
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        started = time.monotonic_ns() // 1000
+        while self.waiting and len(self.running) < self.fake.get("max_num_seqs", 8):
+            request = self.waiting.pop(0)
+            ids = answer(request.prompt_token_ids, request.params.seed, request.params.max_tokens)
+            self.running[request.row_id] = (request, ids, 0)
+            self.stats.prompt_tokens += len(request.prompt_token_ids)
+        prefilled = time.monotonic_ns() // 1000
+        for request, _, _ in self.running.values():
+            self._maybe_fail(bytes(request.prompt_token_ids).decode(errors="replace"))
+        time.sleep(self.fake.get("step_s", 0.0))
+        finished = []
+        for key, (request, ids, num_done) in list(self.running.items()):
+            self.stats.generated_tokens += 1
+            self.running[key] = (request, ids, num_done + 1)
+            if num_done + 1 == len(ids):
+                del self.running[key]
+                reason = "length" if len(ids) == request.params.max_tokens else "stop"
+                finished.append(Completion(request.row_id, ids, text_of(ids), reason, len(request.prompt_token_ids)))
+        self.stats.num_steps += 1
+        self.stats.prefill_us += prefilled - started
+        self.stats.decode_us += time.monotonic_ns() // 1000 - prefilled
+        return finished
+
+    def _maybe_fail(self, prompt: str) -> None:
+        fault = next((kind for kind in ("kill", "hang", "crash") if self.fake.get(kind, "\0") in prompt), None)
+        if fault is None:
+            return
+        once = self.fake.get("once")
+        if once is not None:
+            try:
+                Path(once).touch(exist_ok=False)
+            except FileExistsError:
+                return
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "hang":
+            time.sleep(1000)
+        raise RuntimeError("a fake step failed")

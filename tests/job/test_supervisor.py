@@ -1,0 +1,166 @@
+"""The engine's process ends in every way it can; each row still gets exactly one completion, the same as ever."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
+from pipeline.job.supervisor import Launch, Supervisor
+from tests.job.fake_engine import answer
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(fake=..., step_timeout_s=...) -> Supervisor over a fake engine."""
+    started = []
+
+    def start(step_timeout_s: float = 60.0, **fake) -> Supervisor:
+        (tmp_path / "config.json").write_text(json.dumps({"fake": fake}))
+        launch = Launch("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path)), step_timeout_s)
+        started.append(Supervisor(launch))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        supervisor.close()
+
+
+def requests(prompts: list[str]) -> list[Request]:
+    return [Request(i, list(p.encode()), SamplingParams(max_tokens=6, seed=i)) for i, p in enumerate(prompts)]
+
+
+def check(asked: list[Request], completions, failed: set[int] = frozenset()) -> None:
+    assert sorted(c.row_id for c in completions) == [r.row_id for r in asked]
+    for completion in completions:
+        request = asked[completion.row_id]
+        if completion.row_id in failed:
+            assert (completion.error, completion.finish_reason) == ("engine_failure", "error")
+            assert (completion.text, completion.token_ids) == ("", [])
+        else:
+            assert completion.error is None
+            assert completion.token_ids == answer(request.prompt_token_ids, request.params.seed, 6)
+
+
+def test_rows_of_several_threads_come_back_to_their_callers(start):
+    supervisor = start()
+    asked = [requests([f"thread {t} row {i}" for i in range(20)]) for t in range(4)]
+    answers = {}
+    threads = [threading.Thread(target=lambda t=t: answers.update({t: supervisor.generate(asked[t])})) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for t in range(4):
+        check(asked[t], answers[t])
+    assert supervisor.restarts == 0
+    assert supervisor.generate([]) == []
+
+
+def test_a_process_that_dies_once_is_replaced_and_no_row_is_blamed(start, tmp_path):
+    supervisor = start(kill="row 3", once=str(tmp_path / "once"))
+    asked = requests([f"row {i}" for i in range(10)])
+    check(asked, supervisor.generate(asked))
+    assert supervisor.restarts == 1
+
+
+@pytest.mark.parametrize("fault", ["kill", "crash"])
+def test_the_row_that_ends_the_process_is_found_and_becomes_an_error_row(start, fault):
+    supervisor = start(**{fault: "poison"})
+    asked = requests([f"row {i}" + " poison" * (i == 5) for i in range(12)])
+    check(asked, supervisor.generate(asked), failed={5})
+    assert supervisor.restarts <= 7
+    more = requests(["after"])
+    check(more, supervisor.generate(more))
+
+
+def test_a_hung_step_is_ended_and_its_row_found(start):
+    supervisor = start(hang="poison", step_timeout_s=0.6)
+    asked = requests(["fine", "poison", "fine too"])
+    check(asked, supervisor.generate(asked), failed={1})
+
+
+def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
+    supervisor = start(kill="row")
+    with pytest.raises(EnvironmentFailed, match="rows in a row ended the engine's process .signal SIGKILL"):
+        supervisor.generate(requests([f"row {i}" for i in range(8)]))
+
+
+def test_a_bad_model_fails_fast_with_its_own_message(start):
+    supervisor = start(fail_load="ModelError")
+    for _ in range(2):
+        with pytest.raises(ModelError, match="fake failure"):
+            supervisor.generate(requests(["row"]))
+    assert supervisor.restarts == 0
+
+
+def test_a_process_that_dies_while_loading_is_tried_a_few_times(start):
+    supervisor = start(die_loading=True)
+    with pytest.raises(EnvironmentFailed, match="ended 3 times while it loaded .*exit code 9"):
+        supervisor.generate(requests(["row"]))
+
+
+def test_a_factory_that_is_not_there_is_our_defect(tmp_path):
+    supervisor = Supervisor(Launch("tests.job.fake_engine:Nothing", EngineConfig(model=str(tmp_path))))
+    with pytest.raises(PipelineError, match="AttributeError"):
+        supervisor.generate(requests(["row"]))
+    supervisor.close()
+
+
+def test_closing_ends_the_process_and_open_calls(start):
+    supervisor = start(step_s=0.2)
+    failures = []
+
+    def call():
+        try:
+            supervisor.generate(requests(["row"] * 100))
+        except EnvironmentFailed as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(1.0)
+    process = supervisor._child.process
+    supervisor.close()
+    thread.join(timeout=5)
+    assert failures == ["The engine was closed."]
+    assert process.poll() is not None
+
+
+def test_the_process_ends_with_its_parents_socket(start):
+    supervisor = start(step_s=0.05)
+    done = threading.Thread(target=lambda: pytest.raises(PipelineError, supervisor.generate, requests(["row"] * 50)))
+    done.start()
+    time.sleep(1.0)
+    child = supervisor._child
+    supervisor._closed = True  # as if the parent died: nothing kills the process, only its socket closes
+    import socket
+
+    sock = socket.socket(fileno=socket.dup(child.connection.fileno()) if hasattr(socket, "dup") else 0)
+    sock.shutdown(socket.SHUT_RDWR)
+    child.process.wait(timeout=5)
+    assert child.process.returncode == 0
+    done.join()
+
+
+def test_phases_sum_to_the_time_exactly(start, tmp_path):
+    supervisor = start(step_s=0.02, kill="row 3", once=str(tmp_path / "once"), load_s=0.1)
+    for _ in range(2):
+        supervisor.generate(requests([f"row {i}" for i in range(10)]))
+        time.sleep(0.3)
+    time.sleep(0.8)
+    with supervisor._lock:
+        timeline = supervisor._timeline
+        assert sum(timeline.phases(timeline.covered_us).values()) == timeline.covered_us - timeline.birth_us
+        phases = timeline.phases(timeline.covered_us)
+    assert all(phases[name] > 0 for name in ("startup", "load", "decode", "repeated", "waiting", "tail")), phases
+    assert phases["load"] >= 200_000
+    assert phases["tail"] >= 500_000
+    assert supervisor.stats()["generated_tokens"] > 0
+
+
+def test_test_model_folder_is_read(start):
+    assert Path(start()._launch.config.model).exists()
