@@ -118,7 +118,9 @@ def quantize_randomly(source: Path, folder: Path, group_size: int, zero_point: b
         z = rng.integers(3, 13, (inputs // group_size, outputs)) if zero_point else np.full((inputs // group_size, outputs), 8)
         scale = rng.uniform(0.02, 0.06, (inputs // group_size, outputs)).astype(np.float16)
         stem = name.removesuffix(".weight")
-        packed[f"{stem}.qweight"], packed[f"{stem}.qzeros"] = _pack(q), _pack(z)
+        packed[f"{stem}.qweight"] = _pack(q)
+        if zero_point:
+            packed[f"{stem}.qzeros"] = _pack(z)
         packed[f"{stem}.scales"] = torch.from_numpy(scale)
         group = np.repeat(np.arange(inputs // group_size), group_size)
         value = (q - z[group]).astype(np.float32) * scale[group].astype(np.float32)

@@ -157,5 +157,5 @@ class WeightReader:
     def _linear(self, prefix: str, shape_NK: tuple[int, int], bias: bool) -> LinearWeight:
         bias_N = self.checkpoint.take_float(f"{prefix}.bias", shape_NK[:1]) if bias else None
         if self.config.awq is not None and any(f"{prefix}.{s}" in self.checkpoint for s in SUFFIXES):
-            return read_linear(prefix, shape_NK, self.config.awq, self.checkpoint.take, bias_N)
+            return read_linear(prefix, shape_NK, self.config.awq, self.checkpoint, bias_N)
         return DenseWeight(self.checkpoint.take_float(f"{prefix}.weight", shape_NK), bias_N)

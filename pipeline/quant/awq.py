@@ -5,9 +5,8 @@ Layout (AutoAWQ, `awq/modules/linear/gemm.py`): for a linear of K inputs and N o
 weight[k, n] = (q - z) * scale.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +16,13 @@ from pipeline.quant.packed import GroupIntWeight
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP_SIZES = (32, 64, 128)
 SUFFIXES = ("qweight", "qzeros", "scales")
+
+
+class Tensors(Protocol):
+    """Named tensors of a checkpoint; `take` raises ModelError for a name it does not have."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def take(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -54,25 +60,25 @@ def unpack_columns(packed: torch.Tensor) -> torch.Tensor:
 
 
 def read_linear(
-    prefix: str, shape_NK: tuple[int, int], awq: AwqFormat, take: Callable[[str], torch.Tensor],
-    bias_N: torch.Tensor | None,
+    prefix: str, shape_NK: tuple[int, int], awq: AwqFormat, tensors: Tensors, bias_N: torch.Tensor | None
 ) -> GroupIntWeight:
-    """Build one linear from the tensors `prefix`.qweight / .qzeros / .scales, which `take` returns by name.
+    """Build one linear from the tensors `prefix`.qweight / .qzeros / .scales.
 
+    A symmetric checkpoint (`zero_point` false) has zeros of 8; its qzeros are absent or empty (all bits zero).
     Raises ModelError when a tensor's type or shape is not the layout's for `shape_NK` (N, K).
     """
     n, k = shape_NK
     g = awq.group_size
     if k % g or n % 8:
         raise ModelError(f"{prefix}: {k} inputs and {n} outputs do not divide into groups of {g} and packs of 8")
-    qweight = _expect(take(f"{prefix}.qweight"), f"{prefix}.qweight", (k, n // 8), (torch.int32,))
+    qweight = _expect(tensors.take(f"{prefix}.qweight"), f"{prefix}.qweight", (k, n // 8), (torch.int32,))
     float_types = (torch.float16, torch.bfloat16, torch.float32)
-    scales = _expect(take(f"{prefix}.scales"), f"{prefix}.scales", (k // g, n), float_types)
-    if awq.zero_point:
-        qzeros = _expect(take(f"{prefix}.qzeros"), f"{prefix}.qzeros", (k // g, n // 8), (torch.int32,))
-        zeros_GN = unpack_columns(qzeros).to(torch.float32)
-    else:
-        zeros_GN = torch.full((k // g, n), 8.0)
+    scales = _expect(tensors.take(f"{prefix}.scales"), f"{prefix}.scales", (k // g, n), float_types)
+    zeros_GN = torch.full((k // g, n), 8.0)
+    if awq.zero_point or f"{prefix}.qzeros" in tensors:
+        qzeros = _expect(tensors.take(f"{prefix}.qzeros"), f"{prefix}.qzeros", (k // g, n // 8), (torch.int32,))
+        if awq.zero_point or bool(qzeros.any()):
+            zeros_GN = unpack_columns(qzeros).to(torch.float32)
     return GroupIntWeight(
         unpack_columns(qweight).t().contiguous(), scales.to(torch.float32).t().contiguous(),
         zeros_GN.t().contiguous(), g, bias_N,
