@@ -121,20 +121,22 @@ def _parse(template: str) -> tuple[str, ...]:
 
 def render(table: pa.Table, spec: PromptSpec) -> Rendered:
     """Render every row of `table`. A bad row is an error of its own and never an exception."""
-    rows = _messages_rows(table, spec) if spec.messages is not None else _text_rows(table, spec)
+    make_rows = _text_rows if spec.messages is None else _messages_rows
     out = Rendered([], [], [])
-    for make in rows:
-        try:
-            prompt, code, message = make(), None, None
-        except _Refused as e:
-            prompt, code, message = None, str(e.code), str(e)
-        out.prompts.append(prompt)
-        out.errors.append(code)
-        out.messages.append(message)
+    # some rows at a time, so that the columns never lie in memory as Python objects whole
+    for batch in table.to_batches(max_chunksize=1024):
+        for make in make_rows(batch, spec):
+            try:
+                prompt, code, message = make(), None, None
+            except _Refused as e:
+                prompt, code, message = None, str(e.code), str(e)
+            out.prompts.append(prompt)
+            out.errors.append(code)
+            out.messages.append(message)
     return out
 
 
-def _text_rows(table: pa.Table, spec: PromptSpec) -> Iterator[Any]:
+def _text_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
     parts = _parse(spec.template) if spec.template is not None else ("", spec.column or "", "")
     literals, names = parts[0::2], parts[1::2]
     literal_bytes = sum(len(text.encode()) for text in literals)
@@ -181,7 +183,7 @@ def _decode(value: bytes, name: str) -> str:
         raise _Refused(RowError.INVALID_UTF8, f"column {name!r}: byte {e.start} is not UTF-8") from e
 
 
-def text_bytes(column: pa.ChunkedArray) -> list[bytes | None]:
+def text_bytes(column: pa.Array) -> list[bytes | None]:
     """A column's values as UTF-8 bytes, not checked; numbers and dates as Arrow writes them, lists and
     structs as JSON.
 
@@ -196,7 +198,7 @@ def text_bytes(column: pa.ChunkedArray) -> list[bytes | None]:
     return column.cast(pa.string()).cast(pa.binary()).to_pylist()
 
 
-def _nested(column: pa.ChunkedArray, i: int) -> object:
+def _nested(column: pa.Array, i: int) -> object:
     """One list or struct as Python values; b"\\xff", which no decoder takes, when a string in it is not
     UTF-8."""
     try:
@@ -223,7 +225,7 @@ def _can_be_messages(t: pa.DataType) -> bool:
     return is_text(t)
 
 
-def _messages_rows(table: pa.Table, spec: PromptSpec) -> Iterator[Any]:
+def _messages_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
     name = spec.messages or ""
     column = table.column(name)
     if is_text(column.type):

@@ -86,8 +86,7 @@ class Unit:
 
 
 def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> list[Unit]:
-    """The units of one window as `read_window` gave it, which also says which window it is unless `window`
-    does.
+    """The units of one window as `read_window` gave it, which says which window it is unless `window` does.
 
     Every row of `table` is in exactly one unit, error rows too. No rows, no units.
     """
@@ -100,25 +99,26 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> li
     rendered = render(inputs, spec.prompt)
     errors, messages = list(rendered.errors), list(rendered.messages)
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
-    prompts = [p if e is None else None for p, e in zip(rendered.prompts, errors, strict=True)]
+    budgets = _budgets(params, errors, spec.default_max_tokens)
+    asked = [
+        p.encode() if p is not None and e is None else None
+        for p, e in zip(rendered.prompts, errors, strict=True)
+    ]
+    del rendered  # a window's text may be large, and lies here in several forms
     own = [
         table.column(table.num_columns - 2),
         table.column(table.num_columns - 1),
-        *(
-            pa.array(values, pa.string())
-            for values in (prompts, errors, messages, [json.dumps(p) if p else None for p in params])
-        ),
+        pa.array(asked, pa.string()),
+        pa.array(errors, pa.string()),
+        pa.array(messages, pa.string()),
+        pa.array([json.dumps(p) if p else None for p in params], pa.string()),
     ]
     kept = inputs.select(list(spec.kept))
     whole = pa.Table.from_arrays(
         [*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])
     ).combine_chunks()
-    cut = cut_units(
-        [p.encode() if p is not None else b"" for p in prompts],
-        _budgets(params, prompts, spec.default_max_tokens),
-        spec.unit_tokens,
-        spec.unit_rows,
-    )
+    cut = cut_units([p or b"" for p in asked], budgets, spec.unit_tokens, spec.unit_rows)
+    del asked
     return [Unit(window, i, len(cut), whole.take(pa.array(rows))) for i, rows in enumerate(cut)]
 
 
@@ -162,10 +162,11 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, (bool, int, str)) or (isinstance(value, float) and abs(value) < float("inf"))
 
 
-def _budgets(params: list[dict[str, object]], prompts: list[str | None], default: int) -> np.ndarray:
-    out = np.zeros(len(prompts), dtype=np.int64)
-    for i, (own, prompt) in enumerate(zip(params, prompts, strict=True)):
+def _budgets(params: list[dict[str, object]], errors: list[str | None], default: int) -> np.ndarray:
+    """The new tokens each row may take; none for an error row."""
+    out = np.zeros(len(params), dtype=np.int64)
+    for i, (own, error) in enumerate(zip(params, errors, strict=True)):
         wanted = own.get("max_tokens", default)
-        if prompt is not None and isinstance(wanted, int):
+        if error is None and isinstance(wanted, int):
             out[i] = min(max(wanted, 0), _MAX_BUDGET)
     return out

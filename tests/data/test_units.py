@@ -1,4 +1,4 @@
-"""From a window as read to units that travel: every row once, error rows too, with sampling values of its own."""
+"""From a window as read to units that travel: each row once, error rows too, with its own sampling values."""
 
 import json
 import pickle
