@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,13 +20,9 @@ from pipeline.errors import (
     ConfigError,
     EnvironmentFailed,
     Interrupted,
-    OutputError,
     PipelineError,
     TooManyRowErrors,
 )
-
-if TYPE_CHECKING:
-    pass
 
 EPILOG = """\b
 Start here:
@@ -87,8 +83,8 @@ def _answers(command: Callable[..., Any]) -> Callable[..., Any]:
 def cli() -> None:
     """Prompts in Parquet to completions in Parquet, and what they cost.
 
-    A job is one YAML file. A run that was stopped goes on when the same command is given again: every input row
-    is in the output exactly once, as a completion or as an error row.
+    A job is one YAML file. A run that was stopped goes on when the same command is given again: every input
+    row is in the output exactly once, as a completion or as an error row.
     """
 
 
@@ -96,7 +92,7 @@ def cli() -> None:
 @click.argument("job", metavar="JOB.yaml")
 @_overlays
 @click.option("--accept-numerics", is_flag=True,
-              help="Go on although dtype or device differ from the output's first run; kept on record.")  # fmt: skip
+              help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
 @_json_flag
 @_answers
 def run(
@@ -177,23 +173,20 @@ def status(place: str, as_json: bool) -> None:
       pipeline status out/summarize
       pipeline status jobs/summarize.yaml
     """
-    from pipeline.job.status import Status
+    from pipeline.output import doubt_of, open_output, status_of
     from pipeline.progress import status_line
 
-    folder = _output_folder(place)
-    raw = _read_json(folder, "status.json", "no run of a job has left a status here")
-    lost = _lost_run(raw)
+    store = open_output(place)
+    now = status_of(store)
+    doubt = doubt_of(store, now)
     if as_json:
-        _print_json(raw | {"output": str(folder), "lost": lost})
+        _print_json({**now.to_json(), "output": store.path, "stale": doubt})
         return
-    now = Status.from_json(raw)
-    click.echo(f"{folder}: {now.outcome}")
-    if now.rows_total or now.outcome == "running":
-        click.echo(f"  {status_line(now)}")
-    if now.run_id:
-        click.echo(f"  run {now.run_id}")
-    if lost:
-        click.echo(f"  {lost}")
+    click.echo(f"{place}: {'stale' if doubt else now.outcome}")
+    click.echo(f"  {status_line(now)}")
+    click.echo(f"  run {now.run_id}, {now.units:,} units written, {now.actors} actors")
+    if doubt:
+        click.echo(f"  {doubt}")
 
 
 @cli.command()
@@ -201,33 +194,24 @@ def status(place: str, as_json: bool) -> None:
 @_json_flag
 @_answers
 def report(place: str, as_json: bool) -> None:
-    """Print what a job did and cost, over all its runs.
+    """Print what a job did and cost, over all its runs, killed ones included.
 
     \b
     Examples:
       pipeline report out/summarize
       pipeline report jobs/summarize.yaml --json
     """
-    from pipeline.cost import RunReport
+    from pipeline.output import open_output, report_of
 
-    folder = _output_folder(place)
-    raw = _read_json(
-        folder, "report.json", "no run has ended here yet; `pipeline status` tells how far it is"
-    )
+    told = report_of(open_output(place))
     if as_json:
-        _print_json(raw)
-        return
-    try:
-        told: RunReport = RunReport.from_json(raw)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise OutputError(
-            f"{folder / '_pipeline' / 'report.json'}: not a report of this version ({error})"
-        ) from None
-    click.echo(told.to_text())
+        _print_json(told.to_json())
+    else:
+        click.echo(told.to_text())
 
 
 def main() -> None:
-    """The console script: never a traceback for what a person can change, and always a meaningful exit code."""
+    """The console script: no traceback for what a person can change, and always a meaningful exit code."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a narrow locale must not end a run
     try:
@@ -249,52 +233,6 @@ def main() -> None:
         traceback.print_exc()
         click.echo("\nThis is a defect of this program, please report it with the lines above.", err=True)
         sys.exit(PipelineError.exit_code)
-
-
-def _output_folder(place: str) -> Path:
-    """The output folder itself, or the one of a job file."""
-    path = Path(place)
-    if path.is_dir():
-        return path
-    if path.suffix in (".yaml", ".yml"):
-        from pipeline.config import load_job
-
-        return Path(load_job(path).output.path)
-    problem = "is neither an output folder nor a job file (.yaml)" if path.exists() else "no such folder"
-    raise OutputError(f"{place}: {problem}")
-
-
-def _read_json(folder: Path, name: str, absent: str) -> dict[str, Any]:
-    path = folder / "_pipeline" / name
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise OutputError(f"{folder}: {absent}") from None
-    except OSError as error:
-        raise EnvironmentFailed(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        raw = None
-    if not isinstance(raw, dict):
-        raise OutputError(f"{path}: not one JSON object; was it edited?")
-    return raw
-
-
-def _lost_run(raw: dict[str, Any]) -> str | None:
-    """Why a status that says `running` cannot be true, where that can be told from here."""
-    import socket
-
-    pid, host = raw.get("pid"), raw.get("host")
-    if raw.get("outcome") != "running" or not isinstance(pid, int):
-        return None
-    if host != socket.gethostname():
-        return f"It runs on {host}: whether it still does cannot be told from here."
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return f"Stale: its process {pid} is gone. `pipeline run` goes on from here."
-    except PermissionError:
-        pass  # another user's process: alive
-    return None
 
 
 @contextmanager

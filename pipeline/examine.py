@@ -15,6 +15,7 @@ from pipeline.data.prompts import PromptSpec, render
 from pipeline.data.records import output_schema
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.errors import PipelineError
+from pipeline.report import money
 
 if TYPE_CHECKING:
     pass
@@ -206,7 +207,10 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         ("Sampling", ", ".join(sampling)),
         ("Output", f"{config.output.path}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
-        ("Price", "not declared (cost.hourly_usd)" if usd is None else f"${usd:g} an hour for each actor"),
+        (
+            "Price",
+            "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor",
+        ),
     ]
 
 
@@ -226,7 +230,7 @@ def _shown_prompt(first: dict[str, Any] | None) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Text from data as a terminal may show it: control characters, which could command it, are spelled out."""
+    """Text from data for a terminal: control characters could command it, so they are spelled out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -17,7 +17,7 @@ PLAIN_EVERY_S = 5.0
 
 
 class PlainProgress:
-    """One line at a change of phase, and every few seconds while it lasts. Made for logs: no control characters."""
+    """One line at a change of phase and every few seconds while it lasts, without control characters."""
 
     def __init__(
         self, stream: TextIO, every_s: float = PLAIN_EVERY_S, clock: Callable[[], float] = time.monotonic

@@ -1,0 +1,79 @@
+"""What an output folder tells of its job: how far it is, whether its run is still there, what it cost.
+
+Owns reading it back for people; writing it is the job's. Nothing here changes the folder.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import load_job
+from pipeline.cost import RunReport, build_report
+from pipeline.data.parts import PartStore
+from pipeline.errors import OutputError
+from pipeline.job.fingerprint import JOB
+from pipeline.job.record import REPORT_JSON, STATUS, load_runs
+from pipeline.job.status import Status
+
+
+def open_output(place: str) -> PartStore:
+    """The output folder at `place`, or the one of the job file there. Raises OutputError, ConfigError."""
+    path = Path(place)
+    if path.suffix in (".yaml", ".yml") and not path.is_dir():
+        output = load_job(path).output
+        return PartStore(output.path, output.storage)
+    if not path.is_dir():
+        problem = "is neither an output folder nor a job file (.yaml)" if path.exists() else "no such folder"
+        raise OutputError(f"{place}: {problem}")
+    return PartStore(place)
+
+
+def status_of(store: PartStore) -> Status:
+    """The last status that a run left."""
+    raw = _read(store, STATUS, "no run of a job has left a status here")
+    try:
+        return Status.from_json(raw)
+    except TypeError as error:
+        raise OutputError(f"{store.path}/{STATUS}: not written by this version ({error})") from None
+
+
+def doubt_of(store: PartStore, now: Status) -> str | None:
+    """Why a status that says `running` is not to be believed: its process on this machine is gone."""
+    if now.outcome != "running":
+        return None
+    run = next((run for run in load_runs(store) if run.run_id == now.run_id), None)
+    if run is None or run.outcome != "killed":
+        return None
+    pid = run.versions.get("pid", "unknown")
+    return f"Its process, {pid} on this machine, is gone. `pipeline run` goes on from what is written."
+
+
+def report_of(store: PartStore) -> RunReport:
+    """The report over all runs: the folder's, or a fresh one where a run goes on or was killed since."""
+    runs = load_runs(store)
+    if not runs:
+        raise OutputError(f"{store.path}: no run of a job has left a record here")
+    try:
+        if store.read(REPORT_JSON) is not None:
+            kept = RunReport.from_json(_read(store, REPORT_JSON, ""))
+            if list(kept.runs) == runs:
+                return kept
+        job = _read(store, JOB, "the job's own record, _pipeline/job.json, is missing")
+        rows = _read(store, STATUS, "the job's status, _pipeline/status.json, is missing")["rows_total"]
+        return build_report(job["job"], job["fingerprint"], runs, asdict(store.totals()), rows)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise OutputError(f"{store.path}/_pipeline: not written by this version ({error!r})") from None
+
+
+def _read(store: PartStore, name: str, absent: str) -> dict[str, Any]:
+    data = store.read(name)
+    if data is None:
+        raise OutputError(f"{store.path}: {absent}")
+    try:
+        raw = json.loads(data)
+    except ValueError:
+        raw = None
+    if not isinstance(raw, dict):
+        raise OutputError(f"{store.path}/{name}: not one JSON object; was it edited?")
+    return raw
