@@ -77,7 +77,7 @@ def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)
-    model.save_pretrained(folder, max_shard_size="100KB")
+    model.save_pretrained(folder, max_shard_size="20KB")
     write_tokenizer(folder)
     return folder
 

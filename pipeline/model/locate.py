@@ -15,7 +15,10 @@ def locate_model(name: str) -> Path:
     Raises ModelError saying what was tried.
     """
     if name == "demo" or name.startswith("demo:"):
-        return demo_model(name.partition(":")[2] or "target")
+        try:
+            return demo_model(name.partition(":")[2] or "target")
+        except KeyError as error:
+            raise ModelError(f"model {name!r}: {error.args[0]}") from None
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

@@ -1,0 +1,206 @@
+"""The engine's public contract on a tiny random model: order, ends, logprobs, seeds, stop strings, poisoned blocks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import Engine, EngineConfig, Request, SamplingParams
+from pipeline.errors import ConfigError
+from tests.checkpoints import Family, load_reference, make_family
+from tests.parity.harness import float32_engine, greedy, reference_logits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp("engine"), Family("llama3", "llama"), seed=8)
+
+
+def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 255, int(rng.integers(1, 60))).tolist() for _ in range(count)]
+
+
+def test_completions_come_in_the_order_of_the_prompts_with_their_own_params(folder: Path) -> None:
+    prompts = prompts_of(20)
+    params = [greedy(1 + index % 7) for index in range(20)]
+    with float32_engine(folder) as engine:
+        together = engine.generate(prompts, params)
+        assert [len(c.token_ids) for c in together] == [1 + index % 7 for index in range(20)]
+        assert all(c.finish_reason == "length" and c.error is None for c in together)
+        for prompt, own, completion in zip(prompts, params, together):
+            assert engine.generate([prompt], own)[0].token_ids == completion.token_ids
+
+
+def test_strings_are_encoded_and_text_is_decoded(folder: Path) -> None:
+    with float32_engine(folder) as engine:
+        from_text = engine.generate("hello", greedy(5))[0]
+        from_ids = engine.generate([engine.tokenizer.encode("hello")], greedy(5))[0]
+        assert from_text.token_ids == from_ids.token_ids
+        assert from_text.text == engine.tokenizer.decode(from_text.token_ids)
+        with pytest.raises(ConfigError, match="2 prompts with 3"):
+            engine.generate(["a", "b"], [greedy(1)] * 3)
+
+
+def test_eos_ends_a_sequence_and_is_the_last_token_but_not_text(folder: Path) -> None:
+    with float32_engine(folder) as engine:
+        prompt = prompts_of(1)[0]
+        free = engine.generate([prompt], greedy(30))[0].token_ids
+        engine._eos = np.array([free[9]])
+        first = free.index(free[9])
+        ended = engine.generate([prompt], SamplingParams(max_tokens=30))[0]
+        assert (ended.finish_reason, ended.token_ids) == ("stop", free[: first + 1])
+        by_id = engine.generate([prompt], SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(free[9],)))[0]
+        assert by_id.token_ids == free[: first + 1]
+        assert by_id.text == engine.tokenizer.decode(free[:first])
+        late = engine.generate([prompt], SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(free[9],), min_tokens=20))[0]
+        assert len(late.token_ids) >= 20
+        assert free[9] not in late.token_ids[:20]
+
+
+def test_a_stop_string_cuts_the_text_where_it_starts(folder: Path) -> None:
+    with float32_engine(folder) as engine:
+        prompts = prompts_of(12, seed=3)
+        for prompt, free in zip(prompts, engine.generate(prompts, greedy(40))):
+            visible = free.text.replace("\ufffd", "")
+            if len(visible) < 6:
+                continue
+            stop = next((visible[i : i + 2] for i in range(2, len(visible) - 1) if visible[i : i + 2] in free.text), None)
+            if stop is None:
+                continue
+            cut = engine.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True, stop=(stop,)))[0]
+            assert cut.finish_reason == "stop"
+            assert stop not in cut.text
+            assert free.text.startswith(cut.text + stop)
+            assert free.token_ids[: len(cut.token_ids)] == cut.token_ids
+            break
+        else:
+            pytest.fail("no completion had text to stop at")
+
+
+def test_stop_strings_survive_preemption(folder: Path) -> None:
+    with float32_engine(folder) as engine:
+        prompts = prompts_of(6, seed=4)
+        texts = [c.text.replace("\ufffd", "") for c in engine.generate(prompts, greedy(50))]
+        params = [SamplingParams(max_tokens=50, ignore_eos=True, stop=(t[-2:] or "x",)) for t in texts]
+        roomy = engine.generate(prompts, params)
+    with float32_engine(folder, kv_cache_memory_bytes=_kv_bytes(folder, 140), max_model_len=128) as engine:
+        engine.scheduler._expected = 1
+        tight = engine.generate(prompts, params)
+        assert engine.stats.num_preemptions > 0
+    assert [c.text for c in tight] == [c.text for c in roomy]
+    assert [c.finish_reason for c in tight] == [c.finish_reason for c in roomy]
+
+
+def _kv_bytes(folder: Path, tokens: int) -> int:
+    with float32_engine(folder) as engine:
+        keys = engine.runner.kv.keys
+        return tokens * 2 * len(keys) * keys[0][0, 0].numel() * 4
+
+
+def test_logprobs_are_those_of_the_reference(folder: Path) -> None:
+    model = load_reference(folder)
+    prompt = prompts_of(1, seed=5)[0]
+    with float32_engine(folder) as engine:
+        done = engine.generate([prompt], SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3))[0]
+    expected = reference_logits(model, prompt + done.token_ids).log_softmax(-1)[len(prompt) - 1 : -1]
+    assert done.logprobs is not None
+    assert len(done.logprobs) == 6
+    for position, entry in enumerate(done.logprobs):
+        assert entry.token_id == done.token_ids[position]
+        assert entry.logprob == pytest.approx(float(expected[position, entry.token_id]), abs=1e-4)
+        best = expected[position].topk(3)
+        assert [t for t, _ in entry.top] == best.indices.tolist()
+        assert [v for _, v in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_sampled_tokens_depend_on_the_seed_and_not_on_batch_mates(folder: Path) -> None:
+    prompt = prompts_of(1, seed=6)[0]
+
+    def params(seed: int) -> SamplingParams:
+        return SamplingParams(max_tokens=20, temperature=1.5, ignore_eos=True, seed=seed)
+
+    with float32_engine(folder) as engine:
+        alone = engine.generate([prompt], params(11))[0].token_ids
+        crowd = engine.generate([*prompts_of(9, seed=7), prompt], [*[params(s) for s in range(9)], params(11)])[-1].token_ids
+        other = engine.generate([prompt], params(12))[0].token_ids
+    assert crowd == alone
+    assert other != alone
+
+
+def test_blocks_handed_out_again_may_hold_anything(folder: Path) -> None:
+    prompts = [p + [1, 2, 3] * 9 for p in prompts_of(14, seed=9)]
+    with float32_engine(folder) as engine:
+        clean = engine.generate(prompts, greedy(24))
+    with float32_engine(folder, kv_cache_memory_bytes=_kv_bytes(folder, 400), max_model_len=200) as engine:
+        allocate = engine.pool.allocate
+
+        def allocate_poisoned(count: int) -> list[int]:
+            blocks = allocate(count)
+            if blocks:
+                engine.runner.kv.fill(blocks, float("nan"))
+            return blocks
+
+        engine.pool.allocate = allocate_poisoned  # type: ignore[method-assign]
+        engine.scheduler._expected = 1
+        poisoned = engine.generate(prompts, greedy(24))
+        assert engine.stats.num_preemptions > 0
+    assert [c.token_ids for c in poisoned] == [c.token_ids for c in clean]
+
+
+def test_one_row_of_non_finite_logits_leaves_its_batch_mates_alone(folder: Path) -> None:
+    prompts = prompts_of(5, seed=10)
+    bad = [*prompts[2][:4], 300, *prompts[2][4:]]
+    with float32_engine(folder) as engine:
+        clean = engine.generate(prompts, greedy(12))
+        engine.runner.decoder.embedding_VH[300] = float("nan")
+        mixed = engine.generate([*prompts[:2], bad, *prompts[2:]], greedy(12))
+        assert mixed[2].error == "non_finite_logits"
+        assert mixed[2].token_ids == []
+        assert [c.token_ids for i, c in enumerate(mixed) if i != 2] == [c.token_ids for c in clean]
+        assert all(torch.isfinite(k).all() for k in engine.runner.kv.keys)
+
+
+def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> None:
+    with float32_engine(folder) as engine:
+        engine.warm_up()
+        assert engine.stats.num_steps == 0
+        engine.generate(prompts_of(10), greedy(8))
+        stats = engine.stats
+        assert stats.prefill_us > 0
+        assert stats.decode_us > 0
+        assert stats.generated_tokens == 80
+        assert stats.batch_sum >= stats.num_steps
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
+        ({"max_model_len": 100_000}, "at most 512 positions"),
+        ({"kv_cache_memory_bytes": 64}, "KV cache"),
+        ({"draft": "x"}, "speculative"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(folder: Path, options: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        float32_engine(folder, **options)
+
+
+def test_device_and_dtype_are_checked(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        Engine(EngineConfig(model=str(folder), device="tpu"))
+    with pytest.raises(ConfigError, match="dtype"):
+        Engine(EngineConfig(model=str(folder), device="cpu", dtype="int8"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            Engine(EngineConfig(model=str(folder), device="cuda"))
+
+
+def test_a_closed_engine_says_so(folder: Path) -> None:
+    engine = float32_engine(folder)
+    engine.close()
+    with pytest.raises(ConfigError, match="closed"):
+        engine.add(Request(0, [1], greedy(1)))

@@ -1,0 +1,136 @@
+"""The loader proves that nothing is missing or left over, and reads nothing but sound safetensors of the folder."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import ModelError
+from pipeline.kernels.reference import reference_kernels
+from pipeline.model.config import read_config
+from pipeline.model.decoder import Decoder
+from pipeline.model.load import checkpoint_files
+from pipeline.model.locate import locate_model
+from tests.checkpoints import VOCAB, Family, write_checkpoint
+
+CONFIG = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 257,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "m", Family("llama", "llama"), CONFIG, seed=0)
+
+
+def load(folder: Path) -> Decoder:
+    cpu = torch.device("cpu")
+    return Decoder(folder, read_config(folder), reference_kernels(torch.float32, cpu), torch.float32, cpu, 64)
+
+
+def rewrite(folder: Path, change) -> None:
+    """One unsharded file with `change` applied to its tensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in folder.glob("*.safetensors"):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_sharded_and_single_files_load(folder: Path) -> None:
+    sharded = load(folder).embedding_VH
+    assert len(checkpoint_files(folder)) > 1
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    assert torch.equal(load(folder).embedding_VH, sharded)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        load(folder)
+
+
+def test_a_left_over_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(16)}))
+    with pytest.raises(ModelError, match=r"1 tensors have no place.*q_proj\.bias"):
+        load(folder)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    edit_config(folder, intermediate_size=25)
+    with pytest.raises(ModelError, match=r"gate_proj\.weight is \(24, 16\)"):
+        load(folder)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(ModelError, match="pickle"):
+        checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "..", ""])
+def test_the_index_cannot_lead_out_of_the_folder(folder: Path, name: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ModelError, match="plain"):
+        checkpoint_files(folder)
+
+
+@pytest.mark.parametrize("content", [b"", struct.pack("<Q", 1 << 60), struct.pack("<Q", 8) + b"not json", b"\x00" * 64])
+def test_lying_headers_are_refused(folder: Path, content: bytes) -> None:
+    rewrite(folder, lambda tensors: None)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match="not a sound safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "gpt2"}, "model_type = 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_size": -1}, "hidden_size = -1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "num_key_value_heads"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        ({"dtype": "float8"}, "float8"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(folder: Path, values: dict, said: str) -> None:
+    edit_config(folder, **values)
+    with pytest.raises(ModelError, match=said):
+        read_config(folder)
+
+
+def test_old_and_new_rope_layouts_mean_the_same(folder: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    new = read_config(folder).rope
+    edit_config(folder, rope_parameters=None, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    assert read_config(folder).rope == new
+    assert new.theta == 5e5
+
+
+def test_what_a_user_writes_for_a_model_is_found_or_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert locate_model(str(folder)) == folder
+    assert (locate_model("demo") / "config.json").parts[-2] == "target"
+    with pytest.raises(ModelError, match="no such folder"):
+        locate_model("./nothing/here")
+    with pytest.raises(ModelError, match="demo"):
+        locate_model("demo:nothing")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="Hugging Face"):
+        locate_model("nobody/nothing")
