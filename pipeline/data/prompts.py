@@ -244,16 +244,12 @@ def _messages_from_json(value: bytes | None, name: str, max_bytes: int) -> str:
     if not text.strip():
         raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {name!r}")
     try:
-        parsed = json.loads(text, parse_constant=_no_constant)
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r} is not JSON: {e}") from e
     if parsed is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
     return _messages(parsed, name, max_bytes)
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _messages(value: object, name: str, max_bytes: int) -> str:
@@ -281,7 +277,7 @@ def _messages(value: object, name: str, max_bytes: int) -> str:
     try:
         text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
         size = len(text.encode())
-    except (ValueError, RecursionError) as e:  # half a surrogate pair, a number beyond JSON, depth
+    except (ValueError, RecursionError) as e:  # half a surrogate pair, NaN or infinity, depth
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {e}") from e
     _check_size(size, max_bytes)
     return text

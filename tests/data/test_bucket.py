@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data import bucket
 from pipeline.data.bucket import SHARED_BYTES, cut_units, estimate_tokens
 
 HEADS = [b"", b"A" * SHARED_BYTES, b"A" * 200 + b"B" * SHARED_BYTES, b"C" * 3 * SHARED_BYTES]
@@ -85,7 +86,11 @@ def test_what_all_rows_share_groups_nothing():
     assert max(order[-7:]) < min(order[:7])
 
 
-def test_many_equal_and_deeply_shared_prompts_end():
+def test_many_equal_and_deeply_shared_prompts_end(monkeypatch):
     assert sorted(i for u in cut([b"x" * 5000] * 300, unit_rows=7) for i in u) == list(range(300))
+    levels = []
+    common_prefix = bucket._common_prefix
+    monkeypatch.setattr(bucket, "_common_prefix", lambda prompts: levels.append(0) or common_prefix(prompts))
     ladder = [b"x" * (SHARED_BYTES * i) for i in range(1, 120)]
     assert sorted(i for u in cut(ladder, unit_rows=3) for i in u) == list(range(119))
+    assert len(levels) < 10

@@ -147,6 +147,7 @@ def test_messages_are_the_same_from_structs_and_json():
         ('[{"role": "user", "content": 1}]', "invalid_messages"),
         ('[{"role": "user", "content": NaN}]', "invalid_messages"),
         ('[{"role": "user", "content": "x", "n": 1e999}]', "invalid_messages"),
+        ('[{"role": "user", "content": "x", "n": NaN}]', "invalid_messages"),
         ('[{"role": "user", "content": "\\ud800"}]', "invalid_messages"),
         ("[" * 200_000, "invalid_messages"),
         ('[{"role": "user", "content": "x", "n": ' + "9" * 5000 + "}]", "invalid_messages"),

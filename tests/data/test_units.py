@@ -105,7 +105,7 @@ def test_per_row_sampling():
 
 
 def test_budgets_decide_the_size_of_units():
-    columns = {"text": ["x"] * 8, "id": range(8), "budget": [100, 1, 1, 1, 100, 1, 1, 10**12]}
+    columns = {"text": ["x"] * 8, "id": range(8), "budget": [100.0, 1, 1, 1, 100, 1, 1, 1e30]}
     units = make_units(
         window_of({k: list(v) for k, v in columns.items()}),
         spec(sampling_columns={"max_tokens": "budget"}, unit_tokens=110),
