@@ -27,6 +27,7 @@ _WORKER = Path(__file__).with_name("chat_worker.py")
 CPU_LIMIT_S = 5.0  # for one conversation; real templates take well under a millisecond
 MEMORY_LIMIT_BYTES = 1 << 30
 RENDERED_LIMIT_CHARS = 1 << 25
+_MAX_BLANKS = 64  # looked at behind a control token, so that marking stays linear
 
 
 class ChatTemplateError(UserError):
@@ -173,14 +174,33 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _marked(value: Any, literal: re.Pattern[str], start: str, end: str) -> Any:
-    """A copy with each match put between marks. The text itself stays, so that a template can look for it."""
+    """A copy with marks around each match and the blanks beside it.
+
+    The text itself stays, so that a template can look for it (`</think>`); the blanks go inside, so that a
+    template that cuts there finds them at the ends of its pieces and can strip them. Blanks at the ends of
+    the whole string stay outside for the same reason.
+    """
     if isinstance(value, str):
-        return literal.sub(lambda match: start + match[0] + end, value)
+        return _mark_string(value, literal, start, end)
     if isinstance(value, Mapping):
         return {key: _marked(inner, literal, start, end) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_marked(inner, literal, start, end) for inner in value]
     return value
+
+
+def _mark_string(text: str, literal: re.Pattern[str], start: str, end: str) -> str:
+    pieces: list[str] = []
+    at = 0
+    while match := literal.search(text, at):
+        before = text[at : match.start()]
+        kept = before.rstrip() if pieces or before.strip() else before
+        behind = text[match.end() : match.end() + _MAX_BLANKS]
+        num_blanks = len(behind) - len(behind.lstrip())
+        stop = match.end() + num_blanks if num_blanks < len(behind) else match.end()
+        pieces += [kept, start, before[len(kept) :], match[0], text[match.end() : stop], end]
+        at = stop
+    return "".join([*pieces, text[at:]])
 
 
 def _unused_marks(texts: list[str]) -> tuple[str, str]:
@@ -204,7 +224,7 @@ def _stretches(rendered: str, literal: re.Pattern[str], start: str, end: str) ->
     """Cut at the marks. A template may have torn a pair apart (split, slices): a lone mark is dropped, and
     still cuts.
     """
-    pair = re.compile(f"{start}({literal.pattern}){end}|[{start}{end}]")
+    pair = re.compile(f"{start}(\\s*(?:{literal.pattern})\\s*){end}|[{start}{end}]")
     at = 0
     for match in pair.finditer(rendered):
         if match.start() > at:
