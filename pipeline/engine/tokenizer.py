@@ -91,8 +91,8 @@ class Tokenizer:
             )
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(
-                f"{path}: no tokenizer.json. Expected a Hugging Face checkpoint with a fast tokenizer; an older "
-                "one is converted by AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+                f"{path}: no tokenizer.json. Expected a Hugging Face checkpoint with a fast tokenizer; an "
+                "older one is converted by AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:
             loaded: Any = AutoTokenizer.from_pretrained(

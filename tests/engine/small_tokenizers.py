@@ -46,7 +46,7 @@ def byte_level(vocab_size: int = 420) -> Tokenizer:
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Pieces with a blank mark and byte fallback, as in Llama 2. Merges can spell `</s>` out of plain text."""
+    """Pieces with a blank mark and byte fallback, as in Llama 2. Merges can spell `</s>` out of text."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = sorted(set("".join(TEXTS).replace(" ", "▁")) - set("你好世界🎉🎊") | set("</s>▁ab"))
     merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("▁", "a"), ("t", "e"), ("▁", "t")]

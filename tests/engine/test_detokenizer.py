@@ -91,8 +91,8 @@ def test_streamed_text_is_the_visible_text_after_every_token(ids):
 @settings(max_examples=100, deadline=None)
 @given(TEXT)
 def test_streamed_text_of_sentencepiece_like_tokenizers(text):
-    """Their decoders drop the first blank of a text and spell characters in bytes. An unfinished character hides
-    the whole run of bytes it is in, finished ones too: what was shown stays shown."""
+    """Their decoders drop the first blank of a text and spell characters in bytes. An unfinished character
+    hides the whole run of bytes it is in, finished ones too: what was shown stays shown."""
     ids = sentencepiece_like().encode(text).ids
     stream = StreamDetokenizer(sentencepiece_like())
     shown = longest = ""
