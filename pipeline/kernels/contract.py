@@ -5,7 +5,7 @@ B block size, C number of blocks, M most blocks of a sequence in the step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ class AttentionInput:
     block_table_SM: np.ndarray  # int32; entries past the context are not read
     slot_mapping_T: torch.Tensor  # int64: block * B + offset, where this token's key and value are written
     block_size: int
-    derived: dict[str, object] = field(default_factory=dict)  # what a kernel works out once a step, for all layers
 
 
 @dataclass(frozen=True)

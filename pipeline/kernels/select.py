@@ -1,6 +1,7 @@
 """Which kernels serve a device and a type. The only place that decides it, and it says what it decided."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 
@@ -13,18 +14,22 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     kernels = reference_kernels(dtype, device)
     if device.type != "cpu":
         return kernels
-    from pipeline.kernels.cpu.attention import attention
     from pipeline.kernels.cpu.linear import prepare_linear, supports_bf16
 
     packed = dtype == torch.float32 or (dtype == torch.bfloat16 and supports_bf16())
     linear = "oneDNN, packed" if packed else "torch"
     if dtype == torch.bfloat16:
         linear += "; int4 weights: int4pack for few tokens"
+    attention, served_attention = kernels.attention, "torch (reference): numba is not installed, decoding is slower"
+    if find_spec("numba") is not None:
+        from pipeline.kernels.cpu.attention import attention
+
+        served_attention = "numba for single queries, torch for longer ones"
     return replace(
         kernels,
         prepare_linear=lambda weight: prepare_linear(weight, dtype),
         attention=attention,
-        served_by=kernels.served_by | {"linear": linear, "attention": "torch, batched over the paged cache"},
+        served_by=kernels.served_by | {"linear": linear, "attention": served_attention},
     )
 
 
