@@ -30,6 +30,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import pyarrow as pa
 import ray
 import ray.data
+import ray.exceptions
 from ray.data import (
     ActorPoolStrategy,
     DataContext,
@@ -202,9 +203,10 @@ class Dataflow:
 
     def _run(self) -> None:
         try:
+            batch: Any
             for batch in _graph(self._spec, self._ledger).iter_batches(
                     batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
-                for text in batch.column("summary").to_pylist() if batch.num_rows else ():
+                for text in batch["summary"].to_pylist() if batch.num_rows else ():
                     self._summaries.put(UnitSummary.from_json(text))
         except Exception as error:
             self._summaries.put(_typed(error))
@@ -285,8 +287,9 @@ def _typed(error: BaseException) -> PipelineError:
     """Ours where one of ours is inside, else the environment's."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, ray.exceptions.RayTaskError) and isinstance(seen.cause, BaseException):
-            seen = seen.cause
+        cause = getattr(seen, "cause", None)  # of Ray's RayTaskError: what the task raised
+        if isinstance(seen, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
+            seen = cause
         if isinstance(seen, PipelineError):
             return seen
         seen = seen.__cause__

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -53,9 +53,10 @@ class RunLog:
         self._hourly_usd = hourly_usd
         self._resolved = dict(resolved)
         self._versions = versions()
-        now = datetime.now(UTC)
+        now = datetime.now(UTC)  # for people; the order of runs is their number's
         self.started_at = now.isoformat(timespec="seconds")
-        self.run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+        earlier = [int(name[:4]) for name in store.names(RUNS) if name[:4].isdigit()]
+        self.run_id = f"{max(earlier, default=0) + 1:04d}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         self.outcome: Outcome = "running"
         self.driver_us: dict[str, int] = {}
         self.actors: list[ActorState] = []
@@ -100,17 +101,17 @@ class RunLog:
 
 
 def load_runs(store: PartStore) -> list[RunRecord]:
-    """The records of all runs, in the order they started. One that says it runs and whose process is gone from this
-    machine was killed."""
+    """The records of all runs, in their order. One that says it runs and whose process is gone from this machine
+    was killed."""
     runs = []
-    for name in store.names(RUNS):
+    for name in sorted(store.names(RUNS)):
         raw = store.read(f"{RUNS}/{name}")
         if raw is not None:
             record = RunRecord.from_json(json.loads(raw))
             if record.outcome == "running" and _is_gone(record.versions):
                 record = RunRecord.from_json({**record.to_json(), "outcome": "killed"})
             runs.append(record)
-    return sorted(runs, key=lambda run: (run.started_at, run.run_id))
+    return runs
 
 
 def _is_gone(where: Mapping[str, str]) -> bool:
@@ -120,9 +121,13 @@ def _is_gone(where: Mapping[str, str]) -> bool:
     return pid.isdigit() and int(pid) != os.getpid() and not os.path.exists(f"/proc/{pid}")
 
 
-def make_report(store: PartStore, job_name: str, fingerprint: str, totals: PartTotals, input_rows: int) -> RunReport:
-    """Build the job's report over its runs and put it in the output folder."""
+def make_report(store: PartStore, job_name: str, fingerprint: str, totals: PartTotals, input_rows: int,
+                finished: bool) -> RunReport:
+    """Build the job's report over its runs and put it in the output folder. `finished`: the output is complete, in
+    whatever way its last run ended."""
     report = build_report(job_name, fingerprint, load_runs(store), asdict(totals), input_rows)
+    if finished:
+        report = replace(report, outcome="finished")
     store.replace(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())
     store.replace(REPORT_MARKDOWN, report.to_markdown().encode())
     return report

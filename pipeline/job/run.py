@@ -58,7 +58,8 @@ def run_job(config: JobConfig, *, accept_numerics: bool = False, progress: Show 
     if not tasks and SUCCESS in store.names(""):
         show(Status(phase="already complete", outcome="finished", rows_total=plan.num_rows,
                     rows_done=plan.num_rows, rows_written=plan.num_rows))
-        return make_report(store, config.name, plan.fingerprint.digest, store.totals(), plan.num_rows)
+        return make_report(store, config.name, plan.fingerprint.digest, store.totals(), plan.num_rows,
+                           finished=True)
     if accept_numerics:
         record_numerics(store, plan.fingerprint)
     before = store.totals() if done.num_units else PartTotals()
@@ -77,7 +78,7 @@ def run_job(config: JobConfig, *, accept_numerics: bool = False, progress: Show 
         totals = verify(plan, store)
         run.check_error_rate(totals)
         log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
-    report = make_report(store, config.name, plan.fingerprint.digest, totals, plan.num_rows)
+    report = make_report(store, config.name, plan.fingerprint.digest, totals, plan.num_rows, finished=True)
     write_success(plan, store, totals)
     run.say("finished")
     return report
@@ -174,7 +175,8 @@ class _Run:
 
     def _report_so_far(self) -> None:
         plan = self._plan
-        make_report(self._store, plan.config.name, plan.fingerprint.digest, self._done(), plan.num_rows)
+        make_report(self._store, plan.config.name, plan.fingerprint.digest, self._done(), plan.num_rows,
+                    finished=False)
 
     def _done(self) -> PartTotals:
         """What the output holds, as far as this run knows."""
@@ -295,18 +297,22 @@ class _Run:
         log, now = self._log, time.monotonic()
         held = self._done()
         done = min(self._plan.num_rows, held.rows + sum(actor.open_rows_done for actor in log.actors))
-        tokens = [sum(a.record.stats.get(name, 0) for a in log.actors) for name in ("prompt_tokens", "generated_tokens")]
-        self._rates.append((now, done, *tokens))
+        read, generated = (
+            sum(actor.record.stats.get(name, 0) for actor in log.actors)
+            for name in ("prompt_tokens", "generated_tokens")
+        )
+        self._rates.append((now, done, read, generated))
         while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
             self._rates.popleft()
-        old = self._rates[0]
-        span = now - old[0]
-        rates = [(a - b) / span if span > 0 else 0.0 for a, b in zip((done, *tokens), old[1:], strict=True)]
+        then, *before = self._rates[0]
+        span = now - then
+        rates = [(a - b) / span if span > 0 else 0.0
+                 for a, b in zip((done, read, generated), before, strict=True)]
         return Status(
             run_id=log.run_id, phase=self._phase, outcome=log.outcome, rows_total=self._plan.num_rows,
             rows_done=done, rows_written=held.rows, error_rows=held.num_error_rows, units=held.units,
             actors=len(log.actors),
-            input_tokens=tokens[0], generated_tokens=tokens[1],
+            input_tokens=read, generated_tokens=generated,
             input_tokens_per_s=rates[1], generated_tokens_per_s=rates[2],
             eta_s=(self._plan.num_rows - done) / rates[0] if rates[0] > 0 else None,
             elapsed_s=log.wall_us / 1e6,

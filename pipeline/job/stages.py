@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipeline.data.parts import PartName, PartStore
 from pipeline.data.records import PartTotals, output_schema
@@ -52,7 +51,7 @@ class UnitSummary:
 
     window: int
     unit: int
-    totals: PartTotals = PartTotals()
+    totals: PartTotals = field(default_factory=PartTotals)
     written: bool = False  # False: the part was there already
     first_errors: tuple[str, ...] = ()
     write_us: int = 0
@@ -164,9 +163,8 @@ class Write:
         results = [c if isinstance(c, pa.ChunkedArray) else pa.array(c, schema.field(kept.num_columns + i).type)
                    for i, c in enumerate(columns)]
         table = pa.Table.from_arrays([*kept.columns, *results], schema=schema)
-        order = pc.sort_indices(pa.table({"file": unit.own("source_file"), "row": unit.own("source_row")}),
-                                sort_keys=[("file", "ascending"), ("row", "ascending")])
-        return table.take(order)
+        files, rows = unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist()
+        return table.take(pa.array(sorted(range(unit.num_rows), key=lambda i: (files[i], rows[i]))))
 
 
 def failed_row(row_id: object, error: str, message: str, num_prompt_tokens: int = 0) -> Completion:

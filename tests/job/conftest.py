@@ -90,5 +90,5 @@ def local_ray():
     import pipeline.job.dataflow  # noqa: F401 - sets how loud Ray is
 
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield
+    yield ray.get_runtime_context().gcs_address
     ray.shutdown()

@@ -1,0 +1,102 @@
+"""Jobs through Ray Data, over a fake engine: every row once, whatever ends on the way."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.errors import ModelError
+from pipeline.job.run import run_job
+from tests.job.conftest import FAKES
+
+TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(120)]
+ROOT = Path(__file__).parents[2]
+
+
+def processes(*, of: str, under: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for process in under.children(recursive=True):
+        try:
+            if of in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(holds, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_windows_units_and_actors_give_each_row_once(job, local_ray):
+    texts = [*TEXTS[:30], None, *TEXTS[31:]]
+    job.fake(step_s=0.01).rows(texts, per_file=50)
+    statuses = []
+    report = run_job(job.config(run={"actors": 2}), backend=FAKES, progress=statuses.append)
+    job.check(texts, per_file=50)
+    (record,) = [json.loads(p.read_text()) for p in (job.output / "_pipeline" / "runs").iterdir()]
+    assert record["units_written"] == len(job.parts()) == sum(actor["units"] for actor in record["actors"])
+    assert all(actor["units"] > 0 for actor in record["actors"])
+    assert record["units_lost"] == 0
+    assert sum(report.phases_us.values()) == report.machine_us
+    for actor in record["actors"]:
+        assert 0 <= record["wall_us"] - sum(actor["phases_us"].values()) < 3_000_000
+    assert report.tokens.generated == report.work.generated_tokens
+    assert record["resolved"]["max_num_seqs"] == 8
+    assert {"planning", "starting Ray", "running", "verifying", "finished"} <= {s.phase for s in statuses}
+
+
+def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local_ray):
+    job.fake(step_s=0.05).rows(TEXTS)
+
+    def kill_actor():
+        while not job.parts():
+            time.sleep(0.02)
+        (engine,) = processes(of="pipeline.job.engine_process", under=psutil.Process())
+        engine.parent().kill()
+
+    threading.Thread(target=kill_actor, daemon=True).start()
+    report = run_job(job.config(run={"units_in_flight": 2}), backend=FAKES)
+    job.check(TEXTS)
+    assert len(report.runs[0].actors) == 2
+    wait_until(lambda: not processes(of="pipeline.job.engine_process", under=psutil.Process()))
+
+    job.fake(fail_load="ModelError")
+    started = time.monotonic()
+    with pytest.raises(ModelError, match="fake failure"):
+        run_job(job.config(output={"path": str(job.folder / "other")}), backend=FAKES)
+    assert time.monotonic() - started < 30
+
+
+def test_a_driver_killed_at_any_moment_leaves_whole_parts_and_the_next_run_does_the_rest(job, local_ray):
+    job.fake(step_s=0.1).rows(TEXTS)
+    config = job.config(run={"units_in_flight": 2, "ray_address": local_ray})
+    driver = subprocess.Popen([sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")],
+                              cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
+    wait_until(lambda: job.parts() or driver.poll() is not None, timeout_s=60)
+    assert driver.poll() is None, driver.stderr.read()
+    time.sleep(random.uniform(0, 1.0))
+    os.killpg(driver.pid, signal.SIGKILL)
+    driver.wait()
+    wait_until(lambda: not processes(of="pipeline.job.engine_process", under=psutil.Process()))
+    done = {path.name: path.stat().st_mtime_ns for path in job.parts()}
+    assert 0 < len(done) < 15
+    report = run_job(config, backend=FAKES)
+    job.check(TEXTS)
+    assert {path.name: path.stat().st_mtime_ns for path in job.parts() if path.name in done} == done
+    assert [run.outcome for run in report.runs] == ["killed", "finished"]
+    assert report.runs[1].units_written == len(job.parts()) - len(done)
+    assert report.runs[1].units_lost == 0
+    assert report.runs[0].machine_us > 0
+    assert report.work.wasted_is_lower_bound

@@ -1,0 +1,323 @@
+"""A job's life around its dataflow: resume, refusals, error rate, signals, counts, report. Without Ray."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import (
+    EnvironmentFailed,
+    FingerprintError,
+    InputError,
+    Interrupted,
+    ModelError,
+    OutputError,
+    TooManyRowErrors,
+)
+from pipeline.job.run import run_job
+from tests.job.conftest import FAKES
+from tests.job.local_flow import LocalFlow
+
+TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(50)]
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch):
+    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LocalFlow)
+    monkeypatch.setattr("pipeline.job.run.TICK_S", 0.2)
+    monkeypatch.setattr(LocalFlow, "started", 0)
+
+
+def run(job, **sections):
+    statuses = []
+    options = {key: sections.pop(key) for key in ("accept_numerics",) if key in sections}
+    report = run_job(job.config(**sections), backend=FAKES, progress=statuses.append, **options)
+    return report, statuses
+
+
+def success(job):
+    return json.loads((job.output / "_SUCCESS").read_text())
+
+
+def runs(job):
+    return [json.loads(path.read_text()) for path in sorted((job.output / "_pipeline" / "runs").iterdir())]
+
+
+def test_a_finished_job_has_each_row_once_and_its_counts(job):
+    texts = [*TEXTS[:20], None, *TEXTS[20:]]
+    report, statuses = run(job.rows(texts, per_file=30))
+    job.check(texts, per_file=30)
+    assert success(job)["input_rows"] == 51
+    assert success(job)["errors"] == {"null_prompt": 1}
+    assert (report.rows.input, report.rows.written, report.rows.errors) == (51, 51, 1)
+    assert report.tokens.generated == report.work.generated_tokens > 0
+    assert statuses[-1].outcome == "finished"
+    assert (statuses[-1].rows_done, statuses[-1].rows_written, statuses[-1].rows_total) == (51, 51, 51)
+    assert json.loads((job.output / "_pipeline" / "status.json").read_text())["phase"] == "finished"
+    assert (job.output / "_pipeline" / "report.md").read_text().startswith("# job")
+    kept = pq.read_metadata(job.parts()[0]).metadata
+    assert kept[b"pipeline.fingerprint"].decode() == success(job)["fingerprint"]
+    for part in job.parts():
+        rows = pq.read_table(part).to_pylist()
+        assert rows == sorted(rows, key=lambda row: (row["source_file"], row["source_row"]))
+
+
+def test_phases_of_all_actors_sum_to_their_machine_time(job):
+    report, _ = run(job.fake(step_s=0.01).rows(TEXTS), run={"actors": 2})
+    (record,) = runs(job)
+    assert len(record["actors"]) == 2
+    for actor in record["actors"]:
+        total = sum(actor["phases_us"].values())
+        # an actor holds its machine from the run's start to its end: what is not its time is planning and counting
+        beside = record["driver_us"]["planning"] + record["driver_us"]["verify"] + record["driver_us"]["ray_stop"]
+        assert 0 <= record["wall_us"] - total <= beside + 500_000
+    assert sum(report.phases_us.values()) == report.machine_us
+
+
+def test_a_second_run_of_a_finished_job_computes_nothing(job):
+    run(job.rows(TEXTS))
+    before = {path: path.stat().st_mtime_ns for path in job.parts()}
+    report, statuses = run(job)
+    assert LocalFlow.started == 1
+    assert statuses[-1].phase == "already complete"
+    assert report.outcome == "finished"
+    assert report.rows.written == 50
+    assert len(runs(job)) == 1
+    assert before == {path: path.stat().st_mtime_ns for path in job.parts()}
+
+
+def test_only_units_without_a_part_are_computed_again(job):
+    run(job.rows(TEXTS))
+    parts = job.parts()
+    lost = [parts[1], parts[-1]]
+    for path in lost:
+        path.unlink()
+    (job.output / "_SUCCESS").unlink()
+    report, _ = run(job)
+    job.check(TEXTS)
+    assert [record["units_written"] for record in runs(job)] == [len(parts), 2]
+    assert report.work.wasted_generated_tokens > 0
+
+
+def test_a_run_killed_after_its_last_part_only_counts(job):
+    run(job.rows(TEXTS))
+    (job.output / "_SUCCESS").unlink()
+    run(job)
+    assert LocalFlow.started == 1
+    assert success(job)["input_rows"] == 50
+
+
+def test_a_part_removed_by_hand_from_a_finished_job_is_made_again(job):
+    run(job.rows(TEXTS))
+    job.parts()[0].unlink()
+    run(job)
+    job.check(TEXTS)
+    assert LocalFlow.started == 2
+
+
+def test_no_rows_give_one_empty_part_with_all_columns(job):
+    report, _ = run(job.rows([]))
+    (part,) = job.parts()
+    assert pq.read_table(part).num_rows == 0
+    assert pq.read_schema(part).names[:3] == ["id", "generated_text", "finish_reason"]
+    assert success(job)["input_rows"] == 0
+    assert report.cost.total_usd is None
+    assert LocalFlow.started == 0
+    run(job)
+
+
+def test_another_prompt_is_refused_with_what_differs(job):
+    run(job.rows(TEXTS))
+    before = sorted(p.name for p in job.output.rglob("*"))
+    with pytest.raises(FingerprintError) as refused:
+        run(job, prompt={"template": "Sing {text}"}, sampling={"max_tokens": 7})
+    assert 'prompt.template: "Say {text}" -> "Sing {text}"' in str(refused.value)
+    assert "sampling.max_tokens: 6 -> 7" in str(refused.value)
+    assert sorted(p.name for p in job.output.rglob("*")) == before
+    assert LocalFlow.started == 1
+
+
+def test_another_model_or_input_is_refused(job):
+    run(job.rows(TEXTS))
+    job.fake(step_s=0.001)
+    with pytest.raises(FingerprintError, match=r"model\.config\.json: "):
+        run(job)
+    job.fake()
+    job.rows([*TEXTS, "one more"])
+    with pytest.raises(FingerprintError, match=r"files\.f0\.parquet: "):
+        run(job)
+
+
+def test_moved_data_and_free_settings_are_the_same_job(job):
+    run(job.rows(TEXTS))
+    (job.folder / "in").rename(job.folder / "moved")
+    _, statuses = run(job, input={"path": str(job.folder / "moved")}, cost={"hourly_usd": 2.0}, run={"actors": 3})
+    assert statuses[-1].phase == "already complete"
+
+
+def test_other_numerics_are_refused_until_accepted_and_then_kept(job):
+    run(job.rows(TEXTS))
+    job.parts()[0].unlink()
+    with pytest.raises(FingerprintError, match='dtype: "auto" -> "float32"(.|\n)*--accept-numerics'):
+        run(job, engine={"dtype": "float32"})
+    run(job, engine={"dtype": "float32"}, accept_numerics=True)
+    job.check(TEXTS)
+    job.parts()[0].unlink()
+    run(job, engine={"dtype": "float32"})
+    assert json.loads((job.output / "_pipeline" / "accepted-numerics.json").read_text()) == [
+        {"activation_dtype": "auto", "device": "cpu", "dtype": "float32", "kv_cache_dtype": "auto"}
+    ]
+
+
+def test_a_foreign_folder_is_refused_and_left_alone(job):
+    job.output.mkdir()
+    (job.output / "thesis.doc").write_text("")
+    with pytest.raises(OutputError, match=r"not empty \(thesis\.doc\)"):
+        run(job.rows(TEXTS))
+    assert [p.name for p in job.output.iterdir()] == ["thesis.doc"]
+
+
+def test_a_newer_format_is_refused(job):
+    run(job.rows(TEXTS))
+    path = job.output / "_pipeline" / "job.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    with pytest.raises(OutputError, match="format 2, written by a newer version"):
+        run(job)
+    path.write_text("{")
+    with pytest.raises(OutputError, match="damaged"):
+        run(job)
+
+
+def test_what_is_missing_is_said_before_anything_is_written(job):
+    with pytest.raises(InputError):
+        run(job)
+    job.rows(TEXTS)
+    with pytest.raises(ModelError, match="no such folder"):
+        run(job, model={"path": str(job.folder / "nothing")})
+    with pytest.raises(InputError, match="did you mean 'id'|has no column 'ide'"):
+        run(job, input={"columns": ["ide"]})
+    assert not job.output.exists()
+
+
+def test_too_many_error_rows_stop_the_job_and_a_higher_limit_goes_on(job):
+    texts = [None if i % 4 == 0 else text for i, text in enumerate(TEXTS)]
+    with pytest.raises(TooManyRowErrors, match=r"of 50 rows(.|\n)*f0.parquet row \d+: null_prompt"):
+        run(job.rows(texts), run={"max_error_rate": 0.1})
+    assert not (job.output / "_SUCCESS").exists()
+    assert runs(job)[0]["outcome"] == "stopped"
+    with pytest.raises(TooManyRowErrors):
+        run(job, run={"max_error_rate": 0.1})
+    run(job, run={"max_error_rate": 0.26})
+    job.check(texts)
+
+
+def test_exactly_the_limit_is_allowed(job):
+    texts = [None if i % 10 == 0 else text for i, text in enumerate(TEXTS)]
+    run(job.rows(texts), run={"max_error_rate": 0.1})
+    assert success(job)["error_rows"] == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
+    job.fake(step_s=0.1).rows(TEXTS)
+    threading.Thread(target=lambda: (wait_for_part(job), os.kill(os.getpid(), number))).start()
+    with pytest.raises(Interrupted, match="The same command goes on"):
+        run(job, run={"units_in_flight": 1})
+    assert runs(job)[0]["outcome"] == "interrupted"
+    num_parts = len(job.parts())
+    assert 1 <= num_parts < 8
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    run(job, run={"units_in_flight": 4})
+    job.check(TEXTS)
+    assert runs(job)[1]["units_written"] == len(job.parts()) - num_parts
+
+
+def test_a_second_signal_stops_at_once(job):
+    job.fake(step_s=1.0).rows(TEXTS)
+
+    def twice():
+        while not (job.output / "_pipeline" / "runs").exists():
+            time.sleep(0.01)
+        for _ in range(2):
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=twice).start()
+    started = time.monotonic()
+    with pytest.raises(Interrupted):
+        run(job, run={"drain_s": 60.0})
+    assert time.monotonic() - started < 10
+
+
+def wait_for_part(job):
+    while not job.parts():
+        time.sleep(0.01)
+
+
+def test_two_runs_at_once_deliver_each_row_once(job):
+    job.fake(step_s=0.005).rows(TEXTS)
+    config = job.config()
+    reports, threads = [], []
+    for _ in range(2):
+        threads.append(threading.Thread(target=lambda: reports.append(run_job(config, backend=FAKES))))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    assert len(reports) == 2
+    job.check(TEXTS)
+    one, two = runs(job)
+    assert one["units_written"] + two["units_written"] == len(job.parts())
+    assert one["units_lost"] + two["units_lost"] > 0
+    assert one["rows_written"] + two["rows_written"] == 50
+
+
+def test_a_failing_engine_fails_the_run_with_its_message(job):
+    job.fake(fail_load="ModelError").rows(TEXTS)
+    with pytest.raises(ModelError, match="fake failure"):
+        run(job)
+    assert runs(job)[0]["outcome"] == "failed"
+
+
+def test_a_row_that_kills_the_engine_becomes_an_error_row(job):
+    texts = [*TEXTS[:9], "poison", *TEXTS[10:]]
+    report, _ = run(job.fake(kill="poison").rows(texts))
+    job.check(texts)
+    assert report.rows.errors_by_code == {"engine_failure": 1}
+    assert report.work.restarts > 0
+
+
+def test_a_damaged_input_page_ends_the_run_with_its_name(job):
+    job.rows(TEXTS)
+    path = job.folder / "in" / "f0.parquet"
+    data = bytearray(path.read_bytes())
+    data[40:60] = bytes(20)
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"f0\.parquet"):
+        run(job)
+
+
+def test_an_output_that_cannot_be_written_is_refused(job):
+    job.rows(TEXTS)
+    job.output.write_text("a file")
+    with pytest.raises((OutputError, EnvironmentFailed)):
+        run(job)
+
+
+def test_the_limit_takes_the_first_rows(job):
+    run(job.rows(TEXTS, per_file=20), input={"limit": 25})
+    job.check(TEXTS[:25], per_file=20)
+
+
+def test_kept_columns_keep_their_types_and_order(job):
+    table = pa.table({"text": ["a"], "b": pa.array([1], pa.int16()), "a": pa.array([[1.5]], pa.list_(pa.float32()))})
+    pq.write_table(table, job.folder / "in" / "x.parquet")
+    run(job, input={"columns": ["a", "b"]})
+    schema = pq.read_schema(job.parts()[0])
+    assert schema.names[:2] == ["a", "b"]
+    assert schema.field("a").type == pa.list_(pa.float32())
+    assert schema.field("b").type == pa.int16()
