@@ -6,7 +6,7 @@ grow with the sequence.
 
 Visible text of n tokens: their decoded text without the U+FFFD at its end. A tokenizer shows the bytes of an
 unfinished character as U+FFFD, and they may still become one; text that is not visible yet cannot end a
-sequence. Text that was visible stays so, even where a decoder takes it back (byte fallback hides the whole run
+sequence. Text that was visible stays so even where a decoder takes it back (byte fallback hides the whole run
 of bytes that an unfinished character is in).
 """
 
