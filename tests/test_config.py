@@ -10,6 +10,7 @@ from pipeline.config import JobConfig, JobFileError, load_job, without_password
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
 
+ROOT = Path(__file__).parents[1]
 MINIMAL = """\
 input: {path: data}
 prompt: {column: text}
@@ -309,9 +310,9 @@ def test_the_three_classes_are_plain_json(job):
         assert json.loads(json.dumps(part)) == part
 
 
-@pytest.mark.parametrize("path", sorted(Path("jobs").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda p: p.name)
 @pytest.mark.parametrize(
-    "overlay", [None, *sorted(Path("configs").glob("*.yaml"))], ids=lambda p: p.name if p else "plain"
+    "overlay", [None, *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda p: p.name if p else "plain"
 )
 def test_the_job_files_and_presets_we_ship_are_valid(path: Path, overlay: Path | None):
     plain = load_job(path)

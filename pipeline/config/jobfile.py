@@ -80,7 +80,7 @@ def read(path: str | Path) -> Document:
     if len(raw) > MAX_FILE_BYTES:
         raise JobFileError([Mistake(name, "", f"larger than {MAX_FILE_BYTES // 1024} KiB: not a job file")])
     try:
-        text = raw.decode("utf-8-sig")
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise JobFileError([Mistake(name, "", f"not UTF-8 text (byte {error.start})")]) from None
     return parse(text, name)
