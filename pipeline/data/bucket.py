@@ -21,9 +21,7 @@ def estimate_tokens(num_bytes: int) -> int:
     return -(-num_bytes // BYTES_PER_TOKEN)
 
 
-def cut_units(
-    prompts_bytes: list[bytes], budgets: np.ndarray, unit_tokens: int, unit_rows: int
-) -> list[np.ndarray]:
+def cut_units(prompts_bytes: list[bytes], budgets: np.ndarray, unit_tokens: int, unit_rows: int) -> list[np.ndarray]:
     """Row indices of each unit; every row is in exactly one.
 
     prompts_bytes: the rendered prompts, b"" for a row that has none. budgets: the new tokens each row may

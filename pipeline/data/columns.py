@@ -24,12 +24,7 @@ def plain_type(t: pa.DataType) -> pa.DataType:
         return pa.binary()
     if pa.types.is_fixed_size_list(t):
         return pa.list_(plain_type(t.value_type), t.list_size)
-    if (
-        pa.types.is_list(t)
-        or pa.types.is_large_list(t)
-        or pa.types.is_list_view(t)
-        or pa.types.is_large_list_view(t)
-    ):
+    if pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_list_view(t) or pa.types.is_large_list_view(t):
         return pa.list_(plain_type(t.value_type))
     if pa.types.is_struct(t):
         return pa.struct([pa.field(f.name, plain_type(f.type)) for f in t.fields])
@@ -64,9 +59,7 @@ def merge_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     ):
         return None
     try:
-        merged = pa.unify_schemas(
-            [pa.schema([("x", a)]), pa.schema([("x", b)])], promote_options="permissive"
-        )
+        merged = pa.unify_schemas([pa.schema([("x", a)]), pa.schema([("x", b)])], promote_options="permissive")
     except (pa.ArrowTypeError, pa.ArrowInvalid):
         return None
     return merged.field("x").type

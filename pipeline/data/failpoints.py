@@ -74,7 +74,5 @@ def from_environ(environ: Mapping[str, str] = os.environ) -> None:
         name, _, what = entry.partition("=")
         action, _, n = what.partition("@")
         if action not in ACTIONS:
-            raise ValueError(
-                f"PIPELINE_FAILPOINTS: {entry!r}: expected name=action@n, action one of {sorted(ACTIONS)}"
-            )
+            raise ValueError(f"PIPELINE_FAILPOINTS: {entry!r}: expected name=action@n, action one of {sorted(ACTIONS)}")
         install({name.strip(): on_hit(int(n or 1), ACTIONS[action])})

@@ -62,9 +62,7 @@ class LocalFolder:
         except OSError as e:
             raise EnvironmentFailed(f"{self.path(name)}: cannot be read: {e.strerror}") from e
 
-    def create(
-        self, name: str, data: bytes, check: Callable[[Path], None] | None = None, point: str = "file"
-    ) -> bool:
+    def create(self, name: str, data: bytes, check: Callable[[Path], None] | None = None, point: str = "file") -> bool:
         """Write a new file; False, and nothing is changed, where the name is taken.
 
         check: called with the synced temporary file before it gets its name. point: the first half of the
@@ -84,9 +82,7 @@ class LocalFolder:
                 _sync_folder(final.parent)
                 hit(f"{point}.dir_synced")
                 return made
-        raise EnvironmentFailed(
-            f"{final}: temporary files in {self.root / TMP} vanish while they are written"
-        )
+        raise EnvironmentFailed(f"{final}: temporary files in {self.root / TMP} vanish while they are written")
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a file or put it in the place of the old one; a reader sees the old or the new, whole."""
@@ -100,9 +96,7 @@ class LocalFolder:
                     continue
                 _sync_folder(final.parent)
                 return
-        raise EnvironmentFailed(
-            f"{final}: temporary files in {self.root / TMP} vanish while they are written"
-        )
+        raise EnvironmentFailed(f"{final}: temporary files in {self.root / TMP} vanish while they are written")
 
     def remove(self, name: str) -> None:
         """Remove a file; none there is fine."""
@@ -153,9 +147,7 @@ class LocalFolder:
                 ) from e
             if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
                 raise EnvironmentFailed(f"output.path {self.root}: {e.strerror}") from e
-            raise OutputError(
-                f"output.path {self.root}: cannot be written: {e.strerror} ({e.filename})"
-            ) from e
+            raise OutputError(f"output.path {self.root}: cannot be written: {e.strerror} ({e.filename})") from e
         if not whole:
             raise EnvironmentFailed(f"output.path {self.root}: a file just written reads back differently")
 
@@ -195,9 +187,7 @@ class LocalFolder:
         try:
             yield
         except OSError as e:
-            raise EnvironmentFailed(
-                f"{path}: {e.strerror or e}; free the disk or fix it, then run again"
-            ) from e
+            raise EnvironmentFailed(f"{path}: {e.strerror or e}; free the disk or fix it, then run again") from e
 
 
 def _lock(fd: int) -> bool:

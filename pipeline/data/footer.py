@@ -5,13 +5,15 @@ costs one small read, and is the same for a copy of the file.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.errors import EnvironmentFailed, InputError
+from pipeline.errors import EnvironmentFailed, InputError, PipelineError
 
 _TAIL_BYTES = 64 * 1024  # holds most footers, so that most files cost one read
 _MAGIC, _MAGIC_ENCRYPTED = b"PAR1", b"PARE"
@@ -69,13 +71,34 @@ def footer_bytes(fs: Any, path: str, size: int, name: str) -> bytes:
 
 
 def _read_tail(fs: Any, path: str, size: int, length: int, name: str) -> bytes:
-    try:
+    with reading(name):
         data = fs.cat_file(path, start=size - length, end=size)
-    except OSError as e:
-        raise EnvironmentFailed(f"{name}: cannot be read: {e}") from e
     if len(data) != length:
         raise EnvironmentFailed(f"{name}: short read: {len(data)} of {length} bytes; has the file changed?")
     return data
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turn what disks, stores and Arrow say while `name` is read into InputError or EnvironmentFailed."""
+    try:
+        yield
+    except FileNotFoundError as e:
+        raise InputError(f"{name}: does not exist, or does no longer") from e
+    except PermissionError as e:
+        raise InputError(f"{name}: permission denied: {e}") from e
+    except pa.ArrowException as e:
+        raise InputError(f"{name}: damaged, or not as its schema says: {e}") from e
+    except OSError as e:
+        # Arrow reports a damaged page as OSError without errno; with errno, the system failed
+        if e.errno is None:
+            raise InputError(f"{name}: damaged: {e}") from e
+        raise EnvironmentFailed(f"{name}: cannot be read: {e}") from e
+    except Exception as e:
+        # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
+        if isinstance(e, PipelineError) or type(e).__module__ == "builtins":
+            raise
+        raise EnvironmentFailed(f"{name}: cannot be read: {type(e).__name__}: {e}") from e
 
 
 def _end(group: pq.RowGroupMetaData) -> int:

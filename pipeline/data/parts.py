@@ -37,9 +37,7 @@ class PartName:
     rows: int
 
     def __post_init__(self) -> None:
-        assert re.fullmatch(r"[0-9a-f]{8}", self.fingerprint8), (
-            f"expected 8 hex digits: {self.fingerprint8!r}"
-        )
+        assert re.fullmatch(r"[0-9a-f]{8}", self.fingerprint8), f"expected 8 hex digits: {self.fingerprint8!r}"
         assert 0 <= self.unit < self.of, self
         assert min(self.window, self.rows) >= 0, self
 
@@ -109,13 +107,9 @@ class PartStore:
         if path.startswith("file://"):
             path = path.removeprefix("file://")
         if "://" in path:
-            raise OutputError(
-                f"output.path {path}: writing to {path.split('://')[0]}:// is not supported yet"
-            )
+            raise OutputError(f"output.path {path}: writing to {path.split('://')[0]}:// is not supported yet")
         if storage:
-            raise OutputError(
-                f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}"
-            )
+            raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")
         self.folder = LocalFolder(path)
 
     @property
@@ -140,8 +134,7 @@ class PartStore:
             name = PartName.parse(file)
             if name is None:
                 raise OutputError(
-                    f"{self.folder.root / file}: not a part; "
-                    "output.path must be a new folder or this job's own"
+                    f"{self.folder.root / file}: not a part; output.path must be a new folder or this job's own"
                 )
             expected = fingerprint8 or progress.fingerprint8
             if expected is not None and name.fingerprint8 != expected:
@@ -150,9 +143,7 @@ class PartStore:
                     f"this one is {expected}); choose another output.path"
                 )
             if not progress.add(name):
-                raise OutputError(
-                    f"{self.folder.root / file}: another part holds the same unit; remove one of them"
-                )
+                raise OutputError(f"{self.folder.root / file}: another part holds the same unit; remove one of them")
         return progress
 
     def write(self, name: PartName, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
@@ -168,9 +159,7 @@ class PartStore:
             return True
         there = _footer(self.folder.path(str(name)))
         if there.num_rows != name.rows:
-            raise OutputError(
-                f"{self.folder.root / str(name)}: holds {there.num_rows} rows, its name says {name.rows}"
-            )
+            raise OutputError(f"{self.folder.root / str(name)}: holds {there.num_rows} rows, its name says {name.rows}")
         return False
 
     def create(self, name: str, data: bytes) -> bool:
@@ -245,9 +234,7 @@ def _check(path: Path, size: int, rows: int) -> None:
     except pa.ArrowException:
         there = -1
     if there != rows:
-        raise EnvironmentFailed(
-            f"{path}: {written} of {size} bytes were written, or they read back differently"
-        )
+        raise EnvironmentFailed(f"{path}: {written} of {size} bytes were written, or they read back differently")
 
 
 def _footer(path: Path) -> pq.FileMetaData:
@@ -256,6 +243,4 @@ def _footer(path: Path) -> pq.FileMetaData:
     except (pa.ArrowException, OSError) as e:
         if isinstance(e, OSError) and e.errno is not None:
             raise EnvironmentFailed(f"{path}: cannot be read: {e.strerror}") from e
-        raise OutputError(
-            f"{path}: this part is damaged: {e}; remove it and run again to make it anew"
-        ) from e
+        raise OutputError(f"{path}: this part is damaged: {e}; remove it and run again to make it anew") from e

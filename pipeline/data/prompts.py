@@ -50,13 +50,9 @@ class PromptSpec:
         """Raise ConfigError when the columns of `schema` cannot be read as this asks."""
         for name in self.columns:
             if name not in schema.names:
-                raise ConfigError(
-                    f"prompt: the input has no column {name!r}{did_you_mean(name, schema.names)}"
-                )
+                raise ConfigError(f"prompt: the input has no column {name!r}{did_you_mean(name, schema.names)}")
             if not _has_text_form(schema.field(name).type):
-                raise ConfigError(
-                    f"prompt: column {name!r} is {schema.field(name).type}, which has no text form"
-                )
+                raise ConfigError(f"prompt: column {name!r} is {schema.field(name).type}, which has no text form")
         if self.column is not None and not is_text(schema.field(self.column).type):
             raise ConfigError(
                 f"prompt.column {self.column!r} is {schema.field(self.column).type}, expected text; "

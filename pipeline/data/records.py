@@ -29,9 +29,7 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
 )
 
 _TOKEN = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
-LOGPROBS_FIELD = pa.field(
-    "logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top", pa.list_(pa.struct(_TOKEN)))]))
-)
+LOGPROBS_FIELD = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top", pa.list_(pa.struct(_TOKEN)))])))
 
 RESULT_NAMES: tuple[str, ...] = (*(f.name for f in RESULT_FIELDS), LOGPROBS_FIELD.name)
 
@@ -46,13 +44,9 @@ def output_schema(kept: pa.Schema, rename: Mapping[str, str], logprobs: bool) ->
     """
     for name in rename:
         if name not in RESULT_NAMES:
-            raise ConfigError(
-                f"output.rename: {name!r} is not a result column{did_you_mean(name, RESULT_NAMES)}"
-            )
+            raise ConfigError(f"output.rename: {name!r} is not a result column{did_you_mean(name, RESULT_NAMES)}")
     fields = [*RESULT_FIELDS, *([LOGPROBS_FIELD] if logprobs else [])]
-    results = [
-        pa.field(rename.get(f.name, f.name), f.type, metadata={_RESULT_KEY: f.name.encode()}) for f in fields
-    ]
+    results = [pa.field(rename.get(f.name, f.name), f.type, metadata={_RESULT_KEY: f.name.encode()}) for f in fields]
     taken = [*kept.names, *(f.name for f in results)]
     repeated = {name for name, n in Counter(taken).items() if n > 1}
     clashes = [f.name for f, r in zip(fields, results, strict=True) if r.name in repeated]

@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.columns import did_you_mean, merge_types, plain_schema
-from pipeline.data.footer import digest, footer_bytes, read_footer
-from pipeline.errors import EnvironmentFailed, InputError
+from pipeline.data.footer import digest, footer_bytes, read_footer, reading
+from pipeline.data.listing import find_files, is_local
+from pipeline.errors import InputError
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
 
@@ -83,9 +84,7 @@ class Source:
             if name in self.conflicts:
                 raise InputError(f"column {name!r}: {self.conflicts[name]}")
             if name in self.missing:
-                raise InputError(
-                    f"{self.missing[name]}: has no column {name!r}, other files of {self.root} have it"
-                )
+                raise InputError(f"{self.missing[name]}: has no column {name!r}, other files of {self.root} have it")
             if name not in known:
                 first = posixpath.join(self.root, self.files[0].relative)
                 raise InputError(f"{first}: has no column {name!r}{did_you_mean(name, known)}")
@@ -98,8 +97,8 @@ def open_source(path: str, storage: Mapping[str, Any] | None = None) -> Source:
     parallel. Raises InputError naming what is missing, empty, damaged or no Parquet file.
     """
     storage = dict(storage or {})
-    fs, root, found = _find(path, storage)
-    shown = fs.unstrip_protocol(root) if not _is_local(fs) else root
+    fs, root, found = find_files(path, storage)
+    shown = fs.unstrip_protocol(root) if not is_local(fs) else root
 
     def footer(item: tuple[str, int]) -> tuple[SourceFile, pa.Schema]:
         relative, size = item
@@ -113,45 +112,6 @@ def open_source(path: str, storage: Mapping[str, Any] | None = None) -> Source:
     files = tuple(f for f, _ in read)
     schema, missing, conflicts = _merge_schemas(shown, read)
     return Source(shown, files, schema, missing, conflicts, storage)
-
-
-def _find(path: str, storage: dict[str, Any]) -> tuple[Any, str, list[tuple[str, int]]]:
-    """The filesystem, the root on it, and (path relative to the root, size) of each file, sorted."""
-    import fsspec.core
-
-    try:
-        fs, full = fsspec.core.url_to_fs(path, **storage)
-    except (ImportError, ValueError) as e:
-        raise InputError(f"input.path {path}: {e}") from e
-    try:
-        if fs.isfile(full):
-            info = fs.info(full)
-            return fs, posixpath.dirname(full), [(posixpath.basename(full), info["size"])]
-        if fs.isdir(full):
-            root, entries = full.rstrip("/"), fs.find(full, detail=True)
-        elif any(c in full for c in "*?["):
-            parts = full.split("/")
-            first = next(i for i, part in enumerate(parts) if any(c in part for c in "*?["))
-            root, entries = "/".join(parts[:first]), fs.glob(full, detail=True)
-        else:
-            raise InputError(f"input.path {path}: does not exist")
-    except PermissionError as e:
-        raise InputError(f"input.path {path}: permission denied: {e}") from e
-    except OSError as e:
-        raise EnvironmentFailed(f"input.path {path}: cannot be listed: {e}") from e
-    found = [
-        (posixpath.relpath(full_name, root or "/"), int(info["size"]))
-        for full_name, info in entries.items()
-        if info["type"] == "file"
-    ]
-    found = sorted(item for item in found if not any(part[0] in "_." for part in item[0].split("/")))
-    if not found:
-        raise InputError(f"input.path {path}: no files there (names that start with _ or . are passed by)")
-    return fs, root, found
-
-
-def _is_local(fs: Any) -> bool:
-    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
 
 def _merge_schemas(
@@ -186,9 +146,7 @@ def _merge_schemas(
     return pa.schema([(n, t) for n, t in types.items() if n not in conflicts]), missing, conflicts
 
 
-def cut_windows(
-    source: Source, max_rows: int, max_bytes: int, limit: int | None = None
-) -> tuple[Window, ...]:
+def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None = None) -> tuple[Window, ...]:
     """Cut the first `limit` rows (None: all) into windows of at most `max_rows` rows and about `max_bytes`
     bytes.
 
@@ -270,11 +228,11 @@ def _read_slices(
 ) -> Iterator[tuple[Slice, pa.Table]]:
     path, shown = posixpath.join(root, file.relative), posixpath.join(source.root, file.relative)
     whole = all(s.start == 0 and s.stop == file.row_groups[s.row_group].num_rows for s in slices)
-    try:
+    with reading(shown):
         size = int(fs.info(path)["size"])
         if size != file.size or digest(footer_bytes(fs, path, size, shown)) != file.digest:
             raise InputError(f"{shown}: the file has changed since the job was planned")
-        with pa.OSFile(path) if _is_local(fs) else fs.open(path, "rb") as handle:
+        with pa.OSFile(path) if is_local(fs) else fs.open(path, "rb") as handle:
             parquet = pq.ParquetFile(
                 handle,
                 page_checksum_verification=True,
@@ -285,19 +243,8 @@ def _read_slices(
             for piece in slices:
                 table = _read_slice(parquet, piece, file.row_groups[piece.row_group].num_rows, schema)
                 if table.num_rows != piece.stop - piece.start:
-                    raise InputError(
-                        f"{shown}: row group {piece.row_group} holds fewer rows than its footer says"
-                    )
+                    raise InputError(f"{shown}: row group {piece.row_group} holds fewer rows than its footer says")
                 yield piece, table
-    except FileNotFoundError as e:
-        raise InputError(f"{shown}: the file is gone since the job was planned") from e
-    except pa.ArrowException as e:
-        raise InputError(f"{shown}: damaged, or not readable as {schema.names}: {e}") from e
-    except OSError as e:
-        # Arrow reports damaged pages as OSError without errno; with errno, the system failed
-        if e.errno is None:
-            raise InputError(f"{shown}: damaged: {e}") from e
-        raise EnvironmentFailed(f"{shown}: cannot be read: {e}") from e
 
 
 def _read_slice(parquet: pq.ParquetFile, piece: Slice, group_rows: int, schema: pa.Schema) -> pa.Table:
@@ -307,14 +254,10 @@ def _read_slice(parquet: pq.ParquetFile, piece: Slice, group_rows: int, schema: 
         read = parquet.read_row_group(piece.row_group, columns=schema.names, use_threads=False)
         return read.select(schema.names).cast(schema)
     position, batches = 0, []
-    for batch in parquet.iter_batches(
-        4096, row_groups=[piece.row_group], columns=schema.names, use_threads=False
-    ):
+    for batch in parquet.iter_batches(4096, row_groups=[piece.row_group], columns=schema.names, use_threads=False):
         start, stop = max(piece.start - position, 0), min(piece.stop - position, batch.num_rows)
         if start < stop:
-            batches.append(
-                pa.Table.from_batches([batch.slice(start, stop - start)]).select(schema.names).cast(schema)
-            )
+            batches.append(pa.Table.from_batches([batch.slice(start, stop - start)]).select(schema.names).cast(schema))
         position += batch.num_rows
         if position >= piece.stop:
             break

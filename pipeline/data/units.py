@@ -80,9 +80,7 @@ class Unit:
         with pa.ipc.open_stream(data) as reader:
             table = reader.read_all()
         head = table.schema.metadata
-        return cls(
-            int(head[b"window"]), int(head[b"index"]), int(head[b"of"]), table.replace_schema_metadata(None)
-        )
+        return cls(int(head[b"window"]), int(head[b"index"]), int(head[b"of"]), table.replace_schema_metadata(None))
 
 
 def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> list[Unit]:
@@ -100,10 +98,7 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> li
     errors, messages = list(rendered.errors), list(rendered.messages)
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens)
-    asked = [
-        p.encode() if p is not None and e is None else None
-        for p, e in zip(rendered.prompts, errors, strict=True)
-    ]
+    asked = [p.encode() if p is not None and e is None else None for p, e in zip(rendered.prompts, errors, strict=True)]
     del rendered  # a window's text may be large, and lies here in several forms
     own = [
         table.column(table.num_columns - 2),
@@ -114,9 +109,7 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> li
         pa.array([json.dumps(p) if p else None for p in params], pa.string()),
     ]
     kept = inputs.select(list(spec.kept))
-    whole = pa.Table.from_arrays(
-        [*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])
-    ).combine_chunks()
+    whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])).combine_chunks()
     cut = cut_units([p or b"" for p in asked], budgets, spec.unit_tokens, spec.unit_rows)
     del asked
     return [Unit(window, i, len(cut), whole.take(pa.array(rows))) for i, rows in enumerate(cut)]

@@ -357,8 +357,7 @@ def test_threads_write_the_same_part(store):
     failpoints.install({"part.synced": barrier.wait})
     made = []
     threads = [
-        threading.Thread(target=lambda i=i: made.append((store.write(name(), result(50, seed=i)), i)))
-        for i in range(6)
+        threading.Thread(target=lambda i=i: made.append((store.write(name(), result(50, seed=i)), i))) for i in range(6)
     ]
     for t in threads:
         t.start()
@@ -397,9 +396,7 @@ def test_a_temporary_file_deleted_by_mistake_costs_a_retry(store):
         for p in Path(store.path, "_pipeline/tmp").iterdir():
             p.unlink()
 
-    failpoints.install(
-        {"part.synced": failpoints.on_hit(1, delete), "file.synced": failpoints.on_hit(1, delete)}
-    )
+    failpoints.install({"part.synced": failpoints.on_hit(1, delete), "file.synced": failpoints.on_hit(1, delete)})
     assert store.write(name(), result(50))
     store.replace("_pipeline/status.json", b"{}")
     assert read(store, name()).equals(result(50))

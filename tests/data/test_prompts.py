@@ -126,9 +126,7 @@ def test_messages_are_the_same_from_structs_and_json():
     assert prompts({"chat": [MESSAGES]}, messages="chat") == [canonical]
     assert prompts({"chat": [spaced]}, messages="chat") == [canonical]
     assert prompts({"chat": [canonical.encode()]}, messages="chat") == [canonical]
-    assert prompts({"chat": [with_more]}, messages="chat") == [
-        canonical.replace('{{x}}"', '{{x}}","name":"Jo"')
-    ]
+    assert prompts({"chat": [with_more]}, messages="chat") == [canonical.replace('{{x}}"', '{{x}}","name":"Jo"')]
 
 
 @pytest.mark.parametrize(
@@ -165,13 +163,9 @@ def test_malformed_messages(value, code):
 
 def test_malformed_messages_in_structs():
     t = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-    column = pa.array(
-        [None, [], [None], [{"role": None, "content": "x"}], [{"role": "user", "content": None}]], t
-    )
+    column = pa.array([None, [], [None], [{"role": None, "content": "x"}], [{"role": "user", "content": None}]], t)
     expected = ["null_prompt", "empty_prompt", *["invalid_messages"] * 3]
     assert prompts({"chat": column}, messages="chat") == expected
-    struct = pa.StructArray.from_arrays(
-        [pa.array(["user"] * 2), bad_string(b"\xff", b"x")], ["role", "content"]
-    )
+    struct = pa.StructArray.from_arrays([pa.array(["user"] * 2), bad_string(b"\xff", b"x")], ["role", "content"])
     got = prompts({"chat": pa.ListArray.from_arrays([0, 1, 2], struct)}, messages="chat")
     assert got == ["invalid_utf8", '[{"role":"user","content":"x"}]']

@@ -29,13 +29,9 @@ def test_kept_columns_then_results():
 
 def test_a_collision_names_the_rename_to_write():
     chained = pa.schema([("generated_text", pa.string()), ("error", pa.string()), ("error_2", pa.string())])
-    with pytest.raises(
-        ConfigError, match=r"output\.rename: \{generated_text: generated_text_2, error: error_3\}"
-    ):
+    with pytest.raises(ConfigError, match=r"output\.rename: \{generated_text: generated_text_2, error: error_3\}"):
         output_schema(chained, {}, logprobs=False)
-    names = output_schema(
-        chained, {"generated_text": "generated_text_2", "error": "error_3"}, logprobs=False
-    ).names
+    names = output_schema(chained, {"generated_text": "generated_text_2", "error": "error_3"}, logprobs=False).names
     assert len(set(names)) == len(names) == 3 + len(RESULT_FIELDS)
     # what is written takes effect, and what was renamed already stays in the advice
     with pytest.raises(ConfigError, match=r"output\.rename: \{generated_text: a, error: error_3\}"):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.source import Slice, cut_windows, open_source, read_window
-from pipeline.errors import InputError
+from pipeline.errors import EnvironmentFailed, InputError
 
 BIG = 1 << 40
 
@@ -107,8 +107,28 @@ def test_file_folder_and_glob(write, tmp_path):
     assert names(f"{folder}/*.parquet") == ["b.parquet"]
     assert names(f"{folder}/**/*.parquet") == ["a/2024/c.parquet", "b.parquet"]
     assert names(f"file://{folder}") == names(folder)
+    assert names(f"{folder}/*") == names(f"{folder}/**") == ["a/2024/c.parquet", "b.parquet"]
+    assert names(f"{folder}/?/2*") == ["a/2024/c.parquet"]
+
+
+def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
+    folder = write("a/2024/c.parquet", texts(2))
     os.symlink(f"{folder}/a", tmp_path / "link")
-    assert names(tmp_path / "link") == ["2024/c.parquet"]
+    os.symlink(f"{folder}/a/2024/c.parquet", f"{folder}/b.parquet")
+    os.symlink(f"{folder}/a/2024", f"{folder}/z")
+    assert [f.relative for f in open_source(str(tmp_path / "link")).files] == ["2024/c.parquet"]
+    source = open_source(folder)
+    assert [f.relative for f in source.files] == ["a/2024/c.parquet", "b.parquet", "z/c.parquet"]
+    assert len(rows_of(source, cut_windows(source, 10, BIG))) == 6
+    assert [f.relative for f in open_source(f"{folder}/b.*").files] == ["b.parquet"]
+    os.symlink(folder, f"{folder}/a/round")
+    with pytest.raises(InputError, match=r"a/round: .*leads back"):
+        open_source(folder)
+    os.unlink(f"{folder}/a/round")
+    os.symlink(f"{folder}/nothing", f"{folder}/x.parquet")
+    for path in (folder, f"{folder}/*.parquet"):
+        with pytest.raises(InputError, match=r"x\.parquet: neither"):
+            open_source(path)
 
 
 def test_relative_paths_are_pinned_to_where_they_were_opened(write, tmp_path, monkeypatch):
@@ -160,6 +180,46 @@ def test_nothing_to_read(tmp_path, path):
         open_source("nowhere://x")
 
 
+class StoreSaidNo(Exception):
+    """As the libraries behind fsspec have them: no OSError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "becomes"),
+    [
+        (PermissionError(13, "Forbidden"), InputError),
+        (StoreSaidNo("no credentials"), EnvironmentFailed),
+        (OSError(5, "I/O error"), EnvironmentFailed),
+        (TypeError("got an unexpected keyword argument 'nonsense'"), InputError),
+    ],
+)
+def test_a_store_that_refuses(monkeypatch, error, becomes):
+    def refuse(*args, **options):
+        raise error
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "info", refuse)
+    with pytest.raises(becomes, match=rf"input\.path memory://x.*{error}".replace("[", r"\[")):
+        open_source("memory://x")
+
+
+def test_a_store_that_refuses_later(write, monkeypatch):
+    folder = write("a.parquet", texts(3))
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/later/a.parquet", Path(folder, "a.parquet").read_bytes())
+    source = open_source("memory://later")
+
+    def refuse(*args, **options):
+        raise StoreSaidNo("token expired")
+
+    monkeypatch.setattr(type(memory), "_open", refuse)
+    with pytest.raises(EnvironmentFailed, match=r"later/a\.parquet: .*StoreSaidNo: token expired"):
+        rows_of(source, cut_windows(source, 10, BIG))
+    monkeypatch.undo()
+    monkeypatch.setattr(type(memory), "cat_file", lambda *args, **options: b"short")
+    with pytest.raises(EnvironmentFailed, match=r"later/a\.parquet: short read: 5 of"):
+        open_source("memory://later")
+
+
 def test_a_footer_larger_than_one_read(write):
     folder = write("a.parquet", pa.table({f"column_{i}": [1] for i in range(900)}))
     assert Path(folder, "a.parquet").stat().st_size > 128 * 1024
@@ -188,9 +248,7 @@ def test_columns_are_checked_in_every_file(write):
     assert read_window(source, window, ["wide", "report"]).column("wide").to_pylist() == [1, 1 << 40, None]
     with pytest.raises(InputError, match=r"b\.parquet: has no column 'id'"):
         source.check_columns(["report", "id"])
-    with pytest.raises(
-        InputError, match=r"column 'n'.*b\.parquet has it as string, files before it as int64"
-    ):
+    with pytest.raises(InputError, match=r"column 'n'.*b\.parquet has it as string, files before it as int64"):
         source.check_columns(["n"])
     with pytest.raises(InputError, match=r"a\.parquet: has no column 'reprot' \(did you mean 'report'\?\)"):
         source.check_columns(["reprot"])
@@ -230,9 +288,7 @@ def test_ways_to_store_text_are_one(write):
     }
     nested = pa.array(
         [[{"role": "user", "content": "x"}]] * 3,
-        pa.large_list(
-            pa.struct([("role", pa.dictionary(pa.int32(), pa.string())), ("content", pa.large_string())])
-        ),
+        pa.large_list(pa.struct([("role", pa.dictionary(pa.int32(), pa.string())), ("content", pa.large_string())])),
     )
     source = open_source(write("a.parquet", pa.table({**stored, "nested": nested})))
     for max_rows in (10, 2):  # whole row groups and slices
@@ -242,9 +298,7 @@ def test_ways_to_store_text_are_one(write):
         for name in stored:
             assert table.column(name).type == pa.string()
             assert table.column(name).to_pylist() == values
-        assert table.column("nested").type == pa.list_(
-            pa.struct([("role", pa.string()), ("content", pa.string())])
-        )
+        assert table.column("nested").type == pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     write("b.parquet", pa.table({name: pa.array(values) for name in stored}))
     open_source(source.root).check_columns(stored)
 
@@ -264,9 +318,7 @@ def test_no_columns_still_says_which_rows(write):
 
 def test_bit_flips_are_found(write):
     """Every bit flip in the data is either reported or changes nothing."""
-    folder = write(
-        "a.parquet", {"text": [f"{i * 7919 % 10007} and more" for i in range(300)]}, compression="none"
-    )
+    folder = write("a.parquet", {"text": [f"{i * 7919 % 10007} and more" for i in range(300)]}, compression="none")
     source = open_source(folder)
     windows = cut_windows(source, 1000, BIG)
     path = Path(folder, "a.parquet")
@@ -294,5 +346,5 @@ def test_a_file_changed_since_planning_is_refused(write):
     with pytest.raises(InputError, match=r"a\.parquet: the file has changed"):
         rows_of(source, windows)
     Path(folder, "a.parquet").unlink()
-    with pytest.raises(InputError, match=r"a\.parquet: the file is gone"):
+    with pytest.raises(InputError, match=r"a\.parquet: does not exist"):
         rows_of(source, windows)

@@ -40,14 +40,10 @@ def by_row(units: list[Unit]) -> dict[int, dict]:
     unit_rows=st.integers(1, 12),
 )
 def test_every_row_is_in_one_unit(texts, unit_tokens, unit_rows):
-    table = window_of(
-        {"text": pa.array(texts, pa.string()), "id": pa.array([str(i) for i in range(len(texts))])}
-    )
+    table = window_of({"text": pa.array(texts, pa.string()), "id": pa.array([str(i) for i in range(len(texts))])})
     s = spec(unit_tokens=unit_tokens, unit_rows=unit_rows)
     units = make_units(table, s)
-    assert [u.to_bytes() for u in make_units(table, pickle.loads(pickle.dumps(s)))] == [
-        u.to_bytes() for u in units
-    ]
+    assert [u.to_bytes() for u in make_units(table, pickle.loads(pickle.dumps(s)))] == [u.to_bytes() for u in units]
     assert [(u.window, u.index, u.of) for u in units] == [(3, i, len(units)) for i in range(len(units))]
     rows = by_row(units)
     assert list(rows) == list(range(len(texts)))
@@ -69,10 +65,7 @@ def test_units_travel():
 
 
 def test_a_window_of_no_rows_has_no_units():
-    assert (
-        make_units(window_of({"text": pa.array([], pa.string()), "id": pa.array([], pa.int64())}), spec())
-        == []
-    )
+    assert make_units(window_of({"text": pa.array([], pa.string()), "id": pa.array([], pa.int64())}), spec()) == []
 
 
 def test_columns_to_read():
@@ -136,9 +129,7 @@ def test_invalid_text_in_a_kept_column_passes_through():
     _, offsets, data = pa.array([b"\xff", b"ok"]).buffers()
     note = pa.StringArray.from_buffers(2, offsets, data)
     unit = Unit.from_bytes(make_units(window_of({"text": note, "id": note}), spec())[0].to_bytes())
-    rows = dict(
-        zip(unit.own("source_row").to_pylist(), unit.kept().column("id").cast(pa.binary()).to_pylist())
-    )
+    rows = dict(zip(unit.own("source_row").to_pylist(), unit.kept().column("id").cast(pa.binary()).to_pylist()))
     assert rows == {0: b"\xff", 1: b"ok"}
     assert sorted(unit.own("_error").to_pylist(), key=str) == [None, "invalid_utf8"]
 
