@@ -24,7 +24,11 @@ class Family:
 
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -33,9 +37,16 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 FAMILIES = [
     Family("llama2", "llama", {"num_key_value_heads": 4}),
     Family("llama3", "llama", {"rope_parameters": LLAMA3_ROPE}),
-    Family("llama-linear-bias-tied", "llama", {
-        "rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
-    }),
+    Family(
+        "llama-linear-bias-tied",
+        "llama",
+        {
+            "rope_parameters": LINEAR_ROPE,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     Family("mistral", "mistral", {"sliding_window": None}),
     Family("mistral-window", "mistral", {"sliding_window": 21, "head_dim": 24}),
     Family("qwen2-tied", "qwen2", {"tie_word_embeddings": True}),
@@ -61,7 +72,9 @@ def draw_config(family: Family, rng: np.random.Generator) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 512,
         "initializer_range": 0.2,
-        "bos_token_id": None, "eos_token_id": 257, "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+        "pad_token_id": None,
         "tie_word_embeddings": False,
         "rms_norm_eps": 1e-5,
     } | {k: v for k, v in family.options.items() if k != "num_key_value_heads"}
@@ -115,7 +128,11 @@ def quantize_randomly(source: Path, folder: Path, group_size: int, zero_point: b
             continue
         outputs, inputs = tensor.shape
         q = rng.integers(0, 16, (inputs, outputs))
-        z = rng.integers(3, 13, (inputs // group_size, outputs)) if zero_point else np.full((inputs // group_size, outputs), 8)
+        z = (
+            rng.integers(3, 13, (inputs // group_size, outputs))
+            if zero_point
+            else np.full((inputs // group_size, outputs), 8)
+        )
         scale = rng.uniform(0.02, 0.06, (inputs // group_size, outputs)).astype(np.float16)
         stem = name.removesuffix(".weight")
         packed[f"{stem}.qweight"] = _pack(q)
@@ -126,10 +143,17 @@ def quantize_randomly(source: Path, folder: Path, group_size: int, zero_point: b
         value = (q - z[group]).astype(np.float32) * scale[group].astype(np.float32)
         dense[name] = torch.from_numpy(value.T.copy())
     config = json.loads((source / "config.json").read_text())
-    quantization = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm",
-                    "zero_point": zero_point, "modules_to_not_convert": None}
+    quantization = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "version": "gemm",
+        "zero_point": zero_point,
+        "modules_to_not_convert": None,
+    }
     for place, content, extra in (
-        (folder, packed, {"quantization_config": quantization}), (folder.with_name(f"{folder.name}-dense"), dense, {}),
+        (folder, packed, {"quantization_config": quantization}),
+        (folder.with_name(f"{folder.name}-dense"), dense, {}),
     ):
         place.mkdir(parents=True)
         save_file(content, place / "model.safetensors")

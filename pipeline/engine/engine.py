@@ -7,10 +7,10 @@ several engines may live in one process.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence as Items
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from pipeline.engine.runner import ModelRunner
 from pipeline.engine.sampler import SamplingBatch, sample
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence, SlotTable
-from pipeline.engine.step import StepInput, StepPlan, build_input
+from pipeline.engine.step import StepInput, build_input
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, RowError
 from pipeline.kernels.select import select_kernels
@@ -60,8 +60,15 @@ class Engine:
         kv = KVCache.allocate(model, num_blocks, resolved.block_size, resolved.dtype, resolved.device)
         max_model_len = _fit_length(config, resolved, num_blocks)
         self._assemble(
-            ModelRunner(decoder, kv, resolved.block_size), tokenizer, num_blocks, resolved.block_size, max_model_len,
-            resolved.max_num_seqs, resolved.max_num_batched_tokens, config.enable_prefix_caching, config.seed,
+            ModelRunner(decoder, kv, resolved.block_size),
+            tokenizer,
+            num_blocks,
+            resolved.block_size,
+            max_model_len,
+            resolved.max_num_seqs,
+            resolved.max_num_batched_tokens,
+            config.enable_prefix_caching,
+            config.seed,
         )
         self.resolved: dict[str, str | int] = {
             "device": str(resolved.device),
@@ -77,29 +84,51 @@ class Engine:
 
     @classmethod
     def from_parts(
-        cls, runner: Runner, tokenizer: Tokenizer, *, num_blocks: int, block_size: int, max_model_len: int,
-        max_num_seqs: int, max_num_batched_tokens: int, enable_prefix_caching: bool = True, seed: int = 0,
+        cls,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
     ) -> "Engine":
         """An engine around a runner that is built already."""
         engine = cls.__new__(cls)
         engine.resolved = {}
         engine._assemble(
-            runner, tokenizer, num_blocks, block_size, max_model_len, max_num_seqs, max_num_batched_tokens,
-            enable_prefix_caching, seed,
+            runner,
+            tokenizer,
+            num_blocks,
+            block_size,
+            max_model_len,
+            max_num_seqs,
+            max_num_batched_tokens,
+            enable_prefix_caching,
+            seed,
         )
         return engine
 
     def _assemble(
-        self, runner: Runner, tokenizer: Tokenizer, num_blocks: int, block_size: int, max_model_len: int,
-        max_num_seqs: int, max_num_batched_tokens: int, enable_prefix_caching: bool, seed: int,
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
+        seed: int,
     ) -> None:
         self.runner, self.tokenizer, self.seed, self.max_model_len = runner, tokenizer, seed, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_blocks, block_size)
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
-        self.scheduler = Scheduler(
-            self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching
-        )
+        self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._eos = np.array(sorted(tokenizer.eos_token_ids), dtype=np.int64)
         self._order = 0
         self._closed = False
@@ -107,11 +136,13 @@ class Engine:
     # -- one request at a time
 
     def add(self, request: Request) -> None:
-        """Queue a request; its completion comes from a later `step`, as an error completion when it cannot be served."""
+        """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served."""
         self._check_open()
         seed = request.params.seed
         sequence = Sequence(
-            request, np.array(request.prompt_token_ids, dtype=np.int32), self._order,
+            request,
+            np.array(request.prompt_token_ids, dtype=np.int32),
+            self._order,
             seed if seed is not None else self.seed + self._order,
         )
         self._order += 1
@@ -163,7 +194,9 @@ class Engine:
     # -- many requests
 
     def generate(
-        self, prompts: str | list[int] | Items[str | list[int]], params: SamplingParams | Items[SamplingParams] | None = None
+        self,
+        prompts: str | list[int] | Items[str | list[int]],
+        params: SamplingParams | Items[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Complete `prompts` (strings or lists of token ids) and return the completions in their order.
 
@@ -173,7 +206,9 @@ class Engine:
             prompts = [prompts]  # type: ignore[list-item]
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Items) else list(params)
         if len(each) != len(prompts):
-            raise ConfigError(f"{len(prompts)} prompts with {len(each)} sampling params: expected one for all or one for each")
+            raise ConfigError(
+                f"{len(prompts)} prompts with {len(each)} sampling params: expected one for all or one for each"
+            )
         requests = [
             Request(index, self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), own)  # type: ignore[arg-type]
             for index, (prompt, own) in enumerate(zip(prompts, each))
@@ -209,9 +244,10 @@ class Engine:
         self.stats = self.scheduler.stats = saved
 
     def close(self) -> None:
-        """Drop the weights and the KV cache."""
-        self._closed = True
-        self.runner = None  # type: ignore[assignment]
+        """Drop the weights and the KV cache. The engine answers ConfigError from then on."""
+        if not self._closed:
+            self._closed = True
+            del self.runner
 
     def __enter__(self) -> "Engine":
         return self
@@ -285,20 +321,26 @@ class Engine:
 
     def _failed(self, sequence: Sequence, error: RowError, message: str) -> Completion:
         return Completion(
-            row_id=sequence.request.row_id, token_ids=[], text="", finish_reason="error",
-            num_prompt_tokens=sequence.num_prompt, num_cached_tokens=max(sequence.num_cached, 0),
-            error=error.value, error_message=message,
+            row_id=sequence.request.row_id,
+            token_ids=[],
+            text="",
+            finish_reason="error",
+            num_prompt_tokens=sequence.num_prompt,
+            num_cached_tokens=max(sequence.num_cached, 0),
+            error=error.value,
+            error_message=message,
         )
 
     def _non_finite(self, slot: int) -> Completion:
-        """End a sequence whose logits are not numbers; blocks that only it holds are cleaned and none stays findable."""
+        """End a sequence whose logits are not numbers; blocks only it holds are cleaned, none stays findable."""
         sequence = self.table.at(slot)
         generated = int(self.table.num_known[slot]) - sequence.num_prompt
         own = self.pool.held_once(sequence.blocks)
         self.scheduler.finish(slot, keep_blocks=False)
         self.runner.zero_blocks(own)
         return self._failed(
-            sequence, RowError.NON_FINITE_LOGITS,
+            sequence,
+            RowError.NON_FINITE_LOGITS,
             f"the model gave logits that are not finite numbers after {generated} generated tokens",
         )
 
@@ -314,7 +356,10 @@ def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: in
     budget = kv_budget_bytes(resolved.device, config.kv_cache_memory_bytes, need, config.gpu_memory_utilization)
     num_blocks = budget // block_bytes
     if num_blocks < 2:
-        raise ConfigError(f"a KV cache of {budget} bytes holds no two blocks of {block_bytes} bytes; raise engine.kv_cache_memory_bytes")
+        raise ConfigError(
+            f"a KV cache of {budget} bytes holds no two blocks of {block_bytes} bytes; raise "
+            "engine.kv_cache_memory_bytes"
+        )
     return num_blocks
 
 
@@ -325,7 +370,7 @@ def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> in
         return resolved.max_model_len
     if config.max_model_len is not None:
         raise ConfigError(
-            f"engine.max_model_len = {config.max_model_len} does not fit the KV cache of {capacity} tokens; lower it or raise "
-            "engine.kv_cache_memory_bytes"
+            f"engine.max_model_len = {config.max_model_len} does not fit the KV cache of {capacity} tokens; lower it or "
+            "raise engine.kv_cache_memory_bytes"
         )
     return capacity

@@ -30,9 +30,7 @@ def _cgroup(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def kv_budget_bytes(
-    device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float
-) -> int:
+def kv_budget_bytes(device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float) -> int:
     """Bytes for the KV cache: `wanted` when given, else what `need` asks for within the device's share."""
     if wanted is not None:
         return wanted
@@ -42,7 +40,7 @@ def kv_budget_bytes(
     budget = free - int(total * (1.0 - gpu_memory_utilization)) - GPU_RESERVE_BYTES
     if budget <= 0:
         raise ConfigError(
-            f"{device}: {free >> 20} MiB free of {total >> 20} after loading the weights leave nothing for the KV cache "
-            f"at engine.gpu_memory_utilization = {gpu_memory_utilization}"
+            f"{device}: {free >> 20} MiB free of {total >> 20} after loading the weights leave nothing for the KV "
+            f"cache at engine.gpu_memory_utilization = {gpu_memory_utilization}"
         )
     return min(need, budget)

@@ -52,8 +52,11 @@ class SamplingParams:
     def _checks(self) -> list[tuple[str, bool, str]]:
         return [
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
-            ("min_tokens", _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
-             "an integer from 0 to max_tokens"),
+            (
+                "min_tokens",
+                _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+                "an integer from 0 to max_tokens",
+            ),
             ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number of at least 0"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0: off)"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]"),
@@ -63,8 +66,11 @@ class SamplingParams:
             ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids"),
-            ("logprobs", self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 100),
-             "an integer from 0 to 100, or none"),
+            (
+                "logprobs",
+                self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 100),
+                "an integer from 0 to 100, or none",
+            ),
         ]
 
 

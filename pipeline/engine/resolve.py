@@ -98,4 +98,6 @@ def _refuse_unserved(config: EngineConfig) -> None:
         if getattr(config, name) != "auto":
             raise ConfigError(f"engine.{name} = {getattr(config, name)!r}: only auto is available yet")
     if not 0.0 < config.gpu_memory_utilization <= 1.0:
-        raise ConfigError(f"engine.gpu_memory_utilization = {config.gpu_memory_utilization}: expected a number in (0, 1]")
+        raise ConfigError(
+            f"engine.gpu_memory_utilization = {config.gpu_memory_utilization}: expected a number in (0, 1]"
+        )

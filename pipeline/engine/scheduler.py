@@ -1,7 +1,7 @@
 """Which sequences compute which tokens next: admission, chunked prefill, block allocation, preemption. No torch.
 
-Rules, in order: every running sequence that lacks one token computes it; what is left of the token budget goes to longer
-remainders, oldest first; then waiting sequences are admitted, oldest first, while the blocks they are expected to need
+Rules, in order: every running sequence that lacks one token computes it; what is left of the token budget goes to
+longer remainders, oldest first; then waiting sequences are admitted, oldest first, while the blocks they are expected to need
 fit beside those that the running ones are expected to need still. When blocks run out all the same, the sequence that
 loses the least work is preempted and computed again later. The oldest sequence is never preempted, so one always
 advances; when it alone does not fit, it ends with an error.
@@ -30,7 +30,11 @@ class Scheduler:
     """Owns the waiting queue, the running set and every block reference of their sequences."""
 
     def __init__(
-        self, table: SlotTable, pool: BlockPool, stats: EngineStats, max_num_batched_tokens: int,
+        self,
+        table: SlotTable,
+        pool: BlockPool,
+        stats: EngineStats,
+        max_num_batched_tokens: int,
         enable_prefix_caching: bool,
     ) -> None:
         assert max_num_batched_tokens >= table.num_slots, "each running sequence must fit a step"
@@ -52,7 +56,8 @@ class Scheduler:
             self._reject(sequence, RowError.EMPTY_PROMPT, "the prompt has no tokens")
         elif known >= self.table.max_model_len:
             self._reject(
-                sequence, RowError.PROMPT_TOO_LONG,
+                sequence,
+                RowError.PROMPT_TOO_LONG,
                 f"the prompt has {known} tokens; with max_model_len = {self.table.max_model_len} at most "
                 f"{self.table.max_model_len - 1} fit beside one generated token",
             )

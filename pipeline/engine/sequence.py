@@ -1,4 +1,4 @@
-"""What a running request is: a `Sequence` for the cold facts, slot-indexed arrays for the counters of every step. No torch.
+"""A running request: a `Sequence` for the cold facts, slot-indexed arrays for the counters of every step. No torch.
 
 Planning a step reads and writes only the arrays, so it costs no Python per sequence; a `Sequence` is touched when it is
 admitted, when it crosses a block border and when it ends. For every occupied slot, while it runs:
@@ -17,7 +17,7 @@ from pipeline.engine.params import Request, TokenLogprobs
 
 @dataclass
 class Sequence:
-    """One request on its way through the engine. `token_ids` is the prompt, and after a preemption what was generated too."""
+    """One request on its way. `token_ids` is the prompt and, after a preemption, what was generated too."""
 
     request: Request
     token_ids: np.ndarray  # int32
@@ -56,7 +56,9 @@ class SlotTable:
         self.num_known = np.zeros(num_slots, dtype=np.int64)
         self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
-        self.limit = np.zeros(num_slots, dtype=np.int64)  # most tokens it may come to: prompt + max_tokens, or the context
+        self.limit = np.zeros(
+            num_slots, dtype=np.int64
+        )  # most tokens it may come to: prompt + max_tokens, or the context
         self.repeat_until = np.zeros(num_slots, dtype=np.int64)
         self.stops_at_eos = np.zeros(num_slots, dtype=bool)
         self.min_known = np.zeros(num_slots, dtype=np.int64)  # no stop condition before this many known tokens

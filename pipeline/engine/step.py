@@ -27,7 +27,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepInput:
-    """Host arrays of a step; token t of the step belongs to sequence s where query_start[s] <= t < query_start[s + 1]."""
+    """Host arrays of a step; token t belongs to sequence s where query_start[s] <= t < query_start[s + 1]."""
 
     token_id_T: np.ndarray  # int64
     position_T: np.ndarray  # int64

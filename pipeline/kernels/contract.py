@@ -51,8 +51,6 @@ class Kernels:
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     write_kv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-    attention: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, AttentionInput, float, int | None], torch.Tensor
-    ]
+    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionInput, float, int | None], torch.Tensor]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     served_by: dict[str, str]

@@ -41,7 +41,10 @@ def rope(x_TND: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor) -> t
 
 
 def write_kv(
-    k_TKD: torch.Tensor, v_TKD: torch.Tensor, k_cache_CBKD: torch.Tensor, v_cache_CBKD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    k_cache_CBKD: torch.Tensor,
+    v_cache_CBKD: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> None:
     k_cache_CBKD.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKD.to(k_cache_CBKD.dtype))
@@ -49,8 +52,12 @@ def write_kv(
 
 
 def attention(
-    q_TND: torch.Tensor, k_cache_CBKD: torch.Tensor, v_cache_CBKD: torch.Tensor, where: AttentionInput,
-    scale: float, window: int | None,
+    q_TND: torch.Tensor,
+    k_cache_CBKD: torch.Tensor,
+    v_cache_CBKD: torch.Tensor,
+    where: AttentionInput,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """Sequence by sequence: gather its keys and values, mask, softmax, weigh."""
     out_TND = torch.empty_like(q_TND)

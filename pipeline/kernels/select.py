@@ -34,7 +34,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
-    """What `dtype: auto` means: the checkpoint's 16-bit type on a GPU; on CPU bfloat16 where it is native, else float32."""
+    """`dtype: auto`: the checkpoint's type on a GPU; on CPU bfloat16 where it is native, else float32."""
     if device.type == "cpu":
         from pipeline.kernels.cpu.linear import supports_bf16
 

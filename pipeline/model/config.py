@@ -85,8 +85,13 @@ class _Fields:
 
 def _llama(f: _Fields, layers: int) -> dict[str, Any]:
     bias = f.flag("attention_bias", False)
-    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": f.flag("mlp_bias", False), "qk_norm": False,
-            "windows": (None,) * layers}
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": f.flag("mlp_bias", False),
+        "qk_norm": False,
+        "windows": (None,) * layers,
+    }
 
 
 def _mistral(f: _Fields, layers: int) -> dict[str, Any]:
@@ -118,7 +123,10 @@ def _qwen_windows(f: _Fields, layers: int) -> tuple[int | None, ...]:
 
 
 FAMILIES: dict[str, Callable[[_Fields, int], dict[str, Any]]] = {
-    "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3,
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
 }
 """model_type -> the fields in which families differ."""
 
@@ -130,7 +138,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ModelError(f"{path}: larger than {MAX_JSON_BYTES} bytes, not a model's {path.name}")
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelError(f"{path}: not found; a model folder holds config.json, *.safetensors and tokenizer.json") from None
+        raise ModelError(
+            f"{path}: not found; a model folder holds config.json, *.safetensors and tokenizer.json"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(values, dict):

@@ -41,15 +41,21 @@ class KVCache:
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, index: int, weights: LayerWeights, kernels: Kernels, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        def place(t: torch.Tensor | None) -> torch.Tensor | None:
-            return None if t is None else t.to(device, dtype)
-
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        weights: LayerWeights,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.config, self.kernels, self.index = config, kernels, index
         self.window = config.windows[index]
-        self.input_norm_H, self.post_norm_H = place(weights.input_norm_H), place(weights.post_norm_H)
-        self.q_norm_D, self.k_norm_D = place(weights.q_norm_D), place(weights.k_norm_D)
+        self.input_norm_H = weights.input_norm_H.to(device, dtype)
+        self.post_norm_H = weights.post_norm_H.to(device, dtype)
+        self.q_norm_D = None if weights.q_norm_D is None else weights.q_norm_D.to(device, dtype)
+        self.k_norm_D = None if weights.k_norm_D is None else weights.k_norm_D.to(device, dtype)
         self.qkv: Linear = kernels.prepare_linear(weights.qkv)
         self.o: Linear = kernels.prepare_linear(weights.o)
         self.gate_up: Linear = kernels.prepare_linear(weights.gate_up)
@@ -62,7 +68,8 @@ class _Layer:
         qkv = self.qkv(x_TH).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q_TND, k_TKD, v_TKD = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         if c.qk_norm:
-            assert self.q_norm_D is not None and self.k_norm_D is not None
+            assert self.q_norm_D is not None
+            assert self.k_norm_D is not None
             q_TND = k.rms_norm(q_TND, self.q_norm_D, c.norm_eps)
             k_TKD = k.rms_norm(k_TKD, self.k_norm_D, c.norm_eps)
         q_TND, k_TKD = k.rope(q_TND, cos, sin), k.rope(k_TKD, cos, sin)
@@ -79,7 +86,12 @@ class Decoder:
     """Weights on a device and the forward pass of a step."""
 
     def __init__(
-        self, folder: Path, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device,
+        self,
+        folder: Path,
+        config: ModelConfig,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
         max_model_len: int,
     ) -> None:
         """Load `folder`. Raises ModelError when its tensors do not match `config` exactly."""

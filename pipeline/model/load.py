@@ -93,8 +93,8 @@ class Checkpoint:
         tensor = self.take(name)
         if tuple(tensor.shape) != shape or tensor.dtype not in FLOATS:
             raise ModelError(
-                f"{self.folder}: tensor {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} in a 16 or 32-bit "
-                "floating type"
+                f"{self.folder}: tensor {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} in a 16 or "
+                "32-bit floating type"
             )
         return tensor
 
@@ -152,7 +152,9 @@ class WeightReader:
             return concatenate([self._linear(name, shape, bias) for name, shape in parts])
         except ValueError:
             names = ", ".join(name for name, _ in parts)
-            raise ModelError(f"{self.checkpoint.folder}: {names} are quantized differently, which is not served") from None
+            raise ModelError(
+                f"{self.checkpoint.folder}: {names} are quantized differently, which is not served"
+            ) from None
 
     def _linear(self, prefix: str, shape_NK: tuple[int, int], bias: bool) -> LinearWeight:
         bias_N = self.checkpoint.take_float(f"{prefix}.bias", shape_NK[:1]) if bias else None

@@ -62,7 +62,12 @@ class Rope:
         if scaling.get("mscale") is not None or scaling.get("mscale_all_dim") is not None:
             raise ModelError(f"{path}: yarn with mscale is not served")
         return cls(
-            theta, kind, factor, original, beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0),
+            theta,
+            kind,
+            factor,
+            original,
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
             truncate=bool(scaling.get("truncate", True)),
             attention_factor=number("attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
         )

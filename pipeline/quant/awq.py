@@ -80,14 +80,15 @@ def read_linear(
         if awq.zero_point or bool(qzeros.any()):
             zeros_GN = unpack_columns(qzeros).to(torch.float32)
     return GroupIntWeight(
-        unpack_columns(qweight).t().contiguous(), scales.to(torch.float32).t().contiguous(),
-        zeros_GN.t().contiguous(), g, bias_N,
+        unpack_columns(qweight).t().contiguous(),
+        scales.to(torch.float32).t().contiguous(),
+        zeros_GN.t().contiguous(),
+        g,
+        bias_N,
     )
 
 
-def _expect(
-    tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> torch.Tensor:
+def _expect(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
     if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
         raise ModelError(
             f"{name}: found {tuple(tensor.shape)} {tensor.dtype}, expected {shape} in one of "

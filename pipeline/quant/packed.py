@@ -1,4 +1,4 @@
-"""The canonical weights of a linear layer. Checkpoint formats are converted to these when loading; kernels read only these.
+"""The canonical weights of a linear layer: checkpoint formats are converted to these, kernels read only these.
 
 Shapes: N output features, K input features, g group size.
 """
@@ -28,8 +28,8 @@ class DenseWeight:
 class GroupIntWeight:
     """Unsigned 4-bit integers with a scale and a zero point for each group of `group_size` inputs of an output.
 
-    weight = (q_NK - zeros_NG) * scales_NG, the group index being k // group_size. `q_NK` holds one value (0..15) a byte,
-    `zeros_NG` integers in the type of the scales (float32), so that symmetric checkpoints are zeros of 8.
+    weight = (q_NK - zeros_NG) * scales_NG, the group index being k // group_size. `q_NK` holds one value (0..15) a
+    byte, `zeros_NG` integers in the type of the scales (float32), so that symmetric checkpoints are zeros of 8.
     """
 
     q_NK: torch.Tensor

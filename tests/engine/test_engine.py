@@ -54,7 +54,9 @@ def test_eos_ends_a_sequence_and_is_the_last_token_but_not_text(folder: Path) ->
         by_id = engine.generate([prompt], SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(free[9],)))[0]
         assert by_id.token_ids == free[: first + 1]
         assert by_id.text == engine.tokenizer.decode(free[:first])
-        late = engine.generate([prompt], SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(free[9],), min_tokens=20))[0]
+        late = engine.generate(
+            [prompt], SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(free[9],), min_tokens=20)
+        )[0]
         assert len(late.token_ids) >= 20
         assert free[9] not in late.token_ids[:20]
 
@@ -66,7 +68,9 @@ def test_a_stop_string_cuts_the_text_where_it_starts(folder: Path) -> None:
             visible = free.text.replace("\ufffd", "")
             if len(visible) < 6:
                 continue
-            stop = next((visible[i : i + 2] for i in range(2, len(visible) - 1) if visible[i : i + 2] in free.text), None)
+            stop = next(
+                (visible[i : i + 2] for i in range(2, len(visible) - 1) if visible[i : i + 2] in free.text), None
+            )
             if stop is None:
                 continue
             cut = engine.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True, stop=(stop,)))[0]
@@ -123,7 +127,9 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_batch_mates(folder: Path) 
 
     with float32_engine(folder) as engine:
         alone = engine.generate([prompt], params(11))[0].token_ids
-        crowd = engine.generate([*prompts_of(9, seed=7), prompt], [*[params(s) for s in range(9)], params(11)])[-1].token_ids
+        crowd = engine.generate([*prompts_of(9, seed=7), prompt], [*[params(s) for s in range(9)], params(11)])[
+            -1
+        ].token_ids
         other = engine.generate([prompt], params(12))[0].token_ids
     assert crowd == alone
     assert other != alone

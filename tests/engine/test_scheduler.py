@@ -20,7 +20,9 @@ def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[
     return requests
 
 
-def run(engine, requests: list[Request], check: bool = True, arrivals: np.random.Generator | None = None) -> dict[int, Completion]:
+def run(
+    engine, requests: list[Request], check: bool = True, arrivals: np.random.Generator | None = None
+) -> dict[int, Completion]:
     """Step to the end, requests arriving at random times; every invariant after every step."""
     queue = list(requests)
     done: dict[int, Completion] = {}
@@ -54,8 +56,12 @@ def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int) ->
     size = int(rng.choice([1, 3, 4, 8]))
     blocks = -(-max_len // size) + int(rng.integers(0, 3 * max_len // size))
     engine = hash_engine(
-        blocks, size, max_model_len=max_len, max_num_seqs=int(rng.integers(1, 9)),
-        max_num_batched_tokens=int(rng.integers(9, 60)), enable_prefix_caching=bool(rng.random() < 0.8),
+        blocks,
+        size,
+        max_model_len=max_len,
+        max_num_seqs=int(rng.integers(1, 9)),
+        max_num_batched_tokens=int(rng.integers(9, 60)),
+        enable_prefix_caching=bool(rng.random() < 0.8),
     )
     requests = random_requests(rng, 40, max_len)
     done = run(engine, requests, arrivals=rng)
@@ -75,7 +81,8 @@ def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
     engine.scheduler._expected = 1  # expects far too little, so that it admits far too much
     rng = np.random.default_rng(5)
     requests = [
-        Request(row, rng.integers(0, VOCAB - 1, 6).tolist(), SamplingParams(max_tokens=40, ignore_eos=True)) for row in range(8)
+        Request(row, rng.integers(0, VOCAB - 1, 6).tolist(), SamplingParams(max_tokens=40, ignore_eos=True))
+        for row in range(8)
     ]
     done = run(engine, requests)
     for request in requests:
@@ -100,10 +107,14 @@ def test_a_sequence_that_alone_outgrows_the_cache_is_an_error_and_others_live() 
 
 def test_prompts_that_cannot_be_served_are_error_completions() -> None:
     engine = hash_engine(16, 4, max_model_len=20)
-    done = run(engine, [
-        Request("empty", [], SamplingParams()), Request("long", [1] * 20, SamplingParams()),
-        Request("fits", [1] * 19, SamplingParams(max_tokens=5, ignore_eos=True)),
-    ])
+    done = run(
+        engine,
+        [
+            Request("empty", [], SamplingParams()),
+            Request("long", [1] * 20, SamplingParams()),
+            Request("fits", [1] * 19, SamplingParams(max_tokens=5, ignore_eos=True)),
+        ],
+    )
     assert done["empty"].error == "empty_prompt"
     assert done["long"].error == "prompt_too_long"
     assert "20" in (done["long"].error_message or "")
@@ -163,7 +174,9 @@ def test_stream_keeps_only_a_bounded_number_of_requests_ahead() -> None:
 
 
 def test_admission_waits_for_expected_blocks_and_learns_from_finished_lengths() -> None:
-    engine = hash_engine(32, 4, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=64, enable_prefix_caching=False)
+    engine = hash_engine(
+        32, 4, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=64, enable_prefix_caching=False
+    )
     rng = np.random.default_rng(0)
 
     def batch(count: int) -> list[Request]:

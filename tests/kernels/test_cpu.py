@@ -38,8 +38,11 @@ def ragged_step(rng: np.random.Generator, kv_heads: int, head_dim: int, block_si
         values.flatten(0, 1)[torch.from_numpy(slot)] = torch.randn(context, kv_heads, head_dim).to(dtype)
         slots.append(slot[context - count :])
     where = AttentionInput(
-        np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), np.array(contexts, dtype=np.int32), table,
-        torch.from_numpy(np.concatenate(slots)), block_size,
+        np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
+        np.array(contexts, dtype=np.int32),
+        table,
+        torch.from_numpy(np.concatenate(slots)),
+        block_size,
     )
     return where, keys, values
 
@@ -63,7 +66,11 @@ def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4)
     where = AttentionInput(
-        np.array([0, 2], dtype=np.int32), np.array([5], dtype=np.int32), np.array([[0]], dtype=np.int32), torch.tensor([3, 4]), 6
+        np.array([0, 2], dtype=np.int32),
+        np.array([5], dtype=np.int32),
+        np.array([[0]], dtype=np.int32),
+        torch.tensor([3, 4]),
+        6,
     )
     q_TND = torch.randn(2, 1, 4)
     out = reference_attention(q_TND, keys, values, where, 0.5, 3)

@@ -17,8 +17,15 @@ from pipeline.model.locate import locate_model
 from tests.checkpoints import VOCAB, Family, write_checkpoint
 
 CONFIG = {
-    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 257,
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 257,
 }
 
 
@@ -103,7 +110,10 @@ def test_lying_headers_are_refused(folder: Path, content: bytes) -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"num_key_value_heads": 3, "num_attention_heads": 4}, "num_key_value_heads"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary",
+        ),
         ({"dtype": "float8"}, "float8"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq'"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),

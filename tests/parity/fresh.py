@@ -37,8 +37,11 @@ def check_family(folder: Path, rng: np.random.Generator, seen: Agreement) -> str
     num_tokens = int(rng.integers(4, 65))
     block_size = int(rng.choice([1, 4, 8, 16, 32]))
     limits = {
-        "block_size": block_size, "max_num_seqs": int(rng.integers(1, 9)), "max_num_batched_tokens": int(rng.integers(9, 300)),
-        "max_model_len": 224, "enable_prefix_caching": bool(rng.random() < 0.7),
+        "block_size": block_size,
+        "max_num_seqs": int(rng.integers(1, 9)),
+        "max_num_batched_tokens": int(rng.integers(9, 300)),
+        "max_model_len": 224,
+        "enable_prefix_caching": bool(rng.random() < 0.7),
     }
     with float32_engine(folder, **limits) as engine:
         worst = float((our_logits(engine, prompts[0]) - reference_logits(model, prompts[0])).abs().max())
@@ -53,7 +56,7 @@ def check_family(folder: Path, rng: np.random.Generator, seen: Agreement) -> str
         cached = engine.stats.cached_tokens
     for prompt, completion in zip(prompts, done):
         compare_greedy(model, prompt, completion.token_ids, greedy_reference(model, prompt, num_tokens), seen)
-    return f"logits within {worst:.1e}, {num_tokens} tokens x 8, {preemptions} preemptions, {cached} cached tokens, {limits}"
+    return f"logits within {worst:.1e}, {num_tokens} tokens x 8, {preemptions} preemptions, {cached} cached, {limits}"
 
 
 def main() -> None:

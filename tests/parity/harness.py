@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.engine.step import StepInput
 from pipeline import Engine, EngineConfig, SamplingParams
+from pipeline.engine.step import StepInput
 
 LOGIT_TOLERANCE = 1e-4
 TIE = 1e-4  # two best logits closer than this may come out either way
@@ -30,8 +30,13 @@ def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
 def greedy_reference(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     with torch.inference_mode():
         out = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-            max_new_tokens=num_tokens, min_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0,
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
         )
     return out[0, len(prompt) :].tolist()
 

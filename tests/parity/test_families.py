@@ -1,4 +1,4 @@
-"""Every family against transformers in float32: logits at all positions, and greedy tokens however they are computed."""
+"""Every family against transformers in float32: logits at all positions, and greedy tokens by every way."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ LENGTHS = [1, 2, 7, 8, 9, 15, 16, 17, 33, 64]  # around the borders of blocks of
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[list[int]], list[list[int]]]:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any, list[list[int]], list[list[int]]]:
     chosen: Family = request.param
     folder = make_family(tmp_path_factory.mktemp(chosen.name), chosen, SEED)
     model = load_reference(folder)

@@ -25,9 +25,17 @@ from tests.parity.harness import (
 )
 
 CONFIG = {
-    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
-    "bos_token_id": None, "eos_token_id": 257, "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 257,
+    "rms_norm_eps": 1e-5,
 }
 
 
@@ -70,8 +78,11 @@ def test_logits_and_tokens_are_those_of_the_dequantized_weights(checkpoint: Path
 def test_int4_and_dense_paths_agree_to_bfloat16_rounding() -> None:
     torch.manual_seed(0)
     weight = GroupIntWeight(
-        torch.randint(0, 16, (192, 256), dtype=torch.uint8), torch.rand(192, 2) * 0.05 + 0.01,
-        torch.randint(0, 16, (192, 2)).float(), 128, torch.randn(192),
+        torch.randint(0, 16, (192, 256), dtype=torch.uint8),
+        torch.rand(192, 2) * 0.05 + 0.01,
+        torch.randint(0, 16, (192, 2)).float(),
+        128,
+        torch.randn(192),
     )
     assert serves_int4(weight, torch.bfloat16)
     linear = Int4Linear(weight)
@@ -90,7 +101,10 @@ def test_bfloat16_engine_follows_the_float32_logits(checkpoint: Path) -> None:
 
     prompt = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
     options = {"model": str(checkpoint), "device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "block_size": 8}
-    with Engine(EngineConfig(**options, dtype="bfloat16")) as low, Engine(EngineConfig(**options, dtype="float32")) as high:
+    with (
+        Engine(EngineConfig(**options, dtype="bfloat16")) as low,
+        Engine(EngineConfig(**options, dtype="float32")) as high,
+    ):
         ours, exact = our_logits(low, prompt), our_logits(high, prompt)
     assert float((ours - exact).abs().mean() / exact.std()) < 0.1
     assert low.resolved["weights"].startswith("awq int4")
@@ -110,7 +124,12 @@ def test_fusing_keeps_the_order_of_outputs_and_refuses_mixed_kinds() -> None:
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"bits": 8}, "bits"), ({"version": "gemv"}, "version"), ({"quant_method": "gptq"}, "quant_method"), ({"group_size": 16}, "group_size")],
+    [
+        ({"bits": 8}, "bits"),
+        ({"version": "gemv"}, "version"),
+        ({"quant_method": "gptq"}, "quant_method"),
+        ({"group_size": 16}, "group_size"),
+    ],
 )
 def test_a_format_that_is_not_served_is_refused_by_name(change: dict, field: str) -> None:
     config = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}

@@ -9,8 +9,12 @@ from pipeline.kernels.cpu.paged_decode import paged_decode
 
 
 def attention(
-    q_TND: torch.Tensor, k_cache_CBKD: torch.Tensor, v_cache_CBKD: torch.Tensor, where: AttentionInput,
-    scale: float, window: int | None,
+    q_TND: torch.Tensor,
+    k_cache_CBKD: torch.Tensor,
+    v_cache_CBKD: torch.Tensor,
+    where: AttentionInput,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """See `contract.Kernels.attention`."""
     count_S = np.diff(where.query_start_S1)
@@ -21,7 +25,13 @@ def attention(
     if len(single):
         token_S = torch.from_numpy(where.query_start_S1[single].astype(np.int64))
         out_TND[token_S] = paged_decode(
-            q_TND[token_S], k_cache_CBKD, v_cache_CBKD, where.block_table_SM[single], where.context_len_S[single], scale, window
+            q_TND[token_S],
+            k_cache_CBKD,
+            v_cache_CBKD,
+            where.block_table_SM[single],
+            where.context_len_S[single],
+            scale,
+            window,
         )
     for s in np.flatnonzero(count_S > 1).tolist():
         start, stop = int(where.query_start_S1[s]), int(where.query_start_S1[s + 1])
@@ -30,8 +40,13 @@ def attention(
 
 
 def _attend_one(
-    q_QND: torch.Tensor, k_cache_CBKD: torch.Tensor, v_cache_CBKD: torch.Tensor, where: AttentionInput, s: int,
-    scale: float, window: int | None,
+    q_QND: torch.Tensor,
+    k_cache_CBKD: torch.Tensor,
+    v_cache_CBKD: torch.Tensor,
+    where: AttentionInput,
+    s: int,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     context, num_queries = int(where.context_len_S[s]), q_QND.shape[0]
     blocks = torch.from_numpy(where.block_table_SM[s, : -(-context // where.block_size)].astype(np.int64))
@@ -46,7 +61,12 @@ def _attend_one(
         if window is not None:
             mask_QL &= key_L > query_Q1 - window
     o_1NQD = F.scaled_dot_product_attention(
-        q_QND.transpose(0, 1).unsqueeze(0), k_KLD.unsqueeze(0), v_KLD.unsqueeze(0),
-        attn_mask=mask_QL, is_causal=causal, scale=scale, enable_gqa=q_QND.shape[1] != k_KLD.shape[0],
+        q_QND.transpose(0, 1).unsqueeze(0),
+        k_KLD.unsqueeze(0),
+        v_KLD.unsqueeze(0),
+        attn_mask=mask_QL,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q_QND.shape[1] != k_KLD.shape[0],
     )
     return o_1NQD.squeeze(0).transpose(0, 1)

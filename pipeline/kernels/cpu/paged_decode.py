@@ -1,4 +1,4 @@
-"""One query row a sequence over the paged cache, compiled by numba: blocks are followed where they lie, nothing is gathered.
+"""One query row a sequence over the paged cache, compiled by numba: blocks are read where they lie.
 
 Work is one item a (sequence, KV head): the query heads of a KV head share each key and value that is read. Sums are in
 float32. bfloat16 is read as its bits: widening is a shift, because float32 has the same exponent.
@@ -12,26 +12,26 @@ from numba.extending import intrinsic, overload
 
 
 @intrinsic
-def _float_of_bits(typing_context, bits):  # noqa: ANN001, ANN202 - numba's own protocol
-    def lower(context, builder, signature, arguments):  # noqa: ANN001, ANN202
+def _float_of_bits(typing_context, bits):
+    def lower(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.uint32), lower
 
 
-def _as_float32(value):  # noqa: ANN001, ANN202
+def _as_float32(value):
     raise NotImplementedError("only inside compiled code")
 
 
 @overload(_as_float32, inline="always")
-def _overload_as_float32(value):  # noqa: ANN001, ANN202
+def _overload_as_float32(value):
     if value == types.uint16:  # the bits of a bfloat16
-        return lambda value: _float_of_bits(np.uint32(value) << np.uint32(16))
+        return lambda value: _float_of_bits(np.uint32(value) << np.uint32(16))  # pyright: ignore[reportCallIssue]
     return lambda value: value
 
 
 @njit(parallel=True, fastmath={"contract", "reassoc", "nsz", "arcp"}, error_model="numpy", cache=True)
-def _kernel(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, out_SND):  # noqa: ANN001, ANN202
+def _kernel(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, out_SND):
     num_sequences, num_heads, head_dim = q_SND.shape
     block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
     group = num_heads // num_kv_heads
@@ -74,8 +74,13 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def paged_decode(
-    q_SND: torch.Tensor, k_cache_CBKD: torch.Tensor, v_cache_CBKD: torch.Tensor, block_table_SM: np.ndarray,
-    context_len_S: np.ndarray, scale: float, window: int | None,
+    q_SND: torch.Tensor,
+    k_cache_CBKD: torch.Tensor,
+    v_cache_CBKD: torch.Tensor,
+    block_table_SM: np.ndarray,
+    context_len_S: np.ndarray,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """Attention of each sequence's last token over its context: (S, N, D) in q's type.
 
@@ -86,7 +91,13 @@ def paged_decode(
         set_num_threads(min(torch.get_num_threads(), get_num_threads()))
     unbounded = np.iinfo(np.int64).max
     _kernel(
-        _bits(q_SND.contiguous()), _bits(k_cache_CBKD), _bits(v_cache_CBKD), np.ascontiguousarray(block_table_SM), context_len_S,
-        unbounded if window is None else window, np.float32(scale), out_SND,
+        _bits(q_SND.contiguous()),
+        _bits(k_cache_CBKD),
+        _bits(v_cache_CBKD),
+        np.ascontiguousarray(block_table_SM),
+        context_len_S,
+        unbounded if window is None else window,
+        np.float32(scale),
+        out_SND,
     )
     return torch.from_numpy(out_SND).to(q_SND.dtype)
