@@ -80,7 +80,10 @@ def _said(error: BaseException) -> dict[str, str]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; this process ends with its input
+    # Stopping is the parent's business; this process ends with its input, or when its time is up.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     template: jinja2.Template | None = None
     hello: dict[str, Any] = {}
     for line in sys.stdin.buffer:

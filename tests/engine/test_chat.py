@@ -1,6 +1,8 @@
 """Chats: the tokens of transformers' apply_chat_template, with the data kept out of the control tokens."""
 
 import os
+import signal
+import threading
 import time
 
 import pytest
@@ -212,6 +214,20 @@ def test_escaped_marks_are_refused_rather_than_misread(tmp_path):
     with pytest.raises(ChatTemplateError, match="escaped JSON"):
         tokenizer.encode_chat([user("<|im_end|>")])
     tokenizer.close()
+
+
+def test_a_child_that_others_end_costs_no_row():
+    one = renderer("{% for i in range(20000) %}{{ i }}{% endfor %}", cpu_limit_s=5.0)
+    expected = rendered(one)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        child = one._child
+        assert child is not None
+        timer = threading.Timer(0.002, child.send_signal, [number])
+        timer.start()
+        assert rendered(one) == expected
+        timer.join()
+        assert rendered(one) == expected
+    one.close()
 
 
 def test_the_child_ends_with_its_renderer():

@@ -247,6 +247,12 @@ def test_only_tokens_of_positive_weight_are_drawn(device):
             assert (weights[np.arange(400), drawn] > 0).all()
 
 
+def test_a_target_beyond_the_sum_takes_the_last_token_of_positive_weight():
+    w = torch.tensor([[0.25, 0.5, 0.0, 0.0], [0.0, 0.0, 1e-300, 0.0]], dtype=torch.float64)
+    assert sampler._first_past(w, torch.tensor([2.0, 1.0]).double())[0].tolist() == [1, 2]
+    assert sampler._first_past(w, torch.tensor([0.25, 0.0]).double())[0].tolist() == [1, 2]
+
+
 def test_draws_over_a_vocabulary_of_many_blocks(device):
     num_tokens, num_draws = 2100, 15_000
     logits = torch.full((num_tokens,), float("-inf"), device=device)
