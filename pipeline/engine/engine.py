@@ -370,7 +370,7 @@ def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> in
         return resolved.max_model_len
     if config.max_model_len is not None:
         raise ConfigError(
-            f"engine.max_model_len = {config.max_model_len} does not fit the KV cache of {capacity} tokens; lower it or "
-            "raise engine.kv_cache_memory_bytes"
+            f"engine.max_model_len = {config.max_model_len} does not fit the KV cache of {capacity} tokens; lower "
+            "it or raise engine.kv_cache_memory_bytes"
         )
     return capacity

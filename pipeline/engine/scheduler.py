@@ -1,10 +1,10 @@
 """Which sequences compute which tokens next: admission, chunked prefill, block allocation, preemption. No torch.
 
 Rules, in order: every running sequence that lacks one token computes it; what is left of the token budget goes to
-longer remainders, oldest first; then waiting sequences are admitted, oldest first, while the blocks they are expected to need
-fit beside those that the running ones are expected to need still. When blocks run out all the same, the sequence that
-loses the least work is preempted and computed again later. The oldest sequence is never preempted, so one always
-advances; when it alone does not fit, it ends with an error.
+longer remainders, oldest first; then waiting sequences are admitted, oldest first, while the blocks they are
+expected to need fit beside those that the running ones are expected to need still. When blocks run out all the same,
+the sequence that loses the least work is preempted and computed again later. The oldest sequence is never preempted,
+so one always advances; when it alone does not fit, it ends with an error.
 """
 
 from bisect import insort
