@@ -14,36 +14,43 @@ if TYPE_CHECKING:
     from pipeline.job.status import Status
 
 PLAIN_EVERY_S = 5.0
+STILL_EVERY_S = 30.0
 
 
 class PlainProgress:
-    """One line at a change of phase and every few seconds while it lasts, without control characters."""
+    """A line at a change of phase and every few seconds while something moves, seldom while nothing does."""
 
     def __init__(
-        self, stream: TextIO, every_s: float = PLAIN_EVERY_S, clock: Callable[[], float] = time.monotonic
-    ):
-        self._stream, self._every_s, self._clock = stream, every_s, clock
-        self._next = 0.0
-        self._last = ""
-        self._phase = ""
+        self,
+        stream: TextIO,
+        every_s: float = PLAIN_EVERY_S,
+        still_every_s: float = STILL_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream, self._every_s, self._still_every_s, self._clock = stream, every_s, still_every_s, clock
+        self._said_at = 0.0
+        self._said: Status | None = None
+        self._unsaid: Status | None = None
 
     def __enter__(self) -> "PlainProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
         """The last state may have come between two lines."""
-        if self._last:
-            print(self._last, file=self._stream, flush=True)
-            self._last = ""
+        if self._unsaid is not None:
+            self._say(self._unsaid)
 
     def __call__(self, status: "Status") -> None:
-        now = self._clock()
-        line = status_line(status)
-        if status.phase != self._phase or now >= self._next:
-            print(line, file=self._stream, flush=True)
-            self._phase, self._next, self._last = status.phase, now + self._every_s, ""
+        last = self._said
+        wait_s = self._every_s if last is None or _work(status) != _work(last) else self._still_every_s
+        if last is None or status.phase != last.phase or self._clock() >= self._said_at + wait_s:
+            self._say(status)
         else:
-            self._last = line
+            self._unsaid = status
+
+    def _say(self, status: "Status") -> None:
+        print(status_line(status), file=self._stream, flush=True)
+        self._said, self._said_at, self._unsaid = status, self._clock(), None
 
 
 class LiveProgress:
@@ -78,7 +85,7 @@ class LiveProgress:
         self._bar.update(
             self._task,
             description=escape(status.phase),
-            total=status.rows_total or None,
+            total=status.rows_total if any(_work(status)) else None,  # None: a bar that moves
             completed=status.rows_done,
             line=_counts(status),
         )
@@ -92,24 +99,32 @@ def progress_for(stream: Any = None) -> PlainProgress | LiveProgress:
 
 def status_line(status: "Status") -> str:
     """A status in one line of text."""
-    if not status.rows_total:
-        return status.phase
-    share = 100 * status.rows_done / status.rows_total
+    if not any(_work(status)):
+        elapsed = f" ({eta(status.elapsed_s)})" if status.elapsed_s >= 1 else ""
+        return f"{status.phase}{elapsed}"
+    share = 100 * status.rows_done / max(1, status.rows_total)
     return f"{status.phase}: {share:.1f} %, {_counts(status)}"
 
 
+def _work(status: "Status") -> tuple[int, ...]:
+    """What moves when anything does."""
+    return status.rows_done, status.error_rows, status.input_tokens, status.generated_tokens
+
+
 def _counts(status: "Status") -> str:
-    if not status.rows_total:
+    if not any(_work(status)):
         return ""
     counts = f"{status.rows_done:,}/{status.rows_total:,} rows"
     if status.error_rows:
         counts += f" ({status.error_rows:,} errors)"
+    if status.outcome != "running" or status.rows_done >= status.rows_total:
+        return counts
     counts += f", {status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"
     return counts if status.eta_s is None else f"{counts}, {eta(status.eta_s)} left"
 
 
 def eta(left_s: float) -> str:
-    """Time left, as coarse as a guess should be: `40 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    """A time as coarse as a guess should be: `40 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
     if left_s < 90:
         return f"{max(0, round(left_s))} s"
     minutes = round(left_s / 60)

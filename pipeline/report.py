@@ -64,9 +64,7 @@ def markdown(report: "RunReport") -> str:
     lines += _table(["phase", "what it is", "time", "share", ""], phases)
     lines += ["", f"Writing results took {seconds(report.write_us)} beside it."]
     if report.driver_us:
-        driver = ", ".join(
-            f"{name.removesuffix('_us')} {seconds(us)}" for name, us in report.driver_us.items()
-        )
+        driver = ", ".join(f"{name.removesuffix('_us')} {seconds(us)}" for name, us in report.driver_us.items())
         lines += [f"The driver's own time, not in the machine time: {driver}."]
     lines += ["", "## Cost", ""]
     lines += _table(["", "US dollars"], _cost(report))
@@ -75,9 +73,7 @@ def markdown(report: "RunReport") -> str:
     lines += ["", f"How it is divided: {report.cost.method}."]
     if report.rows.errors_by_code:
         lines += ["", "## Error rows by code", ""]
-        lines += _table(
-            ["code", "rows"], [(code, f"{n:,}") for code, n in report.rows.errors_by_code.items()]
-        )
+        lines += _table(["code", "rows"], [(code, f"{n:,}") for code, n in report.rows.errors_by_code.items()])
     lines += ["", "## Runs", ""]
     lines += _table(
         [
@@ -109,15 +105,13 @@ def markdown(report: "RunReport") -> str:
     if report.runs:
         last = report.runs[-1]
         lines += ["", "## What it ran on (last run)", ""]
-        lines += _table(
-            ["", ""], [(key, str(value)) for key, value in (last.resolved | last.versions).items()]
-        )
+        lines += _table(["", ""], [(key, str(value)) for key, value in (last.resolved | last.versions).items()])
     return "\n".join(lines) + "\n"
 
 
 def bar(share: float) -> str:
-    """A text bar of a share; anything above nothing shows."""
-    return "█" * max(round(share * _BAR_WIDTH), 1 if share > 0 else 0)
+    """A text bar of a share; what is written as more than 0.0 % shows."""
+    return "█" * max(round(share * _BAR_WIDTH), 1 if share >= 0.0005 else 0)
 
 
 def seconds(us: int) -> str:
@@ -143,9 +137,7 @@ def money(usd: float | None) -> str:
 
 def _facts(report: "RunReport") -> list[tuple[str, str]]:
     rows, tokens, work = report.rows, report.tokens, report.work
-    facts = [
-        ("Rows", f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors")
-    ]
+    facts = [("Rows", f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors")]
     if rows.errors_by_code:
         facts.append(("Errors", ", ".join(f"{code} {n:,}" for code, n in rows.errors_by_code.items())))
     facts.append(("Tokens", f"{tokens.input:,} in ({tokens.cached:,} from cache), {tokens.generated:,} out"))
@@ -171,25 +163,21 @@ def _facts(report: "RunReport") -> list[tuple[str, str]]:
         least = "at least " if work.wasted_is_lower_bound else ""
         lost.append(f"{least}{work.wasted_generated_tokens:,} generated tokens not delivered")
     if work.recomputed_tokens:
-        lost.append(
-            f"{work.recomputed_tokens:,} tokens computed again after {work.preemptions:,} preemptions"
-        )
+        lost.append(f"{work.recomputed_tokens:,} tokens computed again after {work.preemptions:,} preemptions")
     if work.units_lost:
         lost.append(f"{work.units_lost:,} units found already written")
     if work.restarts:
         lost.append(f"{work.restarts:,} engine restarts")
     if lost:
         facts.append(("Lost work", ", ".join(lost)))
-    facts.append(("Fingerprint", report.fingerprint))
+    facts.append(("Fingerprint", report.fingerprint[:8]))
     return facts
 
 
 def _cost(report: "RunReport") -> list[tuple[str, str]]:
     cost = report.cost
     if cost.total_usd is None:
-        why = (
-            f"unpriced ({cost.unpriced_runs} runs without a price)" if cost.unpriced_runs > 1 else "unpriced"
-        )
+        why = f"unpriced ({cost.unpriced_runs} runs without a price)" if cost.unpriced_runs > 1 else "unpriced"
         return [("Total", why)]
     each = [
         ("Total", cost.total_usd),

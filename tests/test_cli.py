@@ -351,37 +351,36 @@ def test_an_edited_status_is_told(work, pipe):
     assert "not one JSON object" in err
 
 
-def test_plain_progress_speaks_at_changes_and_every_few_seconds():
+def test_plain_progress_speaks_at_changes_every_few_seconds_and_seldom_when_nothing_moves():
     now = [100.0]
     stream = StringIO()
-    with PlainProgress(stream, every_s=5, clock=lambda: now[0]) as progress:
+    with PlainProgress(stream, every_s=5, still_every_s=30, clock=lambda: now[0]) as progress:
         progress(Status(phase="planning"))
+        for second in range(40):
+            now[0] += 1
+            progress(Status(phase="loading", rows_total=100, elapsed_s=second))
         for second in range(12):
             now[0] += 1
-            progress(Status(phase="generating", rows_total=100, rows_done=second))
+            progress(Status(phase="running", rows_total=100, rows_done=second))
         progress(Status(phase="finished", rows_total=100, rows_done=100))
         progress(Status(phase="finished", rows_total=100, rows_done=100, error_rows=1))
     lines = stream.getvalue().splitlines()
     assert [line.split(",")[0] for line in lines] == [
-        "planning", "generating: 0.0 %", "generating: 5.0 %", "generating: 10.0 %", "finished: 100.0 %",
-        "finished: 100.0 %",
+        "planning", "loading", "loading (30 s)", "running", "running: 5.0 %", "running: 10.0 %",
+        "finished: 100.0 %", "finished: 100.0 %",
     ]  # fmt: skip
     assert "(1 errors)" in lines[-1], "the last state is always told"
 
 
 def test_a_status_in_one_line():
-    status = Status(phase="generating", rows_total=2000, rows_done=1000, error_rows=3,
-                    input_tokens_per_s=1234.5, generated_tokens_per_s=99, eta_s=300)  # fmt: skip
+    status = Status(phase="running", rows_total=2000, rows_done=1000, error_rows=3, input_tokens_per_s=1234.5,
+                    generated_tokens_per_s=99, eta_s=300)  # fmt: skip
     assert status_line(status) == (
-        "generating: 50.0 %, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left"
+        "running: 50.0 %, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left"
     )
-    assert [eta(s) for s in (0, 40, 720, 11_100, 200_000)] == [
-        "0 s",
-        "40 s",
-        "12 min",
-        "3 h 05 min",
-        "2 d 7 h",
-    ]
+    ended = replace(status, outcome="interrupted", phase="interrupted")
+    assert status_line(ended) == "interrupted: 50.0 %, 1,000/2,000 rows (3 errors)"
+    assert [eta(s) for s in (0, 40, 720, 11_100, 200_000)] == ["0 s", "40 s", "12 min", "3 h 05 min", "2 d 7 h"]
 
 
 def test_a_live_bar_is_drawn_on_a_terminal(monkeypatch):

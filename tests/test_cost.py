@@ -154,4 +154,4 @@ def test_number_formats():
     assert [money(usd) for usd in (None, 0.0, 1234.5, 0.1, 0.0000292, 1.5e-12)] == [
         "unpriced", "$0.00", "$1,234.50", "$0.10", "$0.0000292", "$0.00000000000150",
     ]  # fmt: skip
-    assert (bar(0), bar(0.0001), bar(1)) == ("", "█", "█" * 30)
+    assert (bar(0.0004), bar(0.0006), bar(1)) == ("", "█", "█" * 30)
