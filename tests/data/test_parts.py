@@ -286,47 +286,46 @@ def test_probe_refuses_disks_that_do_not_keep_the_promise(store, monkeypatch, fa
 
 # --- several writers, and writers that die
 
-CHILD = """
-import sys
+WRITERS = """
+import json, os, sys
 sys.path.insert(0, {root!r})
-from pipeline.data import failpoints
 from tests.data.finished_units import name, result
+from pipeline.data import failpoints
 from pipeline.data.parts import PartStore
-failpoints.from_environ()
-store, seed = PartStore({out!r}), int(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-for unit in range(int(sys.argv[2])):
-    print(unit, store.write(name(unit), result(50, seed=seed)), flush=True)
+
+go, waiting = os.pipe()
+writers = []
+for out, seed, failing in {writers!r}:  # forked: pyarrow is imported once
+    answers, answer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        failpoints.from_environ({{"PIPELINE_FAILPOINTS": failing}})
+        os.close(waiting)
+        os.read(go, 1)  # all start when the parent closes its end
+        for unit in range({units}):
+            os.write(answer, b"1" if PartStore(out).write(name(unit), result(50, seed=seed)) else b"0")
+        os._exit(0)
+    os.close(answer)
+    writers.append((pid, answers))
+os.close(waiting)
+ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, _ in writers]
+print(json.dumps([[os.read(answers, 1000).decode(), end] for (_, answers), end in zip(writers, ends)]))
 """
 
 
-def child(store: PartStore, seed: int, units: int, failing: str = "") -> subprocess.Popen:
-    code = CHILD.format(root=str(Path(__file__).parents[2]), out=store.path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(seed), str(units)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PIPELINE_FAILPOINTS": failing},
-    )  # fmt: skip
-    return process
-
-
-def go(processes: list[subprocess.Popen]) -> list[list[str]]:
-    for p in processes:
-        assert p.stdout.readline() == "ready\n"
-    for p in processes:
-        p.stdin.write("go\n")
-        p.stdin.flush()
-    return [p.communicate(timeout=60)[0].splitlines() for p in processes]
+def run_writers(units: int, *writers: tuple[PartStore, int, str]) -> list[tuple[list[bool], int]]:
+    """Processes that each write so many parts with a seed and failpoints: what their writes gave, how they ended."""
+    told = [(store.path, seed, failing) for store, seed, failing in writers]
+    code = WRITERS.format(root=str(Path(__file__).parents[2]), writers=told, units=units)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=120, check=True)
+    return [([c == "1" for c in made], code) for made, code in json.loads(done.stdout)]
 
 
 def test_killed_at_every_step_of_a_commit(tmp_path):
     stores = {step: PartStore(str(tmp_path / step)) for step in STEPS}
-    killed = [child(store, 1, 3, f"{step}=kill@2") for step, store in stores.items()]
-    outputs = go(killed)
-    for process, written, (step, store) in zip(killed, outputs, stores.items(), strict=True):
-        assert process.returncode == -signal.SIGKILL
-        assert written == ["0 True"]
+    ends = run_writers(3, *((store, 1, f"{step}=kill@2") for step, store in stores.items()))
+    for (made, end), (step, store) in zip(ends, stores.items(), strict=True):
+        assert (made, end) == ([True], -signal.SIGKILL)
         late = step in ("part.linked", "part.dir_synced")
         assert parts(store) == [str(name(u)) for u in range(2 if late else 1)]
         assert all(read(store, PartName.parse(p)).equals(result(50, seed=1)) for p in parts(store))
@@ -341,8 +340,9 @@ def test_killed_at_every_step_of_a_commit(tmp_path):
 
 
 def test_two_processes_write_the_same_parts(store):
-    outputs = go([child(store, seed, 40) for seed in (1, 2)])
-    won = [{int(line.split()[0]) for line in lines if line.endswith("True")} for lines in outputs]
+    ends = run_writers(40, (store, 1, ""), (store, 2, ""))
+    won = [{unit for unit, wrote in enumerate(made) if wrote} for made, _ in ends]
+    assert [(len(made), end) for made, end in ends] == [(40, 0)] * 2
     assert won[0] | won[1] == set(range(40))
     assert not won[0] & won[1]
     for seed, units in zip((1, 2), won, strict=True):

@@ -148,6 +148,7 @@ def test_other_filesystems_through_fsspec(write):
     assert source.files == open_source(folder).files
     assert rows_of(source, cut_windows(source, 3, BIG)) == [("a.parquet", i, f"row {i}") for i in range(7)]
     assert [f.relative for f in open_source("memory://bucket/*/a.parquet").files] == ["in/a.parquet"]
+    assert [f.relative for f in open_source("memory://bucket/*").files] == ["in/a.parquet"]
 
 
 @pytest.mark.parametrize(
