@@ -1,4 +1,5 @@
-"""The model's folder: where it is, and a digest that tells one model from another without reading all its weights."""
+"""The model's folder: where it is, and a digest that tells one model from another without reading all its
+weights."""
 
 import hashlib
 from pathlib import Path
@@ -10,13 +11,23 @@ FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
 SAMPLE_BYTES = 64 * 2**10
 NUM_SAMPLES = 16
 
-_IDENTITY = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-             "vocab.*", "merges.txt", "chat_template.*", "*.safetensors", "*.safetensors.index.json")
+_IDENTITY = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
 
 
 def resolve_model(path: str) -> Path:
-    """The local folder of `model.path`; a Hugging Face id is fetched into the local cache, or only looked up there
-    with HF_HUB_OFFLINE=1. Raises ModelError."""
+    """The local folder of `model.path`; a Hugging Face id is fetched into the local cache, or only looked up
+    there with HF_HUB_OFFLINE=1. Raises ModelError."""
     if "://" in path:
         raise ModelError(f"model.path {path}: models are read from local folders so far; copy it to one first")
     folder = locate_model(path)
@@ -28,8 +39,9 @@ def resolve_model(path: str) -> Path:
 def model_digest(folder: Path) -> dict[str, str]:
     """File name to digest, for every file that the output depends on.
 
-    Files up to 16 MiB are hashed whole. Of larger ones (weights) the size, the safetensors header and 16 blocks of
-    64 KiB spread over the file: another training run or quantization changes these, a flipped bit may not.
+    Files up to 16 MiB are hashed whole. Of larger ones (weights) the size, the safetensors header and 16
+    blocks of 64 KiB spread over the file: another training run or quantization changes these, a flipped bit
+    may not.
     """
     files = {file.name: file for pattern in _IDENTITY for file in folder.glob(pattern) if file.is_file()}
     return {name: _file_digest(file) for name, file in sorted(files.items())}

@@ -2,13 +2,14 @@
 
     windows that are left -> read tasks: read, render, cut -> one Ray row per unit -> pool of engine actors -> summaries
 
-A unit travels as one binary value in a block of its own, so that Ray can neither split nor merge it: blocks are shaped
-to at most one byte, and a block of one row is never cut. Actors take units as they have room (`units_in_flight` calls
-at once, in threads of their own), so the engine does not drain between units and a slow actor holds no one up.
-What waits between reading and computing is bounded in bytes by the graph's object store limit.
+A unit travels as one binary value in a block of its own, so that Ray can neither split nor merge it: blocks
+are shaped to at most one byte, and a block of one row is never cut. Actors take units as they have room
+(`units_in_flight` calls at once, in threads of their own), so the engine does not drain between units and a
+slow actor holds no one up. What waits between reading and computing is bounded in bytes by the graph's object
+store limit.
 
-Beside the graph lives the ledger, a small actor that the engine actors tell about themselves each second; the driver
-reads it for progress and for the run's record, which therefore also exists for runs that are killed.
+Beside the graph lives the ledger, a small actor that the engine actors tell about themselves each second; the
+driver reads it for progress and for the run's record, which therefore also exists for runs that are killed.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its native log would speak to the terminal
@@ -44,8 +45,9 @@ from ray.data.block import BlockMetadata
 from pipeline.data.source import Source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.clock import now_us
+from pipeline.job.actors import FlowSpec
 from pipeline.job.ledger import REPORT_S, ActorState, Ledger
+from pipeline.job.machine import available_cores, now_us
 from pipeline.job.plan import WindowTask, check_units
 from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker, WorkSpec
@@ -54,21 +56,6 @@ NUM_READERS = 2  # windows read at once
 BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
 BUFFER_BYTES_PER_UNIT = 8 * 2**20
 _UNIT_SCHEMA = pa.schema([("window", pa.int32()), ("unit", pa.int32()), ("data", pa.large_binary())])
-
-
-@dataclass(frozen=True)
-class FlowSpec:
-    """All that the graph is made of. `cpus` and `gpus` are what one actor is booked with."""
-
-    source: Source = field(repr=False)
-    tasks: tuple[WindowTask, ...] = field(repr=False)
-    units: UnitSpec
-    work: WorkSpec = field(repr=False)
-    actors: int
-    cpus: float
-    gpus: float
-    units_in_flight: int
-    ray_address: str | None = None
 
 
 class Windows(Datasource):
@@ -81,8 +68,9 @@ class Windows(Datasource):
     def estimate_inmemory_data_size(self) -> int | None:
         return None
 
-    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None,
-                       data_context: DataContext | None = None) -> list[ReadTask]:
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
         unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
         # The source lists every file of the input: shared through the object store, not sent with each task.
         shared = ray.put((self._spec.source, self._spec.units, self._spec.work.output))
@@ -94,12 +82,14 @@ def read_units(task: WindowTask, source: Source, spec: UnitSpec, output: str) ->
     table = read_window(source, task.window, spec.columns)
     for unit in check_units(task, make_units(table, spec, task.window.index), output):
         row = [[unit.window], [unit.index], [unit.to_bytes()]]
-        yield pa.Table.from_arrays([pa.array(c, t) for c, t in zip(row, _UNIT_SCHEMA.types, strict=True)],
-                                   schema=_UNIT_SCHEMA)
+        yield pa.Table.from_arrays(
+            [pa.array(c, t) for c, t in zip(row, _UNIT_SCHEMA.types, strict=True)], schema=_UNIT_SCHEMA
+        )
 
 
 class EngineActor:
-    """What Ray calls: hands units to a `Worker` and tells the ledger how it goes. Called from several threads."""
+    """What Ray calls: hands units to a `Worker` and tells the ledger how it goes. Called from several
+    threads."""
 
     def __init__(self, spec: WorkSpec, ledger: Any) -> None:
         me = ray.get_runtime_context().current_actor
@@ -111,8 +101,10 @@ class EngineActor:
         self._stopping = threading.Event()
         try:
             if too_many:
-                raise EnvironmentFailed(f"{number} processes of engine actors have ended on their own. "
-                                        "Is there enough memory? Are all machines up?")
+                raise EnvironmentFailed(
+                    f"{number} processes of engine actors have ended on their own. "
+                    "Is there enough memory? Are all machines up?"
+                )
             self._worker: Worker | None = Worker(spec, number, now_us() - age_us)
         except PipelineError as error:  # told with the first unit: a constructor that raises is tried again and again
             self._worker, self._failure = None, error
@@ -129,8 +121,9 @@ class EngineActor:
             time.sleep(1.0)
         if self._worker is None:
             assert self._failure is not None
-            yield UnitSummary(0, 0, failure_kind=type(self._failure).__name__,
-                              failure_message=str(self._failure)).to_json()
+            yield UnitSummary(
+                0, 0, failure_kind=type(self._failure).__name__, failure_message=str(self._failure)
+            ).to_json()
             return
         summary = self._worker.process(data)
         # Before the summary, so that the driver's last look finds this unit's work in the ledger.
@@ -150,15 +143,16 @@ class EngineActor:
 
 
 class Dataflow:
-    """One execution of the graph, driven by a thread of its own; made and used by the driver's main thread."""
+    """One execution of the graph, driven by a thread of its own; made and used by the driver's main
+    thread."""
 
     def __init__(self, spec: FlowSpec, run_began_us: int) -> None:
         """Starts or joins Ray. `run_began_us`: of this process's clock. Raises EnvironmentFailed."""
         self._spec = spec
         self._summaries: queue.SimpleQueue[UnitSummary | PipelineError | None] = queue.SimpleQueue()
         self._started_ray = _connect(spec)
-        ledger = ray.remote(num_cpus=0, max_concurrency=1)(Ledger)
-        self._ledger = ledger.remote(spec.actors)
+        ledger = ray.remote(num_cpus=0)(Ledger)
+        self._ledger: Any = ledger.remote(spec.actors)
         self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")
         self._thread.start()
         try:
@@ -168,8 +162,8 @@ class Dataflow:
             raise _typed(error) from error
 
     def next(self, timeout_s: float) -> UnitSummary | None:
-        """The next finished unit, or None when none came in time. Raises EndOfUnits after the last one, and what
-        ended the graph."""
+        """The next finished unit, or None when none came in time. Raises EndOfUnits after the last one, and
+        what ended the graph."""
         try:
             item = self._summaries.get(timeout=timeout_s)
         except queue.Empty:
@@ -205,7 +199,8 @@ class Dataflow:
         try:
             batch: Any
             for batch in _graph(self._spec, self._ledger).iter_batches(
-                    batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
+                batch_size=None, prefetch_batches=0, batch_format="pyarrow"
+            ):
                 for text in batch["summary"].to_pylist() if batch.num_rows else ():
                     self._summaries.put(UnitSummary.from_json(text))
         except Exception as error:
@@ -220,8 +215,9 @@ class EndOfUnits(Exception):
 
 def _connect(spec: FlowSpec) -> bool:
     """Start a local Ray or join the cluster; False when the process is in one already."""
-    # A local Ray's cores are bookkeeping: enough that readers and the ledger never wait for the engines' share.
-    cores = max(4, len(os.sched_getaffinity(0)), int(spec.actors * spec.cpus) + NUM_READERS + 1)
+    # A local Ray's cores are bookkeeping: enough that readers and the ledger never wait for the engines'
+    # share.
+    cores = max(4, available_cores(), int(spec.actors * spec.cpus) + NUM_READERS + 1)
     return _join(spec.ray_address, cores)
 
 
@@ -254,8 +250,7 @@ def _quiet() -> Iterator[None]:
         os.close(kept)
 
 
-def _graph(spec: FlowSpec, ledger: Any) -> ray.data.Dataset:
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+def _context(spec: FlowSpec) -> DataContext:
     context = DataContext.get_current().copy()
     context.target_max_block_size = 1  # every unit a block of its own
     context.target_min_block_size = 1
@@ -264,10 +259,26 @@ def _graph(spec: FlowSpec, ledger: Any) -> ray.data.Dataset:
     context.max_errored_blocks = 0
     buffer = max(BUFFER_BYTES, BUFFER_BYTES_PER_UNIT * spec.actors * spec.units_in_flight)
     context.execution_options.resource_limits = ExecutionResources(object_store_memory=buffer)
-    with DataContext.current(context):
-        units = ray.data.read_datasource(
-            Windows(spec), num_cpus=1, compute=TaskPoolStrategy(size=NUM_READERS), override_num_blocks=len(spec.tasks))
-        return units.map_batches(
+    return context
+
+
+def units_of(spec: FlowSpec) -> ray.data.Dataset:
+    """The reading half of the graph: a row and a block for each unit that is left."""
+    with DataContext.current(_context(spec)):
+        readers = min(NUM_READERS, len(spec.tasks))
+        return ray.data.read_datasource(
+            Windows(spec),
+            num_cpus=1,
+            compute=TaskPoolStrategy(size=readers),
+            override_num_blocks=len(spec.tasks),
+        )
+
+
+def _graph(spec: FlowSpec, ledger: Any) -> ray.data.Dataset:
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong comes as an exception
+    warnings.filterwarnings("ignore", module=r"ray\.data\.", category=UserWarning)  # fewer units than actors
+    with DataContext.current(_context(spec)):
+        return units_of(spec).map_batches(
             EngineActor,
             batch_size=1,
             batch_format="pyarrow",

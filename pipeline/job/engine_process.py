@@ -1,9 +1,9 @@
 """The engine's own process: `python -m pipeline.job.engine_process FD`, started by `supervisor.py`.
 
-It owns one engine and nothing else, so that a hang, a segmentation fault, a sticky device error or an out-of-memory
-kill ends this process and never the bookkeeping. One thread steps the engine; another reads the socket, so that the
-parent never waits for a step to end before it can hand over rows. The process ends when its socket closes: a parent
-that died leaves no engine behind.
+It owns one engine and nothing else, so that a hang, a segmentation fault, a sticky device error or an
+out-of-memory kill ends this process and never the bookkeeping. One thread steps the engine; another reads the
+socket, so that the parent never waits for a step to end before it can hand over rows. The process ends when
+its socket closes: a parent that died leaves no engine behind.
 """
 
 import faulthandler
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from pipeline.engine.params import Completion, EngineStats, Request
 from pipeline.errors import PipelineError
-from pipeline.job.clock import now_us
+from pipeline.job.machine import now_us
 from pipeline.job.messages import (
     Add,
     Crashed,

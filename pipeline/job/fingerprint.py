@@ -1,8 +1,8 @@
 """What makes a job this job: its settings and the digests of what it reads, in three classes.
 
-*identity*: another value gives another output; resuming with a change is refused. *numerics*: another value may
-change a token by rounding; refused unless accepted, and then kept on record. *free*: may change at any time.
-`_pipeline/job.json` holds them as the first run of the job had them.
+*identity*: another value gives another output; resuming with a change is refused. *numerics*: another value
+may change a token by rounding; refused unless accepted, and then kept on record. *free*: may change at any
+time. `_pipeline/job.json` holds them as the first run of the job had them.
 """
 
 import hashlib
@@ -47,7 +47,9 @@ def fingerprint(config: JobConfig, source: Source, model: Mapping[str, str], dev
     return Fingerprint(_plain(identity), _plain({**config.numerics(), "device": device}), _plain(config.free()))
 
 
-def claim(store: PartStore, job_name: str, ours: Fingerprint, accept_numerics: bool, versions: Mapping[str, str]) -> None:
+def claim(
+    store: PartStore, job_name: str, ours: Fingerprint, accept_numerics: bool, versions: Mapping[str, str]
+) -> None:
     """Make the output folder this job's, or see that it is. Nothing is changed where it is refused.
 
     Raises FingerprintError when its job differs, OutputError when it holds something else.
@@ -56,8 +58,10 @@ def claim(store: PartStore, job_name: str, ours: Fingerprint, accept_numerics: b
     if raw is None:
         there = [name for name in store.names("") if name[0] not in "_."]
         if there or "_SUCCESS" in store.names(""):
-            raise OutputError(f"output.path {store.path}: not empty ({there[0] if there else '_SUCCESS'}) and not the "
-                              "output of a job of this program; choose a new folder")
+            raise OutputError(
+                f"output.path {store.path}: not empty ({there[0] if there else '_SUCCESS'}) and not the "
+                "output of a job of this program; choose a new folder"
+            )
         store.probe()
         head = {"format": FORMAT, "job": job_name, "fingerprint": ours.digest, "versions": dict(versions)}
         body = {**head, "identity": ours.identity, "numerics": ours.numerics, "free": ours.free}
@@ -77,8 +81,10 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
         theirs = json.loads(raw)
         number = theirs["format"]
         if number > FORMAT:
-            raise OutputError(f"{place}: format {number}, written by a newer version of this program "
-                              f"({theirs.get('versions', {}).get('pipeline', 'unknown')}); this one knows {FORMAT}")
+            raise OutputError(
+                f"{place}: format {number}, written by a newer version of this program "
+                f"({theirs.get('versions', {}).get('pipeline', 'unknown')}); this one knows {FORMAT}"
+            )
         return {"identity": theirs["identity"], "numerics": theirs["numerics"]}
     except (ValueError, KeyError, TypeError) as error:
         raise OutputError(f"{place}: damaged ({error}); was it edited? Choose a new output.path") from error
@@ -115,8 +121,11 @@ def record_numerics(store: PartStore, ours: Fingerprint) -> None:
 def difference(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
     """(dotted key, old, new) of each leaf that differs. Absent is None."""
     if isinstance(old, dict) and isinstance(new, dict):
-        return [change for name in sorted({*old, *new})
-                for change in difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)]
+        return [
+            change
+            for name in sorted({*old, *new})
+            for change in difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+        ]
     return [] if old == new else [(key, old, new)]
 
 
@@ -137,9 +146,11 @@ def _differing(old: Any, new: Any) -> tuple[str, str]:
         return a, b
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     start = max(0, first - MAX_VALUE_CHARS // 3)
-    cut = [text[start:start + MAX_VALUE_CHARS] for text in (a, b)]
-    return tuple(("..." if start else "") + part + ("..." if start + MAX_VALUE_CHARS < len(text) else "")
-                 for part, text in zip(cut, (a, b), strict=True))  # type: ignore[return-value]
+    cut = [text[start : start + MAX_VALUE_CHARS] for text in (a, b)]
+    return tuple(
+        ("..." if start else "") + part + ("..." if start + MAX_VALUE_CHARS < len(text) else "")
+        for part, text in zip(cut, (a, b), strict=True)
+    )  # type: ignore[return-value]
 
 
 def _files(source: Source) -> dict[str, Any]:

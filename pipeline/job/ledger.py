@@ -1,14 +1,14 @@
 """What engine actors tell about themselves while they run, kept where it outlives them.
 
-A plain class; `dataflow.py` makes it a small actor of its own. It imports next to nothing, as its process has to be
-up before anything else can start.
+A plain class; `dataflow.py` makes it a small actor of its own. It imports next to nothing, as its process has
+to be up before anything else can start.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.job.clock import now_us
+from pipeline.job.machine import now_us
 from pipeline.metrics import ActorRecord
 
 REPORT_S = 1.0  # how often an actor tells
@@ -27,7 +27,8 @@ class ActorState:
 
 
 class Ledger:
-    """What the engine actors last said. All times are this process's monotonic clock: no two hosts' clocks meet."""
+    """What the engine actors last said. All times are this process's monotonic clock: no two hosts' clocks
+    meet."""
 
     def __init__(self, actors: int) -> None:
         self._max_actors = actors * (1 + MAX_REPLACED)
@@ -79,8 +80,8 @@ class Ledger:
         return self._handles
 
     def states(self, end: bool = False) -> list[ActorState]:
-        """All actors' last words. With `end` the time since then is added, to the phase each was at rest in: an
-        actor holds its machine until the run ends, unless another took its place."""
+        """All actors' last words. With `end` the time since then is added, to the phase each was at rest in:
+        an actor holds its machine until the run ends, unless another took its place."""
         states = list(self._states.values())
         if not end:
             return states

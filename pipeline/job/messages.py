@@ -1,4 +1,5 @@
-"""What an engine's process and its supervisor tell each other: pickled frozen dataclasses over one socket pair.
+"""What an engine's process and its supervisor tell each other: pickled frozen dataclasses over one socket
+pair.
 
 Times are microseconds of the machine's monotonic clock, which both processes share.
 """
@@ -7,7 +8,8 @@ from dataclasses import dataclass, field
 
 from pipeline.engine.params import Completion, EngineConfig, Request
 
-# To the engine's process -----------------------------------------------------------------------------------------
+# To the engine's process
+# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Add:
     requests: tuple[Request, ...]
 
 
-# From the engine's process ---------------------------------------------------------------------------------------
+# From the engine's process
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class StartFailed:
-    """The engine could not be built. `kind` names a class of `pipeline.errors`, or is empty for any other exception,
-    whose traceback is then in `message`."""
+    """The engine could not be built. `kind` names a class of `pipeline.errors`, or is empty for any other
+    exception, whose traceback is then in `message`."""
 
     kind: str
     message: str
@@ -55,8 +58,8 @@ class Finished:
 
 @dataclass(frozen=True)
 class Progress:
-    """Sums since `Ready`: time with requests in the engine, the rest of the time was idle; the last `idle_us` of it
-    in one stretch up to now. `stats` are EngineStats' fields."""
+    """Sums since `Ready`: time with requests in the engine, the rest of the time was idle; the last `idle_us`
+    of it in one stretch up to now. `stats` are EngineStats' fields."""
 
     now_us: int
     busy_us: int

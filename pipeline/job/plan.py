@@ -1,6 +1,6 @@
 """What a job is and what is left of it, found out before any model is loaded.
 
-    job file -> source -> windows -> fingerprint -> the output is ours -> one listing -> the windows that are left
+job file -> source -> windows -> fingerprint -> the output is ours -> one listing -> the windows that are left
 """
 
 from dataclasses import dataclass
@@ -53,8 +53,9 @@ def make_plan(config: JobConfig, device: str) -> Plan:
     kept = everything if config.input.columns is None else tuple(config.input.columns)
     prompt = PromptSpec(config.prompt.column, config.prompt.template, config.prompt.messages, config.prompt.max_bytes)
     params = config.sampling_params()
-    units = UnitSpec(prompt, kept, config.sampling_columns(), params.max_tokens,
-                     config.run.unit_tokens, config.run.unit_rows)
+    units = UnitSpec(
+        prompt, kept, config.sampling_columns(), params.max_tokens, config.run.unit_tokens, config.run.unit_rows
+    )
     source.check_columns(units.columns)
     prompt.check(source.schema)
     kept_schema = pa.schema([source.schema.field(name) for name in kept])
@@ -62,8 +63,9 @@ def make_plan(config: JobConfig, device: str) -> Plan:
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     model = resolve_model(config.model.path)
     kind = device.partition(":")[0]
-    return Plan(config, source, windows, units, schema, model,
-                fingerprint(config, source, model_digest(model), kind), device)
+    return Plan(
+        config, source, windows, units, schema, model, fingerprint(config, source, model_digest(model), kind), device
+    )
 
 
 def what_is_left(plan: Plan, progress: Progress) -> list[WindowTask]:
@@ -78,8 +80,11 @@ def what_is_left(plan: Plan, progress: Progress) -> list[WindowTask]:
 
 
 def check_units(task: WindowTask, units: list[Unit], store: PartStore | str) -> list[Unit]:
-    """Of a window's units those to do. Raises OutputError when the parts that are there were cut differently."""
+    """Of a window's units those to do. Raises OutputError when the parts that are there were cut
+    differently."""
     if task.units_of is not None and task.units_of != len(units):
-        raise OutputError(f"output.path {store}: window {task.window.index} was cut into {task.units_of} units before "
-                          f"and into {len(units)} now; was the output written by another version of this program?")
+        raise OutputError(
+            f"output.path {store}: window {task.window.index} was cut into {task.units_of} units before "
+            f"and into {len(units)} now; was the output written by another version of this program?"
+        )
     return [unit for unit in units if unit.index not in task.done]

@@ -45,8 +45,9 @@ def versions() -> dict[str, str]:
 class RunLog:
     """One run as it goes: sums what units and actors tell. Used by the driver's main thread."""
 
-    def __init__(self, store: PartStore, config_free: Mapping[str, Any], hourly_usd: float | None,
-                 resolved: Mapping[str, Any]) -> None:
+    def __init__(
+        self, store: PartStore, config_free: Mapping[str, Any], hourly_usd: float | None, resolved: Mapping[str, Any]
+    ) -> None:
         self._store = store
         self._began_ns = time.monotonic_ns()
         self._free = dict(config_free)
@@ -87,11 +88,23 @@ class RunLog:
         for actor in self.actors:
             resolved |= actor.resolved
         return RunRecord(
-            self.run_id, self.started_at, self.outcome, self.wall_us, dict(self.driver_us),
-            [actor.record for actor in self.actors], self.written.rows, self.written.units, self.lost.units,
-            self.written.num_input_tokens, self.written.num_cached_tokens, self.written.num_generated_tokens,
+            self.run_id,
+            self.started_at,
+            self.outcome,
+            self.wall_us,
+            dict(self.driver_us),
+            [actor.record for actor in self.actors],
+            self.written.rows,
+            self.written.units,
+            self.lost.units,
+            self.written.num_input_tokens,
+            self.written.num_cached_tokens,
+            self.written.num_generated_tokens,
             self.write_us,
-            self._versions, self._free, self._hourly_usd, resolved,
+            self._versions,
+            self._free,
+            self._hourly_usd,
+            resolved,
         )
 
     def save(self) -> RunRecord:
@@ -101,8 +114,8 @@ class RunLog:
 
 
 def load_runs(store: PartStore) -> list[RunRecord]:
-    """The records of all runs, in their order. One that says it runs and whose process is gone from this machine
-    was killed."""
+    """The records of all runs, in their order. One that says it runs and whose process is gone from this
+    machine was killed."""
     runs = []
     for name in sorted(store.names(RUNS)):
         raw = store.read(f"{RUNS}/{name}")
@@ -121,15 +134,14 @@ def _is_gone(where: Mapping[str, str]) -> bool:
     return pid.isdigit() and int(pid) != os.getpid() and not os.path.exists(f"/proc/{pid}")
 
 
-def make_report(store: PartStore, job_name: str, fingerprint: str, totals: PartTotals, input_rows: int,
-                finished: bool) -> RunReport:
-    """Build the job's report over its runs and put it in the output folder. `finished`: the output is complete, in
-    whatever way its last run ended."""
+def make_report(
+    store: PartStore, job_name: str, fingerprint: str, totals: PartTotals, input_rows: int, finished: bool
+) -> RunReport:
+    """Build the job's report over its runs and put it in the output folder. `finished`: the output is
+    complete, in whatever way its last run ended."""
     report = build_report(job_name, fingerprint, load_runs(store), asdict(totals), input_rows)
     if finished:
         report = replace(report, outcome="finished")
     store.replace(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())
     store.replace(REPORT_MARKDOWN, report.to_markdown().encode())
     return report
-
-

@@ -1,12 +1,11 @@
 """One run of a job: resume -> execute -> verify -> report. The order in which anything becomes true is here.
 
-    plan (nothing written) -> the output is ours -> one listing -> the units that are left, through the dataflow
-      -> count -> report -> _SUCCESS
+plan (nothing written) -> the output is ours -> one listing -> the units that are left, through the dataflow
+  -> count -> report -> _SUCCESS
 """
 
 import contextlib
 import json
-import os
 import signal
 import threading
 import time
@@ -20,16 +19,17 @@ from pipeline.cost import RunReport
 from pipeline.data.parts import SUCCESS, PartStore
 from pipeline.data.records import PartTotals
 from pipeline.errors import Interrupted, OutputError, PipelineError, TooManyRowErrors
+from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
 from pipeline.job.fingerprint import claim, record_numerics
 from pipeline.job.plan import Plan, make_plan, what_is_left
 from pipeline.job.record import STATUS, RunLog, make_report, versions
-from pipeline.job.stages import Chat, UnitSummary
+from pipeline.job.stages import UnitSummary
 from pipeline.job.status import Status
 from pipeline.job.verify import verify, write_empty_part, write_success
-from pipeline.job.worker import Backend, WorkSpec
+from pipeline.job.worker import Backend
 
 if TYPE_CHECKING:
-    from pipeline.job.dataflow import Dataflow, FlowSpec
+    from pipeline.job.dataflow import Dataflow
 
 TICK_S = 1.0
 RATE_WINDOW_S = 30.0
@@ -38,13 +38,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Show = Callable[[Status], None]
 
 
-def run_job(config: JobConfig, *, accept_numerics: bool = False, progress: Show | None = None,
-            backend: Backend | None = None) -> RunReport:
-    """Run a job, or go on with it, until its output is complete; of a finished job only the report is made again.
+def run_job(
+    config: JobConfig, *, accept_numerics: bool = False, progress: Show | None = None, backend: Backend | None = None
+) -> RunReport:
+    """Run a job, or go on with it, until its output is complete; of a finished job only the report is made
+    again.
 
-    `progress` is called about once a second. Raises the exceptions of `pipeline.errors`; whenever one comes, what is
-    written is whole and the same call goes on from there. SIGINT and SIGTERM end the run with Interrupted after at
-    most `run.drain_s`, a second one at once (main thread only).
+    `progress` is called about once a second. Raises the exceptions of `pipeline.errors`; whenever one comes,
+    what is written is whole and the same call goes on from there. SIGINT and SIGTERM end the run with
+    Interrupted after at most `run.drain_s`, a second one at once (main thread only).
     """
     show = progress or (lambda status: None)
     show(Status(phase="planning"))
@@ -56,10 +58,16 @@ def run_job(config: JobConfig, *, accept_numerics: bool = False, progress: Show 
     done = store.list(plan.fingerprint.short)
     tasks = what_is_left(plan, done)
     if not tasks and SUCCESS in store.names(""):
-        show(Status(phase="already complete", outcome="finished", rows_total=plan.num_rows,
-                    rows_done=plan.num_rows, rows_written=plan.num_rows))
-        return make_report(store, config.name, plan.fingerprint.digest, store.totals(), plan.num_rows,
-                           finished=True)
+        show(
+            Status(
+                phase="already complete",
+                outcome="finished",
+                rows_total=plan.num_rows,
+                rows_done=plan.num_rows,
+                rows_written=plan.num_rows,
+            )
+        )
+        return make_report(store, config.name, plan.fingerprint.digest, store.totals(), plan.num_rows, finished=True)
     if accept_numerics:
         record_numerics(store, plan.fingerprint)
     before = store.totals() if done.num_units else PartTotals()
@@ -69,9 +77,10 @@ def run_job(config: JobConfig, *, accept_numerics: bool = False, progress: Show 
     with run.recorded():
         store.clean_tmp()
         if not plan.windows:
-            write_empty_part(plan, store, _metadata(plan))
+            write_empty_part(plan, store, provenance(plan))
         run.check_error_rate()
         if tasks:
+            store.remove(SUCCESS)  # parts were removed by hand since
             run.execute(flow_spec(plan, tuple(tasks), backend or Backend()))
         run.say("verifying")
         started = time.monotonic_ns()
@@ -82,55 +91,6 @@ def run_job(config: JobConfig, *, accept_numerics: bool = False, progress: Show 
     write_success(plan, store, totals)
     run.say("finished")
     return report
-
-
-def flow_spec(plan: Plan, tasks: tuple, backend: Backend) -> "FlowSpec":
-    """What each actor gets: its share of this machine's cores unless the job says so, and a GPU where it uses one."""
-    from pipeline.job.dataflow import FlowSpec
-
-    config, run = plan.config, plan.config.run
-    cores = len(os.sched_getaffinity(0))
-    cpus = run.cpus_per_actor or max(1, cores // run.actors)
-    gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
-    chat = None
-    if config.prompt.chat is not None:
-        given = config.prompt.chat
-        chat = Chat(config.prompt.messages is not None, given.system, given.add_generation_prompt, given.template_kwargs)
-    threads = max(1, int(cpus))
-    engine = config.engine_config(str(plan.model), threads)
-    work = WorkSpec(
-        backend, config.model.path, engine, config.sampling_params(), config.seed, chat,
-        config.output.path if "://" in config.output.path else os.path.abspath(config.output.path),
-        dict(config.output.storage), plan.fingerprint.short, dict(config.output.rename), _metadata(plan),
-        run.step_timeout_s, threads,
-    )
-    return FlowSpec(plan.source, tasks, plan.units, work, run.actors, cpus, gpus, run.units_in_flight, run.ray_address)
-
-
-def resolve_device(config: JobConfig) -> str:
-    """What `engine.device` is: `auto` is cuda where this machine (or the cluster to join) has a GPU."""
-    if config.engine.device != "auto":
-        return config.engine.device
-    if config.run.ray_address is not None:
-        from pipeline.job.dataflow import cluster_has_gpus
-
-        return "cuda" if cluster_has_gpus(config.run.ray_address) else "cpu"
-    if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
-        return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _metadata(plan: Plan) -> dict[str, str]:
-    """Provenance, kept in each part's footer."""
-    found = {name: v for name, v in versions().items() if name not in ("host", "pid")}
-    return {
-        "pipeline.fingerprint": plan.fingerprint.digest,
-        "pipeline.model": json.dumps(plan.fingerprint.identity["model"], sort_keys=True),
-        "pipeline.numerics": json.dumps(plan.fingerprint.numerics, sort_keys=True),
-        "pipeline.versions": json.dumps(found, sort_keys=True),
-    }
 
 
 class _Run:
@@ -146,7 +106,8 @@ class _Run:
         self._signals = 0
         self._rates: deque[tuple[float, int, int, int]] = deque()  # time, rows done, tokens in, tokens out
 
-    # Beginning and end -------------------------------------------------------------------------------------------
+    # Beginning and end
+    # -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -175,8 +136,7 @@ class _Run:
 
     def _report_so_far(self) -> None:
         plan = self._plan
-        make_report(self._store, plan.config.name, plan.fingerprint.digest, self._done(), plan.num_rows,
-                    finished=False)
+        make_report(self._store, plan.config.name, plan.fingerprint.digest, self._done(), plan.num_rows, finished=False)
 
     def _done(self) -> PartTotals:
         """What the output holds, as far as this run knows."""
@@ -203,9 +163,10 @@ class _Run:
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
 
-    # The dataflow ------------------------------------------------------------------------------------------------
+    # The dataflow
+    # ------------------------------------------------------------------------------------------------
 
-    def execute(self, spec: "FlowSpec") -> None:
+    def execute(self, spec: FlowSpec) -> None:
         """Compute what is left. Returns when each unit has its part."""
         from pipeline.job.dataflow import Dataflow, EndOfUnits
 
@@ -245,7 +206,8 @@ class _Run:
         self.check_error_rate()
 
     def _drain(self, flow: "Dataflow") -> None:
-        """Let the units that are open finish, within `run.drain_s`, and take no more. Always raises Interrupted."""
+        """Let the units that are open finish, within `run.drain_s`, and take no more. Always raises
+        Interrupted."""
         seen, deadline = self._signals, time.monotonic() + self._plan.config.run.drain_s
         flow.stop_admitting()
         next_tick, asked = 0.0, time.monotonic()
@@ -257,7 +219,8 @@ class _Run:
                 self.say("draining")
                 self._tick(flow)
                 next_tick = time.monotonic() + TICK_S
-                # Each actor hears it with its next report; a unit it has begun by then is open and waited for.
+                # Each actor hears it with its next report; a unit it has begun by then is open and waited
+                # for.
                 if time.monotonic() - asked > 3 * TICK_S and not any(a.open_units for a in self._log.actors):
                     break
         raise Interrupted(
@@ -265,7 +228,8 @@ class _Run:
             "The same command goes on from here."
         )
 
-    # What is told ------------------------------------------------------------------------------------------------
+    # What is told
+    # ------------------------------------------------------------------------------------------------
 
     def _tick(self, flow: "Dataflow") -> None:
         self._log.actors = flow.actors() or self._log.actors
@@ -278,7 +242,7 @@ class _Run:
         """Raise TooManyRowErrors as soon as the limit cannot be kept any more, however the rest goes."""
         failed = (totals or self._done()).num_error_rows
         limit, rows = self._plan.config.run.max_error_rate, self._plan.num_rows
-        if failed > limit * rows:
+        if failed and failed / rows > limit:
             first = "".join(f"\n  {line}" for line in self._log.first_errors)
             raise TooManyRowErrors(
                 f"{failed} error rows of {rows} rows are more than run.max_error_rate {limit:g} allows."
@@ -306,14 +270,21 @@ class _Run:
             self._rates.popleft()
         then, *before = self._rates[0]
         span = now - then
-        rates = [(a - b) / span if span > 0 else 0.0
-                 for a, b in zip((done, read, generated), before, strict=True)]
+        rates = [(a - b) / span if span > 0 else 0.0 for a, b in zip((done, read, generated), before, strict=True)]
         return Status(
-            run_id=log.run_id, phase=self._phase, outcome=log.outcome, rows_total=self._plan.num_rows,
-            rows_done=done, rows_written=held.rows, error_rows=held.num_error_rows, units=held.units,
+            run_id=log.run_id,
+            phase=self._phase,
+            outcome=log.outcome,
+            rows_total=self._plan.num_rows,
+            rows_done=done,
+            rows_written=held.rows,
+            error_rows=held.num_error_rows,
+            units=held.units,
             actors=len(log.actors),
-            input_tokens=read, generated_tokens=generated,
-            input_tokens_per_s=rates[1], generated_tokens_per_s=rates[2],
+            input_tokens=read,
+            generated_tokens=generated,
+            input_tokens_per_s=rates[1],
+            generated_tokens_per_s=rates[2],
             eta_s=(self._plan.num_rows - done) / rates[0] if rates[0] > 0 else None,
             elapsed_s=log.wall_us / 1e6,
         )

@@ -1,8 +1,8 @@
 """What happens to a unit inside an engine actor: Tokenize, Generate (the supervisor's), Write. No Ray here.
 
-    Unit -> Tokenize -> requests, and completions of rows that failed before the engine
-         -> Generate -> completions, in the order they finished
-         -> Write    -> the part on disk, rows in the input's order, and a summary for the driver
+Unit -> Tokenize -> requests, and completions of rows that failed before the engine
+     -> Generate -> completions, in the order they finished
+     -> Write    -> the part on disk, rows in the input's order, and a summary for the driver
 """
 
 import hashlib
@@ -29,9 +29,13 @@ class Tokenizer(Protocol):
     """What Tokenize needs: `pipeline.engine.tokenizer.Tokenizer`, or a test's fake."""
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
-    def encode_chat(self, messages: list[dict[str, Any]], system: str | None = None,
-                    add_generation_prompt: bool = True,
-                    template_kwargs: Mapping[str, Any] | None = None) -> list[int]: ...
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        system: str | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Chat:
 
 @dataclass(frozen=True)
 class UnitSummary:
-    """What became of a unit; travels to the driver as JSON. With `failure_kind` not None nothing was written: it
-    names a class of `pipeline.errors`, or is empty for a defect, whose traceback is then the message."""
+    """What became of a unit; travels to the driver as JSON. With `failure_kind` not None nothing was written:
+    it names a class of `pipeline.errors`, or is empty for a defect, whose traceback is then the message."""
 
     window: int
     unit: int
@@ -88,8 +92,10 @@ class Tokenize:
         """The requests to make, and the completions of rows that failed already."""
         failed: list[Completion] = []
         wanted: list[tuple[int, str, SamplingParams]] = []
-        columns = [unit.own(name).to_pylist() for name in
-                   ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row")]
+        columns = [
+            unit.own(name).to_pylist()
+            for name in ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row")
+        ]
         for i, (prompt, error, message, own, file, row) in enumerate(zip(*columns, strict=True)):
             if error is not None:
                 failed.append(failed_row(i, error, message or ""))
@@ -121,8 +127,9 @@ class Tokenize:
 class Write:
     """Turns a unit's completions into its part. Thread-safe."""
 
-    def __init__(self, store: PartStore, fingerprint: str, rename: Mapping[str, str], logprobs: bool,
-                 metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, store: PartStore, fingerprint: str, rename: Mapping[str, str], logprobs: bool, metadata: Mapping[str, str]
+    ) -> None:
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
@@ -136,8 +143,12 @@ class Write:
         name = PartName(self._fingerprint, unit.window, unit.index, unit.of, unit.num_rows)
         written = self._store.write(name, table, self._metadata)
         return UnitSummary(
-            unit.window, unit.index, PartTotals.of_table(table), written,
-            tuple(_first_errors(unit, completions)), (time.monotonic_ns() - started) // 1000,
+            unit.window,
+            unit.index,
+            PartTotals.of_table(table),
+            written,
+            tuple(_first_errors(unit, completions)),
+            (time.monotonic_ns() - started) // 1000,
         )
 
     def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:
@@ -160,8 +171,10 @@ class Write:
         if self._logprobs:
             columns.append([_logprobs(c) for c in done])
         schema = output_schema(kept.schema, self._rename, self._logprobs)
-        results = [c if isinstance(c, pa.ChunkedArray) else pa.array(c, schema.field(kept.num_columns + i).type)
-                   for i, c in enumerate(columns)]
+        results = [
+            c if isinstance(c, pa.ChunkedArray) else pa.array(c, schema.field(kept.num_columns + i).type)
+            for i, c in enumerate(columns)
+        ]
         table = pa.Table.from_arrays([*kept.columns, *results], schema=schema)
         files, rows = unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist()
         return table.take(pa.array(sorted(range(unit.num_rows), key=lambda i: (files[i], rows[i]))))
@@ -169,20 +182,30 @@ class Write:
 
 def failed_row(row_id: object, error: str, message: str, num_prompt_tokens: int = 0) -> Completion:
     """The completion of a row that never reached the engine."""
-    return Completion(row_id=row_id, token_ids=[], text="", finish_reason="error",
-                      num_prompt_tokens=num_prompt_tokens, error=str(error), error_message=message)
+    return Completion(
+        row_id=row_id,
+        token_ids=[],
+        text="",
+        finish_reason="error",
+        num_prompt_tokens=num_prompt_tokens,
+        error=str(error),
+        error_message=message,
+    )
 
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
     if completion.logprobs is None:
         return None
-    return [{"token_id": t.token_id, "logprob": t.logprob,
-             "top": [{"token_id": i, "logprob": p} for i, p in t.top]} for t in completion.logprobs]
+    return [
+        {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": p} for i, p in t.top]}
+        for t in completion.logprobs
+    ]
 
 
 def _first_errors(unit: Unit, completions: list[Completion]) -> list[str]:
     failed = [c for c in completions if c.error is not None][:NUM_SHOWN_ERRORS]
     files, rows = unit.own("source_file"), unit.own("source_row")
-    return [f"{files[c.row_id].as_py()} row {rows[c.row_id].as_py()}: {c.error}: {c.error_message}"  # type: ignore[index]
-            for c in failed]
-
+    return [
+        f"{files[c.row_id].as_py()} row {rows[c.row_id].as_py()}: {c.error}: {c.error_message}"  # type: ignore[index]
+        for c in failed
+    ]

@@ -7,8 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Status:
-    """`rows_done` counts rows that are finished, also those of units that are not written yet; `rows_written` the
-    others. Tokens and rates are this run's; rates are over the last half minute. `eta_s` is None while unknown."""
+    """`rows_done` counts rows that are finished, also those of units that are not written yet; `rows_written`
+    the others. Tokens and rates are this run's; rates are over the last half minute. `eta_s` is None while
+    unknown."""
 
     run_id: str = ""
     phase: str = "planning"

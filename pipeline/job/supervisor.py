@@ -1,28 +1,22 @@
 """Keeps one engine process alive for an actor and hands rows to it: the bookkeeping that outlives any engine.
 
-One thread, the keeper, starts the process, reads what it says and notices its end: by itself, by a crash, or by our
-own kill when a step takes longer than allowed. Rows that were in a process when it ended are handed to the next one.
-Rows that were there twice are suspects: they are tried in halves, alone, until the one that ends the process is
-found; it becomes an error row and the rest go on. What cannot be blamed on rows ends the actor with a typed error.
+One thread, the keeper, starts the process, reads what it says and notices its end: by itself, by a crash, or
+by our own kill when a step takes longer than allowed. Rows that were in a process when it ended are handed to
+the next one. Rows that were there twice are suspects: they are tried in halves, alone, until the one that
+ends the process is found; it becomes an error row and the rest go on. What cannot be blamed on rows ends the
+actor with a typed error.
 """
 
-import contextlib
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import traceback
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, replace
 
 from pipeline import errors
-from pipeline.engine.params import Completion, EngineConfig, Request
+from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError, RowError
-from pipeline.job.clock import now_us
+from pipeline.job.child import Child, Launch
+from pipeline.job.machine import now_us
 from pipeline.job.messages import (
     Add,
     Crashed,
@@ -30,9 +24,7 @@ from pipeline.job.messages import (
     Loading,
     Progress,
     Ready,
-    Start,
     StartFailed,
-    ToEngine,
 )
 from pipeline.job.timeline import Timeline
 
@@ -40,17 +32,6 @@ MAX_START_DEATHS = 3  # in a row, without a word why
 MAX_CONVICTIONS = 5  # rows found guilty in a row, without one completion between them: the engine is broken, not they
 LOAD_TIMEOUT_S = 3600.0
 POLL_S = 0.25
-LAST_WORDS_BYTES = 2000
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How to start an engine's process. `factory` is `module:callable`, called with `config` in the process."""
-
-    factory: str
-    config: EngineConfig
-    step_timeout_s: float = 300.0
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 class Ticket:
@@ -73,46 +54,6 @@ class _Row:
     deaths: int = 0  # processes that ended with this row inside
 
 
-class _Child:
-    """One engine process and the socket to it."""
-
-    def __init__(self, launch: Launch) -> None:
-        ours, theirs = socket.socketpair()
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        environment = {**os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.job.engine_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
-                env=environment, start_new_session=True,
-            )
-        self.connection = Connection(ours.detach())
-        self.ready = False
-        self.heard_us = now_us()
-        self.crash = ""
-        self.send(Start(launch.factory, launch.config))
-
-    def send(self, message: ToEngine) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed by the keeper, which then sends the rows again
-            self.connection.send(message)
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-
-    def bury(self) -> str:
-        """Wait for the process's end; how it ended and the last lines it wrote."""
-        self.kill()
-        code = self.process.wait()
-        self.connection.close()
-        with self.log:
-            size = self.log.seek(0, os.SEEK_END)
-            self.log.seek(max(0, size - LAST_WORDS_BYTES))
-            words = (self.crash or self.log.read().decode(errors="replace")).strip()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how}{': ' + words[-LAST_WORDS_BYTES:] if words else ''}"
-
-
 class Supervisor:
     """Thread-safe. `generate` may be called from several threads, so that units overlap in the engine."""
 
@@ -132,14 +73,16 @@ class Supervisor:
         self._stats: dict[str, int] = {}  # of the one that runs
         self.restarts = 0
         self.resolved: dict[str, str | int] = {}
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="engine keeper")
         self._keeper.start()
 
-    # For the actor's threads -------------------------------------------------------------------------------------
+    # For the actor's threads
+    # -------------------------------------------------------------------------------------
 
     def generate(self, requests: list[Request]) -> list[Completion]:
-        """The completions of `requests`, in the order they finished. Blocks; raises what ended the engine for good."""
+        """The completions of `requests`, in the order they finished. Blocks; raises what ended the engine for
+        good."""
         ticket = Ticket(len(requests))
         with self._lock:
             if self._failure is not None:
@@ -182,13 +125,14 @@ class Supervisor:
             child.kill()
         self._keeper.join()
 
-    # The keeper's thread -----------------------------------------------------------------------------------------
+    # The keeper's thread
+    # -----------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
         start_deaths = 0
         try:
             while not self._closed:
-                child = self._child = _Child(self._launch)
+                child = self._child = Child(self._launch)
                 try:
                     self._attend(child)
                 finally:
@@ -197,8 +141,10 @@ class Supervisor:
                     break
                 start_deaths = 0 if child.ready else start_deaths + 1
                 if start_deaths >= MAX_START_DEATHS:
-                    raise EnvironmentFailed(f"The engine's process ended {start_deaths} times while it loaded "
-                                            f"{self._launch.config.model} ({how}). Is there enough memory?")
+                    raise EnvironmentFailed(
+                        f"The engine's process ended {start_deaths} times while it loaded "
+                        f"{self._launch.config.model} ({how}). Is there enough memory?"
+                    )
                 self._after_death(how)
             raise EnvironmentFailed("The engine was closed.")
         except PipelineError as error:
@@ -206,7 +152,7 @@ class Supervisor:
         except Exception:
             self._fail(PipelineError(f"The engine's supervisor failed.\n{traceback.format_exc()}"))
 
-    def _attend(self, child: _Child) -> None:
+    def _attend(self, child: Child) -> None:
         """Read what the process says until it ends."""
         while True:
             if child.connection.poll(POLL_S):
@@ -219,21 +165,16 @@ class Supervisor:
             elif self._closed or self._is_hung(child):
                 child.kill()  # the socket closes and the loop ends
 
-    def _is_hung(self, child: _Child) -> bool:
+    def _is_hung(self, child: Child) -> bool:
         silent_s = (now_us() - child.heard_us) / 1e6
         if not child.ready:
             return silent_s > LOAD_TIMEOUT_S
         if silent_s <= self._launch.step_timeout_s or not self._inside:
             return False
-        with contextlib.suppress(ProcessLookupError):
-            child.process.send_signal(signal.SIGUSR1)  # its stack goes to its log, and from there into our message
-        try:
-            child.process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            pass
+        child.dump_stack()
         return True
 
-    def _receive(self, child: _Child, message: object) -> None:
+    def _receive(self, child: Child, message: object) -> None:
         with self._lock:
             match message:
                 case Loading(now_us=now):
@@ -256,7 +197,8 @@ class Supervisor:
                 case Crashed(message=text):
                     child.crash = text
 
-    # Under the lock ----------------------------------------------------------------------------------------------
+    # Under the lock
+    # ----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Send what may go in: the group on trial alone, or all that waits."""
@@ -307,7 +249,8 @@ class Supervisor:
                 self._split(suspects, how)
 
     def _split(self, group: list[int], how: str) -> None:
-        """The process ended with exactly these rows inside (those that had finished are gone from `_rows`)."""
+        """The process ended with exactly these rows inside (those that had finished are gone from
+        `_rows`)."""
         group = [key for key in group if key in self._rows]
         if len(group) != 1:
             half = len(group) // 2
@@ -315,14 +258,23 @@ class Supervisor:
             return
         self._convictions += 1
         if self._convictions >= MAX_CONVICTIONS:
-            raise EnvironmentFailed(f"{self._convictions} rows in a row ended the engine's process ({how}). "
-                                    "The engine or its device is at fault, not the rows.")
+            raise EnvironmentFailed(
+                f"{self._convictions} rows in a row ended the engine's process ({how}). "
+                "The engine or its device is at fault, not the rows."
+            )
         row = self._rows[group[0]]
-        self._settle(group[0], Completion(
-            row_id=None, token_ids=[], text="", finish_reason="error",
-            num_prompt_tokens=len(row.request.prompt_token_ids), error=RowError.ENGINE_FAILURE.value,
-            error_message="the engine's process ended each time it computed this row, also when alone",
-        ))
+        self._settle(
+            group[0],
+            Completion(
+                row_id=None,
+                token_ids=[],
+                text="",
+                finish_reason="error",
+                num_prompt_tokens=len(row.request.prompt_token_ids),
+                error=RowError.ENGINE_FAILURE.value,
+                error_message="the engine's process ended each time it computed this row, also when alone",
+            ),
+        )
 
     def _fail(self, error: PipelineError) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
 """An actor's time, cut into the phases of `metrics.PHASES` that do not overlap and leave no gap.
 
-Pure bookkeeping in whole microseconds: clock values come in as arguments, so the sum of the phases equals the time
-from birth to the last covered moment exactly. What the engine did inside its busy time is told by its own counters
-(`prefill_us`, `decode_us`, `repeated_us`), which weigh how the busy time is divided.
+Pure bookkeeping in whole microseconds: clock values come in as arguments, so the sum of the phases equals the
+time from birth to the last covered moment exactly. What the engine did inside its busy time is told by its
+own counters (`prefill_us`, `decode_us`, `repeated_us`), which weigh how the busy time is divided.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,8 @@ class Timeline:
         self._work_us = dict.fromkeys(WORK, 0)
 
     def progress(self, now_us: int, busy_us: int, idle_us: int, stats: Mapping[str, int]) -> None:
-        """The engine's report: busy_us and stats are sums since it was ready, idle_us its last idle stretch."""
+        """The engine's report: busy_us and stats are sums since it was ready, idle_us its last idle
+        stretch."""
         assert self._open is None
         span = max(0, now_us - self.covered_us)
         busy = min(max(0, busy_us - self._busy_us), span)
@@ -76,8 +77,8 @@ class Timeline:
         return self._open or ("tail" if self._has_stepped else "waiting")
 
     def phases(self, now_us: int) -> dict[str, int]:
-        """Phases so far. A phase that is open (start-up, load) reaches up to now; otherwise they end with what the
-        engine last reported, and an idle stretch at the end is the tail."""
+        """Phases so far. A phase that is open (start-up, load) reaches up to now; otherwise they end with
+        what the engine last reported, and an idle stretch at the end is the tail."""
         phases = dict(self._phases)
         if self._open is not None:
             phases[self._open] += max(0, now_us - self.covered_us)

@@ -1,4 +1,5 @@
-"""The count before `_SUCCESS`: every row of the input is in the output once, as its parts and their names say."""
+"""The count before `_SUCCESS`: every row of the input is in the output once, as its parts and their names
+say."""
 
 import json
 
@@ -18,22 +19,31 @@ def verify(plan: Plan, store: PartStore) -> PartTotals:
     progress = store.list(plan.fingerprint.short)
     left = what_is_left(plan, progress)
     if left:
-        raise PipelineError(f"{store.path}: window {left[0].window.index} and {len(left) - 1} more are not complete "
-                            "though all units are done; run again to do them")
+        raise PipelineError(
+            f"{store.path}: window {left[0].window.index} and {len(left) - 1} more are not complete "
+            "though all units are done; run again to do them"
+        )
     totals = store.totals()
     if totals.rows != plan.num_rows or progress.num_rows != plan.num_rows:
-        raise OutputError(f"{store.path}: the parts hold {totals.rows} rows by their footers and {progress.num_rows} by "
-                          f"their names, the input has {plan.num_rows}; were parts added or removed by hand?")
+        raise OutputError(
+            f"{store.path}: the parts hold {totals.rows} rows by their footers and {progress.num_rows} by "
+            f"their names, the input has {plan.num_rows}; were parts added or removed by hand?"
+        )
     return totals
 
 
 def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:
     """The last thing a job does."""
     counts = {
-        "job": plan.config.name, "fingerprint": plan.fingerprint.digest, "input_rows": plan.num_rows,
-        "completed_rows": totals.rows - totals.num_error_rows, "error_rows": totals.num_error_rows,
-        "errors": dict(totals.error_rows), "parts": totals.units,
-        "num_input_tokens": totals.num_input_tokens, "num_cached_tokens": totals.num_cached_tokens,
+        "job": plan.config.name,
+        "fingerprint": plan.fingerprint.digest,
+        "input_rows": plan.num_rows,
+        "completed_rows": totals.rows - totals.num_error_rows,
+        "error_rows": totals.num_error_rows,
+        "errors": dict(totals.error_rows),
+        "parts": totals.units,
+        "num_input_tokens": totals.num_input_tokens,
+        "num_cached_tokens": totals.num_cached_tokens,
         "num_generated_tokens": totals.num_generated_tokens,
     }
     store.success(json.dumps(counts, indent=1).encode())

@@ -1,7 +1,7 @@
 """One engine actor's work, without Ray: a supervisor, the stages around it and the actor's own record.
 
-Several units are worked on at once, each in a thread of its own, so that the engine goes on with one unit's rows
-while another is tokenized or written.
+Several units are worked on at once, each in a thread of its own, so that the engine goes on with one unit's
+rows while another is tokenized or written.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from pipeline.metrics import ActorRecord
 
 @dataclass(frozen=True)
 class Backend:
-    """What computes: `module:callable` of the engine (called with an EngineConfig, in its own process) and of the
-    tokenizer (called with the model's folder). Tests name fakes here."""
+    """What computes: `module:callable` of the engine (called with an EngineConfig, in its own process) and of
+    the tokenizer (called with the model's folder). Tests name fakes here."""
 
     engine: str = "pipeline.engine.engine:Engine"
     tokenizer: str = "pipeline.engine.tokenizer:Tokenizer.from_folder"
@@ -35,7 +35,8 @@ class Backend:
 
 @dataclass(frozen=True)
 class WorkSpec:
-    """All that an actor needs to know of its job. Picklable; `storage` may hold secrets and is never shown."""
+    """All that an actor needs to know of its job. Picklable; `storage` may hold secrets and is never
+    shown."""
 
     backend: Backend
     model: str  # as the job file has it, for a machine where the folder is not there
@@ -75,11 +76,17 @@ class Worker:
         # While the engine's process starts:
         tokenizer = load_factory(spec.backend.tokenizer)(folder)
         self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
-        self._write = Write(PartStore(spec.output, spec.storage), spec.fingerprint, spec.rename,
-                            spec.params.logprobs is not None, spec.metadata)
+        self._write = Write(
+            PartStore(spec.output, spec.storage),
+            spec.fingerprint,
+            spec.rename,
+            spec.params.logprobs is not None,
+            spec.metadata,
+        )
 
     def process(self, data: bytes) -> UnitSummary:
-        """Tokenize, generate, write. A failure of the system comes back in the summary, as its type and message."""
+        """Tokenize, generate, write. A failure of the system comes back in the summary, as its type and
+        message."""
         unit = Unit.from_bytes(data)
         with self._lock:
             self._open_units += 1
@@ -88,11 +95,9 @@ class Worker:
             completions += self._supervisor.generate(requests)
             summary = self._write(unit, completions)
         except PipelineError as error:
-            return UnitSummary(unit.window, unit.index,
-                               failure_kind=type(error).__name__, failure_message=str(error))
+            return UnitSummary(unit.window, unit.index, failure_kind=type(error).__name__, failure_message=str(error))
         except Exception:
-            return UnitSummary(unit.window, unit.index, failure_kind="",
-                               failure_message=traceback.format_exc())
+            return UnitSummary(unit.window, unit.index, failure_kind="", failure_message=traceback.format_exc())
         finally:
             with self._lock:
                 self._open_units -= 1
@@ -105,11 +110,21 @@ class Worker:
     def state(self) -> ActorState:
         with self._lock:
             record = ActorRecord(
-                self._actor, self._supervisor.phases(), self._supervisor.stats(),
-                self._units, self._rows, self._error_rows, self._supervisor.restarts,
+                self._actor,
+                self._supervisor.phases(),
+                self._supervisor.stats(),
+                self._units,
+                self._rows,
+                self._error_rows,
+                self._supervisor.restarts,
             )
-            return ActorState(record, self._open_units, self._supervisor.open_rows_done(),
-                              at_rest=self._supervisor.at_rest(), resolved=self._supervisor.resolved)
+            return ActorState(
+                record,
+                self._open_units,
+                self._supervisor.open_rows_done(),
+                at_rest=self._supervisor.at_rest(),
+                resolved=self._supervisor.resolved,
+            )
 
     def close(self) -> None:
         self._supervisor.close()

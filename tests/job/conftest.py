@@ -16,7 +16,8 @@ FAKES = Backend("tests.job.fake_engine:FakeEngine", "tests.job.fake_engine:load_
 
 
 class Job:
-    """A job file, its input and its model in one folder. `config(...)` writes and loads it with changes laid on top."""
+    """A job file, its input and its model in one folder. `config(...)` writes and loads it with changes laid
+    on top."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,8 +37,9 @@ class Job:
     def rows(self, texts: list[str | None], per_file: int = 1000) -> "Job":
         for number, start in enumerate(range(0, max(1, len(texts)), per_file)):
             some = texts[start : start + per_file]
-            table = pa.table({"id": pa.array(range(start, start + len(some)), pa.int64()),
-                              "text": pa.array(some, pa.string())})
+            table = pa.table(
+                {"id": pa.array(range(start, start + len(some)), pa.int64()), "text": pa.array(some, pa.string())}
+            )
             pq.write_table(table, self.folder / "in" / f"f{number}.parquet", row_group_size=10)
         return self
 
@@ -48,8 +50,9 @@ class Job:
         return self
 
     def config(self, **sections) -> JobConfig:
-        settings = {name: {**self.settings.get(name, {}), **sections.get(name, {})}
-                    for name in {**self.settings, **sections}}
+        settings = {
+            name: {**self.settings.get(name, {}), **sections.get(name, {})} for name in {**self.settings, **sections}
+        }
         path = self.folder / "job.yaml"
         path.write_text(yaml.safe_dump(settings))
         return load_job(path)

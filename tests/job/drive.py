@@ -1,4 +1,5 @@
-"""A driver of its own process over a job of fakes, for tests that kill it: `python -m tests.job.drive JOB.yaml`."""
+"""A driver of its own process over a job of fakes, for tests that kill it: `python -m tests.job.drive
+JOB.yaml`."""
 
 import sys
 

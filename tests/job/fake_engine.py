@@ -1,8 +1,8 @@
 """An engine and a tokenizer without a model: tokens follow from the prompt and the row's seed alone.
 
-How it behaves is written in the model folder's config.json under "fake": step_s, max_num_seqs, load_s, fail_load
-(a kind of `pipeline.errors`), and texts that, met in a running prompt, end the process (kill), hang it (hang) or raise
-(crash). A `once` file path limits the fault to the first time.
+How it behaves is written in the model folder's config.json under "fake": step_s, max_num_seqs, load_s,
+fail_load (a kind of `pipeline.errors`), and texts that, met in a running prompt, end the process (kill), hang
+it (hang) or raise (crash). A `once` file path limits the fault to the first time.
 """
 
 import hashlib

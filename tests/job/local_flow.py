@@ -1,11 +1,13 @@
-"""The dataflow without Ray: the same units through the same `Worker`, in threads of the test's own process."""
+"""The dataflow without Ray: the same units through the same `Worker`, in threads of the test's own
+process."""
 
 import queue
 import threading
 
-from pipeline.job.clock import now_us
-from pipeline.job.dataflow import EndOfUnits, FlowSpec, read_units
+from pipeline.job.actors import FlowSpec
+from pipeline.job.dataflow import EndOfUnits, read_units
 from pipeline.job.ledger import Ledger
+from pipeline.job.machine import now_us
 from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker
 
@@ -27,8 +29,11 @@ class LocalFlow:
             entry = self._ledger.register(None)
             assert entry is not None
             self._workers.append(Worker(spec.work, entry[0], now_us() - entry[1]))
-        threads = [threading.Thread(target=self._work, args=(worker,), daemon=True)
-                   for worker in self._workers for _ in range(spec.units_in_flight)]
+        threads = [
+            threading.Thread(target=self._work, args=(worker,), daemon=True)
+            for worker in self._workers
+            for _ in range(spec.units_in_flight)
+        ]
         threading.Thread(target=self._read, args=(spec, threads), daemon=True).start()
 
     def next(self, timeout_s: float) -> UnitSummary | None:

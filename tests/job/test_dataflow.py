@@ -12,8 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
+from pipeline.data.parts import Progress
+from pipeline.data.units import Unit
 from pipeline.errors import ModelError
+from pipeline.job.actors import flow_spec
+from pipeline.job.dataflow import units_of
+from pipeline.job.plan import WindowTask, make_plan, what_is_left
 from pipeline.job.run import run_job
 from tests.job.conftest import FAKES
 
@@ -32,7 +38,7 @@ def processes(*, of: str, under: psutil.Process) -> list[psutil.Process]:
     return found
 
 
-def wait_until(holds, timeout_s: float = 20.0) -> None:
+def wait_until(holds, timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline
@@ -55,6 +61,20 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
     assert report.tokens.generated == report.work.generated_tokens
     assert record["resolved"]["max_num_seqs"] == 8
     assert {"planning", "starting Ray", "running", "verifying", "finished"} <= {s.phase for s in statuses}
+
+
+def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray):
+    job.rows(TEXTS)
+    plan = make_plan(job.config(), "cpu")
+    first, *others = what_is_left(plan, Progress())
+    half_done = WindowTask(first.window, frozenset({1}), 3)
+    units = units_of(flow_spec(plan, (half_done, *others), FAKES))
+    blocks = [ray.get(ref) for bundle in units.iter_internal_ref_bundles() for ref in bundle.block_refs]
+    names = [(block["window"][0].as_py(), block["unit"][0].as_py()) for block in blocks]
+    assert [block.num_rows for block in blocks] == [1] * 17
+    assert sorted(names) == [(w, u) for w in range(6) for u in range(3) if (w, u) != (0, 1)]
+    unit = Unit.from_bytes(blocks[0]["data"][0].as_py())
+    assert (unit.window, unit.index) == names[0]
 
 
 def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local_ray):
@@ -82,9 +102,13 @@ def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local
 def test_a_driver_killed_at_any_moment_leaves_whole_parts_and_the_next_run_does_the_rest(job, local_ray):
     job.fake(step_s=0.1).rows(TEXTS)
     config = job.config(run={"units_in_flight": 2, "ray_address": local_ray})
-    driver = subprocess.Popen([sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")],
-                              cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
-    wait_until(lambda: job.parts() or driver.poll() is not None, timeout_s=60)
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")],
+        cwd=ROOT,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+    )
+    wait_until(lambda: job.parts() or driver.poll() is not None)
     assert driver.poll() is None, driver.stderr.read()
     time.sleep(random.uniform(0, 1.0))
     os.killpg(driver.pid, signal.SIGKILL)

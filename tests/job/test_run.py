@@ -73,7 +73,8 @@ def test_phases_of_all_actors_sum_to_their_machine_time(job):
     assert len(record["actors"]) == 2
     for actor in record["actors"]:
         total = sum(actor["phases_us"].values())
-        # an actor holds its machine from the run's start to its end: what is not its time is planning and counting
+        # an actor holds its machine from the run's start to its end: what is not its time is planning and
+        # counting
         beside = record["driver_us"]["planning"] + record["driver_us"]["verify"] + record["driver_us"]["ray_stop"]
         assert 0 <= record["wall_us"] - total <= beside + 500_000
     assert sum(report.phases_us.values()) == report.machine_us
@@ -163,7 +164,7 @@ def test_moved_data_and_free_settings_are_the_same_job(job):
 def test_other_numerics_are_refused_until_accepted_and_then_kept(job):
     run(job.rows(TEXTS))
     job.parts()[0].unlink()
-    with pytest.raises(FingerprintError, match='dtype: "auto" -> "float32"(.|\n)*--accept-numerics'):
+    with pytest.raises(FingerprintError, match=r'dtype: "auto" -> "float32"(.|\n)*--accept-numerics'):
         run(job, engine={"dtype": "float32"})
     run(job, engine={"dtype": "float32"}, accept_numerics=True)
     job.check(TEXTS)
@@ -199,7 +200,7 @@ def test_what_is_missing_is_said_before_anything_is_written(job):
     job.rows(TEXTS)
     with pytest.raises(ModelError, match="no such folder"):
         run(job, model={"path": str(job.folder / "nothing")})
-    with pytest.raises(InputError, match="did you mean 'id'|has no column 'ide'"):
+    with pytest.raises(InputError, match=r"did you mean 'id'|has no column 'ide'"):
         run(job, input={"columns": ["ide"]})
     assert not job.output.exists()
 

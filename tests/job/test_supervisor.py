@@ -1,15 +1,21 @@
-"""The engine's process ends in every way it can; each row still gets exactly one completion, the same as ever."""
+"""The engine's process ends in every way it can; each row still gets exactly one completion, the same as
+ever."""
 
 import json
+import socket
+import subprocess
+import sys
 import threading
 import time
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 import pytest
 
 from pipeline.engine.params import EngineConfig, Request, SamplingParams
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
-from pipeline.job.supervisor import Launch, Supervisor
+from pipeline.job.child import Launch
+from pipeline.job.messages import Loading, Ready, Start
+from pipeline.job.supervisor import Supervisor
 from tests.job.fake_engine import answer
 
 
@@ -49,7 +55,9 @@ def test_rows_of_several_threads_come_back_to_their_callers(start):
     supervisor = start()
     asked = [requests([f"thread {t} row {i}" for i in range(20)]) for t in range(4)]
     answers = {}
-    threads = [threading.Thread(target=lambda t=t: answers.update({t: supervisor.generate(asked[t])})) for t in range(4)]
+    threads = [
+        threading.Thread(target=lambda t=t: answers.update({t: supervisor.generate(asked[t])})) for t in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -85,7 +93,7 @@ def test_a_hung_step_is_ended_and_its_row_found(start):
 
 def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
     supervisor = start(kill="row")
-    with pytest.raises(EnvironmentFailed, match="rows in a row ended the engine's process .signal SIGKILL"):
+    with pytest.raises(EnvironmentFailed, match=r"rows in a row ended the engine's process .signal SIGKILL"):
         supervisor.generate(requests([f"row {i}" for i in range(8)]))
 
 
@@ -99,7 +107,7 @@ def test_a_bad_model_fails_fast_with_its_own_message(start):
 
 def test_a_process_that_dies_while_loading_is_tried_a_few_times(start):
     supervisor = start(die_loading=True)
-    with pytest.raises(EnvironmentFailed, match="ended 3 times while it loaded .*exit code 9"):
+    with pytest.raises(EnvironmentFailed, match=r"ended 3 times while it loaded .*exit code 9"):
         supervisor.generate(requests(["row"]))
 
 
@@ -130,20 +138,20 @@ def test_closing_ends_the_process_and_open_calls(start):
     assert process.poll() is not None
 
 
-def test_the_process_ends_with_its_parents_socket(start):
-    supervisor = start(step_s=0.05)
-    done = threading.Thread(target=lambda: pytest.raises(PipelineError, supervisor.generate, requests(["row"] * 50)))
-    done.start()
-    time.sleep(1.0)
-    child = supervisor._child
-    supervisor._closed = True  # as if the parent died: nothing kills the process, only its socket closes
-    import socket
-
-    sock = socket.socket(fileno=socket.dup(child.connection.fileno()) if hasattr(socket, "dup") else 0)
-    sock.shutdown(socket.SHUT_RDWR)
-    child.process.wait(timeout=5)
-    assert child.process.returncode == 0
-    done.join()
+def test_the_process_ends_when_its_parent_is_gone(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.job.engine_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+        )
+    connection = Connection(ours.detach())
+    connection.send(Start("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path))))
+    assert isinstance(connection.recv(), Loading)
+    assert isinstance(connection.recv(), Ready)
+    connection.close()
+    assert process.wait(timeout=10) == 0
 
 
 def test_phases_sum_to_the_time_exactly(start, tmp_path):
@@ -160,7 +168,3 @@ def test_phases_sum_to_the_time_exactly(start, tmp_path):
     assert phases["load"] >= 200_000
     assert phases["tail"] >= 500_000
     assert supervisor.stats()["generated_tokens"] > 0
-
-
-def test_test_model_folder_is_read(start):
-    assert Path(start()._launch.config.model).exists()

@@ -1,0 +1,87 @@
+"""What the engine actors are given: work, cores, a device, and all they need to know of the job."""
+
+import json
+import os
+from dataclasses import dataclass, field
+
+from pipeline.config import JobConfig
+from pipeline.data.source import Source
+from pipeline.data.units import UnitSpec
+from pipeline.job.machine import available_cores
+from pipeline.job.plan import Plan, WindowTask
+from pipeline.job.record import versions
+from pipeline.job.stages import Chat
+from pipeline.job.worker import Backend, WorkSpec
+
+
+@dataclass(frozen=True)
+class FlowSpec:
+    """All that the graph is made of. `cpus` and `gpus` are what one actor is booked with."""
+
+    source: Source = field(repr=False)
+    tasks: tuple[WindowTask, ...] = field(repr=False)
+    units: UnitSpec
+    work: WorkSpec = field(repr=False)
+    actors: int
+    cpus: float
+    gpus: float
+    units_in_flight: int
+    ray_address: str | None = None
+
+
+def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend) -> FlowSpec:
+    """What each actor gets: its share of this machine's cores unless the job says so, and a GPU where it uses
+    one."""
+    config, run = plan.config, plan.config.run
+    cpus = run.cpus_per_actor or max(1, available_cores() // run.actors)
+    gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
+    chat = None
+    if config.prompt.chat is not None:
+        given = config.prompt.chat
+        chat = Chat(
+            config.prompt.messages is not None, given.system, given.add_generation_prompt, given.template_kwargs
+        )
+    threads = max(1, int(cpus))
+    engine = config.engine_config(str(plan.model), threads)
+    work = WorkSpec(
+        backend,
+        config.model.path,
+        engine,
+        config.sampling_params(),
+        config.seed,
+        chat,
+        config.output.path if "://" in config.output.path else os.path.abspath(config.output.path),
+        dict(config.output.storage),
+        plan.fingerprint.short,
+        dict(config.output.rename),
+        provenance(plan),
+        run.step_timeout_s,
+        threads,
+    )
+    return FlowSpec(plan.source, tasks, plan.units, work, run.actors, cpus, gpus, run.units_in_flight, run.ray_address)
+
+
+def resolve_device(config: JobConfig) -> str:
+    """What `engine.device` is: `auto` is cuda where this machine (or the cluster to join) has a GPU."""
+    if config.engine.device != "auto":
+        return config.engine.device
+    if config.run.ray_address is not None:
+        from pipeline.job.dataflow import cluster_has_gpus
+
+        return "cuda" if cluster_has_gpus(config.run.ray_address) else "cpu"
+    if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def provenance(plan: Plan) -> dict[str, str]:
+    """Provenance, kept in each part's footer."""
+    found = {name: v for name, v in versions().items() if name not in ("host", "pid")}
+    return {
+        "pipeline.fingerprint": plan.fingerprint.digest,
+        "pipeline.model": json.dumps(plan.fingerprint.identity["model"], sort_keys=True),
+        "pipeline.numerics": json.dumps(plan.fingerprint.numerics, sort_keys=True),
+        "pipeline.versions": json.dumps(found, sort_keys=True),
+    }

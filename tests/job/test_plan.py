@@ -1,0 +1,125 @@
+"""Digests, differences and what is left."""
+
+import json
+import os
+
+import pytest
+
+from pipeline.data.parts import PartName, Progress
+from pipeline.errors import ModelError, OutputError
+from pipeline.job.checkpoint import FULL_BYTES, model_digest, resolve_model
+from pipeline.job.fingerprint import difference, shown
+from pipeline.job.plan import WindowTask, check_units, make_plan, what_is_left
+from pipeline.job.record import load_runs
+
+
+def test_a_model_digest_sees_every_file_that_matters(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(FULL_BYTES)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(weights)
+    digest = model_digest(tmp_path)
+    assert set(digest) == {"config.json", "model.safetensors"}
+    os.utime(path, (0, 0))
+    (tmp_path / "README.md").write_text("changed")
+    assert model_digest(tmp_path) == digest
+    last, near_header = bytearray(weights), bytearray(weights)
+    last[-1] ^= 1
+    near_header[12] ^= 1
+    for other in (bytes(last), bytes(near_header), weights + b"\0"):
+        path.write_bytes(other)
+        assert model_digest(tmp_path)["model.safetensors"] != digest["model.safetensors"]
+    path.write_bytes(weights[: FULL_BYTES // 2])  # small files are hashed whole
+    small = model_digest(tmp_path)["model.safetensors"]
+    data = bytearray(path.read_bytes())
+    data[200_000] ^= 1
+    path.write_bytes(data)
+    assert model_digest(tmp_path)["model.safetensors"] != small
+
+
+def test_models_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    for path, said in {
+        str(tmp_path / "none"): "no such folder",
+        str(tmp_path): "has no config.json",
+        "s3://bucket/model": "local folders",
+        "nobody/nothing-here": "Hugging Face",
+    }.items():
+        with pytest.raises(ModelError, match=said):
+            resolve_model(path)
+    assert resolve_model("demo").name == "target"
+    assert resolve_model("demo:target-awq").name == "target-awq"
+
+
+def test_differences_are_told_by_key():
+    old = {"prompt": {"template": "a" * 300 + "old" + "b" * 300, "chat": None}, "seed": 0, "same": [1]}
+    new = {"prompt": {"template": "a" * 300 + "new" + "b" * 300, "chat": {"system": "x"}}, "seed": 1, "same": [1]}
+    changes = difference(old, new)
+    assert [key for key, _, _ in changes] == ["prompt.chat", "prompt.template", "seed"]
+    text = shown(changes)
+    assert 'prompt.chat: nothing -> {"system": "x"}' in text
+    assert "aoldb" in text
+    assert "anewb" in text
+    assert max(map(len, text.splitlines())) < 300
+    assert "and 5 more" in shown([(f"k{i}", 0, 1) for i in range(25)])
+
+
+def test_what_is_left_of_each_window(job):
+    job.rows([f"t{i}" for i in range(50)])
+    plan = make_plan(job.config(), "cpu")
+    assert [w.num_rows for w in plan.windows] == [20, 20, 10]
+    progress = Progress()
+    for window, unit, of in ((0, 0, 2), (0, 1, 2), (1, 2, 3)):
+        progress.add(PartName(plan.fingerprint.short, window, unit, of, 5))
+    left = what_is_left(plan, progress)
+    assert [(task.window.index, task.done, task.units_of) for task in left] == [
+        (1, frozenset({2}), 3),
+        (2, frozenset(), None),
+    ]
+
+
+def test_parts_that_were_cut_differently_are_refused(job):
+    job.rows(["a"])
+    (window,) = make_plan(job.config(), "cpu").windows
+    with pytest.raises(OutputError, match="cut into 5 units before and into 0 now"):
+        check_units(WindowTask(window, frozenset({1}), 5), [], "out")
+
+
+def test_the_fingerprint_follows_what_the_output_depends_on(job):
+    job.rows(["a", "b"])
+
+    def digest(**sections):
+        return make_plan(job.config(**sections), "cpu").fingerprint.digest
+
+    same = digest()
+    assert digest(run={"actors": 3, "max_error_rate": 0.9}, engine={"dtype": "float32", "max_num_seqs": 2}) == same
+    others = [
+        digest(prompt={"template": "{text}"}),
+        digest(sampling={"temperature": 0.5}),
+        digest(engine={"seed": 1}),
+        digest(input={"columns": []}),
+        digest(run={"unit_rows": 7}),
+        digest(run={"window_rows": 7}),
+    ]
+    assert len({same, *others}) == 7
+
+
+def test_a_run_whose_process_is_gone_was_killed(job, tmp_path):
+    from pipeline.data.parts import PartStore
+    from pipeline.job.record import RunLog
+
+    store = PartStore(str(tmp_path / "o"))
+    store.probe()
+    first = RunLog(store, {}, None, {})
+    first.save()
+    second = RunLog(store, {}, None, {})
+    second.save()
+    assert [run.outcome for run in load_runs(store)] == ["running", "running"]
+    assert first.run_id < second.run_id
+    record = first.record().to_json()
+    record["versions"]["pid"] = "4194305"  # above the largest there can be
+    store.replace(f"_pipeline/runs/{first.run_id}.json", json.dumps(record).encode())
+    assert [run.outcome for run in load_runs(store)] == ["killed", "running"]
