@@ -94,7 +94,7 @@ def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     greedy = sorted(set(range(len(batch.params))) - set(plan.drawn))
     if greedy:
         z_RV = _adjusted(logits_RV, batch, greedy)
-        p_RV[_on(greedy, logits_RV), z_RV.argmax(dim=-1)] = 1.0
+        p_RV[_on(greedy, logits_RV)] = torch.zeros_like(z_RV).scatter_(1, z_RV.argmax(-1, keepdim=True), 1.0)
     if plan.drawn:
         w_RV = _weights(logits_RV, batch, plan.drawn)
         p_RV[_on(plan.drawn, logits_RV)] = w_RV / w_RV.sum(dim=-1, keepdim=True)

@@ -191,6 +191,19 @@ def rows_of(logits, batch, rows):
     )
 
 
+def test_draws_follow_the_distribution_of_their_row():
+    logits, batch = mixed_rows(45, 40)
+    p = distribution(logits, batch).numpy()
+    np.testing.assert_allclose(p.sum(1), 1.0, atol=1e-5)
+    for row in range(45):
+        np.testing.assert_array_equal(distribution(*rows_of(logits, batch, [row]))[0].numpy(), p[row])
+        assert p[row, sample(logits, batch).token_ids[row]] > 0
+    greedy = batch_of([SamplingParams()] * 45)
+    assert (
+        distribution(logits, greedy).numpy() == (np.arange(40) == sample(logits, greedy).token_ids[:, None])
+    ).all()
+
+
 @pytest.mark.parametrize("num_tokens", [37, 1300])
 def test_batch_mates_and_order_change_nothing(num_tokens, device):
     logits, batch = mixed_rows(45, num_tokens)
@@ -335,6 +348,11 @@ def test_rows_that_are_not_finite_are_flagged_and_touch_nobody(device):
     rows = [3, 10, 14, 16, 0]
     plain = sample(broken[rows], batch_of([SamplingParams()] * 5))  # the fast path
     assert plain.finite.tolist() == [False, False, False, False, True]
+    hidden = torch.tensor(
+        [[0.0, 1.0, float("inf")]], device=device
+    )  # where the mask of min_tokens would hide it
+    assert not sample(hidden, batch_of([SamplingParams(min_tokens=1)])).finite.any()
+    assert not sample(hidden, batch_of([SamplingParams(min_tokens=1, temperature=1.0)])).finite.any()
     # a -inf here and there is no fault
     masked = logits.clone()
     masked[:, 5] = float("-inf")
