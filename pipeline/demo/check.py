@@ -121,9 +121,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=3, help="wrong rows to print")
     options = parser.parse_args()
     try:
-        good = check_output(
-            options.out, options.data, at_least=options.at_least, num_examples=options.examples
-        )
+        good = check_output(options.out, options.data, at_least=options.at_least, num_examples=options.examples)
     except (ValueError, OSError) as error:
         sys.exit(f"check: {error}")
     sys.exit(0 if good else 1)

@@ -36,9 +36,7 @@ def write_job_data(out: Path) -> list[Path]:
     for number in range(NUM_FILES):
         path = out / f"reports-{number:02d}.parquet"
         table = job_table(number * rows_per_file, rows_per_file)
-        pq.write_table(
-            table, path, compression="zstd", row_group_size=ROWS_PER_GROUP, write_page_checksum=True
-        )
+        pq.write_table(table, path, compression="zstd", row_group_size=ROWS_PER_GROUP, write_page_checksum=True)
         paths.append(path)
     return paths
 

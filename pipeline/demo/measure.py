@@ -154,9 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     started = time.monotonic()
-    result = measure(
-        *load(options.model), num_reports=options.reports, split=options.split, chat=options.chat
-    )
+    result = measure(*load(options.model), num_reports=options.reports, split=options.split, chat=options.chat)
     print(f"{options.model.name} on {options.split}: {result}  ({time.monotonic() - started:.0f} s)")
 
 

@@ -7,15 +7,15 @@ Needs the extra `quantize` of this project.
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pipeline.demo.reports import make_report
+from pipeline.demo.reports import HARD_FROM, make_report
 
 QUANT_CONFIG = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
 MAX_TOKENS = 256
-FIRST_REPORT = 10_000_000  # the numbers of the training reports with filler sentences start here
 
 
 def quantize(model: Path, out: Path, num_samples: int) -> None:
@@ -32,14 +32,13 @@ def quantize(model: Path, out: Path, num_samples: int) -> None:
         max_calib_seq_len=MAX_TOKENS,
     )
     awq.save_quantized(str(out), safetensors=True)
-    tokenizer.save_pretrained(out)
-    remove_paths(out / "config.json")
+    ship_with_configuration_of(model, out)
 
 
-def calibration_texts(tokenizer, num_samples: int) -> list[str]:
+def calibration_texts(tokenizer: PreTrainedTokenizerFast, num_samples: int) -> list[str]:
     """Training prompts with their summaries that fit in `MAX_TOKENS`: autoawq drops longer ones silently."""
     texts: list[str] = []
-    index = FIRST_REPORT
+    index = HARD_FROM
     while len(texts) < num_samples:
         report = make_report("train", index)
         index += 1
@@ -49,12 +48,16 @@ def calibration_texts(tokenizer, num_samples: int) -> list[str]:
     return texts
 
 
-def remove_paths(config: Path) -> None:
-    """Drop the entries of a config.json that name a folder of the machine it was made on."""
-    content = json.loads(config.read_text())
-    for key in ("_name_or_path", "name_or_path"):
-        content.pop(key, None)
-    config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+def ship_with_configuration_of(model: Path, out: Path) -> None:
+    """Keep of autoawq's configuration the quantization alone; all else is the 16-bit model's, byte for byte.
+
+    autoawq switches sampling on and the cache off, and notes that the tokenizer came from a local folder.
+    """
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = json.loads((out / "config.json").read_text())["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(model / name, out / name)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from pipeline.demo import words
 from pipeline.demo.words import Split
 
 PROMPT_TEMPLATE = "Summarize the report in one sentence.\n{report}\nSummary:"
+HARD_FROM = 10_000_000  # training takes its reports with fillers from this number on, those without from 0
 
 Style = Literal["terse", "labels", "prose"]
 
@@ -114,11 +115,8 @@ PLAIN_FILLERS = (
 MISLEADING_FILLERS = (
     "The shift leader {name} {name} was present.",
     "The order was signed by {name} {name}.",
-    "The next service is due in {month}.",
-    "The last visit was in {month}.",
     "The gate code is {number}.",
     "The counter stands at {number}.",
-    "A spare {device} stands in the yard.",
     "The same crew will visit {name} next.",
 )
 
@@ -161,7 +159,7 @@ def _facts(rng: Random, split: Split) -> Facts:
         cause=rng.choice(words.CAUSES),
         action=rng.choice(words.ACTIONS),
         part=words.part_code(rng, split),
-        hours=f"{rng.randint(0, 9)}.{rng.choice((0, 5))}",
+        hours=f"{rng.randint(1, 9)}.{rng.choice((0, 5))}",
         cost=f"${rng.randint(40, 2400)}",
     )
 
@@ -196,6 +194,4 @@ def _filler(rng: Random, split: Split) -> str:
     sentence = rng.choice(MISLEADING_FILLERS)
     while "{name}" in sentence:
         sentence = sentence.replace("{name}", words.name(rng, split), 1)
-    return sentence.format(
-        month=rng.choice(words.MONTHS), number=rng.randint(1000, 9999), device=rng.choice(words.DEVICES)
-    )
+    return sentence.format(number=rng.randint(1000, 9999))

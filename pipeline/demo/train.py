@@ -5,23 +5,30 @@ because distractors from the start delay the copying of names by hours; one exam
 
     python -m pipeline.demo.train --out DIR              # the target
     python -m pipeline.demo.train --out DIR --layers 1   # the draft
+
+Two workers of one thread each train data-parallel: on cores that other programs use as well, two threads of
+one process wait for each other at every operation, two workers only once a step.
 """
 
 import argparse
 import copy
 import json
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import cos, pi
 from pathlib import Path
 from random import Random
 
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.demo.measure import chat_text, measure
-from pipeline.demo.reports import Report, make_report
+from pipeline.demo.measure import chat_text, load, measure
+from pipeline.demo.reports import HARD_FROM, Report, make_report
 from pipeline.demo.tokenizer import BOS, EOS, IM_END, MAX_TOKENS, PAD, train_tokenizer
 
 PROMPT_WEIGHT = 0.1
@@ -30,7 +37,26 @@ PEAK_LR = 1e-3
 WARMUP_STEPS = 100
 POOL = 512
 
+WORKER_STRIDE = 1_000_000
+
 Example = tuple[list[int], int]  # token ids, and how many of them are prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One training run: its progress, from `from_progress` to 1, sets learning rate and share of fillers."""
+
+    out: Path
+    num_layers: int
+    num_steps: int
+    minutes: float
+    tokens_per_step: int
+    eval_every_s: float
+    num_workers: int
+    seed: int
+    tokenizer: Path | None
+    resume: Path | None
+    from_progress: float
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int) -> LlamaForCausalLM:
@@ -95,14 +121,17 @@ def batches(
         yield from pool
 
 
-def loss_of(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
-    """Weighted mean cross entropy; padding is on the right, where a causal model does not see it."""
+def loss_of(model: LlamaForCausalLM, batch: list[Example], prompt_weight: float) -> torch.Tensor:
+    """Weighted mean cross entropy, summary tokens weighing 1.
+
+    Padding is on the right, where a causal model does not see it.
+    """
     length = max(len(ids) for ids, _ in batch)
     ids_BT = torch.zeros(len(batch), length, dtype=torch.long)
     weight_BT = torch.zeros(len(batch), length)
     for row, (ids, num_prompt) in enumerate(batch):
         ids_BT[row, : len(ids)] = torch.tensor(ids)
-        weight_BT[row, :num_prompt] = PROMPT_WEIGHT
+        weight_BT[row, :num_prompt] = prompt_weight
         weight_BT[row, num_prompt : len(ids)] = 1.0
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
     loss_BT = cross_entropy(logits_BTV.transpose(1, 2), ids_BT[:, 1:], reduction="none")
@@ -123,97 +152,110 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer_config = out / "tokenizer_config.json"
     content = json.loads(tokenizer_config.read_text())
     content.pop("backend", None)
-    content["tokenizer_class"] = (
-        "PreTrainedTokenizerFast"  # the name that every release of transformers knows
-    )
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"  # every release of transformers knows this name
     tokenizer_config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def train(
-    out: Path,
-    *,
-    num_layers: int,
-    num_steps: int,
-    minutes: float,
-    tokens_per_step: int,
-    eval_every_s: float,
-    seed: int,
-) -> None:
-    """Train for `num_steps`, or for as many as `minutes` allow, and write the model folder to `out`.
+def train(worker: int, recipe: Recipe, rendezvous: str) -> None:
+    """Train for `num_steps`, or for as many as `minutes` allow; worker 0 prints and writes the model folder.
 
     The folder is also written on the way, after every look at held-out reports.
     """
-    torch.manual_seed(seed)
-    tokenizer = train_tokenizer()
-    model = build_model(tokenizer, num_layers)
-    print(
-        f"parameters {sum(p.numel() for p in model.parameters()):,}  vocabulary {len(tokenizer)}", flush=True
-    )
+    torch.set_num_threads(1)
+    torch.manual_seed(recipe.seed)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=worker, world_size=recipe.num_workers)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer) if recipe.tokenizer else train_tokenizer()
+    model = load(recipe.resume)[0] if recipe.resume else build_model(tokenizer, recipe.num_layers)
+    model.set_attn_implementation("eager")  # faster than sdpa for these short sequences on a CPU
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
-    rng = Random(seed)
-    easy = batches(tokenizer, rng, fillers=False, start=0, tokens_per_step=tokens_per_step)
-    hard = batches(tokenizer, rng, fillers=True, start=10_000_000, tokens_per_step=tokens_per_step)
-    started, last_eval, num_tokens, mean_loss = time.monotonic(), time.monotonic(), 0, 0.0
-    step, progress = 0, 0.0
+    num_tokens_each = recipe.tokens_per_step // recipe.num_workers
+    rng = Random(recipe.seed)  # the same in every worker, so that all take batches of like length
+    first = round(recipe.from_progress * WORKER_STRIDE / 2) + worker * WORKER_STRIDE
+    easy = batches(tokenizer, rng, fillers=False, start=first, tokens_per_step=num_tokens_each)
+    hard = batches(tokenizer, rng, fillers=True, start=HARD_FROM + first, tokens_per_step=num_tokens_each)
+    started = last_eval = time.monotonic()
+    step, progress, num_tokens, mean_loss = 0, recipe.from_progress, 0, 0.0
     while progress < 1:
         # Fillers come in gradually around the middle, and are in three batches of four to the end.
         share_hard = min(0.75, max(0.0, (progress - 0.45) / 0.1))
         batch = next(hard if rng.random() < share_hard else easy)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, progress)
-        loss = loss_of(model, batch)
         optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model, batch, PROMPT_WEIGHT * (1 - progress))
         loss.backward()
+        step += 1
+        done = max(step / recipe.num_steps, (time.monotonic() - started) / 60 / recipe.minutes)
+        loss_now, done = average(model, torch.tensor([loss.item(), done]))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        num_tokens += sum(len(ids) for ids, _ in batch)
-        mean_loss = loss.item() if step == 0 else 0.95 * mean_loss + 0.05 * loss.item()
-        now = time.monotonic()
-        step += 1
-        progress = max(step / num_steps, (now - started) / 60 / minutes)
-        if step % 20 == 0:
-            elapsed_s = now - started
+        progress = recipe.from_progress + (1 - recipe.from_progress) * done
+        num_tokens += recipe.num_workers * sum(len(ids) for ids, _ in batch)
+        mean_loss = loss_now if step == 1 else 0.95 * mean_loss + 0.05 * loss_now
+        elapsed_s = time.monotonic() - started
+        if worker == 0 and step % 20 == 0:
             print(
-                f"step {step}/{num_steps}  loss {mean_loss:.4f}  {num_tokens / elapsed_s:,.0f} tokens/s  "
-                f"{elapsed_s / 60:.1f} min  ETA {elapsed_s / 60 * (1 / progress - 1):.1f} min",
+                f"step {step}  progress {progress:.1%}  loss {mean_loss:.4f}  "
+                f"{num_tokens / elapsed_s:,.0f} tokens/s  {elapsed_s / 60:.1f} min  "
+                f"ETA {elapsed_s / 60 * (1 / done - 1):.1f} min",
                 flush=True,
             )
-        if now - last_eval > eval_every_s or progress >= 1:
+        if worker == 0 and (time.monotonic() - last_eval > recipe.eval_every_s or progress >= 1):
             model.eval()
-            print(
-                f"  held out: {measure(model, tokenizer, num_reports=100, fillers=share_hard > 0)}",
-                flush=True,
-            )
+            result = measure(model, tokenizer, num_reports=96, fillers=share_hard > 0)
+            print(f"  held out: {result}", flush=True)
             model.train()
-            save(model, tokenizer, out)
+            save(model, tokenizer, recipe.out)
             last_eval = time.monotonic()
+    dist.destroy_process_group()
+
+
+def average(model: LlamaForCausalLM, values: torch.Tensor) -> tuple[float, float]:
+    """Replace each gradient by its mean over all workers, and return the means of the two `values`.
+
+    What the workers decide by (when to stop) is averaged with the gradients, so that all decide the same.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([values, *(gradient.flatten() for gradient in gradients)])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    offset = len(values)
+    for gradient in gradients:
+        gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
+        offset += gradient.numel()
+    return flat[0].item(), flat[1].item()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train the demonstration model (about an hour on two cores)."
-    )
+    parser = argparse.ArgumentParser(description="Train the demonstration model on two cores.")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--layers", type=int, default=4, help="4 for the target, 1 for the draft")
     parser.add_argument("--steps", type=int, default=3600)
-    parser.add_argument(
-        "--minutes", type=float, default=120.0, help="end the schedule by then, with fewer steps"
-    )
+    parser.add_argument("--minutes", type=float, default=120.0, help="end the schedule by then")
     parser.add_argument("--tokens-per-step", type=int, default=3072)
     parser.add_argument("--eval-every-s", type=float, default=240.0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tokenizer", type=Path, help="take the tokenizer of this folder, do not train one")
+    parser.add_argument("--resume", type=Path, help="go on from the weights of this folder")
+    parser.add_argument("--from-progress", type=float, default=0.0, help="share already done")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    train(
-        options.out,
+    recipe = Recipe(
+        out=options.out,
         num_layers=options.layers,
         num_steps=options.steps,
         minutes=options.minutes,
         tokens_per_step=options.tokens_per_step,
         eval_every_s=options.eval_every_s,
+        num_workers=options.workers,
         seed=options.seed,
+        tokenizer=options.tokenizer or options.resume,
+        resume=options.resume,
+        from_progress=options.from_progress,
     )
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(train, (recipe, f"file://{folder}/rendezvous"), nprocs=recipe.num_workers)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ ACTIONS = (
     "reset the controller", "tightened the joint", "flushed the system",
 )
 # fmt: on
-_LETTERS = "ABCDEFGHJKLMNPRSTVWXZ"
 
 
 def split_of(value: str) -> Split:
@@ -57,9 +56,9 @@ def name(rng: Random, split: Split) -> str:
 
 
 def part_code(rng: Random, split: Split) -> str:
-    """Two letters and three digits, such as `KV-482`, that belong to `split`."""
+    """A syllable and three digits, such as `Kel-482`, that belong to `split`."""
     while True:
-        code = f"{rng.choice(_LETTERS)}{rng.choice(_LETTERS)}-{rng.randint(100, 999)}"
+        code = f"{rng.choice(SYLLABLES).capitalize()}-{rng.randint(100, 999)}"
         if split_of(code) == split:
             return code
 

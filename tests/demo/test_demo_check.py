@@ -84,9 +84,7 @@ def write_part(out: Path, number: int, rows: list[tuple[str, str | None, str | N
     pq.write_table(table, out / f"part-{number:05d}.parquet")
 
 
-def test_a_right_output_passes(
-    job: tuple[Path, Path, list[Report]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_right_output_passes(job: tuple[Path, Path, list[Report]], capsys: pytest.CaptureFixture[str]) -> None:
     data, out, reports = job
     rows = [(r.report_id, r.summary, None) for r in reports]
     write_part(out, 0, rows[5:])

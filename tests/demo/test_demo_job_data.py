@@ -22,9 +22,7 @@ def files() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def reports(files: list[Path]) -> list[dict[str, str]]:
-    return pa.concat_tables(
-        [pq.read_table(path, page_checksum_verification=True) for path in files]
-    ).to_pylist()
+    return pa.concat_tables([pq.read_table(path, page_checksum_verification=True) for path in files]).to_pylist()
 
 
 def test_it_is_what_the_generator_writes(files: list[Path], tmp_path: Path) -> None:

@@ -94,8 +94,5 @@ def test_a_damaged_model_is_told_from_a_sound_one() -> None:
 def test_the_draft_has_one_layer_and_the_same_vocabulary() -> None:
     draft = AutoModelForCausalLM.from_pretrained(demo_model("draft"))
     assert draft.config.num_hidden_layers == 1
-    assert (
-        draft.config.vocab_size
-        == AutoModelForCausalLM.from_pretrained(demo_model("target")).config.vocab_size
-    )
+    assert draft.config.vocab_size == AutoModelForCausalLM.from_pretrained(demo_model("target")).config.vocab_size
     assert draft.dtype == torch.bfloat16

@@ -25,7 +25,8 @@ _FIXED_WORDS = set(MONTHS) | set(
 
 def open_ended_values(text: str) -> set[str]:
     """Names and part codes by their looks, without asking the generator."""
-    return (set(re.findall(r"\b[A-Z][a-z]+", text)) - _FIXED_WORDS) | set(re.findall(r"[A-Z]{2}-\d{3}", text))
+    names = re.findall(r"\b[A-Z][a-z]+\b(?!-)", text)
+    return (set(names) - _FIXED_WORDS) | set(re.findall(r"[A-Z][a-z]+-\d{3}", text))
 
 
 def test_the_same_number_gives_the_same_report() -> None:
@@ -39,11 +40,11 @@ def test_the_texts_have_not_changed() -> None:
     assert make_report("heldout", 0).report_id == "heldout-00000"
     assert make_report("job", 3).text == (
         "site Tambapol 79; tech Kanu Solsol; date May 24; unit conveyor 146; fault a burnt smell; "
-        "cause a loose wire; action dried the housing; part ZD-624; hours 9.0; cost $326;"
+        "cause a loose wire; action dried the housing; part So-742; hours 1.5; cost $1267;"
     )
     assert make_report("job", 3).summary == (
         "On May 24 at Tambapol 79, Kanu Solsol serviced conveyor 146 for a burnt smell caused by a loose "
-        "wire, dried the housing, fitted part ZD-624, and logged 9.0 hours for $326."
+        "wire, dried the housing, fitted part So-742, and logged 1.5 hours for $1267."
     )
     assert PROMPT_TEMPLATE == "Summarize the report in one sentence.\n{report}\nSummary:"
 
