@@ -248,6 +248,7 @@ class Engine:
         if not self._closed:
             self._closed = True
             del self.runner
+            self.tokenizer.close()
 
     def __enter__(self) -> "Engine":
         return self

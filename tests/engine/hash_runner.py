@@ -72,6 +72,9 @@ class PlainTokenizer:
     def decode(self, ids: list[int]) -> str:
         return " ".join(str(i) for i in ids)
 
+    def close(self) -> None:
+        pass
+
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
