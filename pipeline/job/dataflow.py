@@ -42,11 +42,12 @@ from ray.data import (
 )
 from ray.data.block import BlockMetadata
 
+from pipeline.data import failpoints
 from pipeline.data.source import Source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.actors import FlowSpec
-from pipeline.job.ledger import REPORT_S, ActorState, Ledger
+from pipeline.job.ledger import REPORT_S, ActorState, Ledger, Order
 from pipeline.job.machine import available_cores, now_us
 from pipeline.job.plan import WindowTask, check_units
 from pipeline.job.stages import UnitSummary
@@ -92,6 +93,7 @@ class EngineActor:
     threads."""
 
     def __init__(self, spec: WorkSpec, ledger: Any) -> None:
+        failpoints.from_environ()
         me = ray.get_runtime_context().current_actor
         while (entry := ray.get(ledger.register.remote(me))) is None:
             time.sleep(0.05)  # the ledger is not told yet how long the run goes on already
@@ -126,6 +128,8 @@ class EngineActor:
             ).to_json()
             return
         summary = self._worker.process(data)
+        while summary is None:  # given up; the driver ends us
+            time.sleep(1.0)
         # Before the summary, so that the driver's last look finds this unit's work in the ledger.
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._ledger.report.remote(self._worker.state()))
@@ -135,8 +139,11 @@ class EngineActor:
         assert self._worker is not None
         while True:
             try:
-                if ray.get(self._ledger.report.remote(self._worker.state())):
+                order: Any = ray.get(self._ledger.report.remote(self._worker.state()))
+                if order >= Order.ADMIT_NO_MORE:
                     self._stopping.set()
+                if order >= Order.GIVE_UP:
+                    self._worker.interrupt()
             except ray.exceptions.RayError:
                 return  # the ledger ends with the run
             time.sleep(REPORT_S)
@@ -156,7 +163,7 @@ class Dataflow:
         self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")
         self._thread.start()
         try:
-            ray.get(self._ledger.stop_asked.remote())  # until it is there: a duration must not age on its way
+            ray.get(self._ledger.is_up.remote())  # until it is there: a duration must not age on its way
             ray.get(self._ledger.begin.remote(now_us() - run_began_us))
         except ray.exceptions.RayError as error:
             raise _typed(error) from error
@@ -181,8 +188,9 @@ class Dataflow:
         except (ray.exceptions.RayError, TimeoutError):
             return None
 
-    def stop_admitting(self) -> None:
-        self._ledger.stop.remote()
+    def order(self, order: Order) -> None:
+        """Say to all actors; each hears it with its next report."""
+        self._ledger.give.remote(order)
 
     def close(self) -> None:
         """End everything that runs, finished or not."""

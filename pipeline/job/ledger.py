@@ -6,6 +6,7 @@ to be up before anything else can start.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 from pipeline.job.machine import now_us
@@ -13,6 +14,14 @@ from pipeline.metrics import ActorRecord
 
 REPORT_S = 1.0  # how often an actor tells
 MAX_REPLACED = 3  # actors' own processes that may end, per actor; Ray itself would replace them for ever
+
+
+class Order(IntEnum):
+    """What the run says to its actors; a later one includes those before it."""
+
+    GO_ON = 0
+    ADMIT_NO_MORE = 1  # finish the units that are open, take no other
+    GIVE_UP = 2  # keep what is finished of the open units, and rest
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class Ledger:
         self._states: dict[int, ActorState] = {}
         self._replaced: set[int] = set()
         self._handles: list[Any] = []
-        self._stopping = False
+        self._order = Order.GO_ON
 
     def begin(self, run_us: int) -> None:
         """The run goes on for so long already."""
@@ -62,19 +71,20 @@ class Ledger:
         self._heard_us[number] = now
         return number, now - born, number >= self._max_actors
 
-    def report(self, state: ActorState) -> bool:
-        """Take an actor's word; True tells it to take no more units."""
+    def report(self, state: ActorState) -> Order:
+        """Take an actor's word and give it the run's."""
         known = self._states.get(state.record.actor)
         if known is None or known.record.machine_us <= state.record.machine_us:
             self._states[state.record.actor] = state
         self._heard_us[state.record.actor] = self._now_us()
-        return self._stopping
+        return self._order
 
-    def stop(self) -> None:
-        self._stopping = True
+    def give(self, order: Order) -> None:
+        """Say to every actor that reports from now on."""
+        self._order = order
 
-    def stop_asked(self) -> bool:
-        return self._stopping
+    def is_up(self) -> bool:
+        return True
 
     def actors(self) -> list[Any]:
         return self._handles

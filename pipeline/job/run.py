@@ -18,9 +18,11 @@ from pipeline.config import JobConfig
 from pipeline.cost import RunReport
 from pipeline.data.parts import SUCCESS, PartStore
 from pipeline.data.records import PartTotals
-from pipeline.errors import Interrupted, OutputError, PipelineError, TooManyRowErrors
+from pipeline.errors import Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
 from pipeline.job.fingerprint import claim, record_numerics
+from pipeline.job.ledger import Order
+from pipeline.job.partial import remove_all
 from pipeline.job.plan import Plan, make_plan, what_is_left
 from pipeline.job.record import STATUS, RunLog, make_report, versions
 from pipeline.job.stages import UnitSummary
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 RATE_WINDOW_S = 30.0
+GIVE_UP_S = 10.0  # to keep what is finished of open units, at the end of a drain
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Show = Callable[[Status], None]
@@ -88,6 +91,7 @@ def run_job(
         run.check_error_rate(totals)
         log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
     report = make_report(store, config.name, plan.fingerprint.digest, totals, plan.num_rows, finished=True)
+    remove_all(store)
     write_success(plan, store, totals)
     run.say("finished")
     return report
@@ -106,8 +110,7 @@ class _Run:
         self._signals = 0
         self._rates: deque[tuple[float, int, int, int]] = deque()  # time, rows done, tokens in, tokens out
 
-    # Beginning and end
-    # -------------------------------------------------------------------------------------------
+    # -- beginning and end
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -163,8 +166,7 @@ class _Run:
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
 
-    # The dataflow
-    # ------------------------------------------------------------------------------------------------
+    # -- the dataflow
 
     def execute(self, spec: FlowSpec) -> None:
         """Compute what is left. Returns when each unit has its part."""
@@ -206,30 +208,35 @@ class _Run:
         self.check_error_rate()
 
     def _drain(self, flow: "Dataflow") -> None:
-        """Let the units that are open finish, within `run.drain_s`, and take no more. Always raises
-        Interrupted."""
-        seen, deadline = self._signals, time.monotonic() + self._plan.config.run.drain_s
-        flow.stop_admitting()
-        next_tick, asked = 0.0, time.monotonic()
-        while time.monotonic() < deadline and self._signals == seen:
-            summary = flow.next(timeout_s=0.2)
-            if summary is not None:
-                self._take(summary)
-            if time.monotonic() >= next_tick:
-                self.say("draining")
-                self._tick(flow)
-                next_tick = time.monotonic() + TICK_S
-                # Each actor hears it with its next report; a unit it has begun by then is open and waited
-                # for.
-                if time.monotonic() - asked > 3 * TICK_S and not any(a.open_units for a in self._log.actors):
-                    break
+        """Take no more units, let the open ones finish within `run.drain_s`, keep what is finished of the rest.
+
+        A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if it got to the end.
+        """
+        seen = self._signals
+        for order, limit_s in (
+            (Order.ADMIT_NO_MORE, self._plan.config.run.drain_s),
+            (Order.GIVE_UP, GIVE_UP_S),
+        ):
+            flow.order(order)
+            given = time.monotonic()
+            heard = 3 * TICK_S if order is Order.ADMIT_NO_MORE else TICK_S  # each actor has reported since
+            next_tick = given
+            while self._signals == seen and time.monotonic() < given + limit_s:
+                summary = flow.next(timeout_s=0.2)
+                if summary is not None:
+                    self._take(summary)
+                if time.monotonic() >= next_tick:
+                    self._phase = "draining"
+                    self._tick(flow)
+                    next_tick = time.monotonic() + TICK_S
+                    if time.monotonic() > given + heard and not any(a.open_units for a in self._log.actors):
+                        break
         raise Interrupted(
             f"Stopped by a signal with {self._done().rows} of {self._plan.num_rows} rows done. "
             "The same command goes on from here."
         )
 
-    # What is told
-    # ------------------------------------------------------------------------------------------------
+    # -- what is told
 
     def _tick(self, flow: "Dataflow") -> None:
         self._log.actors = flow.actors() or self._log.actors
@@ -253,8 +260,7 @@ class _Run:
     def say(self, phase: str) -> None:
         self._phase = phase
         status = self._status()
-        with contextlib.suppress(OutputError):
-            self._store.replace(STATUS, json.dumps(status.to_json(), indent=1).encode())
+        self._store.replace(STATUS, json.dumps(status.to_json(), indent=1).encode())
         self._show(status)
 
     def _status(self) -> Status:

@@ -67,6 +67,7 @@ class Supervisor:
         self._next_key = 0
         self._convictions = 0
         self._failure: PipelineError | None = None
+        self._interrupted = False
         self._closed = False
         self._timeline = Timeline(now_us() if birth_us is None else birth_us)
         self._past_stats: dict[str, int] = {}  # of processes that ended
@@ -77,16 +78,19 @@ class Supervisor:
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="engine keeper")
         self._keeper.start()
 
-    # For the actor's threads
-    # -------------------------------------------------------------------------------------
+    # -- for the actor's threads
 
     def generate(self, requests: list[Request]) -> list[Completion]:
-        """The completions of `requests`, in the order they finished. Blocks; raises what ended the engine for
-        good."""
+        """The completions of `requests`, in the order they finished; after `interrupt` those that are there.
+
+        Blocks. Raises what ended the engine for good.
+        """
         ticket = Ticket(len(requests))
         with self._lock:
             if self._failure is not None:
                 raise _again(self._failure)
+            if self._interrupted:
+                return []
             for request in requests:
                 key = self._next_key
                 self._next_key += 1
@@ -97,6 +101,12 @@ class Supervisor:
         if ticket.failure is not None:
             raise _again(ticket.failure)
         return ticket.completions
+
+    def interrupt(self) -> None:
+        """Give up all open rows: calls of `generate` return with what is finished, now and from now on."""
+        with self._lock:
+            self._interrupted = True
+            self._release(None)
 
     def phases(self) -> dict[str, int]:
         with self._lock:
@@ -119,14 +129,10 @@ class Supervisor:
 
     def close(self) -> None:
         """End the engine. Open calls of `generate` raise EnvironmentFailed."""
-        self._closed = True
-        child = self._child
-        if child is not None:
-            child.kill()
+        self._closed = True  # the keeper sees it within POLL_S
         self._keeper.join()
 
-    # The keeper's thread
-    # -----------------------------------------------------------------------------------------
+    # -- the keeper's thread
 
     def _keep(self) -> None:
         start_deaths = 0
@@ -197,8 +203,7 @@ class Supervisor:
                 case Crashed(message=text):
                     child.crash = text
 
-    # Under the lock
-    # ----------------------------------------------------------------------------------------------
+    # -- under the lock
 
     def _admit(self) -> None:
         """Send what may go in: the group on trial alone, or all that waits."""
@@ -281,12 +286,17 @@ class Supervisor:
             self._failure = error
             if self._child is not None and not self._closed:
                 self._timeline.lost(now_us(), had_rows=bool(self._inside))
-            for ticket in {row.ticket for row in self._rows.values()}:
-                ticket.failure = error
-                ticket.done.set()
-            self._rows.clear()
-            self._waiting.clear()
-            self._inside.clear()
+            self._release(error)
+
+    def _release(self, failure: PipelineError | None) -> None:
+        """Let all open calls of `generate` go."""
+        for ticket in {row.ticket for row in self._rows.values()}:
+            ticket.failure = failure
+            ticket.done.set()
+        self._rows.clear()
+        self._waiting.clear()
+        self._inside.clear()
+        self._trials.clear()
 
 
 def _typed(kind: str, message: str) -> PipelineError:

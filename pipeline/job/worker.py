@@ -19,6 +19,7 @@ from pipeline.errors import PipelineError
 from pipeline.job.checkpoint import resolve_model
 from pipeline.job.engine_process import load_factory
 from pipeline.job.ledger import ActorState
+from pipeline.job.partial import PartialUnits
 from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write
 from pipeline.job.supervisor import Launch, Supervisor
 from pipeline.metrics import ActorRecord
@@ -76,24 +77,26 @@ class Worker:
         # While the engine's process starts:
         tokenizer = load_factory(spec.backend.tokenizer)(folder)
         self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
+        store = PartStore(spec.output, spec.storage)
+        self._partial = PartialUnits(store, spec.fingerprint)
         self._write = Write(
-            PartStore(spec.output, spec.storage),
+            store,
             spec.fingerprint,
             spec.rename,
             spec.params.logprobs is not None,
             spec.metadata,
         )
 
-    def process(self, data: bytes) -> UnitSummary:
-        """Tokenize, generate, write. A failure of the system comes back in the summary, as its type and
-        message."""
+    def process(self, data: bytes) -> UnitSummary | None:
+        """Tokenize, generate, write. A failure of the system comes back in the summary, as its type and message.
+
+        None after `interrupt`: the unit is not finished, and what is of it is kept for the next run.
+        """
         unit = Unit.from_bytes(data)
         with self._lock:
             self._open_units += 1
         try:
-            requests, completions = self._tokenize(unit)
-            completions += self._supervisor.generate(requests)
-            summary = self._write(unit, completions)
+            summary = self._process(unit)
         except PipelineError as error:
             return UnitSummary(unit.window, unit.index, failure_kind=type(error).__name__, failure_message=str(error))
         except Exception:
@@ -101,11 +104,30 @@ class Worker:
         finally:
             with self._lock:
                 self._open_units -= 1
-        with self._lock:
-            self._units += 1
-            self._rows += summary.totals.rows
-            self._error_rows += summary.totals.num_error_rows
+        if summary is not None:
+            with self._lock:
+                self._units += 1
+                self._rows += summary.totals.rows
+                self._error_rows += summary.totals.num_error_rows
         return summary
+
+    def _process(self, unit: Unit) -> UnitSummary | None:
+        requests, failed = self._tokenize(unit)
+        kept = self._partial.load(unit)  # of a run that was stopped
+        done = {completion.row_id for completion in kept}
+        generated = kept + self._supervisor.generate([r for r in requests if r.row_id not in done])
+        if len(generated) < len(requests):
+            if generated:
+                self._partial.save(unit, generated)
+            return None
+        summary = self._write(unit, failed + generated)
+        if kept:
+            self._partial.remove(unit)
+        return summary
+
+    def interrupt(self) -> None:
+        """Stop in the middle of what is open; `process` returns soon."""
+        self._supervisor.interrupt()
 
     def state(self) -> ActorState:
         with self._lock:

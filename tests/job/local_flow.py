@@ -6,7 +6,7 @@ import threading
 
 from pipeline.job.actors import FlowSpec
 from pipeline.job.dataflow import EndOfUnits, read_units
-from pipeline.job.ledger import Ledger
+from pipeline.job.ledger import Ledger, Order
 from pipeline.job.machine import now_us
 from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker
@@ -50,8 +50,12 @@ class LocalFlow:
             self._ledger.report(worker.state())
         return self._ledger.states(end)
 
-    def stop_admitting(self) -> None:
-        self._stopping.set()
+    def order(self, order: Order) -> None:
+        if order >= Order.ADMIT_NO_MORE:
+            self._stopping.set()
+        if order >= Order.GIVE_UP:
+            for worker in self._workers:
+                worker.interrupt()
 
     def close(self) -> None:
         self._stopping.set()
@@ -78,4 +82,8 @@ class LocalFlow:
         while (data := self._todo.get()) is not None:
             if self._stopping.is_set():
                 threading.Event().wait()
-            self._done.put(worker.process(data))
+            summary = worker.process(data)
+            if summary is None:
+                threading.Event().wait()
+            else:
+                self._done.put(summary)

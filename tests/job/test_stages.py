@@ -9,6 +9,7 @@ from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.chat import ChatTemplateError
 from pipeline.engine.params import Completion, SamplingParams, TokenLogprobs
+from pipeline.job.partial import PartialUnits
 from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write, failed_row, row_seed
 from tests.job.fake_engine import FakeTokenizer
 
@@ -100,9 +101,10 @@ def test_a_chat_that_the_template_refuses_is_the_rows_error():
 
 
 def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(tmp_path):
-    prompts = ["p" * (1 + 7 * i % 11) for i in range(10)]
+    prompts = ["p" * (1 + 100 * (7 * i % 11)) for i in range(10)]
     spec = UnitSpec(PromptSpec(column="p"), kept=("p", "id"))
     unit = unit_of({"p": [*prompts, None], "id": list(range(11))}, spec)
+    assert unit.own("source_row").to_pylist() != list(range(11))  # longest first
     requests, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
     completions = complete(requests)[::-1] + failed
     summary = write(tmp_path)(unit, completions)
@@ -151,3 +153,19 @@ def test_a_missing_or_doubled_completion_is_never_written(tmp_path):
         with pytest.raises(AssertionError):
             write(tmp_path)(unit, wrong)
     assert not list((tmp_path / "out").glob("part-*"))
+
+
+def test_finished_rows_of_a_stopped_unit_come_back_as_they_were(tmp_path):
+    store = PartStore(str(tmp_path / "out"))
+    store.probe()
+    partial = PartialUnits(store, "0123abcd")
+    unit = unit_of({"p": ["a", "bb", "ccc"]}, UnitSpec(PromptSpec(column="p")), start=5)
+    done = [
+        Completion(2, [5, 6], "t", "length", 1, 1, [TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.5)))]),
+        failed_row(0, "engine_failure", "why", 3),
+    ]
+    assert partial.load(unit) == []
+    partial.save(unit, done)
+    assert partial.load(unit) == done
+    partial.remove(unit)
+    assert partial.load(unit) == []

@@ -70,9 +70,31 @@ def test_rows_of_several_threads_come_back_to_their_callers(start):
 
 def test_a_process_that_dies_once_is_replaced_and_no_row_is_blamed(start, tmp_path):
     supervisor = start(kill="row 3", once=str(tmp_path / "once"))
+    before = requests(["before"])
+    done = supervisor.generate(before)
+    check(before, done)
     asked = requests([f"row {i}" for i in range(10)])
-    check(asked, supervisor.generate(asked))
+    more = supervisor.generate(asked)
+    check(asked, more)
     assert supervisor.restarts == 1
+    generated = sum(len(completion.token_ids) for completion in [*done, *more])
+    assert supervisor.stats()["generated_tokens"] >= generated  # the first process's work is counted too
+
+
+def test_interrupted_calls_return_what_is_finished(start):
+    supervisor = start(step_s=0.2, max_num_seqs=2)
+    asked = requests([f"row {i}" for i in range(20)])
+    answers = []
+    call = threading.Thread(target=lambda: answers.extend(supervisor.generate(asked)))
+    call.start()
+    while supervisor.open_rows_done() < 3:
+        time.sleep(0.02)
+    supervisor.interrupt()
+    call.join(timeout=5)
+    assert 3 <= len(answers) < 20
+    for completion in answers:
+        assert completion.token_ids == answer(asked[completion.row_id].prompt_token_ids, completion.row_id, 6)
+    assert supervisor.generate(asked) == []
 
 
 @pytest.mark.parametrize("fault", ["kill", "crash"])
@@ -113,8 +135,9 @@ def test_a_process_that_dies_while_loading_is_tried_a_few_times(start):
 
 def test_a_factory_that_is_not_there_is_our_defect(tmp_path):
     supervisor = Supervisor(Launch("tests.job.fake_engine:Nothing", EngineConfig(model=str(tmp_path))))
-    with pytest.raises(PipelineError, match="AttributeError"):
+    with pytest.raises(PipelineError, match="AttributeError") as raised:
         supervisor.generate(requests(["row"]))
+    assert raised.type is PipelineError
     supervisor.close()
 
 

@@ -1,9 +1,9 @@
 """Phases: no gap, no overlap, exact sums; and the ledger that extends them to the run's end."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.job.ledger import MAX_REPLACED, ActorState, Ledger
+from pipeline.job.ledger import MAX_REPLACED, ActorState, Ledger, Order
 from pipeline.job.timeline import Timeline
 from pipeline.metrics import ActorRecord, no_phases
 
@@ -62,6 +62,7 @@ def test_an_open_phase_reaches_up_to_now():
 EVENTS = st.lists(st.tuples(st.sampled_from(["progress", "idle", "lost", "load", "ready"]), st.integers(0, 1000)))
 
 
+@settings(deadline=None, max_examples=50)
 @given(EVENTS)
 def test_phases_always_sum_to_the_time(events):
     now, busy, work = 5, 0, [0, 0, 0]
@@ -109,8 +110,8 @@ def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(mon
     assert (ends[0].record.phases_us["tail"], ends[1].record.phases_us["load"]) == (1_000_000, 600_000)
     ledger.report(state(0, 2_000_000))  # a late word changes nothing
     assert ledger.states()[0].record.machine_us == 3_000_000
-    ledger.stop()
-    assert ledger.report(state(0, 3_000_000))
+    ledger.give(Order.ADMIT_NO_MORE)
+    assert ledger.report(state(0, 3_000_000)) == Order.ADMIT_NO_MORE
     assert ledger.actors() == ["a", "b"]
 
 
