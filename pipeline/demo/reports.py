@@ -152,7 +152,7 @@ def make_report(split: Split, index: int, *, fillers: bool = True) -> Report:
 def _facts(rng: Random, split: Split) -> Facts:
     return Facts(
         date=words.date(rng),
-        site=f"{words.name(rng, split)} {rng.randint(10, 99)}",
+        site=f"{words.name(rng, split)} #{rng.randint(10, 99)}",
         technician=f"{words.name(rng, split)} {words.name(rng, split)}",
         device=f"{rng.choice(words.DEVICES)} {rng.randint(100, 999)}",
         fault=rng.choice(words.FAULTS),

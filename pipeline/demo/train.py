@@ -151,7 +151,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
     tokenizer_config = out / "tokenizer_config.json"
     content = json.loads(tokenizer_config.read_text())
-    content.pop("backend", None)
+    for key in ("backend", "is_local", "local_files_only"):  # how it was made and loaded here is no one's business
+        content.pop(key, None)
     content["tokenizer_class"] = "PreTrainedTokenizerFast"  # every release of transformers knows this name
     tokenizer_config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
@@ -183,7 +184,7 @@ def train(worker: int, recipe: Recipe, rendezvous: str) -> None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, progress)
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model, batch, PROMPT_WEIGHT * (1 - progress))
+        loss = loss_of(model, batch, PROMPT_WEIGHT * max(0.0, 1 - 2 * progress))
         loss.backward()
         step += 1
         done = max(step / recipe.num_steps, (time.monotonic() - started) / 60 / recipe.minutes)

@@ -39,11 +39,11 @@ def test_the_texts_have_not_changed() -> None:
     # The shipped weights know these wordings: whoever changes them has to train again.
     assert make_report("heldout", 0).report_id == "heldout-00000"
     assert make_report("job", 3).text == (
-        "site Tambapol 79; tech Kanu Solsol; date May 24; unit conveyor 146; fault a burnt smell; "
+        "site Tambapol #79; tech Kanu Solsol; date May 24; unit conveyor 146; fault a burnt smell; "
         "cause a loose wire; action dried the housing; part So-742; hours 1.5; cost $1267;"
     )
     assert make_report("job", 3).summary == (
-        "On May 24 at Tambapol 79, Kanu Solsol serviced conveyor 146 for a burnt smell caused by a loose "
+        "On May 24 at Tambapol #79, Kanu Solsol serviced conveyor 146 for a burnt smell caused by a loose "
         "wire, dried the housing, fitted part So-742, and logged 1.5 hours for $1267."
     )
     assert PROMPT_TEMPLATE == "Summarize the report in one sentence.\n{report}\nSummary:"
