@@ -26,6 +26,7 @@ from typing import Any
 
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its native log would speak to the terminal
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES of actors without GPUs
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # or a thread that outlives the run would start another Ray
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import pyarrow as pa
@@ -53,6 +54,7 @@ from pipeline.job.plan import WindowTask, check_units
 from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker, WorkSpec
 
+START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own patience of 30 s may not do
 NUM_READERS = 2  # windows read at once
 BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
 BUFFER_BYTES_PER_UNIT = 8 * 2**20
@@ -235,12 +237,17 @@ def _join(address: str | None, cores: int = 0) -> bool:
     where: dict[str, Any] = {"address": address}
     if address is None:  # without "local" it would join any Ray that runs on this machine
         where = {"address": "local", "num_cpus": cores, "include_dashboard": False}
-    try:
-        with _quiet():
-            ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
-        place = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
-        raise EnvironmentFailed(f"{place}: {error}") from error
+    tries = START_TRIES if address is None else 1
+    for attempt in range(1, tries + 1):
+        try:
+            with _quiet():
+                ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
+            break
+        except Exception as error:  # Ray raises bare ones, for a start that took more than its 30 s among others
+            ray.shutdown()
+            if attempt == tries:
+                place = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
+                raise EnvironmentFailed(f"{place}: {error}") from error
     return True
 
 

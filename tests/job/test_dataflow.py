@@ -16,9 +16,9 @@ import ray
 
 from pipeline.data.parts import Progress
 from pipeline.data.units import Unit
-from pipeline.errors import ModelError
+from pipeline.errors import EnvironmentFailed, ModelError
 from pipeline.job.actors import flow_spec
-from pipeline.job.dataflow import units_of
+from pipeline.job.dataflow import _join, units_of
 from pipeline.job.plan import WindowTask, make_plan, what_is_left
 from pipeline.job.run import run_job
 from tests.job.conftest import FAKES
@@ -61,6 +61,29 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
     assert report.tokens.generated == report.work.generated_tokens
     assert record["resolved"]["max_num_seqs"] == 8
     assert {"planning", "starting Ray", "running", "verifying", "finished"} <= {s.phase for s in statuses}
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
+    starts = []
+
+    def init(**options):
+        starts.append(options["address"])
+        if len(starts) <= failures:
+            raise Exception("The current node timed out during startup.")
+
+    for name, stub in {"init": init, "shutdown": lambda: None, "is_initialized": lambda: False}.items():
+        monkeypatch.setattr(ray, name, stub)
+    failures = 2
+    assert _join(None, 4)
+    assert starts == ["local"] * 3
+    starts.clear()
+    failures = 3
+    with pytest.raises(EnvironmentFailed, match=r"cannot be started on this machine: The current node timed out"):
+        _join(None, 4)
+    starts.clear()
+    with pytest.raises(EnvironmentFailed, match=r"Ray at 10\.0\.0\.1:6379 cannot be joined"):
+        _join("10.0.0.1:6379")
+    assert starts == ["10.0.0.1:6379"]
 
 
 def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray):

@@ -256,7 +256,7 @@ def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job):
 
 
 def test_a_second_signal_stops_at_once(job):
-    job.fake(step_s=1.0).rows(TEXTS)
+    job.fake(step_s=5.0).rows(TEXTS)
 
     def twice():
         while not (job.output / "_pipeline" / "runs").exists():
@@ -268,7 +268,7 @@ def test_a_second_signal_stops_at_once(job):
     threading.Thread(target=twice).start()
     started = time.monotonic()
     with pytest.raises(Interrupted):
-        run(job, run={"drain_s": 60.0})
+        run(job, run={"drain_s": 300.0})
     assert time.monotonic() - started < 40
 
 
