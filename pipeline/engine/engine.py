@@ -148,7 +148,16 @@ class Engine:
         self._order += 1
         if request.params.stop:
             sequence.stop_checker = StopChecker(self.tokenizer, request.params.stop, request.params.min_tokens)
-        self.scheduler.add(sequence)
+        outside = (sequence.token_ids < 0) | (sequence.token_ids >= self.runner.vocab_size)
+        if outside.any():
+            self.scheduler.reject(
+                sequence,
+                RowError.TOKEN_OUT_OF_VOCABULARY,
+                f"the prompt holds token {int(sequence.token_ids[outside][0])}; the model has "
+                f"{self.runner.vocab_size} (does the tokenizer belong to it?)",
+            )
+        else:
+            self.scheduler.add(sequence)
 
     def abort(self, row_id: object) -> bool:
         """Forget a request wherever it is; no completion will come. False when it is not here (any more)."""
@@ -308,8 +317,8 @@ class Engine:
         request = sequence.request
         token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
         if text is None:
-            ends_in_stop_id = reason == "stop" and token_ids[-1] in request.params.stop_token_ids
-            text = self.tokenizer.decode(token_ids[:-1] if ends_in_stop_id else token_ids)
+            # Without a stop string, what stopped it is its last token: EOS or a stop token id, which is no text.
+            text = self.tokenizer.decode(token_ids[:-1] if reason == "stop" else token_ids)
         return Completion(
             row_id=request.row_id,
             token_ids=token_ids,

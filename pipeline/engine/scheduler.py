@@ -53,18 +53,22 @@ class Scheduler:
         """Queue a sequence, or reject it at once when it can never be served."""
         known, size = len(sequence.token_ids), self.pool.block_size
         if known == 0:
-            self._reject(sequence, RowError.EMPTY_PROMPT, "the prompt has no tokens")
+            self.reject(sequence, RowError.EMPTY_PROMPT, "the prompt has no tokens")
         elif known >= self.table.max_model_len:
-            self._reject(
+            self.reject(
                 sequence,
                 RowError.PROMPT_TOO_LONG,
                 f"the prompt has {known} tokens; with max_model_len = {self.table.max_model_len} at most "
                 f"{self.table.max_model_len - 1} fit beside one generated token",
             )
         elif -(-(known + 1) // size) > self.pool.num_blocks:
-            self._reject(sequence, RowError.KV_CACHE_EXHAUSTED, self._too_long_alone(known))
+            self.reject(sequence, RowError.KV_CACHE_EXHAUSTED, self._too_long_alone(known))
         else:
             self.waiting.append(sequence)
+
+    def reject(self, sequence: Sequence, error: RowError, message: str) -> None:
+        """End a sequence that holds nothing here with an error."""
+        self._rejected.append((sequence, error, message))
 
     def take_rejected(self) -> list[Rejected]:
         """Sequences that ended without being served since the last call; they hold nothing any more."""
@@ -190,7 +194,7 @@ class Scheduler:
         self.running.remove(slot)
         sequence = self.table.vacate(slot)
         self._release(sequence)
-        self._reject(sequence, RowError.KV_CACHE_EXHAUSTED, self._too_long_alone(len(sequence.token_ids)))
+        self.reject(sequence, RowError.KV_CACHE_EXHAUSTED, self._too_long_alone(len(sequence.token_ids)))
 
     # -- admission
 
@@ -290,9 +294,6 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
-
-    def _reject(self, sequence: Sequence, error: RowError, message: str) -> None:
-        self._rejected.append((sequence, error, message))
 
     def _too_long_alone(self, tokens: int) -> str:
         return (

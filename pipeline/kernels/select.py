@@ -16,8 +16,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         return kernels
     from pipeline.kernels.cpu.linear import prepare_linear, supports_bf16
 
-    packed = dtype == torch.float32 or (dtype == torch.bfloat16 and supports_bf16())
-    linear = "oneDNN, packed" if packed else "torch"
+    linear = "oneDNN, packed" if dtype == torch.bfloat16 and supports_bf16() else "torch (BLAS)"
     if dtype == torch.bfloat16:
         linear += "; int4 weights: int4pack for few tokens"
     attention, served_attention = kernels.attention, "torch (reference): numba is not installed, decoding is slower"

@@ -112,10 +112,12 @@ def test_prompts_that_cannot_be_served_are_error_completions() -> None:
         [
             Request("empty", [], SamplingParams()),
             Request("long", [1] * 20, SamplingParams()),
+            Request("foreign", [1, VOCAB], SamplingParams()),
             Request("fits", [1] * 19, SamplingParams(max_tokens=5, ignore_eos=True)),
         ],
     )
     assert done["empty"].error == "empty_prompt"
+    assert done["foreign"].error == "token_out_of_vocabulary"
     assert done["long"].error == "prompt_too_long"
     assert "20" in (done["long"].error_message or "")
     assert (done["fits"].finish_reason, len(done["fits"].token_ids)) == ("length", 1)

@@ -6,7 +6,7 @@ import torch
 
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu.attention import attention
-from pipeline.kernels.cpu.linear import prepare_linear
+from pipeline.kernels.cpu.linear import DenseLinear, padded_tokens, prepare_linear
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.select import select_kernels
 from pipeline.quant.packed import DenseWeight
@@ -91,7 +91,21 @@ def test_dense_linear(dtype: torch.dtype, tokens: int) -> None:
     assert float((ours.float() - exact).abs().max() / exact.abs().max()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 16, 17, 100, 1023])
+def test_the_packed_linear_pads_its_tokens_and_gives_them_back(tokens: int) -> None:
+    torch.manual_seed(2)
+    weight, bias, x_TK = torch.randn(48, 80), torch.randn(48), torch.randn(tokens, 80)
+    ours = DenseLinear(weight, bias, torch.float32, packed=True)(x_TK)
+    assert ours.shape == (tokens, 48)
+    assert float((ours - (x_TK @ weight.T + bias)).abs().max()) < 1e-4
+
+
+def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
+    assert all(t <= padded_tokens(t) <= t + t // 8 for t in range(1, 5000))
+    assert len({padded_tokens(t) for t in range(1, 2049)}) < 80
+
+
 def test_selection_says_who_serves_each_operation() -> None:
     kernels = select_kernels(torch.device("cpu"), torch.float32)
     assert set(kernels.served_by) == {"linear", "rms_norm", "add_rms_norm", "rope", "write_kv", "attention", "silu_mul"}
-    assert "oneDNN" in kernels.served_by["linear"]
+    assert "numba" in kernels.served_by["attention"]

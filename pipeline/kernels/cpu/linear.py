@@ -1,9 +1,11 @@
-"""Linears on CPU: weights packed once at load, two paths for grouped integers.
+"""Linears on CPU: BLAS in float32, oneDNN's packed weights in native bfloat16, two paths for grouped integers.
 
-Dense weights are packed by oneDNN, one packing for every number of tokens. A 4-bit weight in bfloat16 keeps two
-forms: int4 for few tokens, where reading the weights is all the time there is, and bfloat16 of the same dequantized
-values for many, where the multiply is; the border is measured at load for each shape. In float32 the int4 product is
-scalar code, 25 times slower, so float32 keeps the dequantized form only.
+oneDNN compiles a kernel for each number of tokens it meets (some milliseconds on every new one), and a step's number of
+tokens is never the same twice; so float32, where BLAS is as fast without that, is left to BLAS, and the packed product
+pads its tokens to one of a few numbers. A 4-bit weight in bfloat16 keeps two forms: int4 for few tokens, where reading
+the weights is all the time there is, and bfloat16 of the same dequantized values for many, where the multiply is; the
+border is measured at load for each shape. In float32 the int4 product is scalar code, 25 times slower, so float32 keeps
+the dequantized form only.
 """
 
 import time
@@ -26,21 +28,31 @@ def supports_bf16() -> bool:
     return True
 
 
-class DenseLinear:
-    """y = x @ weight.T + bias on a weight packed by oneDNN, or plain where oneDNN does not serve the type."""
+def padded_tokens(num_tokens: int) -> int:
+    """The number of tokens a packed product is run for: at most an eighth more, few different ones."""
+    step = max(1, 1 << max(0, num_tokens.bit_length() - 4))
+    return -(-num_tokens // step) * step
 
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype) -> None:
+
+class DenseLinear:
+    """y = x @ weight.T + bias; `packed` by oneDNN or a plain matrix."""
+
+    def __init__(
+        self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, packed: bool | None = None
+    ) -> None:
         self.bias_N = None if bias_N is None else bias_N.to(dtype)
+        self.packed = (dtype == torch.bfloat16 and supports_bf16()) if packed is None else packed
         weight_NK = weight_NK.to(dtype).contiguous()
-        self.packed = dtype == torch.float32 or (dtype == torch.bfloat16 and supports_bf16())
-        if self.packed:
-            weight_NK = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
-        self.weight = weight_NK
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None) if self.packed else weight_NK
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x_TK, self.weight, self.bias_N, "none", [], "")
-        return F.linear(x_TK, self.weight, self.bias_N)
+        if not self.packed:
+            return F.linear(x_TK, self.weight, self.bias_N)
+        num_tokens = x_TK.shape[0]
+        padding = padded_tokens(num_tokens) - num_tokens
+        x_TK = F.pad(x_TK, (0, 0, 0, padding)) if padding else x_TK
+        y_TN = torch.ops.mkldnn._linear_pointwise(x_TK, self.weight, self.bias_N, "none", [], "")
+        return y_TN[:num_tokens]
 
 
 class Int4Linear:
