@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.parts import PartName, PartStore
 from pipeline.errors import (
     EnvironmentFailed,
     FingerprintError,
@@ -17,9 +19,12 @@ from pipeline.errors import (
     Interrupted,
     ModelError,
     OutputError,
+    PipelineError,
     TooManyRowErrors,
 )
+from pipeline.job.plan import make_plan
 from pipeline.job.run import run_job
+from pipeline.job.verify import verify
 from tests.job.conftest import FAKES
 from tests.job.local_flow import LocalFlow
 
@@ -33,10 +38,17 @@ def without_ray(monkeypatch):
     monkeypatch.setattr(LocalFlow, "started", 0)
 
 
-def run(job, **sections):
-    statuses = []
+def run(job, signals=(), **sections):
+    """Run the job with these sections changed. `signals`: (when, number), sent once each as `when(status)` holds."""
+    statuses, to_send = [], list(signals)
+
+    def show(status):
+        statuses.append(status)
+        if to_send and to_send[0][0](status):
+            os.kill(os.getpid(), to_send.pop(0)[1])
+
     options = {key: sections.pop(key) for key in ("accept_numerics",) if key in sections}
-    report = run_job(job.config(**sections), backend=FAKES, progress=statuses.append, **options)
+    report = run_job(job.config(**sections), backend=FAKES, progress=show, **options)
     return report, statuses
 
 
@@ -77,7 +89,28 @@ def test_phases_of_all_actors_sum_to_their_machine_time(job):
         # counting
         beside = record["driver_us"]["planning"] + record["driver_us"]["verify"] + record["driver_us"]["ray_stop"]
         assert 0 <= record["wall_us"] - total <= beside + 500_000
+    one, two = (sum(actor["phases_us"].values()) for actor in record["actors"])
+    assert one == two  # both to the same end
     assert sum(report.phases_us.values()) == report.machine_us
+
+
+def test_the_count_before_success_finds_what_is_missing_or_too_much(job):
+    run(job.rows(TEXTS))
+    plan = make_plan(job.config(), "cpu")
+    store = PartStore(str(job.output))
+    assert verify(plan, store).rows == 50
+    name = PartName(plan.fingerprint.short, 9, 0, 1, 0)
+    store.write(name, plan.schema.empty_table())
+    assert verify(plan, store).rows == 50
+    extra = job.parts()[0]
+    wrong = job.output / str(PartName(plan.fingerprint.short, 10, 0, 1, 8))
+    shutil.copy(extra, wrong)
+    with pytest.raises(OutputError, match="the parts hold 58 rows"):
+        verify(plan, store)
+    wrong.unlink()
+    extra.unlink()
+    with pytest.raises(PipelineError, match="window 0 and 0 more are not complete"):
+        verify(plan, store)
 
 
 def test_a_second_run_of_a_finished_job_computes_nothing(job):
@@ -226,9 +259,8 @@ def test_exactly_the_limit_is_allowed(job):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
     job.fake(step_s=0.1).rows(TEXTS)
-    threading.Thread(target=lambda: (wait_for_part(job), os.kill(os.getpid(), number))).start()
     with pytest.raises(Interrupted, match="The same command goes on"):
-        run(job, run={"units_in_flight": 1})
+        run(job, [(lambda status: status.units > 0, number)], run={"units_in_flight": 1})
     assert runs(job)[0]["outcome"] == "interrupted"
     num_parts = len(job.parts())
     assert 1 <= num_parts < 8
@@ -240,9 +272,12 @@ def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
 
 def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job):
     job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
-    threading.Thread(target=lambda: (time.sleep(2.5), os.kill(os.getpid(), signal.SIGTERM))).start()
     with pytest.raises(Interrupted):
-        run(job, run={"drain_s": 0.0, "unit_rows": 16})
+        run(
+            job,
+            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
+            run={"drain_s": 0.0, "unit_rows": 16},
+        )
     assert not job.parts()
     (kept,) = (job.output / "_pipeline" / "partial").iterdir()
     done = json.loads(kept.read_text())
@@ -258,23 +293,17 @@ def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job):
 def test_a_second_signal_stops_at_once(job):
     job.fake(step_s=5.0).rows(TEXTS)
 
-    def twice():
-        while not (job.output / "_pipeline" / "runs").exists():
-            time.sleep(0.01)
-        for _ in range(2):
-            time.sleep(1.0)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=twice).start()
     started = time.monotonic()
     with pytest.raises(Interrupted):
-        run(job, run={"drain_s": 300.0})
+        run(
+            job,
+            [
+                (lambda status: status.phase == "loading the model", signal.SIGINT),
+                (lambda status: status.phase == "draining", signal.SIGINT),
+            ],
+            run={"drain_s": 300.0},
+        )
     assert time.monotonic() - started < 40
-
-
-def wait_for_part(job):
-    while not job.parts():
-        time.sleep(0.01)
 
 
 def test_two_runs_at_once_deliver_each_row_once(job):
