@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Quantize the demonstration model to AWQ int4.")
     parser.add_argument("--model", type=Path, required=True, help="the 16-bit model folder")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
-    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=32)
     options = parser.parse_args()
     quantize(options.model, options.out, options.samples)
 
