@@ -1,6 +1,6 @@
 """One decoder for all served families, driven by `ModelConfig` fields and a set of kernels.
 
-Shape suffixes: T tokens of the step, R rows that want logits, H hidden, N query heads, K KV heads, D head size,
+Shape suffixes: T tokens of the step, R rows that want logits, H hidden, N query heads, K KV heads, M both, D head size,
 B block size, C blocks.
 """
 
@@ -66,13 +66,14 @@ class _Layer:
     ) -> torch.Tensor:
         c, k = self.config, self.kernels
         qkv = self.qkv(x_TH).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        q_TND, k_TKD, v_TKD = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        qk_TMD, v_TKD = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
         if c.qk_norm:
             assert self.q_norm_D is not None
             assert self.k_norm_D is not None
-            q_TND = k.rms_norm(q_TND, self.q_norm_D, c.norm_eps)
-            k_TKD = k.rms_norm(k_TKD, self.k_norm_D, c.norm_eps)
-        q_TND, k_TKD = k.rope(q_TND, cos, sin), k.rope(k_TKD, cos, sin)
+            q_TND, k_TKD = qk_TMD.split((c.num_heads, c.num_kv_heads), dim=1)
+            q_TND, k_TKD = k.rms_norm(q_TND, self.q_norm_D, c.norm_eps), k.rms_norm(k_TKD, self.k_norm_D, c.norm_eps)
+            qk_TMD = torch.cat([q_TND, k_TKD], dim=1)
+        q_TND, k_TKD = k.rope(qk_TMD, cos, sin).split((c.num_heads, c.num_kv_heads), dim=1)
         keys, values = kv.keys[self.index], kv.values[self.index]
         k.write_kv(k_TKD, v_TKD, keys, values, where.slot_mapping_T)
         o_TND = k.attention(q_TND, keys, values, where, c.head_dim**-0.5, self.window)
