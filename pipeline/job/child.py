@@ -64,7 +64,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1.0)
+            self.process.wait(timeout=0.3)
 
     def bury(self) -> str:
         """Wait for the process's end; how it ended and the last lines it wrote."""

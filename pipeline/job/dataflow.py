@@ -15,6 +15,7 @@ driver reads it for progress and for the run's record, which therefore also exis
 import contextlib
 import logging
 import os
+import pickle
 import queue
 import sys
 import threading
@@ -96,7 +97,8 @@ class EngineActor:
 
     def __init__(self, spec: WorkSpec, ledger: Any) -> None:
         failpoints.from_environ()
-        me = ray.get_runtime_context().current_actor
+        # As bytes: unpacking the handle would load all of Ray Data into the ledger's process, which all wait for.
+        me = pickle.dumps(ray.get_runtime_context().current_actor)
         while (entry := ray.get(ledger.register.remote(me))) is None:
             time.sleep(0.05)  # the ledger is not told yet how long the run goes on already
         number, age_us, too_many = entry
@@ -201,7 +203,7 @@ class Dataflow:
             return
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             for actor in ray.get(self._ledger.actors.remote(), timeout=5.0):
-                ray.kill(actor)
+                ray.kill(pickle.loads(actor))
         ray.kill(self._ledger)
         self._thread.join(timeout=10.0)
 

@@ -7,7 +7,6 @@ to be up before anything else can start.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
 
 from pipeline.job.machine import now_us
 from pipeline.metrics import ActorRecord
@@ -46,14 +45,14 @@ class Ledger:
         self._heard_us: dict[int, int] = {}
         self._states: dict[int, ActorState] = {}
         self._replaced: set[int] = set()
-        self._handles: list[Any] = []
+        self._handles: list[bytes] = []
         self._order = Order.GO_ON
 
     def begin(self, run_us: int) -> None:
         """The run goes on for so long already."""
         self._run_began_us = now_us() - run_us
 
-    def register(self, actor: Any) -> tuple[int, int, bool] | None:
+    def register(self, actor: bytes) -> tuple[int, int, bool] | None:
         """A new actor's number, how long its time has run already (the first ones' since the run began, a
         replacement's since its predecessor was last heard) and whether there were too many before it.
         None before `begin`."""
@@ -86,7 +85,8 @@ class Ledger:
     def is_up(self) -> bool:
         return True
 
-    def actors(self) -> list[Any]:
+    def actors(self) -> list[bytes]:
+        """What the actors registered with: their handles, packed."""
         return self._handles
 
     def states(self, end: bool = False) -> list[ActorState]:

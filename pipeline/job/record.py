@@ -57,7 +57,7 @@ class RunLog:
         now = datetime.now(UTC)  # for people; the order of runs is their number's
         self.started_at = now.isoformat(timespec="seconds")
         earlier = [int(name[:4]) for name in store.names(RUNS) if name[:4].isdigit()]
-        self.run_id = f"{max(earlier, default=0) + 1:04d}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+        self.run_id = f"{max(earlier, default=0) + 1:04d}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self.outcome: Outcome = "running"
         self.driver_us: dict[str, int] = {}
         self.actors: list[ActorState] = []

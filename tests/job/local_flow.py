@@ -26,7 +26,7 @@ class LocalFlow:
         self._stopping = threading.Event()
         self._workers = []
         for _ in range(spec.actors):
-            entry = self._ledger.register(None)
+            entry = self._ledger.register(b"")
             assert entry is not None
             self._workers.append(Worker(spec.work, entry[0], now_us() - entry[1]))
         threads = [

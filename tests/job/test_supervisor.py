@@ -108,7 +108,7 @@ def test_the_row_that_ends_the_process_is_found_and_becomes_an_error_row(start, 
 
 
 def test_a_hung_step_is_ended_and_its_row_found(start):
-    supervisor = start(hang="poison", step_timeout_s=0.6)
+    supervisor = start(hang="poison", step_timeout_s=0.4)
     asked = requests(["fine", "poison", "fine too"])
     check(asked, supervisor.generate(asked), failed={1})
 

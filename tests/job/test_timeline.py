@@ -97,11 +97,11 @@ def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(mon
     now = 1_000_000_000
     monkeypatch.setattr("pipeline.job.ledger.now_us", lambda: now)
     ledger = Ledger(actors=2)
-    assert ledger.register(None) is None
+    assert ledger.register(b"") is None
     ledger.begin(run_us=3_000_000)
-    assert ledger.register("a") == (0, 3_000_000, False)
+    assert ledger.register(b"a") == (0, 3_000_000, False)
     now += 500_000
-    assert ledger.register("b") == (1, 3_500_000, False)
+    assert ledger.register(b"b") == (1, 3_500_000, False)
     assert not ledger.report(state(0, 3_000_000))
     assert not ledger.report(state(1, 3_400_000, at_rest="load"))
     now += 500_000
@@ -112,7 +112,7 @@ def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(mon
     assert ledger.states()[0].record.machine_us == 3_000_000
     ledger.give(Order.ADMIT_NO_MORE)
     assert ledger.report(state(0, 3_000_000)) == Order.ADMIT_NO_MORE
-    assert ledger.actors() == ["a", "b"]
+    assert ledger.actors() == [b"a", b"b"]
 
 
 def test_a_replacement_takes_over_where_its_predecessor_was_last_heard(monkeypatch):
@@ -120,14 +120,14 @@ def test_a_replacement_takes_over_where_its_predecessor_was_last_heard(monkeypat
     monkeypatch.setattr("pipeline.job.ledger.now_us", lambda: now)
     ledger = Ledger(actors=2)
     ledger.begin(run_us=0)
-    ledger.register("a")
-    ledger.register("b")
+    ledger.register(b"a")
+    ledger.register(b"b")
     now = 10_000_000
     ledger.report(state(0, 10_000_000))
     now = 14_000_000
     ledger.report(state(1, 14_000_000))
     now = 15_000_000
-    assert ledger.register("c") == (2, 5_000_000, False)
+    assert ledger.register(b"c") == (2, 5_000_000, False)
     ledger.report(state(2, 5_000_000))
     now = 20_000_000
     assert [s.record.machine_us for s in ledger.states(end=True)] == [10_000_000, 20_000_000, 10_000_000]
@@ -136,5 +136,5 @@ def test_a_replacement_takes_over_where_its_predecessor_was_last_heard(monkeypat
 def test_actors_are_not_replaced_for_ever():
     ledger = Ledger(actors=1)
     ledger.begin(run_us=0)
-    entries = [ledger.register(None) for _ in range(2 + MAX_REPLACED)]
+    entries = [ledger.register(b"") for _ in range(2 + MAX_REPLACED)]
     assert [entry[2] for entry in entries if entry] == [False] * (1 + MAX_REPLACED) + [True]
