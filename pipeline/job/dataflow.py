@@ -56,7 +56,7 @@ from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker, WorkSpec
 
 START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own patience of 30 s may not do
-NUM_READERS = 2  # windows read at once
+NUM_READERS = 2  # windows read at once; one for a single actor, as each is a process to start
 BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
 BUFFER_BYTES_PER_UNIT = 8 * 2**20
 _UNIT_SCHEMA = pa.schema([("window", pa.int32()), ("unit", pa.int32()), ("data", pa.large_binary())])
@@ -282,7 +282,7 @@ def _context(spec: FlowSpec) -> DataContext:
 def units_of(spec: FlowSpec) -> ray.data.Dataset:
     """The reading half of the graph: a row and a block for each unit that is left."""
     with DataContext.current(_context(spec)):
-        readers = min(NUM_READERS, len(spec.tasks))
+        readers = min(NUM_READERS, spec.actors, len(spec.tasks))
         return ray.data.read_datasource(
             Windows(spec),
             num_cpus=1,
