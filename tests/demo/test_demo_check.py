@@ -33,7 +33,7 @@ def summary_of(facts: Facts) -> str:
 def test_the_reference_summary_is_right(index: int) -> None:
     report = make_report("heldout", index)
     assert wrong_facts(report.text, report.summary) == ()
-    assert wrong_facts(report.text, f" {report.summary}\n") == ()
+    assert wrong_facts(report.text, f" {report.summary} \n") == ()
 
 
 @pytest.mark.parametrize("name", FACT_NAMES)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.demo import MODELS, NAMES, demo_model
-from pipeline.demo.measure import AWQ_NIBBLE_COLUMN, load, measure, unpack_awq
+from pipeline.demo.measure import AWQ_NIBBLE_COLUMN, chat_text, load, measure, unpack_awq
 from pipeline.demo.tokenizer import EOS, IM_END
 
 
@@ -77,6 +77,11 @@ def test_awq_words_are_unpacked_in_their_order() -> None:
 def test_unseen_reports_are_summarized_right(name: str) -> None:
     result = measure(*load(demo_model(name)), num_reports=16)
     assert result.num_right >= 15, result
+
+
+def test_a_chat_is_written_as_chatml() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model("target"))
+    assert chat_text(tokenizer, "Hello") == "<|bos|><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_chat_is_answered_right() -> None:
