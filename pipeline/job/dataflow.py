@@ -29,6 +29,7 @@ os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its native log would 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES of actors without GPUs
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # or a thread that outlives the run would start another Ray
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 any other program starves the engine
 
 import pyarrow as pa
 import ray
