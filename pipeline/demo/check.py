@@ -102,6 +102,10 @@ def check_output(out: Path, data: Path, *, at_least: float, num_examples: int) -
     print(f"wrong by fact  {', '.join(f'{name} {by_fact[name]}' for name in FACT_NAMES)}")
     for example in bad[:num_examples]:
         print(example)
+    print(f"\nSome of the summaries in {out}/part-*.parquet:")
+    for row in rows[:: max(1, len(rows) // 3)][:3]:
+        print(f"  {row['report_id']}: {str(row['generated_text']).strip()}")
+    print(f"The report: {out}/_pipeline/report.md")
     return share >= at_least and not num_missing and not num_doubled
 
 

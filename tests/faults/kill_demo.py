@@ -1,4 +1,4 @@
-"""The demonstration job killed at random moments and run again: `python -m tests.faults.kill_demo --kills 10 [--limit N]`.
+"""The demonstration job killed at random moments and run again: `python -m tests.faults.kill_demo --kills 10`.
 
 The driver gets SIGKILL, so nothing can be tidied up; Ray's processes and the engine must notice by themselves. After
 each kill the parts that stand are remembered; no later run may write them again. In the end every input row must be
