@@ -108,7 +108,7 @@ class _Run:
         self._show = show
         self._phase = "starting"
         self._signals = 0
-        self._rates: deque[tuple[float, int, int, int]] = deque()  # time, rows done, tokens in, tokens out
+        self._rates: deque[tuple[float, int, int]] = deque()  # time, tokens in, tokens out
 
     # -- beginning and end
 
@@ -263,6 +263,15 @@ class _Run:
         self._store.replace(STATUS, json.dumps(status.to_json(), indent=1).encode())
         self._show(status)
 
+    def _eta_s(self, held: PartTotals, tokens_of_run: int, tokens_per_s: float) -> float | None:
+        """From tokens, since long rows come first: what a written row took on average, for all rows. None until the
+        first unit is written."""
+        if not held.rows or tokens_per_s <= 0:
+            return None
+        per_row = (held.num_input_tokens + held.num_generated_tokens) / held.rows
+        earlier = self._before.num_input_tokens + self._before.num_generated_tokens
+        return max(0.0, per_row * self._plan.num_rows - earlier - tokens_of_run) / tokens_per_s
+
     def _status(self) -> Status:
         log, now = self._log, time.monotonic()
         held = self._done()
@@ -271,12 +280,12 @@ class _Run:
             sum(actor.record.stats.get(name, 0) for actor in log.actors)
             for name in ("prompt_tokens", "generated_tokens")
         )
-        self._rates.append((now, done, read, generated))
+        self._rates.append((now, read, generated))
         while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
             self._rates.popleft()
         then, *before = self._rates[0]
         span = now - then
-        rates = [(a - b) / span if span > 0 else 0.0 for a, b in zip((done, read, generated), before, strict=True)]
+        rates = [(a - b) / span if span > 0 else 0.0 for a, b in zip((read, generated), before, strict=True)]
         return Status(
             run_id=log.run_id,
             phase=self._phase,
@@ -289,8 +298,8 @@ class _Run:
             actors=len(log.actors),
             input_tokens=read,
             generated_tokens=generated,
-            input_tokens_per_s=rates[1],
-            generated_tokens_per_s=rates[2],
-            eta_s=(self._plan.num_rows - done) / rates[0] if rates[0] > 0 else None,
+            input_tokens_per_s=rates[0],
+            generated_tokens_per_s=rates[1],
+            eta_s=self._eta_s(held, read + generated, sum(rates)),
             elapsed_s=log.wall_us / 1e6,
         )
