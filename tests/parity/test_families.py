@@ -46,9 +46,8 @@ def test_logits_at_every_position(family: tuple) -> None:
 
 WAYS = {
     "batched": {},
-    "one at a time": {"max_num_seqs": 1},
+    "one at a time, without sharing": {"max_num_seqs": 1, "enable_prefix_caching": False},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
-    "without sharing": {"enable_prefix_caching": False},
     "preempted": {"kv_cache_bytes_tokens": 176},
 }
 
@@ -77,7 +76,7 @@ def test_greedy_tokens(family: tuple, way: str) -> None:
             assert engine.stats.num_preemptions > 0
         if way == "batched":
             assert sum(c.num_cached_tokens for c in second) > 0
-        if way == "without sharing":
+        if way == "one at a time, without sharing":
             assert sum(c.num_cached_tokens for c in second) == 0
     for prompt, ours, theirs in zip(prompts, first, expected):
         compare_greedy(model, prompt, ours.token_ids, theirs, seen)
