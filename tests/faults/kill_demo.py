@@ -103,7 +103,7 @@ def main() -> None:
             Path(folder) / "out", options.kills, options.seed, options.limit, options.unit_rows, options.longest_s
         )
     print(f"killed {len(happened.kills_s)} times, after {happened.kills_s} s; parts that stood: {happened.parts_after}")
-    print(f"{happened.rows} rows, each once; {happened.wasted_tokens} tokens computed in vain")
+    print(f"{happened.rows} rows, each once; at least {happened.wasted_tokens} generated tokens lost")
 
 
 if __name__ == "__main__":
