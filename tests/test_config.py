@@ -190,7 +190,6 @@ def test_refused(mistakes, more: str, expected: str):
         ("path: demo", "path: demo:large", "expected demo, demo:target, demo:target-awq"),
         ("path: demo", "path: demo, draft: other", "model.draft: got 'other'\n    not supported yet"),
         ("path: demo", "path: demo, trust: always", "code from a checkpoint is never run"),
-        ("path: data", "path: data, on_corrupt: skip", "only `fail` is supported yet"),
         ("path: data", "path: data, columns: [a, a]", "'a' is named twice"),
         ("path: data", "path: data, limit: 0", "expected at least 1"),
         ("path: out", "path: out, rename: {error: e, finish_reason: e}", "two columns get the same new name"),

@@ -100,7 +100,7 @@ class JobConfig(Section):
         return {
             "name": self.name,
             "input": {"path": without_password(self.input.path)},
-            "model": self.model.model_dump() | {"path": without_password(self.model.path)},
+            "model": self.model.model_dump(exclude={"storage"}) | {"path": without_password(self.model.path)},
             "engine": {"device": self.engine.device, **engine},
             "output": {"path": without_password(self.output.path)},
             "run": self.run.model_dump(exclude=_CUT),

@@ -30,7 +30,6 @@ _KNOWN_ELSEWHERE = {
 _PLANNED_VALUES: dict[KeyPath, str] = {
     ("model", "draft"): f"{_NOT_YET}: leave it out",
     ("model", "trust"): "code from a checkpoint is never run: leave it out",
-    ("input", "on_corrupt"): "only `fail` is supported yet: a broken file stops the job at its start",
     ("engine", "kv_cache_dtype"): "only `auto` is supported yet",
     ("engine", "activation_dtype"): "only `auto` is supported yet",
     ("engine", "speculation"): "only `off` and `auto` are supported yet",

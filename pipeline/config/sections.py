@@ -35,7 +35,7 @@ class InputSection(Section):
 
     path: str = Field(min_length=1)
     columns: Columns | None = None
-    on_corrupt: Literal["fail"] = "fail"
+    on_corrupt: Literal["fail", "skip"] = "fail"
     storage: dict[str, Any] = Field(default={}, repr=False)
     limit: int | None = Field(default=None, ge=1)
 
@@ -102,9 +102,10 @@ class PromptSection(Section):
 
 
 class ModelSection(Section):
-    """Which checkpoint: a folder, a Hugging Face id, or `demo[:target|:target-awq]`, the embedded ones."""
+    """Which checkpoint: a folder, an fsspec url such as s3://, a Hugging Face id, or `demo[:target|:target-awq]`."""
 
     path: str = Field(min_length=1)
+    storage: dict[str, Any] = Field(default={}, repr=False)
     draft: None = None
     trust: Literal["never"] = "never"
 
