@@ -71,6 +71,7 @@ class RowError(StrEnum):
     INVALID_MESSAGES = "invalid_messages"  # not a chat the template can take
     INVALID_SAMPLING = "invalid_sampling"  # a per-row sampling value out of range
     KV_CACHE_EXHAUSTED = "kv_cache_exhausted"  # alone in the engine and still too long for the KV cache
+    OUT_OF_MEMORY = "out_of_memory"  # one token of it, alone in a step, needs more memory than there is
     TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"  # the tokenizer knows more tokens than the model
     NON_FINITE_LOGITS = "non_finite_logits"
     ENGINE_FAILURE = "engine_failure"  # the row ended the engine's process, repeatedly

@@ -101,9 +101,7 @@ class StopChecker:
         before, self._num_shown = self._num_shown, self._num_shown + len(new)
         checked = len(self._stream.token_ids) >= self._min_tokens
         match = None
-        if checked and any(
-            near.find(stop, max(0, len(self._tail) - len(stop) + 1)) >= 0 for stop in self._stop
-        ):
+        if checked and any(near.find(stop, max(0, len(self._tail) - len(stop) + 1)) >= 0 for stop in self._stop):
             match = self._cut(before)
         self._tail = near[-self._overlap :] if self._overlap else ""
         return match

@@ -144,6 +144,7 @@ class Engine:
             np.array(request.prompt_token_ids, dtype=np.int32),
             self._order,
             seed if seed is not None else self.seed + self._order,
+            queued_us=_now_us(),
         )
         self._order += 1
         if request.params.stop:
@@ -188,13 +189,15 @@ class Engine:
         self.scheduler.advance(plan)
         finite_R = output.finite
         self.scheduler.append(slot_R[finite_R], output.token_ids[finite_R])
+        now_us = _now_us()
+        self._note_first_tokens(slot_R[finite_R], now_us)
         for slot, logprobs in zip(slot_R.tolist(), output.logprobs):
             if logprobs is not None:
                 kept = self.table.at(slot).logprobs
                 assert kept is not None
                 kept.append(logprobs)
         completions += [self._non_finite(slot) for slot in slot_R[~finite_R].tolist()]
-        completions += self._finish_ended(slot_R[finite_R], output.token_ids[finite_R])
+        completions += self._finish_ended(slot_R[finite_R], output.token_ids[finite_R], now_us)
         self.stats.generated_tokens += int(finite_R.sum())
         step_us = (time.perf_counter_ns() - start_ns) // 1000
         record(self.stats, tokens, len(plan.slot_S), kv_used_ppm, step_us)
@@ -285,7 +288,12 @@ class Engine:
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
 
-    def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray) -> list[Completion]:
+    def _note_first_tokens(self, slot_R: np.ndarray, now_us: int) -> None:
+        """A sequence knows one token more than its prompt once in its life: preempted, it keeps what it generated."""
+        for slot in slot_R[self.table.num_known[slot_R] == self.table.num_prompt[slot_R] + 1].tolist():
+            self.table.at(slot).first_token_us = now_us
+
+    def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray, now_us: int) -> list[Completion]:
         table = self.table
         known_R = table.num_known[slot_R]
         may_stop_R = known_R >= table.min_known[slot_R]
@@ -299,9 +307,9 @@ class Engine:
             if table.has_stops[slot] and not stopped:
                 stopped, text = self._check_stops(slot, token, bool(may_stop_R[r]))
             if stopped:
-                completions.append(self._finished(slot, "stop", text))
+                completions.append(self._finished(slot, "stop", text, now_us))
             elif length_R[r]:
-                completions.append(self._finished(slot, "length", None))
+                completions.append(self._finished(slot, "length", None, now_us))
         return completions
 
     def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:
@@ -312,7 +320,7 @@ class Engine:
         match = sequence.stop_checker.push(token) if sequence.stop_checker is not None else None
         return match is not None, match.text if match is not None else None
 
-    def _finished(self, slot: int, reason: FinishReason, text: str | None) -> Completion:
+    def _finished(self, slot: int, reason: FinishReason, text: str | None, now_us: int) -> Completion:
         sequence = self.scheduler.finish(slot)
         request = sequence.request
         token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
@@ -327,6 +335,9 @@ class Engine:
             num_prompt_tokens=sequence.num_prompt,
             num_cached_tokens=max(sequence.num_cached, 0),
             logprobs=sequence.logprobs,
+            queued_us=sequence.queued_us,
+            first_token_us=sequence.first_token_us,
+            last_token_us=now_us,
         )
 
     def _failed(self, sequence: Sequence, error: RowError, message: str) -> Completion:
@@ -339,6 +350,8 @@ class Engine:
             num_cached_tokens=max(sequence.num_cached, 0),
             error=error.value,
             error_message=message,
+            queued_us=sequence.queued_us,
+            first_token_us=sequence.first_token_us,
         )
 
     def _non_finite(self, slot: int) -> Completion:
@@ -357,6 +370,10 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("the engine is closed")
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000
 
 
 def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: int) -> int:

@@ -132,6 +132,8 @@ class Completion:
     finish_reason "stop": EOS, a stop string or a stop token id; "length": max_tokens or the context's end;
     "error": `error` holds a RowError code and `error_message` says why; text and token_ids are then empty.
     num_cached_tokens: prompt tokens served from shared KV blocks.
+    queued_us, first_token_us, last_token_us: when the request was added, and when its first and last token came, on
+    this machine's monotonic clock in microseconds; 0 where it never came (an error keeps what is known).
     """
 
     row_id: object
@@ -143,6 +145,9 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     error_message: str | None = None
+    queued_us: int = 0
+    first_token_us: int = 0
+    last_token_us: int = 0
 
 
 @dataclass

@@ -151,9 +151,7 @@ class _Plan:
 
 
 def _has_penalty(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    )
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def _masks(params: SamplingParams, batch: SamplingBatch, row: int) -> bool:
@@ -168,9 +166,7 @@ def _adjusted(logits_RV: torch.Tensor, batch: SamplingBatch, rows: Sequence[int]
     params = [batch.params[row] for row in rows]
 
     masked = [
-        np.array(sorted(_stop_ids(p, batch.eos_token_ids)), dtype=np.int64)
-        if _masks(p, batch, row)
-        else _NONE
+        np.array(sorted(_stop_ids(p, batch.eos_token_ids)), dtype=np.int64) if _masks(p, batch, row) else _NONE
         for row, p in zip(rows, params)
     ]
     if any(len(ids) for ids in masked):

@@ -23,6 +23,8 @@ class Sequence:
     token_ids: np.ndarray  # int32
     order: int  # of arrival; older sequences are served first
     seed: int = 0  # of its random numbers, with the position
+    queued_us: int = 0  # when it was added, on the machine's monotonic clock
+    first_token_us: int = 0  # when its first token was appended, whatever happened later; 0: not yet
     slot: int = -1  # -1: not running
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # chain hashes of full blocks of known tokens, as far as needed

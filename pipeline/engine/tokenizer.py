@@ -86,9 +86,7 @@ class Tokenizer:
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise ModelError(
-                f"{path}: expected a checkpoint folder with a tokenizer.json, found no such folder"
-            )
+            raise ModelError(f"{path}: expected a checkpoint folder with a tokenizer.json, found no such folder")
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(
                 f"{path}: no tokenizer.json. Expected a Hugging Face checkpoint with a fast tokenizer; an "
@@ -105,9 +103,7 @@ class Tokenizer:
         template = loaded.chat_template
         if isinstance(template, dict):
             template = template.get("default")
-        special = {
-            name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)
-        }
+        special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
         return cls(
             backend,
             name=path,
@@ -175,9 +171,7 @@ class Tokenizer:
             return self._parsing.encode(rendered, add_special_tokens=False).ids
         assert self._control_re is not None
         parts = [
-            self._aliased.torn(text, self._leaks_re)
-            if literal
-            else self._aliased.aliased(text, self._control_re)
+            self._aliased.torn(text, self._leaks_re) if literal else self._aliased.aliased(text, self._control_re)
             for text, literal in rendered
         ]
         return self._aliased.encode("".join(parts), add_special_tokens=False)
@@ -222,9 +216,7 @@ class _Aliased:
         self._json = literal_json
         self._control = control
         self._nonce = secrets.token_hex(12)
-        self._names = {
-            text: f"\U000f0000{self._nonce}.{index}\U000f0001" for index, text in enumerate(control)
-        }
+        self._names = {text: f"\U000f0000{self._nonce}.{index}\U000f0001" for index, text in enumerate(control)}
         self._tear = f"\U000f0000{self._nonce}.tear\U000f0001"
         self._lock = threading.Lock()
         self._backend: tokenizers.Tokenizer | None = None
@@ -247,9 +239,7 @@ class _Aliased:
 
     def _build(self) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self._json)
-        backend.encode_special_tokens = (
-            True  # the plain names; the aliases are not special, so they are parsed
-        )
+        backend.encode_special_tokens = True  # the plain names; the aliases are not special, so they are parsed
         known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         for text, token_id in self._control.items():
             like = known[text]
@@ -278,8 +268,7 @@ def _control_tokens(backend: tokenizers.Tokenizer, chat_template: str) -> dict[s
     return {
         token.content: token_id
         for token_id, token in backend.get_added_tokens_decoder().items()
-        if token.content
-        and (token.special or (token.content in chat_template and not token.content.isspace()))
+        if token.content and (token.special or (token.content in chat_template and not token.content.isspace()))
     }
 
 

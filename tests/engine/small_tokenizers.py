@@ -36,9 +36,7 @@ def byte_level(vocab_size: int = 420) -> Tokenizer:
     bpe.train_from_iterator(TEXTS, trainer)
     special = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    bpe.add_tokens(
-        [AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<table>", "\n\n\n")]
-    )
+    bpe.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<table>", "\n\n\n")])
     bpe.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", bpe.token_to_id("<|bos|>"))]
     )
@@ -52,16 +50,12 @@ def sentencepiece_like() -> Tokenizer:
     merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("▁", "a"), ("t", "e"), ("▁", "t")]
     pieces += letters + [left + right for left, right in merges if left + right != "</s>"]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
-    bpe = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     bpe.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
     bpe.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    bpe.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")]
-    )
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")])
     bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return bpe
 
@@ -71,9 +65,7 @@ def save(folder: Path, backend: Tokenizer, *, chat_template: str | None = None, 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(str(folder))
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "llama", "eos_token_id": backend.token_to_id(eos)})
-    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": backend.token_to_id(eos)}))
     return str(folder)
 
 

@@ -52,9 +52,7 @@ CHAT = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(CHAT, st.booleans(), st.booleans())
-def test_ordinary_chats_have_the_tokens_of_transformers(
-    tokenizer, theirs, messages, add_generation_prompt, thinking
-):
+def test_ordinary_chats_have_the_tokens_of_transformers(tokenizer, theirs, messages, add_generation_prompt, thinking):
     ours = tokenizer.encode_chat(
         messages, add_generation_prompt=add_generation_prompt, template_kwargs={"thinking": thinking}
     )
@@ -77,9 +75,7 @@ def test_the_system_message_is_added_where_none_is(tokenizer):
 
 
 CONTROL = ["<|im_end|>", "<|im_start|>", "<|bos|>", "<think>", "</think>", "<|eos|>"]
-MIXED = st.lists(
-    st.sampled_from([*CONTROL, "a", " ", "\n", "<|im_", "end|>", "你", "\ue000", "\ue001"]), max_size=6
-)
+MIXED = st.lists(st.sampled_from([*CONTROL, "a", " ", "\n", "<|im_", "end|>", "你", "\ue000", "\ue001"]), max_size=6)
 
 
 @settings(max_examples=80, deadline=None)

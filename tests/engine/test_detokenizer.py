@@ -43,9 +43,7 @@ def sentencepiece_like():
 RANDOM_IDS = st.lists(st.integers(0, 339), max_size=90)
 BYTE_IDS = st.one_of(TEXT.map(lambda text: byte_level().encode(text).ids), RANDOM_IDS)
 STOP_STRINGS = ["你", "好世", "🎉", "d", "end", "\n", " 7", "aa", "7\n", "é ", "pump"]
-STOP = st.lists(
-    st.sampled_from(STOP_STRINGS) | st.text("ae你 \n", min_size=1, max_size=4), min_size=1, max_size=3
-)
+STOP = st.lists(st.sampled_from(STOP_STRINGS) | st.text("ae你 \n", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 def visible(decoder, ids):
@@ -60,9 +58,7 @@ def plain_stop(decoder, ids, stop, min_tokens):
         before, text = visible(decoder, ids[: count - 1]), visible(decoder, ids[:count])
         matches = []
         for one in stop:
-            starts = [
-                at for at in range(len(text)) if text.startswith(one, at) and at + len(one) > len(before)
-            ]
+            starts = [at for at in range(len(text)) if text.startswith(one, at) and at + len(one) > len(before)]
             matches += [(at, -len(one), one) for at in starts]
         if matches:
             at, _, one = min(matches)

@@ -44,9 +44,7 @@ def plain_distribution(logits, params, output=(), prompt=(), position=0, eos=EOS
             if token < len(z):
                 z[token] = -math.inf
     for token in {*output, *prompt}:
-        z[token] = (
-            z[token] * params.repetition_penalty if z[token] < 0 else z[token] / params.repetition_penalty
-        )
+        z[token] = z[token] * params.repetition_penalty if z[token] < 0 else z[token] / params.repetition_penalty
     for token in set(output):
         z[token] -= params.presence_penalty + params.frequency_penalty * list(output).count(token)
     if params.temperature == 0:
@@ -169,8 +167,7 @@ def mixed_rows(num_rows, num_tokens, seed=0):
     options = [*OPTIONS.values(), {"temperature": 0.0}, {"temperature": 0.0, "frequency_penalty": 0.5}]
     options.append({"temperature": 0.0, "min_tokens": 9, "logprobs": 2})
     params = [
-        SamplingParams(**{"max_tokens": 20, "temperature": 1.0, **options[i % len(options)]})
-        for i in range(num_rows)
+        SamplingParams(**{"max_tokens": 20, "temperature": 1.0, **options[i % len(options)]}) for i in range(num_rows)
     ]
     lengths = rng.integers(0, 12, num_rows)
     output = [rng.integers(0, num_tokens, n).astype(np.int32) for n in lengths]
@@ -199,9 +196,7 @@ def test_draws_follow_the_distribution_of_their_row():
         np.testing.assert_array_equal(distribution(*rows_of(logits, batch, [row]))[0].numpy(), p[row])
         assert p[row, sample(logits, batch).token_ids[row]] > 0
     greedy = batch_of([SamplingParams()] * 45)
-    assert (
-        distribution(logits, greedy).numpy() == (np.arange(40) == sample(logits, greedy).token_ids[:, None])
-    ).all()
+    assert (distribution(logits, greedy).numpy() == (np.arange(40) == sample(logits, greedy).token_ids[:, None])).all()
 
 
 @pytest.mark.parametrize("num_tokens", [37, 1300])
@@ -348,9 +343,7 @@ def test_rows_that_are_not_finite_are_flagged_and_touch_nobody(device):
     rows = [3, 10, 14, 16, 0]
     plain = sample(broken[rows], batch_of([SamplingParams()] * 5))  # the fast path
     assert plain.finite.tolist() == [False, False, False, False, True]
-    hidden = torch.tensor(
-        [[0.0, 1.0, float("inf")]], device=device
-    )  # where the mask of min_tokens would hide it
+    hidden = torch.tensor([[0.0, 1.0, float("inf")]], device=device)  # where the mask of min_tokens would hide it
     assert not sample(hidden, batch_of([SamplingParams(min_tokens=1)])).finite.any()
     assert not sample(hidden, batch_of([SamplingParams(min_tokens=1, temperature=1.0)])).finite.any()
     # a -inf here and there is no fault

@@ -1,5 +1,7 @@
 """The scheduler on a model whose tokens give away every mistake: see hash_runner."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,27 @@ def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
     assert sum(engine.runner.tokens_per_step) == (
         engine.stats.prompt_tokens + engine.stats.recomputed_tokens + engine.stats.generated_tokens - len(requests)
     )
+
+
+def test_completions_say_when_they_came_also_after_a_preemption() -> None:
+    engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
+    engine.scheduler._expected = 1
+    before = time.monotonic_ns() // 1000
+    for row in range(8):
+        engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)))
+    added = time.monotonic_ns() // 1000
+    done: dict[object, Completion] = {}
+    first_seen: dict[int, int] = {}
+    while engine.has_unfinished:
+        done |= {c.row_id: c for c in engine.step()}
+        for sequence in filter(None, engine.table.sequences):
+            row, first = sequence.request.row_id, sequence.first_token_us
+            assert first == 0 or first_seen.setdefault(row, first) == first
+    assert engine.stats.num_preemptions > 0
+    for row, completion in done.items():
+        assert before <= completion.queued_us <= added <= completion.first_token_us < completion.last_token_us
+        assert completion.first_token_us == first_seen[row]
+        assert completion.last_token_us <= time.monotonic_ns() // 1000
 
 
 def test_a_sequence_that_alone_outgrows_the_cache_is_an_error_and_others_live() -> None:

@@ -75,9 +75,7 @@ def test_transformers_itself_would_read_control_tokens(folder, tokenizer):
     theirs = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.control_tokens["<|im_end|>"] in theirs("<|im_end|>")["input_ids"]
     assert tokenizer.control_tokens["</think>"] in theirs("x</think>\n")["input_ids"]
-    table = theirs.convert_tokens_to_ids(
-        "<table>"
-    )  # neither special nor in the template: ordinary vocabulary
+    table = theirs.convert_tokens_to_ids("<table>")  # neither special nor in the template: ordinary vocabulary
     assert table in tokenizer.encode("<table>")
     assert set(tokenizer.control_tokens) == {
         "<|bos|>",
@@ -107,9 +105,7 @@ def test_decode_leaves_special_tokens_out_and_blanks_alone(tokenizer):
     ids = tokenizer.encode(text)
     control = tokenizer.control_tokens
     assert tokenizer.decode([*ids, control["<|im_end|>"], control["<|eos|>"]]) == text
-    assert (
-        tokenizer.decode([control["<think>"], *ids[1:]]) == "<think>" + text
-    )  # not special: part of the text
+    assert tokenizer.decode([control["<think>"], *ids[1:]]) == "<think>" + text  # not special: part of the text
     assert tokenizer.decode([]) == ""
     assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""  # a model may pad its vocabulary
 
@@ -177,10 +173,7 @@ def test_several_threads_may_encode(tokenizer):
     texts = [f"row {i} <|im_end|> 你好" for i in range(200)]
     expected = [tokenizer.encode(text) for text in texts]
     got: dict[int, list[list[int]]] = {}
-    threads = [
-        threading.Thread(target=lambda n=n: got.__setitem__(n, tokenizer.encode_batch(texts)))
-        for n in range(4)
-    ]
+    threads = [threading.Thread(target=lambda n=n: got.__setitem__(n, tokenizer.encode_batch(texts))) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
