@@ -212,7 +212,14 @@ class RunSection(Section):
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
     drain_s: float = Field(default=30.0, ge=0, le=86_400)
     step_timeout_s: float = Field(default=300.0, gt=0, le=86_400)
+    progress_timeout_s: float = Field(default=1800.0, gt=0, le=604_800)
+    spot_notice: Literal["off", "aws", "gcp", "azure"] = "off"
     ray_address: str | None = None
+
+    @field_validator("spot_notice", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        return "off" if value is False else value
 
 
 class CostSection(Section):
