@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pipeline.config import JobConfig
 from pipeline.data.source import Source
@@ -12,6 +13,14 @@ from pipeline.job.plan import Plan, WindowTask
 from pipeline.job.record import versions
 from pipeline.job.stages import Chat
 from pipeline.job.worker import Backend, WorkSpec
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Whom an actor asks whether its machine is to be taken away, and how long it then goes on."""
+
+    notice: Literal["off", "aws", "gcp", "azure"] = "off"
+    drain_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class FlowSpec:
     gpus: float
     units_in_flight: int
     ray_address: str | None = None
+    spot: Spot = Spot()
 
 
 def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend) -> FlowSpec:
@@ -58,7 +68,10 @@ def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend) -> Fl
         run.step_timeout_s,
         threads,
     )
-    return FlowSpec(plan.source, tasks, plan.units, work, run.actors, cpus, gpus, run.units_in_flight, run.ray_address)
+    spot = Spot(run.spot_notice, run.drain_s)
+    return FlowSpec(
+        plan.source, tasks, plan.units, work, run.actors, cpus, gpus, run.units_in_flight, run.ray_address, spot
+    )
 
 
 def resolve_device(config: JobConfig) -> str:

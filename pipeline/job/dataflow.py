@@ -49,10 +49,11 @@ from pipeline.data import failpoints
 from pipeline.data.source import Source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.actors import FlowSpec
+from pipeline.job.actors import FlowSpec, Spot
 from pipeline.job.ledger import REPORT_S, ActorState, Ledger, Order
 from pipeline.job.machine import available_cores, now_us
 from pipeline.job.plan import WindowTask, check_units
+from pipeline.job.spot import SpotNotice
 from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker, WorkSpec
 
@@ -96,7 +97,7 @@ class EngineActor:
     """What Ray calls: hands units to a `Worker` and tells the ledger how it goes. Called from several
     threads."""
 
-    def __init__(self, spec: WorkSpec, ledger: Any) -> None:
+    def __init__(self, spec: WorkSpec, ledger: Any, spot: Spot) -> None:
         failpoints.from_environ()
         # As bytes: unpacking the handle would load all of Ray Data into the ledger's process, which all wait for.
         me = pickle.dumps(ray.get_runtime_context().current_actor)
@@ -119,6 +120,8 @@ class EngineActor:
             self._worker, self._failure = None, PipelineError(traceback.format_exc())
         else:
             threading.Thread(target=self._report, daemon=True, name="report").start()
+            if spot.notice != "off":
+                SpotNotice(spot.notice, lambda: self._leave(spot.drain_s))
 
     def __call__(self, batch: pa.Table) -> dict[str, list[str]]:
         return {"summary": [json for data in batch["data"] for json in self._process(data.as_py())]}
@@ -139,6 +142,16 @@ class EngineActor:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._ledger.report.remote(self._worker.state()))
         yield summary.to_json()
+
+    def _leave(self, drain_s: float) -> None:
+        """This machine is to be taken away: finish what can be, keep the rest's finished rows, and wait for the end.
+
+        Ray then gives the units that are open here to other actors, which find those rows.
+        """
+        assert self._worker is not None
+        self._stopping.set()
+        time.sleep(drain_s)
+        self._worker.interrupt()
 
     def _report(self) -> None:
         assert self._worker is not None
@@ -300,7 +313,7 @@ def _graph(spec: FlowSpec, ledger: Any) -> ray.data.Dataset:
             EngineActor,
             batch_size=1,
             batch_format="pyarrow",
-            fn_constructor_args=(spec.work, ledger),
+            fn_constructor_args=(spec.work, ledger, spec.spot),
             num_cpus=spec.cpus,
             num_gpus=spec.gpus or None,
             compute=ActorPoolStrategy(

@@ -18,13 +18,14 @@ from pipeline.config import JobConfig
 from pipeline.cost import RunReport
 from pipeline.data.parts import SUCCESS, PartStore
 from pipeline.data.records import PartTotals
-from pipeline.errors import Interrupted, PipelineError, TooManyRowErrors
+from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
 from pipeline.job.fingerprint import claim, record_numerics
-from pipeline.job.ledger import Order
+from pipeline.job.ledger import ActorState, Order
 from pipeline.job.partial import remove_all
 from pipeline.job.plan import Plan, make_plan, what_is_left
 from pipeline.job.record import STATUS, RunLog, make_report, versions
+from pipeline.job.spot import SpotNotice
 from pipeline.job.stages import UnitSummary
 from pipeline.job.status import Status
 from pipeline.job.verify import verify, write_empty_part, write_success
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pipeline.job.dataflow import Dataflow
 
 TICK_S = 1.0
+STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
 RATE_WINDOW_S = 30.0
 GIVE_UP_S = 10.0  # to keep what is finished of open units, at the end of a drain
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -97,6 +99,37 @@ def run_job(
     return report
 
 
+class _Stall:
+    """Notices that nothing moves any more: no unit ends, no engine steps, none is loading."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since = time.monotonic()
+        self._seen: object = None
+
+    def look(self, units: int, actors: list[ActorState]) -> None:
+        """Raise EnvironmentFailed once it has been so for the limit."""
+        now = (
+            units,
+            sum(actor.record.stats.get("num_steps", 0) for actor in actors),
+            # an engine that loads steps nothing; its time goes on only while its actor lives
+            sum(a.record.phases_us["startup"] + a.record.phases_us["load"] for a in actors),
+        )
+        if now != self._seen:
+            self._seen, self._since = now, time.monotonic()
+        elif time.monotonic() - self._since > self._limit_s:
+            raise EnvironmentFailed(self._why(actors))
+
+    def _why(self, actors: list[ActorState]) -> str:
+        idle = f"Nothing has moved for {self._limit_s:g} s (run.progress_timeout_s)"
+        if not actors:
+            return (
+                f"{idle}: no engine actor could be started. Has the cluster the CPUs and GPUs that run.actors, "
+                "run.cpus_per_actor and run.gpus_per_actor ask for?"
+            )
+        return f"{idle}: {len(actors)} engine actors were seen, none of them works. Are their machines gone?"
+
+
 class _Run:
     """The part of a run that goes on in time. Lives in the driver's main thread."""
 
@@ -108,6 +141,9 @@ class _Run:
         self._show = show
         self._phase = "starting"
         self._signals = 0
+        self._why_stopped = "a signal"
+        self._write_every_s = STORE_TICK_S if "://" in plan.config.output.path else 0.0
+        self._wrote_at = 0.0
         self._rates: deque[tuple[float, int, int]] = deque()  # time, tokens in, tokens out
 
     # -- beginning and end
@@ -166,6 +202,10 @@ class _Run:
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
 
+    def _on_notice(self) -> None:
+        self._why_stopped = "a spot notice: this machine is to be taken away"
+        self._signals += 1
+
     # -- the dataflow
 
     def execute(self, spec: FlowSpec) -> None:
@@ -178,11 +218,15 @@ class _Run:
         self._install_handlers()  # Ray puts its own handler for SIGTERM in the place of ours
         self._log.driver_us["ray_start"] = (time.monotonic_ns() - started) // 1000
         self.say("loading the model")
+        cloud = self._plan.config.run.spot_notice
+        notice = None if cloud == "off" else SpotNotice(cloud, self._on_notice)
         try:
             self._consume(flow)
         except EndOfUnits:
             pass
         finally:
+            if notice is not None:
+                notice.close()
             self._log.actors = flow.actors(end=True) or self._log.actors
             started = time.monotonic_ns()
             flow.close()
@@ -190,6 +234,7 @@ class _Run:
 
     def _consume(self, flow: "Dataflow") -> None:
         next_tick = 0.0
+        stall = _Stall(self._plan.config.run.progress_timeout_s)
         while True:
             summary = flow.next(timeout_s=0.2)
             if summary is not None:
@@ -198,6 +243,7 @@ class _Run:
                 return self._drain(flow)
             if time.monotonic() >= next_tick:
                 self._tick(flow)
+                stall.look(self._log.written.units + self._log.lost.units, self._log.actors)
                 next_tick = time.monotonic() + TICK_S
 
     def _take(self, summary: UnitSummary) -> None:
@@ -232,7 +278,7 @@ class _Run:
                     if time.monotonic() > given + heard and not any(a.open_units for a in self._log.actors):
                         break
         raise Interrupted(
-            f"Stopped by a signal with {self._done().rows} of {self._plan.num_rows} rows done. "
+            f"Stopped by {self._why_stopped} with {self._done().rows} of {self._plan.num_rows} rows done. "
             "The same command goes on from here."
         )
 
@@ -242,6 +288,10 @@ class _Run:
         self._log.actors = flow.actors() or self._log.actors
         if any(actor.record.stats.get("num_steps") for actor in self._log.actors) and self._phase != "draining":
             self._phase = "running"
+        if time.monotonic() < self._wrote_at + self._write_every_s:
+            self._show(self._status())
+            return
+        self._wrote_at = time.monotonic()
         self._log.save()
         self.say(self._phase)
 

@@ -1,0 +1,100 @@
+"""A run that cannot go on ends with its reason, and nothing is decided by wall time."""
+
+import re
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+import pipeline
+from pipeline.errors import EnvironmentFailed
+from tests.job.local_flow import LocalFlow
+from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+
+
+class NoActors(LocalFlow):
+    """A cluster that never has room for an engine actor."""
+
+    def __init__(self, spec, run_began_us):
+        self.asked = 0
+
+    def next(self, timeout_s):
+        time.sleep(0.05)
+
+    def actors(self, end=False):
+        return []
+
+    def close(self):
+        pass
+
+
+class LostActors(LocalFlow):
+    """A cluster whose machines go away after the first unit and do not come back."""
+
+    def next(self, timeout_s):
+        if not hasattr(self, "lost"):
+            summary = super().next(timeout_s)
+            if summary is not None:
+                self.lost = super().actors()
+            return summary
+        time.sleep(0.05)
+        return None
+
+    def actors(self, end=False):
+        return getattr(self, "lost", None) or super().actors(end)
+
+
+def test_fault_09_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
+    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", NoActors)
+    job.rows(TEXTS)
+    with pytest.raises(EnvironmentFailed, match=r"no engine actor could be started.*run\.actors"):
+        run(job, run={"progress_timeout_s": 0.5})
+
+
+def test_fault_09_actors_that_are_gone_for_too_long_end_the_run_and_the_next_one_goes_on(job, monkeypatch):
+    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LostActors)
+    job.rows(TEXTS)
+    with pytest.raises(EnvironmentFailed, match=r"Nothing has moved for 1 s.*1 engine actors were seen"):
+        run(job, run={**job.settings["run"], "progress_timeout_s": 1})
+    assert runs(job)[-1]["outcome"] == "failed"
+    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LocalFlow)
+    run(job)
+    job.check(TEXTS)
+
+
+def test_a_slow_load_is_not_a_stall(job):
+    job.rows(TEXTS[:5]).fake(load_s=2.0)
+    run(job, run={**job.settings["run"], "progress_timeout_s": 1})
+    job.check(TEXTS[:5])
+
+
+def test_fault_50_clocks_that_jump_change_nothing(job, monkeypatch):
+    """Wall time goes a day back between two looks at it, and between the runs."""
+    looks = 0
+
+    class Jumping(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            nonlocal looks
+            looks += 1
+            return datetime(2026, 3, 1, tzinfo=UTC) - timedelta(days=looks)
+
+    monkeypatch.setattr("pipeline.job.record.datetime", Jumping)
+    job.rows(TEXTS)
+    run(job)
+    job.parts()[0].unlink()
+    (job.output / "_SUCCESS").unlink()
+    run(job)
+    job.check(TEXTS)
+    assert looks >= 2
+    assert [record["run_id"][:4] for record in runs(job)] == ["0001", "0002"], "runs are in the order of their numbers"
+    assert [record["outcome"] for record in runs(job)] == ["finished", "finished"]
+
+
+def test_fault_50_no_file_asks_for_wall_time_but_two_that_show_it():
+    """`started_at` of a run is for people; some chat templates write today's date. All else is monotonic."""
+    asks = re.compile(r"time\.time\(|datetime\.now\(|\.st_mtime\b|time\.localtime\(|date\.today\(")
+    package = Path(pipeline.__file__).parent
+    found = {str(f.relative_to(package)) for f in package.rglob("*.py") if asks.search(f.read_text())}
+    assert found <= {"job/record.py", "engine/chat_worker.py"}
