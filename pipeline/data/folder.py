@@ -1,12 +1,10 @@
-"""Files on a local disk that appear whole or not at all: create-only, atomic replace, both durable when they
-return.
+"""Files that appear whole or not at all: create-only, atomic replace, both durable when they return. What a folder
+can do, and the folder on a local disk; `objects` has the one in an object store.
 
 Bytes go to a temporary file and are synced; then a hard link gives them their name, which fails where the
 name is taken, so of several writers one wins and the others learn it. A writer holds a lock on its temporary
 file, and a file nobody holds is a leftover. Deleting a living writer's file by accident costs it a retry,
 never a row.
-
-This is the seam for object stores: the same few operations over one conditional PUT.
 """
 
 import errno
@@ -14,9 +12,10 @@ import fcntl
 import os
 import posixpath
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Protocol
 
 from pipeline.data.failpoints import hit
 from pipeline.errors import EnvironmentFailed, OutputError
@@ -26,11 +25,74 @@ _TRIES = 5  # how often a vanished temporary file is written anew
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)  # filesystems that cannot sync a folder and need not
 
 
+class Folder(Protocol):
+    """Where an output lies. Names are relative to its root and "/"-separated.
+
+    Every operation raises EnvironmentFailed when the disk or the store fails, OutputError when it refuses.
+    """
+
+    def shown(self, name: str = "") -> str:
+        """The place as messages name it; without a name, the root, by which it can be opened again."""
+        ...
+
+    def names(self, folder: str = "") -> list[str]:
+        """What lies directly in the folder, sorted; one listing. No folder, no names."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def read(self, name: str) -> bytes | None:
+        """The file's bytes, or None where there is none."""
+        ...
+
+    def open(self, name: str) -> IO[bytes]:
+        """The file for reading pieces of it. FileNotFoundError where there is none."""
+        ...
+
+    def create(self, name: str, data: bytes, point: str = "file") -> bool:
+        """Write a new file, seen to be what was meant; False, and nothing is changed, where the name is taken.
+
+        point: the first half of the names of the failpoints passed.
+        """
+        ...
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file or put it in the place of the old one; a reader sees the old or the new, whole."""
+        ...
+
+    def read_tagged(self, name: str) -> tuple[bytes, str] | None:
+        """The file's bytes and a tag of this version of it, for `swap`; None where there is none."""
+        ...
+
+    def swap(self, name: str, data: bytes, tag: str) -> bool:
+        """Replace the file if it still is the version of this tag; False, and nothing is changed, if not."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file; none there is fine."""
+        ...
+
+    def clean_tmp(self) -> int:
+        """Remove what writers that are gone have left; how many."""
+        ...
+
+    def probe(self) -> None:
+        """Make the folder and see that files can be made, are create-only and are kept."""
+        ...
+
+    def probe_swap(self) -> None:
+        """See that `swap` keeps its promise here."""
+        ...
+
+
 class LocalFolder:
-    """Names are relative to the root and "/"-separated."""
+    """A folder of a local disk, or of a network disk that is mounted like one."""
 
     def __init__(self, root: str) -> None:
         self.root = Path(os.path.abspath(root))
+
+    def shown(self, name: str = "") -> str:
+        return str(self.root / name)
 
     def path(self, name: str) -> Path:
         parts = name.split("/")
@@ -43,7 +105,6 @@ class LocalFolder:
         _sync_folder(self.root)
 
     def names(self, folder: str = "") -> list[str]:
-        """What lies directly in the folder, sorted; one listing. No folder, no names."""
         try:
             return sorted(os.listdir(self.path(folder) if folder else self.root))
         except FileNotFoundError:
@@ -53,27 +114,22 @@ class LocalFolder:
         except OSError as e:
             raise EnvironmentFailed(f"{self.root / folder}: cannot be listed: {e.strerror}") from e
 
+    def has(self, name: str) -> bool:
+        return self.path(name).exists()
+
     def read(self, name: str) -> bytes | None:
-        """The file's bytes, or None where there is none."""
-        try:
-            return self.path(name).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as e:
-            raise EnvironmentFailed(f"{self.path(name)}: cannot be read: {e.strerror}") from e
+        there = self.read_tagged(name)
+        return there[0] if there else None
 
-    def create(self, name: str, data: bytes, check: Callable[[Path], None] | None = None, point: str = "file") -> bool:
-        """Write a new file; False, and nothing is changed, where the name is taken.
+    def open(self, name: str) -> IO[bytes]:
+        return open(self.path(name), "rb")
 
-        check: called with the synced temporary file before it gets its name. point: the first half of the
-        names of the failpoints passed. Raises EnvironmentFailed when the disk does not take it.
-        """
+    def create(self, name: str, data: bytes, point: str = "file") -> bool:
         final = self.path(name)
         for _ in range(_TRIES):
             with self._failing(final), self._temporary(name, data, point) as temporary:
                 try:
-                    if check is not None:
-                        check(temporary)
+                    _check(temporary, data)
                     made = self._link(temporary, final)
                 except FileNotFoundError:
                     continue  # cleaned away by mistake
@@ -85,7 +141,6 @@ class LocalFolder:
         raise EnvironmentFailed(f"{final}: temporary files in {self.root / TMP} vanish while they are written")
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file or put it in the place of the old one; a reader sees the old or the new, whole."""
         final = self.path(name)
         for _ in range(_TRIES):
             with self._failing(final), self._temporary(name, data, "file") as temporary:
@@ -98,13 +153,42 @@ class LocalFolder:
                 return
         raise EnvironmentFailed(f"{final}: temporary files in {self.root / TMP} vanish while they are written")
 
+    def read_tagged(self, name: str) -> tuple[bytes, str] | None:
+        try:
+            with open(self.path(name), "rb") as file:
+                return file.read(), _tag(file.fileno())
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise EnvironmentFailed(f"{self.path(name)}: cannot be read: {e.strerror}") from e
+
+    def swap(self, name: str, data: bytes, tag: str) -> bool:
+        """As `Folder.swap`. Swaps of one file wait for each other on the lock of the file that is there: the second
+        then sees that the name stands for another file."""
+        final = self.path(name)
+        with self._failing(final):
+            try:
+                there = os.open(final, os.O_RDONLY)
+            except FileNotFoundError:
+                return False
+            try:
+                fcntl.flock(there, fcntl.LOCK_EX)
+                if _tag(there) != tag or not os.path.samestat(os.fstat(there), os.stat(final)):
+                    return False
+                with self._temporary(name, data, "swap") as temporary:
+                    _check(temporary, data)
+                    os.replace(temporary, final)
+                    hit("swap.replaced")
+                    _sync_folder(final.parent)
+                return True
+            finally:
+                os.close(there)
+
     def remove(self, name: str) -> None:
-        """Remove a file; none there is fine."""
         with self._failing(self.path(name)):
             self.path(name).unlink(missing_ok=True)
 
     def clean_tmp(self) -> int:
-        """Remove the temporary files of writers that are gone; how many."""
         removed = 0
         for name in self.names(TMP):
             path = self.root / TMP / name
@@ -119,10 +203,6 @@ class LocalFolder:
         return removed
 
     def probe(self) -> None:
-        """Make the folder and see that files can be made, are create-only and are kept.
-
-        Raises OutputError when the folder cannot be used, EnvironmentFailed when the disk fails.
-        """
         name = f"{TMP}/probe-{secrets.token_hex(8)}"
         try:
             self.make()
@@ -150,6 +230,9 @@ class LocalFolder:
             raise OutputError(f"output.path {self.root}: cannot be written: {e.strerror} ({e.filename})") from e
         if not whole:
             raise EnvironmentFailed(f"output.path {self.root}: a file just written reads back differently")
+
+    def probe_swap(self) -> None:
+        """A disk that passes `probe` can rename, which is all that `swap` needs."""
 
     def _link(self, temporary: Path, final: Path) -> bool:
         """Give the file its name: True we did, False it is taken. FileNotFoundError: it has vanished."""
@@ -188,6 +271,21 @@ class LocalFolder:
             yield
         except OSError as e:
             raise EnvironmentFailed(f"{path}: {e.strerror or e}; free the disk or fix it, then run again") from e
+
+
+def _check(path: Path, data: bytes) -> None:
+    """See that the file on disk is what was meant before it gets its name."""
+    written = path.read_bytes()
+    if written != data:
+        raise EnvironmentFailed(
+            f"{path}: {len(written)} of {len(data)} bytes were written, or they read back otherwise"
+        )
+
+
+def _tag(fd: int) -> str:
+    """Tells this version of a file from any other: a file is never changed in place."""
+    status = os.fstat(fd)
+    return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
 
 
 def _lock(fd: int) -> bool:

@@ -6,21 +6,23 @@ names.
 """
 
 import re
+import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.folder import LocalFolder
+from pipeline.data.folder import Folder, LocalFolder
+from pipeline.data.objects import open_objects
 from pipeline.data.records import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
+NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one
 SUCCESS = "_SUCCESS"
 
 _PART = re.compile(r"part-([0-9a-f]{8})-w(\d{5,})-u(\d{4,})of(\d{4,})-n(\d+)\.parquet")
@@ -97,29 +99,45 @@ class Progress:
         return of is not None and self._done[window] == (1 << of) - 1
 
 
+@dataclass(frozen=True)
+class StoredPart:
+    """A part as it was read. `tag` tells this version of it from others."""
+
+    table: pa.Table
+    metadata: Mapping[str, str]  # provenance, without what `write` adds
+    tag: str
+
+
 class PartStore:
     """The output folder. Safe for any number of writers, threads and processes; holds no state but the
-    path."""
+    place."""
 
     def __init__(self, path: str, storage: Mapping[str, Any] | None = None) -> None:
-        """`storage`: fsspec options, for stores that are not local. Raises OutputError when there is no
-        support."""
-        if path.startswith("file://"):
-            path = path.removeprefix("file://")
+        """A local path, or a url with its fsspec options in `storage`. Raises OutputError when it cannot be one."""
+        path = path.removeprefix("file://")
+        self.folder: Folder
         if "://" in path:
-            raise OutputError(f"output.path {path}: writing to {path.split('://')[0]}:// is not supported yet")
-        if storage:
+            self.folder = open_objects(path, storage or {})
+        elif storage:
             raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")
-        self.folder = LocalFolder(path)
+        else:
+            self.folder = LocalFolder(path)
+
+    def __repr__(self) -> str:
+        return f"PartStore({self.path})"
 
     @property
     def path(self) -> str:
-        return str(self.folder.root)
+        return self.folder.shown()
 
     def probe(self) -> None:
         """Make the folder if need be and see that create-only writes work. Raises OutputError,
         EnvironmentFailed."""
         self.folder.probe()
+
+    def probe_rewrite(self) -> None:
+        """See that `rewrite` can keep its promise here. Raises OutputError where the store cannot."""
+        self.folder.probe_swap()
 
     def list(self, fingerprint8: str | None = None) -> Progress:
         """What is done, from one listing. No folder: nothing is.
@@ -134,16 +152,16 @@ class PartStore:
             name = PartName.parse(file)
             if name is None:
                 raise OutputError(
-                    f"{self.folder.root / file}: not a part; output.path must be a new folder or this job's own"
+                    f"{self.folder.shown(file)}: not a part; output.path must be a new folder or this job's own"
                 )
             expected = fingerprint8 or progress.fingerprint8
             if expected is not None and name.fingerprint8 != expected:
                 raise OutputError(
-                    f"{self.folder.root / file}: belongs to another job (fingerprint {name.fingerprint8}, "
+                    f"{self.folder.shown(file)}: belongs to another job (fingerprint {name.fingerprint8}, "
                     f"this one is {expected}); choose another output.path"
                 )
             if not progress.add(name):
-                raise OutputError(f"{self.folder.root / file}: another part holds the same unit; remove one of them")
+                raise OutputError(f"{self.folder.shown(file)}: another part holds the same unit; remove one of them")
         return progress
 
     def write(self, name: PartName, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
@@ -154,13 +172,42 @@ class PartStore:
         this unit's.
         """
         assert table.num_rows == name.rows, f"{name}: the table has {table.num_rows} rows"
-        data = serialize(table, metadata or {})
-        if self.folder.create(str(name), data, lambda path: _check(path, len(data), name.rows), "part"):
+        if self.folder.create(str(name), serialize(table, metadata or {}), "part"):
             return True
-        there = _footer(self.folder.path(str(name)))
+        there = self._footer(str(name))
         if there.num_rows != name.rows:
-            raise OutputError(f"{self.folder.root / str(name)}: holds {there.num_rows} rows, its name says {name.rows}")
+            raise OutputError(f"{self.folder.shown(str(name))}: holds {there.num_rows} rows, its name says {name.rows}")
         return False
+
+    def has(self, name: PartName) -> bool:
+        """Whether the part is there."""
+        return self.folder.has(str(name))
+
+    def read_part(self, name: PartName) -> StoredPart:
+        """A part with its page checksums verified. Raises OutputError when it is damaged or not there."""
+        there = self.folder.read_tagged(str(name))
+        if there is None:
+            raise OutputError(f"{self.folder.shown(str(name))}: this part is not there any more")
+        data, tag = there
+        try:
+            table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+        except (pa.ArrowException, OSError) as e:
+            raise self._damaged(str(name), e) from e
+        notes = table.schema.metadata or {}
+        kept = {k.decode(): v.decode() for k, v in notes.items() if k not in (UNIT_KEY, NONCE_KEY)}
+        return StoredPart(table.replace_schema_metadata(None), kept, tag)
+
+    def rewrite(self, name: PartName, table: pa.Table, metadata: Mapping[str, str], tag: str) -> None:
+        """Put these rows in the place of the part that was read with this tag: one atomic replace of the whole file.
+
+        Raises OutputError, with nothing changed, when the part is not the one that was read any more.
+        """
+        assert table.num_rows == name.rows, f"{name}: the table has {table.num_rows} rows"
+        if not self.folder.swap(str(name), serialize(table, metadata), tag):
+            raise OutputError(
+                f"{self.folder.shown(str(name))}: was replaced or removed by another run since it was read; it is "
+                "left as it is. Let only one run at a time rewrite an output, then run again"
+            )
 
     def create(self, name: str, data: bytes) -> bool:
         """Create a small file such as `_pipeline/job.json`; False where it is there already, unchanged."""
@@ -198,16 +245,33 @@ class PartStore:
             return reduce(PartTotals.__add__, pool.map(self._totals_of, names), PartTotals())
 
     def _totals_of(self, file: str) -> PartTotals:
-        path = self.folder.path(file)
-        footer = _footer(path)
+        footer = self._footer(file)
         name = PartName.parse(file)
         text = (footer.metadata or {}).get(UNIT_KEY)
         if text is None:
-            raise OutputError(f"{path}: has no {UNIT_KEY.decode()} metadata: not written by this program")
+            raise OutputError(
+                f"{self.folder.shown(file)}: has no {UNIT_KEY.decode()} metadata: not written by this program"
+            )
         totals = PartTotals.from_json(text)
         if name is None or not totals.rows == footer.num_rows == name.rows:
-            raise OutputError(f"{path}: holds {footer.num_rows} rows, its name and metadata say otherwise")
+            raise OutputError(
+                f"{self.folder.shown(file)}: holds {footer.num_rows} rows, its name and metadata say otherwise"
+            )
         return totals
+
+    def _footer(self, file: str) -> pq.FileMetaData:
+        try:
+            with self.folder.open(file) as handle:
+                return pq.read_metadata(handle)
+        except (pa.ArrowException, OSError) as e:
+            if isinstance(e, OSError) and e.errno is not None:
+                raise EnvironmentFailed(f"{self.folder.shown(file)}: cannot be read: {e.strerror}") from e
+            raise self._damaged(file, e) from e
+
+    def _damaged(self, file: str, error: Exception) -> OutputError:
+        return OutputError(
+            f"{self.folder.shown(file)}: this part is damaged: {error}; remove it and run again to make it anew"
+        )
 
 
 def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
@@ -215,6 +279,7 @@ def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
     footer."""
     notes = {k.encode(): v.encode() for k, v in metadata.items()}
     notes[UNIT_KEY] = PartTotals.of_table(table).to_json().encode()
+    notes[NONCE_KEY] = secrets.token_hex(8).encode()
     sink = pa.BufferOutputStream()
     pq.write_table(
         table.replace_schema_metadata(notes),
@@ -224,23 +289,3 @@ def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
         write_page_checksum=True,
     )
     return sink.getvalue().to_pybytes()
-
-
-def _check(path: Path, size: int, rows: int) -> None:
-    """See that the file on disk is what was meant before it gets its name."""
-    written = path.stat().st_size
-    try:
-        there = pq.read_metadata(path).num_rows if written == size else -1
-    except pa.ArrowException:
-        there = -1
-    if there != rows:
-        raise EnvironmentFailed(f"{path}: {written} of {size} bytes were written, or they read back differently")
-
-
-def _footer(path: Path) -> pq.FileMetaData:
-    try:
-        return pq.read_metadata(path)
-    except (pa.ArrowException, OSError) as e:
-        if isinstance(e, OSError) and e.errno is not None:
-            raise EnvironmentFailed(f"{path}: cannot be read: {e.strerror}") from e
-        raise OutputError(f"{path}: this part is damaged: {e}; remove it and run again to make it anew") from e

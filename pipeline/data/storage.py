@@ -240,7 +240,7 @@ class RemoteFilesystem:
                     if renewed:
                         raise EnvironmentFailed(
                             f"{self._shown(path)}: the store says that the credentials have expired "
-                            f"({self._answer(e)}), also after reading them afresh; renew them and run the same "
+                            f"({self.said(e)}), also after reading them afresh; renew them and run the same "
                             "command again, it goes on where it stopped"
                         ) from None
                     renewed = True
@@ -252,7 +252,7 @@ class RemoteFilesystem:
                 if tries >= policy.max_tries or spent + wait > policy.total_s:
                     raise EnvironmentFailed(
                         f"{self._shown(path)}: given up after {tries} tries in {spent:.0f} s ({fault.value}); the "
-                        f"last answer: {self._answer(e)}. When the store answers again, run the same command"
+                        f"last answer: {self.said(e)}. When the store answers again, run the same command"
                     ) from None
                 _count(fault)
             policy.sleep(wait)
@@ -267,7 +267,7 @@ class RemoteFilesystem:
     def _shown(self, path: str) -> str:
         return shown_url(self._fs.unstrip_protocol(path))
 
-    def _answer(self, error: BaseException) -> str:
+    def said(self, error: BaseException) -> str:
         """What the store said, on one line, without what is secret."""
         said = client_error(error) or error
         text = " ".join(f"{type(said).__name__}: {said}".split())

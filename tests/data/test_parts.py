@@ -254,8 +254,8 @@ def test_probe(store, tmp_path):
             PartStore(str(tmp_path / path)).probe()
     with pytest.raises(OutputError, match="expected a folder"):
         PartStore(str(tmp_path / "file")).list()
-    with pytest.raises(OutputError, match=r"s3://bucket/out: .*not supported yet"):
-        PartStore("s3://bucket/out")
+    with pytest.raises(OutputError, match=r"nope://bucket/out: cannot be opened.*is nope:// right"):
+        PartStore("nope://bucket/out", {"key": "secret"})
     with pytest.raises(OutputError, match=r"output\.storage"):
         PartStore(str(tmp_path), {"key": "secret"})
     assert PartStore(f"file://{store.path}").path == store.path
