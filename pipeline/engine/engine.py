@@ -19,20 +19,22 @@ import torch
 from pipeline.engine.accounting import classify, record
 from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.detokenizer import StopChecker
-from pipeline.engine.memory import kv_budget_bytes
+from pipeline.engine.memory import is_out_of_memory, kv_budget_bytes, release_cached_memory
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, FinishReason, Request, SamplingParams
 from pipeline.engine.resolve import Resolved, resolve, set_threads
 from pipeline.engine.runner import ModelRunner
-from pipeline.engine.sampler import SamplingBatch, sample
+from pipeline.engine.sampler import SamplerOutput, SamplingBatch, sample
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence, SlotTable
-from pipeline.engine.step import StepInput, build_input
+from pipeline.engine.step import StepInput, StepPlan, build_input
 from pipeline.engine.tokenizer import Tokenizer
-from pipeline.errors import ConfigError, RowError
+from pipeline.errors import ConfigError, EnvironmentFailed, RowError
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.locate import locate_model
+
+MAX_SUSPECTS = 3  # sequences that fit the memory not even alone, with nothing computed in between
 
 
 class Runner(Protocol):
@@ -130,6 +132,7 @@ class Engine:
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._eos = np.array(sorted(tokenizer.eos_token_ids), dtype=np.int64)
+        self._suspects: list[Sequence] = []  # did not fit the memory alone; nothing was computed since
         self._order = 0
         self._closed = False
 
@@ -167,23 +170,34 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self.scheduler.waiting) + len(self.scheduler.running) + self.scheduler.num_rejected
+        scheduler = self.scheduler
+        return len(scheduler.waiting) + len(scheduler.running) + scheduler.num_rejected + len(self._suspects)
 
     @property
     def has_unfinished(self) -> bool:
         return self.num_unfinished > 0
 
     def step(self) -> list[Completion]:
-        """Compute one step and return the completions that it finished."""
+        """Compute one step and return the completions that it finished.
+
+        A step that does not fit the memory is undone, and smaller ones follow. Raises EnvironmentFailed when not even
+        single tokens of several sequences fit.
+        """
         self._check_open()
         start_ns = time.perf_counter_ns()
         plan = self.scheduler.plan()
+        if plan is None:
+            self._convict_suspects()
         completions = [self._failed(*rejected) for rejected in self.scheduler.take_rejected()]
         if plan is None:
             return completions
-        logits_RV = self.runner.execute(build_input(plan, self.table))
         slot_R = plan.slot_S[plan.samples_S]
-        output = sample(logits_RV, self._sampling_batch(slot_R))
+        output = self._compute(plan, slot_R)
+        if output is None:
+            self._make_smaller(plan)
+            self.stats.repeated_us += (time.perf_counter_ns() - start_ns) // 1000
+            return completions
+        self._convict_suspects()
         tokens = classify(plan, self.table)
         kv_used_ppm = self.pool.num_held * 1_000_000 // self.pool.num_blocks
         self.scheduler.advance(plan)
@@ -269,6 +283,42 @@ class Engine:
         self.close()
 
     # -- parts of a step
+
+    def _compute(self, plan: StepPlan, slot_R: np.ndarray) -> SamplerOutput | None:
+        """The next tokens of the rows that sample; None when the memory does not suffice."""
+        try:
+            logits_RV = self.runner.execute(build_input(plan, self.table))
+            return sample(logits_RV, self._sampling_batch(slot_R))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    def _make_smaller(self, plan: StepPlan) -> None:
+        """Undo a step that did not fit; a sequence of which one token alone does not fit is taken out."""
+        release_cached_memory()
+        self.stats.num_out_of_memory += 1
+        self.scheduler.undo(plan)
+        if plan.num_tokens == 1:
+            self._suspects.append(self.scheduler.drop(int(plan.slot_S[0])))
+        if len(self._suspects) == MAX_SUSPECTS:
+            raise EnvironmentFailed(
+                f"out of memory: {MAX_SUSPECTS} sequences in a row did not fit even alone and one token at a time, so "
+                "it is not they. Something else takes this machine's memory, or engine.gpu_memory_utilization or "
+                "engine.kv_cache_memory_bytes leaves too little beside the KV cache"
+            )
+
+    def _convict_suspects(self) -> None:
+        """Another sequence was computed, or none is left to try: the memory that suspects lack is their own doing."""
+        for sequence in self._suspects:
+            self.scheduler.reject(
+                sequence,
+                RowError.OUT_OF_MEMORY,
+                f"not even one of its {len(sequence.token_ids)} tokens, alone in a step, fits the memory that is free; "
+                "lower engine.gpu_memory_utilization or engine.kv_cache_memory_bytes to leave more beside the KV cache",
+            )
+            self.scheduler.lift_limit()
+        self._suspects.clear()
 
     def _sampling_batch(self, slot_R: np.ndarray) -> SamplingBatch:
         table = self.table

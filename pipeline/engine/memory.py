@@ -1,4 +1,4 @@
-"""How much memory there is, and how many KV blocks it is worth."""
+"""How much memory there is, how many KV blocks it is worth, and how running out of it shows."""
 
 from pathlib import Path
 
@@ -20,6 +20,23 @@ def free_cpu_bytes() -> int:
     if limit is not None and current is not None:
         available = min(available, max(limit - current, 0))
     return available
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed in a way after which the process is as sound as before.
+
+    torch's CPU allocator has no type of its own for this: it raises a bare RuntimeError, so its message has to be read.
+    Other device errors may leave the device in an unknown state and are not among these.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def release_cached_memory() -> None:
+    """Give what the device's allocator keeps for reuse back, so that pieces of other sizes can be had."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _cgroup(name: str) -> int | None:

@@ -155,8 +155,9 @@ class EngineStats:
     """Running totals of one engine, all integers so that sums are exact. Times in microseconds.
 
     prompt_tokens and generated_tokens count every finished or running request once; recomputed_tokens is work done
-    again after a preemption. step_us = prefill_us + decode_us + repeated_us. batch_sum adds the sequences of each
-    step, kv_used_ppm_sum the used share of the KV cache of each step (parts per million).
+    again after a preemption. step_us = prefill_us + decode_us + repeated_us; the time of a step that did not fit the
+    memory is repeated work. batch_sum adds the sequences of each step, kv_used_ppm_sum the used share of the KV cache
+    of each step (parts per million).
     """
 
     num_steps: int = 0
@@ -165,6 +166,7 @@ class EngineStats:
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     num_preemptions: int = 0
+    num_out_of_memory: int = 0  # steps that were undone because they did not fit the memory
     prefill_us: int = 0
     decode_us: int = 0
     repeated_us: int = 0

@@ -5,6 +5,11 @@ longer remainders, oldest first; then waiting sequences are admitted, oldest fir
 expected to need fit beside those that the running ones are expected to need still. When blocks run out all the same,
 the sequence that loses the least work is preempted and computed again later. The oldest sequence is never preempted,
 so one always advances; when it alone does not fit, it ends with an error.
+
+A step that did not fit the device's memory is undone (`undo`) and the following ones are limited to half its tokens;
+each `RECOVERY_STEPS` steps that fit double the limit. Under a limit the sequences take turns, those first that have
+waited longest, so a sequence that fits no step is soon alone in one. Who has to sit a step out keeps its KV blocks:
+the cache was allocated at the start, and giving them up would free no memory.
 """
 
 from bisect import insort
@@ -21,6 +26,7 @@ from pipeline.errors import RowError
 MIN_HISTORY = 64  # finished sequences before their lengths predict others'
 HISTORY = 1024
 EXPECTED_PERCENTILE = 75
+RECOVERY_STEPS = 16
 MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
 
 Rejected = tuple[Sequence, RowError, str]
@@ -42,6 +48,8 @@ class Scheduler:
         self.max_num_batched_tokens, self.enable_prefix_caching = max_num_batched_tokens, enable_prefix_caching
         self.waiting: deque[Sequence] = deque()
         self.running: list[int] = []  # slots, oldest sequence first
+        self.step_tokens = max_num_batched_tokens  # most tokens of a step for now; lower after one ran out of memory
+        self._num_steps = 0
         self._rejected: list[Rejected] = []
         self._history: deque[int] = deque(maxlen=HISTORY)
         self._expected: int | None = None  # generated tokens, from the history; None: unknown
@@ -104,10 +112,7 @@ class Scheduler:
                 return sequence
         for slot in self.running:
             if self.table.at(slot).request.row_id == row_id:
-                self.running.remove(slot)
-                sequence = self.table.vacate(slot)
-                self._release(sequence)
-                return sequence
+                return self.drop(slot)
         return None
 
     # -- a step
@@ -116,7 +121,7 @@ class Scheduler:
         """Decide the next step and allocate its blocks; None when there is nothing to compute."""
         slot_S, count_S, preempted = self._plan_running()
         if self.waiting and not preempted:
-            admitted, counts = self._admit(self.max_num_batched_tokens - int(count_S.sum()))
+            admitted, counts = self._admit(self.step_tokens - int(count_S.sum()))
             slot_S = np.concatenate([slot_S, np.array(admitted, dtype=np.int64)])
             count_S = np.concatenate([count_S, np.array(counts, dtype=np.int64)])
         used = count_S > 0
@@ -131,6 +136,10 @@ class Scheduler:
         table, size = self.table, self.pool.block_size
         end_S = plan.start_S + plan.count_S
         table.num_computed[plan.slot_S] = end_S
+        self._num_steps += 1
+        table.last_step[plan.slot_S] = self._num_steps
+        if self.step_tokens < self.max_num_batched_tokens and self._num_steps % RECOVERY_STEPS == 0:
+            self.step_tokens = min(2 * self.step_tokens, self.max_num_batched_tokens)
         if not self.enable_prefix_caching:
             return
         for s in np.flatnonzero(end_S // size > plan.start_S // size).tolist():
@@ -139,6 +148,26 @@ class Scheduler:
             sequence.extend_hashes(table.token_ids[slot], full, size)
             for index in range(int(plan.start_S[s]) // size, full):
                 self.pool.register(sequence.blocks[index], sequence.hashes[index])
+
+    def undo(self, plan: StepPlan) -> None:
+        """The plan did not fit the memory: nothing of it counts, and the next ones are at most half as large.
+
+        What it wrote into blocks that a sequence keeps is written again by the step that counts.
+        """
+        for slot in plan.slot_S.tolist():
+            self.pool.release(self.table.drop_uncomputed_blocks(slot))
+        self.step_tokens = max(plan.num_tokens // 2, 1)
+
+    def lift_limit(self) -> None:
+        """Allow full steps again: what did not fit has been taken out."""
+        self.step_tokens = self.max_num_batched_tokens
+
+    def drop(self, slot: int) -> Sequence:
+        """Take out a running sequence that did not finish. Its full blocks stay findable."""
+        self.running.remove(slot)
+        sequence = self.table.vacate(slot)
+        self._release(sequence)
+        return sequence
 
     def append(self, slot_R: np.ndarray, token_R: np.ndarray) -> None:
         """Each of these sequences, all computed, comes to know one more token."""
@@ -166,11 +195,21 @@ class Scheduler:
 
     def _chunks(self, slot_S: np.ndarray) -> np.ndarray:
         need_S = self.table.num_known[slot_S] - self.table.num_computed[slot_S]
+        if self.step_tokens < self.max_num_batched_tokens:
+            return self._turns(slot_S, need_S)
         long_S = need_S > 1
         budget = self.max_num_batched_tokens - int((~long_S).sum())
         before = np.cumsum(need_S[long_S]) - need_S[long_S]
         count_S = np.ones_like(need_S)
         count_S[long_S] = np.clip(budget - before, 0, need_S[long_S])
+        return count_S
+
+    def _turns(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
+        """What each computes under a limit: those first that were computed the longest ago, of equals the oldest."""
+        turn = np.argsort(self.table.last_step[slot_S], kind="stable")
+        before = np.cumsum(need_S[turn]) - need_S[turn]
+        count_S = np.empty_like(need_S)
+        count_S[turn] = np.clip(self.step_tokens - before, 0, need_S[turn])
         return count_S
 
     def _missing_blocks(self, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
@@ -179,11 +218,9 @@ class Scheduler:
 
     def _preempt(self, slot_S: np.ndarray) -> None:
         victim = int(slot_S[1:][np.argmin(self.table.num_computed[slot_S[1:]])])
-        self.running.remove(victim)
         computed = int(self.table.num_computed[victim])
-        sequence = self.table.vacate(victim)
+        sequence = self.drop(victim)
         sequence.high_water = max(sequence.high_water, computed)
-        self._release(sequence)
         self.stats.num_preemptions += 1
         at = 0
         while at < len(self.waiting) and self.waiting[at].order < sequence.order:
@@ -191,9 +228,7 @@ class Scheduler:
         self.waiting.insert(at, sequence)
 
     def _fail(self, slot: int) -> None:
-        self.running.remove(slot)
-        sequence = self.table.vacate(slot)
-        self._release(sequence)
+        sequence = self.drop(slot)
         self.reject(sequence, RowError.KV_CACHE_EXHAUSTED, self._too_long_alone(len(sequence.token_ids)))
 
     # -- admission

@@ -66,6 +66,7 @@ class SlotTable:
         self.min_known = np.zeros(num_slots, dtype=np.int64)  # no stop condition before this many known tokens
         self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or stop token ids: looked at one by one
         self.seed = np.zeros(num_slots, dtype=np.uint64)
+        self.last_step = np.zeros(num_slots, dtype=np.int64)  # number of the last step that computed some of it
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
 
@@ -87,6 +88,7 @@ class SlotTable:
         self.min_known[slot] = sequence.num_prompt + params.min_tokens
         self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
         self.seed[slot] = sequence.seed & 0xFFFFFFFFFFFFFFFF
+        self.last_step[slot] = 0
         return slot
 
     def append_blocks(self, slot: int, blocks: list[int]) -> None:
@@ -95,6 +97,14 @@ class SlotTable:
         sequence.blocks.extend(blocks)
         self.block_table[slot, first : first + len(blocks)] = blocks
         self.num_blocks[slot] = first + len(blocks)
+
+    def drop_uncomputed_blocks(self, slot: int) -> list[int]:
+        """Take the blocks that hold no computed token off the sequence; they are the caller's to release."""
+        sequence = self.at(slot)
+        kept = -(-int(self.num_computed[slot]) // self.block_size)
+        dropped, sequence.blocks = sequence.blocks[kept:], sequence.blocks[:kept]
+        self.num_blocks[slot] = kept
+        return dropped
 
     def vacate(self, slot: int) -> Sequence:
         """Free the slot and give the sequence its known tokens back. Its blocks are the caller's to release."""
