@@ -65,6 +65,30 @@ def merge_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     return merged.field("x").type
 
 
+def merge_schemas(schemas: list[tuple[str, pa.Schema]]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
+    """One schema over the plain schemas of named files; columns that some file lacks, with the first such
+    file; columns that cannot be one, with the reason."""
+    types: dict[str, pa.DataType] = {}
+    conflicts: dict[str, str] = {}
+    for name, schema in schemas:
+        for f in schema:
+            if schema.names.count(f.name) > 1:
+                conflicts.setdefault(f.name, f"{name} has more than one column of this name")
+                continue
+            merged = merge_types(types.get(f.name, f.type), f.type)
+            if merged is None:
+                conflicts.setdefault(f.name, f"{name} has it as {f.type}, files before it as {types[f.name]}")
+            else:
+                types[f.name] = merged
+    missing = {
+        column: name
+        for column in [*types, *conflicts]
+        for name, schema in reversed(schemas)
+        if column not in schema.names
+    }
+    return pa.schema([(n, t) for n, t in types.items() if n not in conflicts]), missing, conflicts
+
+
 def is_text(t: pa.DataType) -> bool:
     return pa.types.is_string(t) or pa.types.is_binary(t)
 

@@ -19,6 +19,20 @@ _TAIL_BYTES = 64 * 1024  # holds most footers, so that most files cost one read
 _MAGIC, _MAGIC_ENCRYPTED = b"PAR1", b"PARE"
 
 
+class DamagedFile(InputError):
+    """A file's bytes are not what a Parquet file's are; `input.on_corrupt: skip` can do without them.
+
+    Never what a store or a disk said: giving rows up for a failure that passes would lose them.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
 @dataclass(frozen=True)
 class Footer:
     digest: str
@@ -30,21 +44,22 @@ def read_footer(fs: Any, path: str, size: int, name: str) -> Footer:
     """Read and check the footer of `path` (of `size` bytes) on the fsspec filesystem `fs`; `name` is for
     messages.
 
-    Raises InputError when the file is not a whole Parquet file, EnvironmentFailed when it cannot be read.
+    Raises DamagedFile when the file is not a whole Parquet file, InputError when it is encrypted or gone,
+    EnvironmentFailed when it cannot be read.
     """
     tail = footer_bytes(fs, path, size, name)
     try:
         file = pq.ParquetFile(pa.BufferReader(_MAGIC + tail))
         metadata, schema = file.metadata, file.schema_arrow
     except (pa.ArrowException, OSError) as e:
-        raise InputError(f"{name}: the Parquet footer is damaged: {e}") from e
+        raise DamagedFile(name, f"the Parquet footer is damaged: {e}") from e
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     if any(g.num_rows < 0 for g in groups) or sum(g.num_rows for g in groups) != metadata.num_rows:
-        raise InputError(f"{name}: the Parquet footer is damaged: its row counts do not add up")
+        raise DamagedFile(name, "the Parquet footer is damaged: its row counts do not add up")
     data_end = max((_end(g) for g in groups), default=0)
     if data_end > size - len(tail):
-        raise InputError(
-            f"{name}: truncated: its footer speaks of {data_end} bytes of data, it holds {size - len(tail)}"
+        raise DamagedFile(
+            name, f"truncated: its footer speaks of {data_end} bytes of data, it holds {size - len(tail)}"
         )
     return Footer(digest(tail), metadata, schema)
 
@@ -56,15 +71,15 @@ def digest(footer: bytes) -> str:
 def footer_bytes(fs: Any, path: str, size: int, name: str) -> bytes:
     """The footer with its length and magic, the last bytes of the file. Raises as `read_footer`."""
     if size == 0:
-        raise InputError(f"{name}: the file is empty (0 bytes), not even a Parquet footer")
+        raise DamagedFile(name, "the file is empty (0 bytes), not even a Parquet footer")
     tail = _read_tail(fs, path, size, min(size, _TAIL_BYTES), name)
     if tail[-4:] == _MAGIC_ENCRYPTED:
         raise InputError(f"{name}: encrypted Parquet is not supported")
     if size < 12 or tail[-4:] != _MAGIC:
-        raise InputError(f"{name}: not a Parquet file, or a truncated one (it does not end in PAR1)")
+        raise DamagedFile(name, "not a Parquet file, or a truncated one (it does not end in PAR1)")
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + 4 > size:
-        raise InputError(f"{name}: truncated: its footer should be {length} bytes long, the file has {size}")
+        raise DamagedFile(name, f"truncated: its footer should be {length} bytes long, the file has {size}")
     if length > len(tail):
         tail = _read_tail(fs, path, size, length, name)
     return tail[-length:]
@@ -80,25 +95,38 @@ def _read_tail(fs: Any, path: str, size: int, length: int, name: str) -> bytes:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn what disks, stores and Arrow say while `name` is read into InputError or EnvironmentFailed."""
+    """Turn what disks and stores say while `name` is read into InputError or EnvironmentFailed."""
     try:
         yield
     except FileNotFoundError as e:
         raise InputError(f"{name}: does not exist, or does no longer") from e
     except PermissionError as e:
         raise InputError(f"{name}: permission denied: {e}") from e
-    except pa.ArrowException as e:
-        raise InputError(f"{name}: damaged, or not as its schema says: {e}") from e
     except OSError as e:
-        # Arrow reports a damaged page as OSError without errno; with errno, the system failed
-        if e.errno is None:
-            raise InputError(f"{name}: damaged: {e}") from e
         raise EnvironmentFailed(f"{name}: cannot be read: {e}") from e
     except Exception as e:
         # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
         if isinstance(e, PipelineError) or type(e).__module__ == "builtins":
             raise
         raise EnvironmentFailed(f"{name}: cannot be read: {type(e).__name__}: {e}") from e
+
+
+@contextmanager
+def decoding(name: str) -> Iterator[None]:
+    """Turn what Arrow says of the bytes of `name` into DamagedFile; the rest as `reading` does."""
+    with reading(name):
+        try:
+            yield
+        except pa.ArrowMemoryError as e:
+            raise EnvironmentFailed(
+                f"{name}: too little memory to decode it ({e}); lower run.window_bytes or take a larger machine"
+            ) from e
+        except pa.ArrowException as e:
+            raise DamagedFile(name, f"damaged, or not as its schema says: {e}") from e
+        except OSError as e:
+            if e.errno is not None:  # the system's
+                raise
+            raise DamagedFile(name, f"damaged: {e}") from e  # so Arrow reports a damaged page
 
 
 def _end(group: pq.RowGroupMetaData) -> int:

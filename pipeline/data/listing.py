@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.data.footer import reading
+from pipeline.data.storage import filesystem, protocols
 from pipeline.errors import InputError
 
 _MAGIC = "*?["  # what makes a path a glob
@@ -21,12 +22,10 @@ def find_files(path: str, storage: dict[str, Any]) -> tuple[Any, str, list[tuple
 
     Raises InputError when there is nothing to read, EnvironmentFailed when it cannot be listed.
     """
-    import fsspec.core
-
     name = f"input.path {path}"
     try:
         with reading(name):
-            fs, full = fsspec.core.url_to_fs(path, **storage)
+            fs, full = filesystem(path, storage)
             root, sizes = _local(full, name) if is_local(fs) else _remote(fs, full, name)
     except (ImportError, ValueError, TypeError) as e:  # no such protocol, or options it does not take
         raise InputError(f"{name}: cannot be opened with these input.storage options: {e}") from e
@@ -39,7 +38,7 @@ def find_files(path: str, storage: dict[str, Any]) -> tuple[Any, str, list[tuple
 
 
 def is_local(fs: Any) -> bool:
-    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+    return "file" in protocols(fs)
 
 
 def _fixed(full: str) -> str:

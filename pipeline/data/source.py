@@ -1,61 +1,59 @@
 """The input: which files there are, how their rows are cut into windows, and the reading of one window.
 
-A window is the unit of reading: some slices of row groups, in (sorted path, row) order. Windows follow from
-the file list and three numbers alone, so every run of a job cuts the same ones. Rendering and units are
+A window is the unit of reading: consecutive rows in (sorted path, row) order, cut at row groups where they are
+small enough. Windows follow from the file list and three numbers alone, so every run of a job cuts the same
+ones. What is kept of a dataset grows with its files and windows, not with its rows. Rendering and units are
 `units`'s work.
 """
 
+import hashlib
+import json
 import posixpath
+import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
-from typing import Any
+from itertools import accumulate
+from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from pipeline.data.columns import did_you_mean, merge_types, plain_schema
-from pipeline.data.footer import digest, footer_bytes, read_footer, reading
+from pipeline.data.columns import did_you_mean, merge_schemas, plain_schema
+from pipeline.data.footer import DamagedFile, read_footer
 from pipeline.data.listing import find_files, is_local
+from pipeline.data.partitions import partition_array, partition_columns
+from pipeline.data.source_file import SourceFile, read_slices
+from pipeline.data.storage import filesystem
 from pipeline.errors import InputError
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
+DAMAGED_KEY = b"pipeline.damaged"  # and its rows that could not be read, a JSON list of [start, stop, reason]
+FOOTERS_AT_ONCE = 16
+
+OnCorrupt = Literal["fail", "skip"]
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    num_rows: int
-    num_bytes: int  # uncompressed, of all columns
+@dataclass(frozen=True, slots=True)
+class SkippedFile:
+    """A file that is no whole Parquet file, left out because `input.on_corrupt` is skip."""
 
-
-@dataclass(frozen=True)
-class SourceFile:
-    relative: str  # to the root, "/"-separated
+    relative: str
     size: int
-    digest: str  # sha256 of the footer
-    num_rows: int
-    row_groups: tuple[RowGroup, ...]
+    reason: str
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Rows start <= i < stop of one row group; `file` indexes `Source.files`."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Rows start <= i < stop of the dataset, counted over its files in order."""
 
-    file: int
-    row_group: int
+    index: int
     start: int
     stop: int
 
-
-@dataclass(frozen=True)
-class Window:
-    index: int
-    slices: tuple[Slice, ...]
-
     @property
     def num_rows(self) -> int:
-        return sum(s.stop - s.start for s in self.slices)
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,13 @@ class Source:
 
     root: str  # with the protocol, where it is not local
     files: tuple[SourceFile, ...]  # sorted by relative path
-    schema: pa.Schema  # plain types, of all columns that all files agree on
+    schema: pa.Schema  # plain types, of all columns that all files agree on, those of folder names last
     missing: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: first file without it
     conflicts: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: which file, and why
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    partitions: frozenset[str] = frozenset()  # the columns that come from folder names
+    on_corrupt: OnCorrupt = "fail"
+    skipped: tuple[SkippedFile, ...] = ()  # sorted by relative path
 
     @property
     def num_rows(self) -> int:
@@ -83,6 +84,11 @@ class Source:
         for name in names:
             if name in self.conflicts:
                 raise InputError(f"column {name!r}: {self.conflicts[name]}")
+            if name in self.missing and name in self.partitions:
+                raise InputError(
+                    f"{self.missing[name]}: does not lie in a folder {name}=..., other files of {self.root} do; "
+                    f"move it, or leave {name!r} out of input.columns and the prompt"
+                )
             if name in self.missing:
                 raise InputError(f"{self.missing[name]}: has no column {name!r}, other files of {self.root} have it")
             if name not in known:
@@ -90,60 +96,83 @@ class Source:
                 raise InputError(f"{first}: has no column {name!r}{did_you_mean(name, known)}")
 
 
-def open_source(path: str, storage: Mapping[str, Any] | None = None) -> Source:
+def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt: OnCorrupt = "fail") -> Source:
     """Find the Parquet files of a file, folder (read whole, recursively) or glob, local or an fsspec url.
 
-    In folders and globs, names that start with `_` or `.` are passed by. Reads every file's footer, in
-    parallel. Raises InputError naming what is missing, empty, damaged or no Parquet file.
+    In folders and globs, names that start with `_` or `.` are passed by, and folders named `column=value` below
+    the root (of a glob: below the part before its first pattern) are columns. Where every file holds a column of
+    that name, the files' own is taken. Reads every file's footer, in parallel. Raises InputError naming what is
+    missing, empty, damaged or no Parquet file; under `on_corrupt` skip such files are in `Source.skipped`.
     """
     storage = dict(storage or {})
     fs, root, found = find_files(path, storage)
     shown = fs.unstrip_protocol(root) if not is_local(fs) else root
+    schemas = _Schemas()
 
-    def footer(item: tuple[str, int]) -> tuple[SourceFile, pa.Schema]:
-        relative, size = item
-        got = read_footer(fs, posixpath.join(root, relative), size, posixpath.join(shown, relative))
-        groups = [got.metadata.row_group(i) for i in range(got.metadata.num_row_groups)]
-        row_groups = tuple(RowGroup(g.num_rows, max(0, g.total_byte_size)) for g in groups)
-        return SourceFile(relative, size, got.digest, got.metadata.num_rows, row_groups), got.schema
+    def footer(index: int) -> SourceFile | SkippedFile:
+        relative, size = found[index]
+        try:
+            got = read_footer(fs, posixpath.join(root, relative), size, posixpath.join(shown, relative))
+        except DamagedFile as damage:
+            if on_corrupt == "fail":
+                raise
+            return SkippedFile(relative, size, damage.reason)
+        schemas.add(index, got.schema)
+        return SourceFile.of(relative, size, got)
 
-    with ThreadPoolExecutor(max_workers=min(16, len(found))) as pool:
-        read = list(pool.map(footer, found))
-    files = tuple(f for f, _ in read)
-    schema, missing, conflicts = _merge_schemas(shown, read)
-    return Source(shown, files, schema, missing, conflicts, storage)
+    with ThreadPoolExecutor(max_workers=min(FOOTERS_AT_ONCE, len(found))) as pool:
+        read = list(pool.map(footer, range(len(found))))
+    files = tuple(f for f in read if isinstance(f, SourceFile))
+    skipped = tuple(f for f in read if isinstance(f, SkippedFile))
+    if not files:
+        first = skipped[0]
+        raise InputError(
+            f"input.path {path}: none of its {len(skipped)} files can be read, so there is nothing to do; "
+            f"the first, {posixpath.join(shown, first.relative)}: {first.reason}"
+        )
+    names = [posixpath.join(shown, relative) for relative, _ in found]
+    schema, missing, conflicts = merge_schemas(schemas.by_first_file(names))
+    partitions, outside = partition_columns(f.relative for f in files)
+    for column in [f for f in partitions if f.name in (*schema.names, *conflicts)]:
+        partitions.remove(column)
+        if column.name in missing:
+            conflicts[column.name] = (
+                f"some files hold it, {missing[column.name]} does not, and folders are named {column.name}=...; "
+                "which is meant cannot be told"
+            )
+            schema = schema.remove(schema.get_field_index(column.name))
+    missing |= {f.name: posixpath.join(shown, outside[f.name]) for f in partitions if f.name in outside}
+    return Source(
+        shown,
+        files,
+        pa.schema([*schema, *partitions]),
+        missing,
+        conflicts,
+        storage,
+        frozenset(f.name for f in partitions),
+        on_corrupt,
+        skipped,
+    )
 
 
-def _merge_schemas(
-    root: str, read: list[tuple[SourceFile, pa.Schema]]
-) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
-    """One plain schema over all files; columns that some file lacks; columns that cannot be one."""
-    types: dict[str, pa.DataType] = {}
-    conflicts: dict[str, str] = {}
-    seen: dict[bytes, str] = {}  # distinct stored schemas (few) -> the first file with it
-    schemas: list[tuple[str, pa.Schema]] = []
-    for file, schema in read:
-        key = schema.serialize().to_pybytes()
-        if key not in seen:
-            seen[key] = posixpath.join(root, file.relative)
-            schemas.append((seen[key], plain_schema(schema)))
-    for name, schema in schemas:
-        for f in schema:
-            if schema.names.count(f.name) > 1:
-                conflicts.setdefault(f.name, f"{name} has more than one column of this name")
-                continue
-            merged = merge_types(types.get(f.name, f.type), f.type)
-            if merged is None:
-                conflicts.setdefault(f.name, f"{name} has it as {f.type}, files before it as {types[f.name]}")
-            else:
-                types[f.name] = merged
-    missing = {
-        column: name
-        for column in [*types, *conflicts]
-        for name, schema in reversed(schemas)
-        if column not in schema.names
-    }
-    return pa.schema([(n, t) for n, t in types.items() if n not in conflicts]), missing, conflicts
+class _Schemas:
+    """The distinct schemas of the files, few however many files there are, each with the first file that has it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plain: dict[bytes, pa.Schema] = {}  # by a digest of what is stored
+        self._first: dict[bytes, int] = {}
+
+    def add(self, index: int, stored: pa.Schema) -> None:
+        key = hashlib.sha256(stored.remove_metadata().serialize()).digest()
+        with self._lock:
+            if key not in self._plain:
+                self._plain[key] = plain_schema(stored)
+            self._first[key] = min(index, self._first.get(key, index))
+
+    def by_first_file(self, names: list[str]) -> list[tuple[str, pa.Schema]]:
+        """In the files' order, whatever the order in which they were read."""
+        return [(names[i], self._plain[key]) for key, i in sorted(self._first.items(), key=lambda item: item[1])]
 
 
 def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None = None) -> tuple[Window, ...]:
@@ -154,111 +183,91 @@ def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None
     """
     assert min(max_rows, max_bytes) >= 1
     windows: list[Window] = []
-    slices: list[Slice] = []
-    rows = num_bytes = 0
-    left = source.num_rows if limit is None else limit
-    for piece, piece_bytes in _pieces(source, max_rows, max_bytes):
-        if left <= 0:
+    start = stop = num_bytes = 0
+    end = source.num_rows if limit is None else min(limit, source.num_rows)
+    for rows, size in _pieces(source, max_rows, max_bytes):
+        if stop >= end:
             break
-        piece_rows = piece.stop - piece.start
-        if slices and (rows + piece_rows > max_rows or num_bytes + piece_bytes > max_bytes):
-            windows.append(Window(len(windows), tuple(slices)))
-            slices, rows, num_bytes = [], 0, 0
-        if piece_rows > left:
-            piece = Slice(piece.file, piece.row_group, piece.start, piece.start + left)
-        slices.append(piece)
-        rows += piece_rows
-        num_bytes += piece_bytes
-        left -= piece_rows
-    if slices:
-        windows.append(Window(len(windows), tuple(slices)))
+        if stop > start and (stop + rows - start > max_rows or num_bytes + size > max_bytes):
+            windows.append(Window(len(windows), start, stop))
+            start, num_bytes = stop, 0
+        stop = min(stop + rows, end)
+        num_bytes += size
+    if stop > start:
+        windows.append(Window(len(windows), start, stop))
     return tuple(windows)
 
 
-def _pieces(source: Source, max_rows: int, max_bytes: int) -> Iterator[tuple[Slice, int]]:
-    """Every row once, in order, as slices no larger than a window, with their bytes."""
-    for i, file in enumerate(source.files):
-        for j, group in enumerate(file.row_groups):
-            if group.num_rows == 0:
+def _pieces(source: Source, max_rows: int, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Rows and bytes of row groups in order, those larger than a window in slices."""
+    for file in source.files:
+        for rows, size in zip(file.group_rows, file.group_bytes, strict=True):
+            if rows == 0:
                 continue
-            wanted = max(-(-group.num_rows // max_rows), -(-group.num_bytes // max_bytes), 1)
-            step = -(-group.num_rows // wanted)
-            for start in range(0, group.num_rows, step):
-                stop = min(start + step, group.num_rows)
-                yield Slice(i, j, start, stop), group.num_bytes * (stop - start) // group.num_rows
+            if rows <= max_rows and size <= max_bytes:
+                yield rows, size
+                continue
+            wanted = max(-(-rows // max_rows), -(-size // max_bytes))
+            step = -(-rows // wanted)
+            for start in range(0, rows, step):
+                count = min(step, rows - start)
+                yield count, size * count // rows
 
 
 def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Table:
     """Those columns of the window's rows, in order, and then `source_file` (string) and `source_row` (int64).
 
-    Page checksums are verified where the file has them. Raises InputError when a file is damaged or is no
-    longer the one that was planned, EnvironmentFailed when it cannot be read. A slice of a large row group
-    decodes the rows before it too, and drops them batch by batch.
+    Page checksums are verified where the file has them. Raises InputError when a file is no longer the one that
+    was planned, or is damaged; under `on_corrupt` skip damaged rows are null and told in the schema's metadata.
+    EnvironmentFailed when a file cannot be read.
     """
-    import fsspec.core
-
-    names = list(dict.fromkeys(columns))
-    schema = pa.schema([source.schema.field(name) for name in names])
-    fs, root = fsspec.core.url_to_fs(source.root, **source.storage)
-    tables: list[pa.Table] = []
+    schema = pa.schema([source.schema.field(name) for name in dict.fromkeys(columns)])
+    stored = pa.schema([f for f in schema if f.name not in source.partitions])
+    fs, root = filesystem(source.root, source.storage)
+    tables = [schema.empty_table()]
     files: list[pa.Array] = []
     rows: list[pa.Array] = []
-    for index, slices in groupby(window.slices, key=lambda s: s.file):
-        file = source.files[index]
-        first_rows = [0, *accumulate(g.num_rows for g in file.row_groups)]
-        for piece, table in _read_slices(fs, root, source, file, list(slices), schema):
-            tables.append(table)
-            count = piece.stop - piece.start
-            start = first_rows[piece.row_group] + piece.start
+    damaged: list[tuple[int, int, str]] = []
+    done = 0
+    for file, start, stop in _stretches(source, window):
+        slices = list(file.slices(start, stop))
+        for piece, read in zip(slices, read_slices(fs, root, source.root, file, slices, stored), strict=True):
+            count = piece.num_rows
+            if isinstance(read, DamagedFile):
+                if source.on_corrupt == "fail":
+                    raise read
+                damaged.append((done, done + count, f"row group {piece.row_group}: {read.reason}"))
+                read = None
+            arrays = [_column(f, file, read, count, f.name in source.partitions) for f in schema]
+            tables.append(pa.Table.from_arrays(arrays, schema=schema))
             files.append(pa.repeat(pa.scalar(file.relative, pa.string()), count))
-            rows.append(pa.array(range(start, start + count), pa.int64()))
-    table = pa.concat_tables(tables) if tables else schema.empty_table()
+            rows.append(pa.array(range(piece.first_row, piece.first_row + count), pa.int64()))
+            done += count
     where = [pa.chunked_array(files, pa.string()), pa.chunked_array(rows, pa.int64())]
+    notes = {WINDOW_KEY: str(window.index).encode()}
     return pa.Table.from_arrays(
-        [*table.columns, *where],
+        [*pa.concat_tables(tables).columns, *where],
         schema=pa.schema(
             [*schema, ("source_file", pa.string()), ("source_row", pa.int64())],
-            metadata={WINDOW_KEY: str(window.index).encode()},
+            metadata={**notes, DAMAGED_KEY: json.dumps(damaged).encode()} if damaged else notes,
         ),
     )
 
 
-def _read_slices(
-    fs: Any, root: str, source: Source, file: SourceFile, slices: list[Slice], schema: pa.Schema
-) -> Iterator[tuple[Slice, pa.Table]]:
-    path, shown = posixpath.join(root, file.relative), posixpath.join(source.root, file.relative)
-    whole = all(s.start == 0 and s.stop == file.row_groups[s.row_group].num_rows for s in slices)
-    with reading(shown):
-        size = int(fs.info(path)["size"])
-        if size != file.size or digest(footer_bytes(fs, path, size, shown)) != file.digest:
-            raise InputError(f"{shown}: the file has changed since the job was planned")
-        with pa.OSFile(path) if is_local(fs) else fs.open(path, "rb") as handle:
-            parquet = pq.ParquetFile(
-                handle,
-                page_checksum_verification=True,
-                # whole row groups: fetch their ranges at once; slices: stream, never hold a huge group
-                pre_buffer=whole,
-                buffer_size=0 if whole else 1 << 20,
-            )
-            for piece in slices:
-                table = _read_slice(parquet, piece, file.row_groups[piece.row_group].num_rows, schema)
-                if table.num_rows != piece.stop - piece.start:
-                    raise InputError(f"{shown}: row group {piece.row_group} holds fewer rows than its footer says")
-                yield piece, table
-
-
-def _read_slice(parquet: pq.ParquetFile, piece: Slice, group_rows: int, schema: pa.Schema) -> pa.Table:
-    if not schema.names:
-        return pa.table([pa.nulls(piece.stop - piece.start)], names=["none"]).select([])
-    if piece.stop - piece.start == group_rows:
-        read = parquet.read_row_group(piece.row_group, columns=schema.names, use_threads=False)
-        return read.select(schema.names).cast(schema)
-    position, batches = 0, []
-    for batch in parquet.iter_batches(4096, row_groups=[piece.row_group], columns=schema.names, use_threads=False):
-        start, stop = max(piece.start - position, 0), min(piece.stop - position, batch.num_rows)
-        if start < stop:
-            batches.append(pa.Table.from_batches([batch.slice(start, stop - start)]).select(schema.names).cast(schema))
-        position += batch.num_rows
-        if position >= piece.stop:
+def _stretches(source: Source, window: Window) -> Iterator[tuple[SourceFile, int, int]]:
+    """The window's files, with the first row of each and the one after its last."""
+    first = [0, *accumulate(f.num_rows for f in source.files)]
+    for i in range(bisect_right(first, window.start) - 1, len(source.files)):
+        if first[i] >= window.stop:
             break
-    return pa.concat_tables(batches) if batches else schema.empty_table()
+        start, stop = max(window.start, first[i]), min(window.stop, first[i + 1])
+        if start < stop:
+            yield source.files[i], start - first[i], stop - first[i]
+
+
+def _column(
+    field: pa.Field, file: SourceFile, table: pa.Table | None, count: int, from_folder: bool
+) -> pa.Array | pa.ChunkedArray:
+    if table is None:
+        return pa.nulls(count, field.type)
+    return partition_array(file.relative, field, count) if from_folder else table.column(field.name)

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pipeline.data.bucket import cut_units
 from pipeline.data.prompts import PromptSpec, render
-from pipeline.data.source import WINDOW_KEY
+from pipeline.data.source import DAMAGED_KEY, WINDOW_KEY
 from pipeline.errors import RowError
 
 # after the kept columns, in this order; they are found by position, so an input column may have such a name
@@ -96,6 +96,9 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> li
     inputs = table.select(list(range(table.num_columns - 2)))
     rendered = render(inputs, spec.prompt)
     errors, messages = list(rendered.errors), list(rendered.messages)
+    for start, stop, reason in json.loads((table.schema.metadata or {}).get(DAMAGED_KEY, b"[]")):
+        errors[start:stop] = [str(RowError.CORRUPT_INPUT)] * (stop - start)
+        messages[start:stop] = [reason] * (stop - start)
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens)
     asked = [p.encode() if p is not None and e is None else None for p, e in zip(rendered.prompts, errors, strict=True)]

@@ -155,6 +155,7 @@ def _differing(old: Any, new: Any) -> tuple[str, str]:
 
 def _files(source: Source) -> dict[str, Any]:
     digests = {f.relative: f"{f.size} bytes, {f.digest[:16]}" for f in source.files}
+    digests |= {f.relative: f"{f.size} bytes, damaged, skipped" for f in source.skipped}
     if len(digests) <= MAX_LISTED_FILES:
         return digests
     return {"count": len(digests), "digest": hashlib.sha256(_canonical(digests)).hexdigest()}

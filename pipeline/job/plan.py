@@ -48,7 +48,7 @@ class WindowTask:
 
 def make_plan(config: JobConfig, device: str) -> Plan:
     """Read footers and model files. `device`: what `engine.device` became. Raises UserError's kinds."""
-    source = open_source(config.input.path, config.input.storage)
+    source = open_source(config.input.path, config.input.storage, config.input.on_corrupt)
     everything = (*source.schema.names, *source.conflicts)  # a column that cannot be kept is refused, not left out
     kept = everything if config.input.columns is None else tuple(config.input.columns)
     prompt = PromptSpec(config.prompt.column, config.prompt.template, config.prompt.messages, config.prompt.max_bytes)

@@ -34,6 +34,7 @@ def verify(plan: Plan, store: PartStore) -> PartTotals:
 
 def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:
     """The last thing a job does."""
+    skipped = plan.source.skipped
     counts = {
         "job": plan.config.name,
         "fingerprint": plan.fingerprint.digest,
@@ -45,5 +46,7 @@ def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:
         "num_input_tokens": totals.num_input_tokens,
         "num_cached_tokens": totals.num_cached_tokens,
         "num_generated_tokens": totals.num_generated_tokens,
+        "num_skipped_files": len(skipped),
+        "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in skipped],
     }
     store.success(json.dumps(counts, indent=1).encode())

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.source import Slice, cut_windows, open_source, read_window
+from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.errors import EnvironmentFailed, InputError
 
 BIG = 1 << 40
@@ -20,11 +20,6 @@ BIG = 1 << 40
 
 def texts(n: int, start: int = 0) -> dict:
     return {"text": [f"row {i}" for i in range(start, start + n)]}
-
-
-def footer(file: bytes) -> int:
-    """Bytes of a file's footer, with its length and magic."""
-    return int.from_bytes(file[-8:-4], "little") + 8
 
 
 def rows_of(source, windows, column="text"):
@@ -61,7 +56,7 @@ def test_windows_cover_every_row_once(layout, max_rows, max_bytes, limit):
 def test_windows_keep_to_the_bytes_and_join_small_row_groups(write):
     write("a.parquet", texts(100), row_group_size=10)
     source = open_source(write("b.parquet", texts(100), row_group_size=10))
-    group = source.files[0].row_groups[0].num_bytes
+    group = source.files[0].group_bytes[0]
     sizes = [w.num_rows for w in cut_windows(source, 1000, int(group * 3.5))]
     assert sum(sizes) == 200
     assert set(sizes[:-1]) == {30}
@@ -79,7 +74,7 @@ def test_a_copy_of_the_data_is_the_same_data(write, tmp_path):
 def test_a_large_row_group_is_read_in_slices(write):
     source = open_source(write("a.parquet", texts(10_000), row_group_size=10_000))
     windows = cut_windows(source, 3000, BIG)
-    assert [w.slices for w in windows[:2]] == [(Slice(0, 0, 0, 2500),), (Slice(0, 0, 2500, 5000),)]
+    assert [(w.start, w.stop) for w in windows] == [(i, i + 2500) for i in range(0, 10_000, 2500)]
     assert [r for _, r, _ in rows_of(source, windows)] == list(range(10_000))
     assert [t for _, _, t in rows_of(source, windows[2:3])] == texts(2500, 5000)["text"]
 
@@ -90,45 +85,6 @@ def test_source_and_windows_travel(write):
     again, again_windows = pickle.loads(pickle.dumps((source, windows)))
     assert rows_of(again, again_windows) == rows_of(source, windows)
     assert "auto_mkdir" not in repr(source)
-
-
-def test_file_folder_and_glob(write, tmp_path):
-    write("b.parquet", texts(1))
-    write("a/2024/c.parquet", texts(2))
-    write("a/_temporary/d.parquet", texts(3))
-    write(".hidden.parquet", texts(3))
-    folder = write("_SUCCESS.parquet", texts(3))
-
-    def names(path):
-        return [f.relative for f in open_source(str(path)).files]
-
-    assert names(folder) == names(folder + "/") == ["a/2024/c.parquet", "b.parquet"]
-    assert names(f"{folder}/_SUCCESS.parquet") == ["_SUCCESS.parquet"]  # named by the user
-    assert names(f"{folder}/*.parquet") == ["b.parquet"]
-    assert names(f"{folder}/**/*.parquet") == ["a/2024/c.parquet", "b.parquet"]
-    assert names(f"file://{folder}") == names(folder)
-    assert names(f"{folder}/*") == names(f"{folder}/**") == ["a/2024/c.parquet", "b.parquet"]
-    assert names(f"{folder}/?/2*") == ["a/2024/c.parquet"]
-
-
-def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
-    folder = write("a/2024/c.parquet", texts(2))
-    os.symlink(f"{folder}/a", tmp_path / "link")
-    os.symlink(f"{folder}/a/2024/c.parquet", f"{folder}/b.parquet")
-    os.symlink(f"{folder}/a/2024", f"{folder}/z")
-    assert [f.relative for f in open_source(str(tmp_path / "link")).files] == ["2024/c.parquet"]
-    source = open_source(folder)
-    assert [f.relative for f in source.files] == ["a/2024/c.parquet", "b.parquet", "z/c.parquet"]
-    assert len(rows_of(source, cut_windows(source, 10, BIG))) == 6
-    assert [f.relative for f in open_source(f"{folder}/b.*").files] == ["b.parquet"]
-    os.symlink(folder, f"{folder}/a/round")
-    with pytest.raises(InputError, match=r"a/round: .*leads back"):
-        open_source(folder)
-    os.unlink(f"{folder}/a/round")
-    os.symlink(f"{folder}/nothing", f"{folder}/x.parquet")
-    for path in (folder, f"{folder}/*.parquet"):
-        with pytest.raises(InputError, match=r"x\.parquet: neither"):
-            open_source(path)
 
 
 def test_relative_paths_are_pinned_to_where_they_were_opened(write, tmp_path, monkeypatch):
@@ -149,36 +105,6 @@ def test_other_filesystems_through_fsspec(write):
     assert rows_of(source, cut_windows(source, 3, BIG)) == [("a.parquet", i, f"row {i}") for i in range(7)]
     assert [f.relative for f in open_source("memory://bucket/*/a.parquet").files] == ["in/a.parquet"]
     assert [f.relative for f in open_source("memory://bucket/*").files] == ["in/a.parquet"]
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (lambda good: b"", "0 bytes"),
-        (lambda good: b"PAR1", "not a Parquet file"),
-        (lambda good: b"id,text\n1,hello world\n", "not a Parquet file"),
-        (lambda good: good[: len(good) // 2], "not a Parquet file, or a truncated one"),
-        (lambda good: b"PAR1" + good[-footer(good) :], "truncated"),
-        (lambda good: good[: -footer(good)] + bytes(9) + good[-footer(good) + 9 :], "damaged"),
-        (lambda good: good[:-8] + b"\xff\xff\xff\x0fPAR1", "truncated"),
-        (lambda good: good[:-4] + b"PARE", "encrypted"),
-    ],
-)
-def test_a_broken_file_is_refused_by_name(write, content, says):
-    folder = write("a.parquet", texts(3))
-    good = Path(folder, "a.parquet").read_bytes()
-    Path(folder, "broken.parquet").write_bytes(content(good))
-    with pytest.raises(InputError, match=rf"broken\.parquet.*{says}"):
-        open_source(folder)
-
-
-@pytest.mark.parametrize("path", ["nothing", "nothing.parquet", "*.parquet", "empty"])
-def test_nothing_to_read(tmp_path, path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"input\.path .*(does not exist|no files there)"):
-        open_source(str(tmp_path / path))
-    with pytest.raises(InputError, match=r"input\.path nowhere://x"):
-        open_source("nowhere://x")
 
 
 class StoreSaidNo(Exception):
@@ -212,13 +138,16 @@ def test_a_store_that_refuses_later(write, monkeypatch):
     def refuse(*args, **options):
         raise StoreSaidNo("token expired")
 
-    monkeypatch.setattr(type(memory), "_open", refuse)
+    monkeypatch.setattr(type(memory), "cat_file", refuse)
     with pytest.raises(EnvironmentFailed, match=r"later/a\.parquet: .*StoreSaidNo: token expired"):
         rows_of(source, cut_windows(source, 10, BIG))
-    monkeypatch.undo()
-    monkeypatch.setattr(type(memory), "cat_file", lambda *args, **options: b"short")
-    with pytest.raises(EnvironmentFailed, match=r"later/a\.parquet: short read: 5 of"):
-        open_source("memory://later")
+
+
+def test_a_file_that_shrinks_while_it_is_looked_at(write, monkeypatch):
+    folder = write("a.parquet", texts(3))
+    monkeypatch.setattr(fsspec.get_filesystem_class("file"), "cat_file", lambda *args, **options: b"short")
+    with pytest.raises(EnvironmentFailed, match=r"a\.parquet: short read: 5 of"):
+        open_source(folder)
 
 
 def test_a_footer_larger_than_one_read(write):
@@ -227,7 +156,7 @@ def test_a_footer_larger_than_one_read(write):
     assert open_source(folder).num_rows == 1
 
 
-def test_zero_row_files(write):
+def test_fault_27_zero_row_files(write):
     write("a.parquet", texts(0))
     write("b.parquet", texts(2))
     source = open_source(write("c.parquet", texts(0)))
@@ -239,7 +168,7 @@ def test_zero_row_files(write):
     assert (only.num_rows, only.schema.names, cut_windows(only, 10, BIG)) == (0, ["text"], ())
 
 
-def test_columns_are_checked_in_every_file(write):
+def test_fault_28_schema_drift_is_refused_with_the_file_named(write):
     write("a.parquet", {"report": ["x"], "id": [1], "n": [1], "wide": pa.array([1], pa.int32())})
     write("b.parquet", {"report": ["x"], "n": ["one"], "wide": pa.array([1 << 40], pa.int64())})
     source = open_source(write("c.parquet", {"report": [None], "id": [1], "n": [1], "wide": [None]}))
@@ -268,7 +197,7 @@ def test_columns_are_checked_in_every_file(write):
         (pa.timestamp("s"), pa.timestamp("us"), pa.timestamp("us")),
     ],
 )
-def test_types_widen_only_without_loss(write, a, b, merged):
+def test_fault_28_types_widen_only_without_loss(write, a, b, merged):
     write("a.parquet", pa.table({"x": pa.array([], a)}))
     source = open_source(write("b.parquet", pa.table({"x": pa.array([], b)})))
     if merged is None:
@@ -315,28 +244,6 @@ def test_no_columns_still_says_which_rows(write):
     source = open_source(write("a.parquet", texts(3)))
     table = read_window(source, cut_windows(source, 10, BIG)[0], [])
     assert table.to_pydict() == {"source_file": ["a.parquet"] * 3, "source_row": [0, 1, 2]}
-
-
-def test_bit_flips_are_found(write):
-    """Every bit flip in the data is either reported or changes nothing."""
-    folder = write("a.parquet", {"text": [f"{i * 7919 % 10007} and more" for i in range(300)]}, compression="none")
-    source = open_source(folder)
-    windows = cut_windows(source, 1000, BIG)
-    path = Path(folder, "a.parquet")
-    good, expected, found = path.read_bytes(), rows_of(source, windows), 0
-    end = len(good) - footer(good)
-    places = range(4, end, (end - 4) // 60)
-    for place in places:
-        bad = bytearray(good)
-        bad[place] ^= 1 << place % 8
-        path.write_bytes(bad)
-        try:
-            got = rows_of(source, windows)
-        except InputError as e:
-            found += "a.parquet: damaged" in str(e)
-        else:
-            assert got == expected
-    assert found > 0.9 * len(places)
 
 
 def test_a_file_changed_since_planning_is_refused(write):

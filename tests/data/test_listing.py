@@ -1,0 +1,178 @@
+"""Which files a path stands for, and the columns that their folders' names are."""
+
+import os
+
+import fsspec
+import pyarrow as pa
+import pyarrow.dataset
+import pytest
+
+from pipeline.data.source import cut_windows, open_source, read_window
+from pipeline.errors import InputError
+from tests.data.test_source import BIG, rows_of, texts
+
+
+def table_of(source, columns=None) -> list[dict]:
+    """All rows of the dataset with those columns (all that it has), as read in small windows."""
+    names = source.schema.names if columns is None else columns
+    source.check_columns(names)
+    return [row for w in cut_windows(source, 2, BIG) for row in read_window(source, w, names).to_pylist()]
+
+
+def test_file_folder_and_glob(write, tmp_path):
+    write("b.parquet", texts(1))
+    write("a/2024/c.parquet", texts(2))
+    write("a/_temporary/d.parquet", texts(3))
+    write(".hidden.parquet", texts(3))
+    folder = write("_SUCCESS.parquet", texts(3))
+
+    def names(path):
+        return [f.relative for f in open_source(str(path)).files]
+
+    assert names(folder) == names(folder + "/") == ["a/2024/c.parquet", "b.parquet"]
+    assert names(f"{folder}/_SUCCESS.parquet") == ["_SUCCESS.parquet"]  # named by the user
+    assert names(f"{folder}/*.parquet") == ["b.parquet"]
+    assert names(f"{folder}/**/*.parquet") == ["a/2024/c.parquet", "b.parquet"]
+    assert names(f"file://{folder}") == names(folder)
+    assert names(f"{folder}/*") == names(f"{folder}/**") == ["a/2024/c.parquet", "b.parquet"]
+    assert names(f"{folder}/?/2*") == ["a/2024/c.parquet"]
+
+
+def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
+    folder = write("a/2024/c.parquet", texts(2))
+    os.symlink(f"{folder}/a", tmp_path / "link")
+    os.symlink(f"{folder}/a/2024/c.parquet", f"{folder}/b.parquet")
+    os.symlink(f"{folder}/a/2024", f"{folder}/z")
+    assert [f.relative for f in open_source(str(tmp_path / "link")).files] == ["2024/c.parquet"]
+    source = open_source(folder)
+    assert [f.relative for f in source.files] == ["a/2024/c.parquet", "b.parquet", "z/c.parquet"]
+    assert len(rows_of(source, cut_windows(source, 10, BIG))) == 6
+    assert [f.relative for f in open_source(f"{folder}/b.*").files] == ["b.parquet"]
+    os.symlink(folder, f"{folder}/a/round")
+    with pytest.raises(InputError, match=r"a/round: .*leads back"):
+        open_source(folder)
+    os.unlink(f"{folder}/a/round")
+    os.symlink(f"{folder}/nothing", f"{folder}/x.parquet")
+    for path in (folder, f"{folder}/*.parquet"):
+        with pytest.raises(InputError, match=r"x\.parquet: neither"):
+            open_source(path)
+
+
+@pytest.mark.parametrize("path", ["nothing", "nothing.parquet", "*.parquet", "empty"])
+def test_nothing_to_read(tmp_path, path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"input\.path .*(does not exist|no files there)"):
+        open_source(str(tmp_path / path))
+    with pytest.raises(InputError, match=r"input\.path nowhere://x"):
+        open_source("nowhere://x")
+
+
+def test_files_of_one_name_in_different_folders_are_different_files(write):
+    write("b/x.parquet", texts(2))
+    source = open_source(write("a/x.parquet", texts(1, 7)))
+    assert rows_of(source, cut_windows(source, 10, BIG)) == [
+        ("a/x.parquet", 0, "row 7"),
+        ("b/x.parquet", 0, "row 0"),
+        ("b/x.parquet", 1, "row 1"),
+    ]
+
+
+def partitioned(write) -> str:
+    write("date=2024-01-01/site=7/x.parquet", texts(3))
+    write("date=2024-01-01/site=__HIVE_DEFAULT_PARTITION__/x.parquet", texts(1, 3))
+    return write("date=a%20b%2Fc/site=-12/x.parquet", texts(1, 4))
+
+
+def test_partition_columns(write):
+    source = open_source(partitioned(write))
+    assert source.schema == pa.schema([("text", pa.string()), ("date", pa.string()), ("site", pa.int64())])
+    rows = table_of(source)
+    assert [(r["text"], r["date"], r["site"]) for r in rows] == [
+        ("row 0", "2024-01-01", 7),
+        ("row 1", "2024-01-01", 7),
+        ("row 2", "2024-01-01", 7),
+        ("row 3", "2024-01-01", None),
+        ("row 4", "a b/c", -12),
+    ]
+    assert {r["source_file"] for r in rows} >= {"date=2024-01-01/site=7/x.parquet"}
+    assert [r["site"] for r in table_of(source, ["site"])] == [7, 7, 7, None, -12]  # nothing read of the files' columns
+
+
+def test_partition_columns_are_those_that_pyarrow_sees(write):
+    folder = partitioned(write)
+    theirs = pyarrow.dataset.dataset(folder, partitioning=pyarrow.dataset.partitioning(flavor="hive")).to_table()
+    ours = table_of(open_source(folder))
+    key = str
+    assert sorted(((r["text"], r["date"], r["site"]) for r in theirs.to_pylist()), key=key) == sorted(
+        ((r["text"], r["date"], r["site"]) for r in ours), key=key
+    )
+
+
+def test_partition_columns_through_globs_and_stores(write):
+    folder = partitioned(write)
+    source = open_source(f"{folder}/date=2024*")
+    assert [(r["date"], r["site"]) for r in table_of(source)] == [("2024-01-01", 7)] * 3 + [("2024-01-01", None)]
+    # below the part before the first pattern only, as other readers have it
+    assert open_source(f"{folder}/date=2024-01-01/*/x.parquet").schema.names == ["text", "site"]
+    assert open_source(f"{folder}/date=2024-01-01/site=7/x.parquet").schema.names == ["text"]
+    memory = fsspec.filesystem("memory")
+    memory.put(folder, "/hive", recursive=True)
+    source = open_source("memory://hive")
+    assert table_of(source) == table_of(open_source(folder))
+    assert table_of(open_source("memory://hive/*/site=7")) == table_of(open_source(f"{folder}/*/site=7"))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["1", "-3", "0"], pa.int64()),
+        (["01", "2"], pa.string()),  # a zip code is no number
+        (["1", "x"], pa.string()),
+        (["-0"], pa.string()),
+        (["9223372036854775807"], pa.int64()),
+        (["9223372036854775808"], pa.string()),
+        (["1.5"], pa.string()),
+        (["__HIVE_DEFAULT_PARTITION__", "3"], pa.int64()),
+        (["__HIVE_DEFAULT_PARTITION__"], pa.string()),
+        ([""], pa.string()),
+    ],
+)
+def test_the_type_of_a_partition_column(write, values, kind):
+    for value in values:
+        folder = write(f"k={value}/x.parquet", texts(1))
+    source = open_source(folder)
+    assert source.schema.field("k").type == kind
+    got = {r["k"] for r in table_of(source)}
+    expected = {None if v.startswith("__") else v for v in values}
+    assert got == ({None if v is None else int(v) for v in expected} if kind == pa.int64() else expected)
+
+
+def test_folders_partitioned_in_part_are_refused_where_it_matters(write):
+    write("day=1/x.parquet", texts(1))
+    source = open_source(write("loose.parquet", texts(1)))
+    with pytest.raises(InputError, match=r"loose\.parquet: does not lie in a folder day=\.\.\., other files of"):
+        source.check_columns(source.schema.names)
+    assert [r["text"] for r in table_of(source, ["text"])] == ["row 0", "row 0"]
+
+
+def test_a_column_in_the_files_and_in_the_folders(write):
+    write("day=2/x.parquet", {**texts(1), "day": pa.array([2], pa.int8())})
+    source = open_source(write("day=1/x.parquet", {**texts(1), "day": pa.array([1], pa.int8())}))
+    assert source.schema.field("day").type == pa.int8()  # the files' own
+    assert [r["day"] for r in table_of(source)] == [1, 2]
+    source = open_source(write("day=3/x.parquet", texts(1)))
+    with pytest.raises(InputError, match=r"column 'day': some files hold it, .*day=3/x\.parquet does not, and folders"):
+        source.check_columns([*source.schema.names, "day"])
+    assert len(table_of(source, ["text"])) == 3
+
+
+def test_folder_names_that_say_two_things(write):
+    source = open_source(write("a=b=c/=x/x=/y.parquet", texts(1)))
+    assert [(r["a"], r["x"]) for r in table_of(source)] == [("b=c", "")]
+    with pytest.raises(InputError, match=r"a=1/a=2/x\.parquet: the column 'a' is in its path twice"):
+        open_source(write("a=1/a=2/x.parquet", texts(1)))
+
+
+def test_a_folder_name_that_is_not_utf8(write):
+    with pytest.raises(InputError, match=r"k=%ff/x\.parquet: the folder name 'k=%ff' is not UTF-8"):
+        open_source(write("k=%ff/x.parquet", texts(1)))
