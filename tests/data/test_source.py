@@ -244,15 +244,3 @@ def test_no_columns_still_says_which_rows(write):
     source = open_source(write("a.parquet", texts(3)))
     table = read_window(source, cut_windows(source, 10, BIG)[0], [])
     assert table.to_pydict() == {"source_file": ["a.parquet"] * 3, "source_row": [0, 1, 2]}
-
-
-def test_a_file_changed_since_planning_is_refused(write):
-    folder = write("a.parquet", texts(3))
-    source = open_source(folder)
-    windows = cut_windows(source, 10, BIG)
-    write("a.parquet", {"text": ["row 0", "row 1", "row X"]})
-    with pytest.raises(InputError, match=r"a\.parquet: the file has changed"):
-        rows_of(source, windows)
-    Path(folder, "a.parquet").unlink()
-    with pytest.raises(InputError, match=r"a\.parquet: does not exist"):
-        rows_of(source, windows)

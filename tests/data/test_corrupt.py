@@ -1,0 +1,263 @@
+"""Files that are not what they should be: refused by name, or under `input.on_corrupt: skip` left out and told,
+never taken for good; and a disk or store that fails is never taken for damage."""
+
+import pickle
+import random
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pytest
+
+from pipeline.data.footer import DamagedFile
+from pipeline.data.prompts import PromptSpec
+from pipeline.data.source import SkippedFile, cut_windows, open_source, read_window
+from pipeline.data.units import UnitSpec, make_units
+from pipeline.errors import EnvironmentFailed, InputError
+from tests.data.test_source import BIG, rows_of, texts
+
+
+def footer(file: bytes) -> int:
+    """Bytes of a file's footer, with its length and magic."""
+    return int.from_bytes(file[-8:-4], "little") + 8
+
+
+def zero_bytes(good: bytes) -> bytes:
+    return b""
+
+
+def half(good: bytes) -> bytes:
+    return good[: len(good) // 2]
+
+
+def no_data(good: bytes) -> bytes:
+    return b"PAR1" + good[-footer(good) :]
+
+
+BROKEN = [
+    pytest.param(zero_bytes, "0 bytes", id="fault_24_zero_bytes"),
+    pytest.param(half, "not a Parquet file, or a truncated one", id="fault_25_half"),
+    pytest.param(no_data, "truncated", id="fault_25_no_data"),
+    pytest.param(lambda good: good[:-8] + b"\xff\xff\xff\x0fPAR1", "truncated", id="fault_25_no_footer"),
+    pytest.param(lambda good: b"PAR1", "not a Parquet file", id="nothing_but_magic"),
+    pytest.param(lambda good: b"id,text\n1,hello world\n", "not a Parquet file", id="csv"),
+    pytest.param(
+        lambda good: good[: -footer(good)] + bytes(9) + good[-footer(good) + 9 :], "damaged", id="fault_26_footer"
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), BROKEN)
+def test_faults_24_to_26_a_broken_file_is_refused_by_name_or_skipped(write, content, says):
+    write("c/good.parquet", texts(2, 5))
+    folder = write("a.parquet", texts(3))
+    good = Path(folder, "a.parquet").read_bytes()
+    Path(folder, "broken.parquet").write_bytes(content(good))
+    with pytest.raises(InputError, match=rf"broken\.parquet.*{says}"):
+        open_source(folder)
+    source = open_source(folder, on_corrupt="skip")
+    assert [f.relative for f in source.files] == ["a.parquet", "c/good.parquet"]
+    ((skipped),) = source.skipped
+    assert (skipped.relative, skipped.size) == ("broken.parquet", len(content(good)))
+    assert says in skipped.reason
+    assert folder not in skipped.reason
+    assert len(rows_of(source, cut_windows(source, 10, BIG))) == 5
+
+
+def test_an_encrypted_file_is_not_a_damaged_one(write):
+    folder = write("a.parquet", texts(3))
+    path = Path(folder, "b.parquet")
+    path.write_bytes(Path(folder, "a.parquet").read_bytes()[:-4] + b"PARE")
+    for mode in ("fail", "skip"):
+        with pytest.raises(InputError, match=r"b\.parquet: encrypted Parquet is not supported"):
+            open_source(folder, on_corrupt=mode)
+
+
+def test_nothing_left_after_skipping_is_refused(write, tmp_path):
+    folder = tmp_path / "in"
+    (folder / "a.parquet").write_bytes(b"")
+    (folder / "b.parquet").write_bytes(b"text")
+    with pytest.raises(InputError, match=r"none of its 2 files can be read.*in/a\.parquet: the file is empty"):
+        open_source(str(folder), on_corrupt="skip")
+
+
+def test_damage_travels_between_processes():
+    damage = pickle.loads(pickle.dumps(DamagedFile("a.parquet", "truncated")))
+    assert (str(damage), damage.reason) == ("a.parquet: truncated", "truncated")
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << place % 8
+    path.write_bytes(data)
+
+
+def test_fault_26_bit_flips_are_found(write):
+    """Every bit flip in the data is either reported or changes nothing: the file has page checksums."""
+    folder = write("a.parquet", {"text": [f"{i * 7919 % 10007} and more" for i in range(300)]}, compression="none")
+    source = open_source(folder)
+    windows = cut_windows(source, 1000, BIG)
+    path = Path(folder, "a.parquet")
+    good, expected, found = path.read_bytes(), rows_of(source, windows), 0
+    end = len(good) - footer(good)
+    places = range(4, end, (end - 4) // 60)
+    for place in places:
+        flip(path, place)
+        try:
+            got = rows_of(source, windows)
+        except InputError as e:
+            found += "a.parquet: row group 0: damaged" in str(e)
+        else:
+            assert got == expected
+        path.write_bytes(good)
+    assert found > 0.9 * len(places)
+
+
+def damaged(write, **options) -> tuple[Path, int]:
+    """A file of 6 row groups of 10 rows with a bit flipped in the data of the third; the byte's place."""
+    rng = random.Random(0)
+    table = {"text": [f"{i} {rng.random()}" for i in range(60)], "id": list(range(60))}
+    path = Path(write("b.parquet", table, row_group_size=10, compression="none", use_dictionary=False), "b.parquet")
+    place = path.read_bytes().index(b"25 0.")
+    flip(path, place)
+    return path, place
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("max_rows", [1000, 10, 7])
+def test_fault_26_under_skip_the_damaged_row_group_is_null_and_the_rest_unharmed(write, max_rows, remote):
+    write("a.parquet", {"text": ["first"], "id": [-1]})
+    path, place = damaged(write)
+    folder = str(path.parent)
+    if remote:
+        memory = fsspec.filesystem("memory")
+        memory.rm("/damaged", recursive=True) if memory.exists("/damaged") else None
+        memory.put(folder, "/damaged", recursive=True)
+        folder = "memory://damaged"
+    source = open_source(folder, on_corrupt="skip")
+    windows = cut_windows(source, max_rows, BIG)
+    tables = [read_window(source, w, ["text", "id"]) for w in windows]
+    rows = [row for table in tables for row in table.to_pylist()]
+    assert [(r["source_file"], r["source_row"]) for r in rows] == [
+        ("a.parquet", 0),
+        *(("b.parquet", i) for i in range(60)),
+    ]
+    lost = {r["source_row"] for r in rows if r["source_file"] == "b.parquet" and r["text"] is None}
+    assert lost == {r["source_row"] for r in rows if r["id"] is None}
+    # a row group too large for a window is given up by its slices
+    assert lost == set(range(20, 30)) or (max_rows == 7 and lost <= set(range(20, 30)) and 25 in lost)
+    assert [r["text"] for r in rows if r["text"]][0] == "first"
+    again = [read_window(source, w, ["text", "id"]) for w in windows]
+    assert [t.schema.metadata for t in again] == [t.schema.metadata for t in tables]
+    assert again == tables
+
+    units = [u for t in tables for u in make_units(t, UnitSpec(PromptSpec(template="Say {text}"), ("id",)))]
+    done = {(r["source_file"], r["source_row"]): r for u in units for r in u.table.to_pylist()}
+    assert len(done) == 61
+    for (file, row), r in done.items():
+        if file == "b.parquet" and row in lost:
+            assert (r["_error"], r["_prompt"], r["id"]) == ("corrupt_input", None, None)
+            assert r["_error_message"].startswith("row group 2: damaged: ")
+        else:
+            assert (r["_error"], r["id"]) == (None, row if file == "b.parquet" else -1)
+
+    strict = open_source(folder)
+    with pytest.raises(InputError, match=r"b\.parquet: row group 2: damaged"):
+        rows_of(strict, cut_windows(strict, max_rows, BIG))
+
+
+def test_what_was_not_read_is_not_missed(write):
+    """Damage in a column that the job does not read changes nothing."""
+    damaged(write)
+    source = open_source(write("c.parquet", {"text": ["x"], "id": [1]}))
+    windows = cut_windows(source, 1000, BIG)
+    assert [row[2] for row in rows_of(source, windows, "id")] == [*range(60), 1]
+
+
+@pytest.mark.parametrize("mode", ["fail", "skip"])
+def test_damage_on_the_way_is_read_again(write, monkeypatch, mode):
+    """A store's answer that came damaged once is not a damaged file."""
+    path, place = damaged(write)
+    flip(path, place)  # whole again
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/way/b.parquet", path.read_bytes())
+    source = open_source("memory://way", on_corrupt=mode)
+    cat_file, left = type(memory).cat_file, [1]
+
+    def once_damaged(self, name, start=None, end=None, **options):
+        data = cat_file(self, name, start, end, **options)
+        if left[0] and start is not None and end is not None and start <= place < end:
+            left[0] -= 1
+            return data[: place - start] + b"\xff" + data[place - start + 1 :]
+        return data
+
+    monkeypatch.setattr(type(memory), "cat_file", once_damaged)
+    rows = rows_of(source, cut_windows(source, 1000, BIG))
+    assert left == [0]
+    assert [text.split()[0] for _, _, text in rows] == [str(i) for i in range(60)]
+
+
+class StoreSaidNo(Exception):
+    """As the libraries behind fsspec have them: no OSError."""
+
+
+@pytest.mark.parametrize("error", [StoreSaidNo("no credentials"), OSError("no errno"), PermissionError("Forbidden")])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_store_that_fails_is_never_taken_for_damage(write, monkeypatch, error, whole):
+    path, place = damaged(write)
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/fails/b.parquet", path.read_bytes())
+    source = open_source("memory://fails", on_corrupt="skip")
+    cat_file = type(memory).cat_file
+
+    def fail(self, name, start=None, end=None, **options):
+        if start is not None and start <= place:  # the data; the footer can be read
+            raise error
+        return cat_file(self, name, start, end, **options)
+
+    monkeypatch.setattr(type(memory), "cat_file", fail)
+    expected = InputError if isinstance(error, PermissionError) else EnvironmentFailed
+    with pytest.raises(expected, match=str(error)) as raised:
+        rows_of(source, cut_windows(source, 1000 if whole else 7, BIG))
+    assert not isinstance(raised.value, DamagedFile)
+
+
+@pytest.mark.parametrize("mode", ["fail", "skip"])
+def test_a_file_changed_since_planning_is_refused_in_both_modes(write, mode):
+    folder = write("a.parquet", texts(3))
+    source = open_source(folder, on_corrupt=mode)
+    windows = cut_windows(source, 10, BIG)
+    good = Path(folder, "a.parquet").read_bytes()
+    write("a.parquet", {"text": ["row 0", "row 1", "row X"]})
+    for content in (Path(folder, "a.parquet").read_bytes(), good[:-1], b"", bytes(len(good))):
+        Path(folder, "a.parquet").write_bytes(content)
+        with pytest.raises(InputError, match=r"a\.parquet: the file has changed") as raised:
+            rows_of(source, windows)
+        assert not isinstance(raised.value, DamagedFile)
+    Path(folder, "a.parquet").unlink()
+    with pytest.raises(InputError, match=r"a\.parquet: does not exist"):
+        rows_of(source, windows)
+
+
+def test_too_little_memory_is_not_damage(write, monkeypatch):
+    import pyarrow.parquet as pq
+
+    source = open_source(write("a.parquet", texts(3)), on_corrupt="skip")
+
+    def out_of_memory(*args, **options):
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", out_of_memory)
+    with pytest.raises(EnvironmentFailed, match=r"a\.parquet: row group 0: too little memory .*malloc"):
+        rows_of(source, cut_windows(source, 10, BIG))
+
+
+def test_skipped_files_are_named_in_order(write):
+    folder = write("b.parquet", texts(1))
+    for name in ("c", "a"):
+        Path(folder, f"{name}.parquet").write_bytes(b"")
+    empty = "the file is empty (0 bytes), not even a Parquet footer"
+    assert open_source(folder, on_corrupt="skip").skipped == (
+        SkippedFile("a.parquet", 0, empty),
+        SkippedFile("c.parquet", 0, empty),
+    )
