@@ -1,17 +1,16 @@
 """The command line: parse, call, print, exit code. Everything else is imported by the command that needs it.
 
 Standard output holds results, standard error everything on the way. With `--json` standard output is one JSON
-object and nothing else, also for errors. Exit codes are those of `errors.py`.
+object and nothing else, also for errors (`generate`: one for each prompt). Exit codes are those of `errors.py`.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
@@ -24,11 +23,16 @@ from pipeline.errors import (
     TooManyRowErrors,
 )
 
+if TYPE_CHECKING:
+    from pipeline.config import JobConfig
+
 EPILOG = """\b
 Start here:
   pipeline validate jobs/summarize.yaml      what the job is; nothing is run
   pipeline run jobs/summarize.yaml           run it, or go on where it stopped
   pipeline report out/summarize              what it cost
+  pipeline generate --input prompts.txt      a handful of prompts, without a job
+  pipeline doctor jobs/summarize.yaml        whether this machine can run it
 
 \b
 Exit codes:
@@ -61,10 +65,12 @@ _json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSO
 
 
 def _answers(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Turns a command's errors into a message and an exit code, and with --json into the answer."""
+    """Keeps standard output for the results, and turns a command's errors into a message and an exit code, and
+    with --json into the answer."""
 
     @wraps(command)
     def answer(*args: Any, as_json: bool, **options: Any) -> None:
+        click.get_current_context().obj = _claim_stdout()
         try:
             command(*args, as_json=as_json, **options)
         except PipelineError as error:
@@ -76,9 +82,7 @@ def _answers(command: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-@click.group(
-    epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
-)
+@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="pipeline")
 def cli() -> None:
     """Prompts in Parquet to completions in Parquet, and what they cost.
@@ -117,18 +121,21 @@ def run(
     """
     from pipeline.config import load_job
 
-    config = load_job(job, sets, overlays, limit)
+    _run(load_job(job, sets, overlays, limit), accept_numerics, as_json)
+
+
+def _run(config: "JobConfig", accept_numerics: bool, as_json: bool) -> None:
+    from pipeline.config import without_password
     from pipeline.job.run import run_job
     from pipeline.progress import progress_for
 
-    with _results_only_on_stdout(), progress_for() as progress:
+    with progress_for() as progress:
         report = run_job(config, accept_numerics=accept_numerics, progress=progress)
     if as_json:
         _print_json(report.to_json())
         return
-    click.echo(report.to_text())
-    click.echo(f"\n  Results     {config.output.path}")
-    click.echo(f"  Report      {Path(config.output.path) / '_pipeline' / 'report.md'}")
+    output = without_password(config.output.path).rstrip("/")
+    _print(f"{report.to_text()}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
 
 
 @cli.command()
@@ -136,9 +143,7 @@ def run(
 @_overlays
 @_json_flag
 @_answers
-def validate(
-    job: str, sets: tuple[str, ...], overlays: tuple[str, ...], limit: int | None, as_json: bool
-) -> None:
+def validate(job: str, sets: tuple[str, ...], overlays: tuple[str, ...], limit: int | None, as_json: bool) -> None:
     """Say what a job is, with its first prompt, or everything that is wrong with it.
 
     \b
@@ -158,7 +163,128 @@ def validate(
     if as_json:
         _print_json(found.to_json())
     else:
-        click.echo(describe(found, config))
+        _print(describe(found, config))
+
+
+# flag, key of a job file, type, help
+_GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
+    ("--max-tokens", "sampling.max_tokens", int, "Most tokens of a completion; 256 when left out."),
+    ("--temperature", "sampling.temperature", float, "0, the default, takes the likeliest token each time."),
+    ("--top-p", "sampling.top_p", float, "Only the likeliest tokens that together have this probability."),
+    ("--top-k", "sampling.top_k", int, "Only the K likeliest tokens; 0 is off."),
+    ("--min-p", "sampling.min_p", float, "Only tokens at least this likely, relative to the likeliest."),
+    ("--repetition-penalty", "sampling.repetition_penalty", float, "Above 1: what was said becomes less likely."),
+    ("--seed", "sampling.seed", int, "Of the random numbers; the same seed draws the same ones."),
+    ("--device", "engine.device", str, "auto, cpu, cuda or cuda:N."),
+    ("--dtype", "engine.dtype", str, "auto, bfloat16, float16 or float32."),
+)
+
+
+def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    for flag, _, kind, text in reversed(_GENERATE_FLAGS):
+        command = click.option(flag, type=kind, help=text)(command)
+    return command
+
+
+@cli.command()
+@click.option(
+    "--model", default="demo:target-awq", show_default=True, help="A folder, a Hugging Face id, or demo:target-awq."
+)
+@click.option(
+    "--input",
+    "place",
+    metavar="PATH",
+    help="A text file (a prompt a line), a .jsonl file, - for standard input; or Parquet.",
+)
+@click.option("--prompt", help='The prompt, or a template over the input: "Summarize: {text}".')
+@click.option("--chat", is_flag=True, help="Send prompts through the model's chat template.")
+@click.option("--system", help="A system message; implies --chat.")
+@click.option("--output", metavar="PATH", help="A new .jsonl or .parquet file; of Parquet input, a folder.")
+@click.option("--overwrite", is_flag=True, help="Replace the file of --output if it is there.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End a completion before this text. May be repeated.")
+@_generate_flags
+@click.option(
+    "sets",
+    "--set",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Any other key of a job file: engine.max_num_seqs=8. May be repeated.",
+)
+@click.option("as_json", "--json", is_flag=True, help="Print one JSON object a line, one for each prompt.")
+@_answers
+def generate(
+    model: str,
+    place: str | None,
+    prompt: str | None,
+    chat: bool,
+    system: str | None,
+    output: str | None,
+    overwrite: bool,
+    limit: int | None,
+    stop: tuple[str, ...],
+    sets: tuple[str, ...],
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Complete a handful of prompts, without a job file.
+
+    \b
+    Examples:
+      pipeline generate --input prompts.txt
+      pipeline generate --prompt "Why is the sky blue?" --model Qwen/Qwen3-4B --chat
+      pipeline generate --input rows.jsonl --prompt "Summarize: {text}" --output out.jsonl
+      cat prompts.txt | pipeline generate --json --max-tokens 32
+      pipeline generate --input 'data/*.parquet' --prompt "Summarize: {text}" --output out/new
+
+    Of a .jsonl file without --prompt the key prompt, text or messages (a chat) is sent. Results come in the
+    order of the input, to standard output or, whole at the end, to --output. A prompt that fails does not stop
+    the others: its error is its result, and the exit code is 1.
+
+    Parquet input is a job as with `pipeline run`: --output is its folder, the same command goes on after an
+    interruption, and with --json the report is printed.
+    """
+    from pipeline.config import job_from_flags
+    from pipeline.generate import Saved, complete, is_dataset, prompt_of_dataset, read_prompts
+
+    flags = {"model.path": (model, "--model"), **_sampling_flags(sampling, stop)}
+    if chat or system is not None:
+        flags["prompt.chat"] = ({} if system is None else {"system": system}, "--chat")
+    if place is not None and is_dataset(place):
+        if output is None:
+            raise ConfigError("--output: Parquet input is a job, whose results need a folder: --output out/my-job")
+        if overwrite:
+            raise ConfigError("--overwrite: a job's output is never overwritten; choose a new folder for --output")
+        flags |= {"input.path": (place, "--input"), "output.path": (output, "--output")}
+        flags |= {"name": (Path(output).name, "--output"), **prompt_of_dataset(place, prompt)}
+        if limit is not None:
+            flags["input.limit"] = (limit, "--limit")
+        _run(job_from_flags(flags, sets), accept_numerics=False, as_json=as_json)
+        return
+    saved = None if output is None else Saved(output, overwrite)
+    prompts = read_prompts(place, prompt, limit)
+    flags |= {"input.path": (place or "-", "--input"), "output.path": (output or "-", "--output"), **prompts.key}
+    done = complete(
+        job_from_flags(flags, sets),
+        prompts,
+        saved,
+        show=lambda answer: _print(answer.to_json() if as_json else answer.to_text()),
+        say=lambda text: click.echo(text, err=True),
+    )
+    if as_json and saved is not None:
+        _print_json({**vars(done), "output": output})
+    if done.failed:
+        sys.exit(TooManyRowErrors.exit_code)
+
+
+def _sampling_flags(given: dict[str, Any], stop: tuple[str, ...]) -> dict[str, tuple[Any, str]]:
+    """Keys of a job file, each with its value and flag."""
+    flags: dict[str, tuple[Any, str]] = {"sampling.max_tokens": (256, "--max-tokens")}
+    for flag, key, _, _ in _GENERATE_FLAGS:
+        value = given[flag.removeprefix("--").replace("-", "_")]
+        if value is not None:
+            flags[key] = (value, flag)
+    return flags | {"sampling.stop": (list(stop), "--stop")} if stop else flags
 
 
 @cli.command()
@@ -182,11 +308,11 @@ def status(place: str, as_json: bool) -> None:
     if as_json:
         _print_json({**now.to_json(), "output": store.path, "stale": doubt})
         return
-    click.echo(f"{place}: {'stale' if doubt else now.outcome}")
-    click.echo(f"  {status_line(now)}")
-    click.echo(f"  run {now.run_id}, {now.units:,} units written, {now.actors} actors")
+    _print(f"{place}: {'stale' if doubt else now.outcome}")
+    _print(f"  {status_line(now)}")
+    _print(f"  run {now.run_id}, {now.units:,} units written, {now.actors} actors")
     if doubt:
-        click.echo(f"  {doubt}")
+        _print(f"  {doubt}")
 
 
 @cli.command()
@@ -207,7 +333,7 @@ def report(place: str, as_json: bool) -> None:
     if as_json:
         _print_json(told.to_json())
     else:
-        click.echo(told.to_text())
+        _print(told.to_text())
 
 
 def main() -> None:
@@ -225,8 +351,7 @@ def main() -> None:
         click.echo("Interrupted.", err=True)
         sys.exit(Interrupted.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
-        sys.exit(1)
+        _leave_unread(sys.stdout)
     except Exception:
         import traceback
 
@@ -235,26 +360,38 @@ def main() -> None:
         sys.exit(PipelineError.exit_code)
 
 
-@contextmanager
-def _results_only_on_stdout() -> Iterator[None]:
-    """While a job runs, whatever libraries and child processes print goes to standard error."""
+def _claim_stdout() -> TextIO | None:
+    """A stream to standard output for results alone. From here on, until the process ends, whatever libraries,
+    their C code and child processes print there goes to standard error.
+
+    None where standard output is not a real file: a test's.
+    """
     sys.stdout.flush()
     try:
         kept = os.dup(sys.stdout.fileno())
-    except OSError:  # not a real file: a test's
-        yield
-        return
+    except OSError:
+        return None
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return open(kept, "w", encoding=sys.stdout.encoding, errors="replace")
+
+
+def _print(text: str) -> None:
+    """Print a result."""
+    results: TextIO | None = click.get_current_context().obj
     try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, sys.stdout.fileno())
-        os.close(kept)
+        click.echo(text, file=results)
+    except BrokenPipeError:
+        _leave_unread(results or sys.stdout)
+
+
+def _leave_unread(stream: TextIO) -> NoReturn:
+    """Whoever reads has enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # or Python complains at exit
+    sys.exit(1)
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    _print(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def _error_json(error: PipelineError) -> dict[str, Any]:

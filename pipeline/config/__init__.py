@@ -6,7 +6,7 @@ Owns the shape of a job and what makes two jobs different; looks at no dataset, 
 
 from pipeline.config.job import JobConfig, without_password
 from pipeline.config.jobfile import JobFileError, Mistake
-from pipeline.config.load import load_job
+from pipeline.config.load import job_from_flags, load_job
 from pipeline.config.sections import EMBEDDED_MODELS
 from pipeline.config.values import FromColumn
 
@@ -16,6 +16,7 @@ __all__ = [
     "JobConfig",
     "JobFileError",
     "Mistake",
+    "job_from_flags",
     "load_job",
     "without_password",
 ]

@@ -1,6 +1,6 @@
 """From a job file, overlays and `--set` flags to a checked job."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,23 @@ def load_job(
         document = merge(document, _document_of(("input", "limit"), limit, "--limit"))
     if document.data.get("name") is None:
         document = merge(document, _document_of(("name",), Path(path).stem, str(path)))
+    return _job_of(document)
+
+
+def job_from_flags(values: Mapping[str, tuple[Any, str]], sets: Iterable[str] = ()) -> JobConfig:
+    """The job that flags describe: dotted key to its value and the flag it came from, which messages name.
+
+    Raises JobFileError with every mistake found.
+    """
+    document = Document({}, {(): "the command line"})
+    for key, (value, flag) in values.items():
+        document = merge(document, _document_of(tuple(key.split(".")), value, flag))
+    for text in sets:
+        document = merge(document, _setting(text))
+    return _job_of(document)
+
+
+def _job_of(document: Document) -> JobConfig:
     try:
         job = JobConfig.model_validate(document.data)
     except ValidationError as error:
@@ -42,9 +59,8 @@ def _setting(text: str) -> Document:
     path = tuple(key.strip().split("."))
     where = "--set"
     if not equals or not all(path):
-        raise JobFileError(
-            [Mistake(f"--set {text}", "", "expected key=value", "Example: --set sampling.max_tokens=64")]
-        )
+        shown = "--set" if "storage" in text else f"--set {text}"  # what was meant may be a secret
+        raise JobFileError([Mistake(shown, "", "expected key=value", "Example: --set sampling.max_tokens=64")])
     if _holds_text(path) and value.strip() not in ("null", "~", ""):
         return _document_of(path, value, where)
     return _document_of(path, parse_value(value, where), where)
