@@ -1,0 +1,84 @@
+"""Runs a command in a process of its own, so that whatever ends it has an exit code that means what it says.
+
+Ray ends its driver with exit code 1 and no word when the node's own process is gone; the kernel ends one that takes too
+much memory. To a scheduler 1 says that too many rows failed, which no new try will mend. So the command runs in a
+fork, tells through a pipe with which code it means to leave, and an end without that word is the environment's
+failure: exit code 3, resumable. Signals are passed on; a guard that is killed takes the command with it.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from pipeline.errors import EnvironmentFailed
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def guarded(command: Callable[[], None]) -> None:
+    """Run `command` in a fork and leave as it leaves: returns after a plain end, SystemExit(code) where it left so.
+
+    Raises EnvironmentFailed when it ended without saying how. To be called before there are threads. The command must
+    leave by returning or by SystemExit.
+    """
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    guard = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        os.setpgid(0, 0)  # a terminal's Ctrl-C comes to the guard alone, and to us once
+        _end_with(guard)
+        _leave(writing, command)
+    os.close(writing)
+    old = {number: signal.signal(number, lambda n, _: os.kill(child, n)) for number in _PASSED_ON}
+    try:
+        with os.fdopen(reading, "rb") as pipe:
+            word = pipe.read()
+        _, status = os.waitpid(child, 0)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    if not word:
+        raise EnvironmentFailed(f"The run ended without a word: {_how(status)}")
+    if int(word) != 0:
+        sys.exit(int(word))
+
+
+def _leave(writing: int, command: Callable[[], None]) -> None:
+    """Run the command, say the exit code, and end this process with it."""
+    try:
+        command()
+        code = 0
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a closed pipe: nobody reads
+            code = code or 1
+    os.write(writing, str(code).encode())
+    os._exit(code)
+
+
+def _end_with(guard: int) -> None:
+    """The kernel ends this process when the guard's ends, however it does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:  # it ended before we asked
+        os._exit(EnvironmentFailed.exit_code)
+
+
+def _how(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        memory = " Was there too little memory (see `dmesg`)?" if name == "SIGKILL" else ""
+        return f"its process was ended by {name}.{memory}"
+    return (
+        f"its process left with {os.WEXITSTATUS(status)}, as Ray makes it do when a process of its own is gone. "
+        "Was there too little memory, or has this node left the cluster?"
+    )

@@ -1,0 +1,92 @@
+"""A command in a process of its own: its exit codes are its own, and an end without a word is the environment's."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+from pipeline.errors import PipelineError
+from pipeline.guard import guarded
+
+def command():
+    {body}
+
+try:
+    guarded(command)
+except PipelineError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+print("went on")
+"""
+
+
+def start(body: str) -> subprocess.Popen:
+    code = SCRIPT.format(body=body)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "out", "said"),
+    [
+        ("print('done')", 0, "done\nwent on\n", ""),
+        ("sys.exit(1)", 1, "", ""),
+        ("sys.exit(75)", 75, "", ""),
+        ("sys.exit()", 0, "went on\n", ""),
+        ("os._exit(1)", 3, "", "left with 1, as Ray makes it do"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "ended by SIGKILL. Was there too little memory"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "ended by SIGSEGV"),
+    ],
+)
+def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, said):
+    process = start(body)
+    got = process.communicate(timeout=30)
+    assert (process.returncode, got[0]) == (code, out)
+    assert said in got[1]
+
+
+def test_signals_reach_the_command():
+    process = start(
+        "signal.signal(signal.SIGTERM, lambda n, f: sys.exit(75)); print('ready', flush=True); time.sleep(30)"
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 75
+
+
+def test_a_signal_to_the_whole_group_reaches_the_command_once():
+    """As Ctrl-C on a terminal: a second one would stop a drain at once."""
+    body = "seen = []; signal.signal(signal.SIGINT, lambda n, f: seen.append(n)); print('ready', flush=True); "
+    body += "time.sleep(1.5); print(len(seen))"
+    code = SCRIPT.format(body=body)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=10)[0] == "1\nwent on\n"
+
+
+def test_a_guard_that_is_killed_takes_the_command_with_it():
+    process = start("print(os.getpid(), flush=True); time.sleep(60)")
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait(timeout=10)
+    deadline = time.monotonic() + 10
+    while _lives(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    """A process that has ended may wait for whoever took it over to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
