@@ -13,6 +13,7 @@ from string import Formatter
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
 from pipeline.errors import ConfigError, RowError
@@ -136,7 +137,7 @@ def _text_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
     parts = _parse(spec.template) if spec.template is not None else ("", spec.column or "", "")
     literals, names = parts[0::2], parts[1::2]
     literal_bytes = sum(len(text.encode()) for text in literals)
-    columns = {name: text_bytes(table.column(name)) for name in dict.fromkeys(names)}
+    columns = {name: text_bytes(table.column(name), spec.max_bytes) for name in dict.fromkeys(names)}
     for i in range(table.num_rows):
         values = {name: column[i] for name, column in columns.items()}
         yield lambda values=values: _fill(literals, names, values, literal_bytes, spec.max_bytes)
@@ -145,7 +146,7 @@ def _text_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
 def _fill(
     literals: tuple[str, ...],
     names: tuple[str, ...],
-    values: dict[str, bytes | None],
+    values: dict[str, "bytes | TooLarge | None"],
     literal_bytes: int,
     max_bytes: int,
 ) -> str:
@@ -158,7 +159,8 @@ def _fill(
         size += len(value)
     _check_size(size, max_bytes)
     for name, value in values.items():
-        decoded[name] = _decode(value or b"", name)
+        assert isinstance(value, bytes)  # else the size was too large
+        decoded[name] = _decode(value, name)
     if not any(text.strip() for text in decoded.values()):
         raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {', '.join(map(repr, decoded))}")
     out = [literals[0]]
@@ -179,7 +181,17 @@ def _decode(value: bytes, name: str) -> str:
         raise _Refused(RowError.INVALID_UTF8, f"column {name!r}: byte {e.start} is not UTF-8") from e
 
 
-def text_bytes(column: pa.Array) -> list[bytes | None]:
+@dataclass(frozen=True)
+class TooLarge:
+    """Stands for a value that alone is larger than a prompt may be, so that it is never copied."""
+
+    num_bytes: int
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+
+def text_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | None]:
     """A column's values as UTF-8 bytes, not checked; numbers and dates as Arrow writes them, lists and
     structs as JSON.
 
@@ -187,11 +199,20 @@ def text_bytes(column: pa.Array) -> list[bytes | None]:
     """
     t = column.type
     if is_text(t):
-        return column.cast(pa.binary()).to_pylist()
+        return _small_bytes(column.cast(pa.binary()), max_bytes)
     if pa.types.is_nested(t):
         values = (_nested(column, i) for i in range(len(column)))
         return [v if isinstance(v, bytes) or v is None else _json(v).encode() for v in values]
     return column.cast(pa.string()).cast(pa.binary()).to_pylist()
+
+
+def _small_bytes(column: pa.Array, max_bytes: int) -> list[bytes | TooLarge | None]:
+    sizes = pc.call_function("binary_length", [column])
+    large = pc.call_function("indices_nonzero", [pc.call_function("greater", [sizes, pa.scalar(max_bytes)])])
+    if len(large) == 0:
+        return column.to_pylist()
+    stand_ins = {i: TooLarge(sizes[i].as_py()) for i in large.to_pylist()}
+    return [stand_ins[i] if i in stand_ins else column[i].as_py() for i in range(len(column))]
 
 
 def _nested(column: pa.Array, i: int) -> object:
@@ -225,17 +246,18 @@ def _messages_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
     name = spec.messages or ""
     column = table.column(name)
     if is_text(column.type):
-        for value in column.cast(pa.binary()).to_pylist():
+        for value in _small_bytes(column.cast(pa.binary()), spec.max_bytes):
             yield lambda value=value: _messages_from_json(value, name, spec.max_bytes)
     else:
         for i in range(len(column)):
             yield lambda i=i: _messages(_nested(column, i), name, spec.max_bytes)
 
 
-def _messages_from_json(value: bytes | None, name: str, max_bytes: int) -> str:
+def _messages_from_json(value: bytes | TooLarge | None, name: str, max_bytes: int) -> str:
     if value is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
     _check_size(len(value), max_bytes)
+    assert isinstance(value, bytes)
     text = _decode(value, name)
     if not text.strip():
         raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {name!r}")

@@ -5,8 +5,9 @@ value.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
@@ -83,7 +84,27 @@ class Unit:
         return cls(int(head[b"window"]), int(head[b"index"]), int(head[b"of"]), table.replace_schema_metadata(None))
 
 
-def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> list[Unit]:
+class Units(Sequence[Unit]):
+    """The units of one window, each made when it is asked for: a window's text is large, and need not lie in
+    memory twice."""
+
+    def __init__(self, window: int, table: pa.Table, rows: list[np.ndarray]) -> None:
+        self._window, self._table, self._rows = window, table, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Unit: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Unit]: ...
+    def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return Unit(self._window, range(len(self))[index], len(self), self._table.take(pa.array(self._rows[index])))
+
+
+def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Units:
     """The units of one window as `read_window` gave it, which says which window it is unless `window` does.
 
     Every row of `table` is in exactly one unit, error rows too. No rows, no units.
@@ -91,18 +112,18 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> li
     if window is None:
         window = int((table.schema.metadata or {})[WINDOW_KEY])
     if table.num_rows == 0:
-        return []
+        return Units(window, table, [])
     # by position: the last two are read_window's, whatever the input's columns are called
     inputs = table.select(list(range(table.num_columns - 2)))
     rendered = render(inputs, spec.prompt)
-    errors, messages = list(rendered.errors), list(rendered.messages)
+    errors, messages = rendered.errors, rendered.messages
     for start, stop, reason in json.loads((table.schema.metadata or {}).get(DAMAGED_KEY, b"[]")):
         errors[start:stop] = [str(RowError.CORRUPT_INPUT)] * (stop - start)
         messages[start:stop] = [reason] * (stop - start)
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens)
-    asked = [p.encode() if p is not None and e is None else None for p, e in zip(rendered.prompts, errors, strict=True)]
-    del rendered  # a window's text may be large, and lies here in several forms
+    asked = _encoded(rendered.prompts, errors)
+    cut = cut_units([p or b"" for p in asked], budgets, spec.unit_tokens, spec.unit_rows)
     own = [
         table.column(table.num_columns - 2),
         table.column(table.num_columns - 1),
@@ -111,11 +132,19 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> li
         pa.array(messages, pa.string()),
         pa.array([json.dumps(p) if p else None for p in params], pa.string()),
     ]
+    del asked
     kept = inputs.select(list(spec.kept))
     whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])).combine_chunks()
-    cut = cut_units([p or b"" for p in asked], budgets, spec.unit_tokens, spec.unit_rows)
-    del asked
-    return [Unit(window, i, len(cut), whole.take(pa.array(rows))) for i, rows in enumerate(cut)]
+    return Units(window, whole, cut)
+
+
+def _encoded(prompts: list[str | None], errors: list[str | None]) -> list[bytes | None]:
+    """The prompts of the rows that have no error, as UTF-8. Empties `prompts` as it goes, to hold each once."""
+    out: list[bytes | None] = []
+    for i, (prompt, error) in enumerate(zip(prompts, errors, strict=True)):
+        out.append(prompt.encode() if prompt is not None and error is None else None)
+        prompts[i] = None
+    return out
 
 
 def _row_params(

@@ -3,6 +3,7 @@
 job file -> source -> windows -> fingerprint -> the output is ours -> one listing -> the windows that are left
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,12 +80,12 @@ def what_is_left(plan: Plan, progress: Progress) -> list[WindowTask]:
     return tasks
 
 
-def check_units(task: WindowTask, units: list[Unit], store: PartStore | str) -> list[Unit]:
-    """Of a window's units those to do. Raises OutputError when the parts that are there were cut
-    differently."""
+def check_units(task: WindowTask, units: Sequence[Unit], store: PartStore | str) -> Iterator[Unit]:
+    """Of a window's units those to do, each made as it is asked for. Raises OutputError at once when the parts
+    that are there were cut differently."""
     if task.units_of is not None and task.units_of != len(units):
         raise OutputError(
             f"output.path {store}: window {task.window.index} was cut into {task.units_of} units before "
             f"and into {len(units)} now; was the output written by another version of this program?"
         )
-    return [unit for unit in units if unit.index not in task.done]
+    return (units[i] for i in range(len(units)) if i not in task.done)

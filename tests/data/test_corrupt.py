@@ -127,8 +127,7 @@ def damaged(write, **options) -> tuple[Path, int]:
 @pytest.mark.parametrize("max_rows", [1000, 10, 7])
 def test_fault_26_under_skip_the_damaged_row_group_is_null_and_the_rest_unharmed(write, max_rows, remote):
     write("a.parquet", {"text": ["first"], "id": [-1]})
-    path, place = damaged(write)
-    folder = str(path.parent)
+    folder = str(damaged(write)[0].parent)
     if remote:
         memory = fsspec.filesystem("memory")
         memory.rm("/damaged", recursive=True) if memory.exists("/damaged") else None
@@ -146,7 +145,7 @@ def test_fault_26_under_skip_the_damaged_row_group_is_null_and_the_rest_unharmed
     assert lost == {r["source_row"] for r in rows if r["id"] is None}
     # a row group too large for a window is given up by its slices
     assert lost == set(range(20, 30)) or (max_rows == 7 and lost <= set(range(20, 30)) and 25 in lost)
-    assert [r["text"] for r in rows if r["text"]][0] == "first"
+    assert rows[0]["text"] == "first"
     again = [read_window(source, w, ["text", "id"]) for w in windows]
     assert [t.schema.metadata for t in again] == [t.schema.metadata for t in tables]
     assert again == tables

@@ -1,6 +1,7 @@
 """Rendering: values are never templates, and every bad row is an error of its own."""
 
 import json
+import tracemalloc
 
 import pyarrow as pa
 import pytest
@@ -80,7 +81,7 @@ def test_columns_that_cannot_be_prompts():
         PromptSpec(template="{txt}").check(schema)
 
 
-def test_rows_without_a_prompt():
+def test_faults_29_30_31_rows_without_a_prompt():
     values = [None, "", " \n\t\u2003", "x" * 21, "é" * 10, "fine"]
     expected = ["null_prompt", "empty_prompt", "empty_prompt", "prompt_too_large", "é" * 10, "fine"]
     assert prompts({"text": values}, column="text", max_bytes=20) == expected
@@ -91,7 +92,7 @@ def test_rows_without_a_prompt():
     assert prompts(two, template="{a}-{b}") == ["empty_prompt", "-x", "null_prompt"]
 
 
-def test_bytes_that_are_not_utf8():
+def test_fault_33_bytes_that_are_not_utf8():
     good = "grün".encode()
     for column in (
         bad_string(b"\xff\xfe", good, b"\xed\xa0\x80"),
@@ -114,6 +115,29 @@ def test_values_of_other_types_as_arrow_and_json_write_them():
         "s": [{"k": 1}],
     }
     assert prompts(columns, template="{i} {f} {g} {b} {l} {s}") == ['7 0.1 0.1 true ["é",null] {"k":1}']
+
+
+@pytest.mark.parametrize("kind", ["column", "template", "messages"])
+def test_fault_31_a_prompt_of_100_mb_is_refused_without_a_copy_of_it(kind):
+    huge = pa.array(["x" * 100_000_000, '[{"role":"user","content":"y"}]', None])
+    table = pa.table({"text": huge, "n": [1, 2, 3]})
+    spec = PromptSpec(**{kind: "{n} {text}" if kind == "template" else "text"})
+    tracemalloc.start()
+    try:
+        out = render(table, spec)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert out.errors == ["prompt_too_large", None, "null_prompt"]
+    size = 100_000_002 if kind == "template" else 100_000_000
+    assert out.messages[0] == f"{size} bytes, prompt.max_bytes is 8388608"
+    assert peak < 1_000_000
+
+
+def test_large_prompts_and_nul_bytes_pass_through():
+    values = ["a\0b", "\0", "y" * 1_000_000, "é" * 500_000]
+    assert prompts({"text": values}, column="text") == values
+    assert prompts({"text": values}, template="<{text}>") == [f"<{v}>" for v in values]
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé {{x}}"}]

@@ -65,7 +65,7 @@ def test_units_travel():
 
 
 def test_a_window_of_no_rows_has_no_units():
-    assert make_units(window_of({"text": pa.array([], pa.string()), "id": pa.array([], pa.int64())}), spec()) == []
+    assert not make_units(window_of({"text": pa.array([], pa.string()), "id": pa.array([], pa.int64())}), spec())
 
 
 def test_columns_to_read():
@@ -125,7 +125,7 @@ def test_kept_columns_named_like_ours():
     assert unit.own("_prompt").to_pylist() == ["a", "b"]
 
 
-def test_invalid_text_in_a_kept_column_passes_through():
+def test_fault_33_invalid_text_in_a_kept_column_passes_through():
     _, offsets, data = pa.array([b"\xff", b"ok"]).buffers()
     note = pa.StringArray.from_buffers(2, offsets, data)
     unit = Unit.from_bytes(make_units(window_of({"text": note, "id": note}), spec())[0].to_bytes())
@@ -146,3 +146,50 @@ def test_from_file_to_units(write, max_rows):
     assert [(r["id"], r["_prompt"], r["source_file"]) for r in rows.values()] == [
         (f"id {i}", f"text {i}", "a.parquet") for i in range(20)
     ]
+
+
+def test_fault_34_duplicate_and_missing_ids_are_rows_like_others():
+    columns = {"text": ["a", "b", "a", "c"], "id": [1, 1, None, None]}
+    rows = by_row(make_units(window_of(columns), spec()))
+    assert [(r["_prompt"], r["id"]) for r in rows.values()] == [("a", 1), ("b", 1), ("a", None), ("c", None)]
+
+
+def test_many_identical_rows():
+    """No step may compare rows with each other, nor nest as deep as there are rows."""
+    n = 50_000
+    for text in ("same", "x" * 600):
+        columns = {"text": pa.repeat(pa.scalar(text), n), "id": pa.repeat(pa.scalar(1), n)}
+        units = make_units(window_of(columns), spec(unit_tokens=1 << 40))
+        assert {u.num_rows for u in units[:-1]} == {512}
+        found = [row for u in units for row in u.own("source_row").to_pylist()]
+        assert sorted(found) == list(range(n))
+
+
+def test_units_are_made_one_at_a_time():
+    units = make_units(window_of({"text": ["a"] * 10, "id": list(range(10))}), spec(unit_rows=2))
+    assert (len(units), units[-1].index, [u.index for u in units[1:3]]) == (5, 4, [1, 2])
+    assert units[0].table.equals(units[0].table)
+    with pytest.raises(IndexError):
+        units[5]
+
+
+def test_every_kind_of_column_from_file_to_units(write):
+    stored = {
+        "text": pa.array(["a", "b", None]).dictionary_encode(),
+        "large": pa.array(["x", None, "z\0"], pa.large_string()),
+        "list": pa.array([["x"], [], None], pa.large_list(pa.large_string())),
+        "struct": pa.array([{"k": 1, "v": ["é"]}, None, {"k": None, "v": None}]),
+        "map": pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int64())),
+        "day": pa.array([0, None, 19_000], pa.date32()),
+        "bytes": pa.array([b"\xff", None, b""], pa.large_binary()),
+    }
+    source = open_source(write("site=3/a.parquet", pa.table(stored)))
+    s = spec(prompt=PromptSpec(template="{text} {site} {list} {struct}"), kept=tuple(source.schema.names))
+    (window,) = cut_windows(source, 10, 1 << 40)
+    (unit,) = make_units(read_window(source, window, s.columns), s)
+    again = Unit.from_bytes(unit.to_bytes())
+    kept = [{name: row[name] for name in stored} for row in by_row([again]).values()]
+    assert kept == pa.table(stored).to_pylist()
+    assert again.kept().column("site").to_pylist() == [3, 3, 3]
+    prompts = {r["source_row"]: r["_prompt"] or r["_error"] for r in by_row([again]).values()}
+    assert prompts == {0: 'a 3 ["x"] {"k":1,"v":["é"]}', 1: "null_prompt", 2: "null_prompt"}
