@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
 
 import click
 
@@ -334,6 +334,48 @@ def report(place: str, as_json: bool) -> None:
         _print_json(told.to_json())
     else:
         _print(told.to_text())
+
+
+@cli.command()
+@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.option("--to", required=True, metavar="DIR", help="A new folder, or an fsspec url.")
+@click.option(
+    "--order",
+    type=click.Choice(["parts", "input"]),
+    default="parts",
+    show_default=True,
+    help="input: rows in the order of (source_file, source_row).",
+)
+@click.option("--target-size", default="256MB", show_default=True, metavar="SIZE", help="About how large a file is.")
+@_json_flag
+@_answers
+def compact(place: str, to: str, order: Literal["parts", "input"], target_size: str, as_json: bool) -> None:
+    """Merge the parts of a finished job into a few large files in a new folder.
+
+    \b
+    Examples:
+      pipeline compact out/summarize --to out/summaries
+      pipeline compact my.yaml --to s3://bucket/labels --order input --target-size 1GB
+
+    The job's output is read and left as it is; nothing is replaced anywhere. Rows are counted against the job's
+    _SUCCESS, and the new folder gets its own when all are there. After an interruption the same command goes on.
+    An s3:// folder takes its options from the job file, or from the environment.
+    """
+    from pipeline.compact import MAX_FILE_BYTES
+    from pipeline.compact import compact as merge
+    from pipeline.config import parse_bytes
+    from pipeline.data.parts import PartStore
+    from pipeline.output import open_output, output_of
+
+    size = parse_bytes(target_size)
+    if size is None or not 0 < size <= MAX_FILE_BYTES:
+        raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
+    storage = output_of(place)[1] if "://" in to else {}
+    done = merge(open_output(place), PartStore(to, storage), order, size, lambda text: click.echo(text, err=True))
+    if as_json:
+        _print_json(done.to_json())
+    else:
+        _print(done.to_text())
 
 
 def main() -> None:

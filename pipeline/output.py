@@ -18,15 +18,22 @@ from pipeline.job.status import Status
 
 
 def open_output(place: str) -> PartStore:
-    """The output folder at `place`, or the one of the job file there. Raises OutputError, ConfigError."""
-    path = Path(place)
-    if path.suffix in (".yaml", ".yml") and not path.is_dir():
-        output = load_job(path).output
-        return PartStore(output.path, output.storage)
-    if not path.is_dir():
-        problem = "is neither an output folder nor a job file (.yaml)" if path.exists() else "no such folder"
+    """The output at `place`, a folder or an fsspec url, or the one of the job file there. Raises OutputError,
+    ConfigError."""
+    path, storage = output_of(place)
+    if "://" not in path and place == path and not Path(path).is_dir():
+        problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
         raise OutputError(f"{place}: {problem}")
-    return PartStore(place)
+    return PartStore(path, storage)
+
+
+def output_of(place: str) -> tuple[str, dict[str, Any]]:
+    """Where an output is and the fsspec options that it takes: `place` itself with none, or what the job file says."""
+    path = Path(place)
+    if "://" in place or path.suffix not in (".yaml", ".yml") or path.is_dir():
+        return place, {}
+    output = load_job(path).output
+    return output.path, output.storage
 
 
 def status_of(store: PartStore) -> Status:

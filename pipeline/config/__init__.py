@@ -8,7 +8,7 @@ from pipeline.config.job import JobConfig, without_password
 from pipeline.config.jobfile import JobFileError, Mistake
 from pipeline.config.load import job_from_flags, load_job
 from pipeline.config.sections import EMBEDDED_MODELS
-from pipeline.config.values import FromColumn
+from pipeline.config.values import FromColumn, parse_bytes
 
 __all__ = [
     "EMBEDDED_MODELS",
@@ -18,5 +18,6 @@ __all__ = [
     "Mistake",
     "job_from_flags",
     "load_job",
+    "parse_bytes",
     "without_password",
 ]

@@ -44,11 +44,16 @@ def _switch(value: object) -> object:
     return _SWITCH.get(value.lower(), value) if isinstance(value, str) else value
 
 
+def parse_bytes(text: str) -> int | None:
+    """`8 GiB` as a number of bytes; None where the text is no size."""
+    match = _SIZE.fullmatch(text.strip())
+    factor = _UNITS.get(match[2].lower()) if match else None
+    return int(float(match[1]) * factor) if match and factor is not None else None
+
+
 def _bytes(value: object) -> object:
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        factor = _UNITS.get(match[2].lower())
-        if factor is not None:
-            return int(float(match[1]) * factor)
+    if isinstance(value, str) and (size := parse_bytes(value)) is not None:
+        return size
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise _refuse("a number of bytes, such as 8_000_000 or 8 GiB")
