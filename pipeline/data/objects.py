@@ -6,6 +6,7 @@ again and then finds the name taken, so "it exists" means "look what is there": 
 What was written is compared by its entity tag, or read back where the tag is not the MD5 of the bytes.
 """
 
+import posixpath
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -57,14 +58,14 @@ class ObjectFolder:
         path = self.path(folder) if folder else self._root
         with self._reading(folder):
             try:
-                entries = [(e["name"].rstrip("/"), e["type"]) for e in self._fs.ls(path)]
+                entries = [(e["name"].lstrip("/"), e["type"]) for e in self._fs.ls(path)]
             except FileNotFoundError:
                 return []
-        path = path.strip("/")
-        if any(name.strip("/") == path and type_ == "file" for name, type_ in entries) and len(entries) == 1:
+        path = path.lstrip("/")
+        if entries == [(path, "file")]:
             raise OutputError(f"{self.shown(folder)}: is a file, expected a folder")
         # an empty object named like the folder, as consoles make them, is not in it
-        return sorted(name.rpartition("/")[2] for name, _ in entries if name.strip("/") != path)
+        return sorted(posixpath.basename(name.rstrip("/")) for name, _ in entries if name.rstrip("/") != path)
 
     def has(self, name: str) -> bool:
         with self._reading(name):

@@ -199,7 +199,7 @@ def test_bit_flips_in_a_part_are_found(store):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_disk_that_fails_at_any_step(store, step):
+def test_fault_13_a_disk_that_is_full_at_any_step(store, step):
     def full():
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -278,7 +278,7 @@ def test_probe(store, tmp_path):
         ),
     ],
 )
-def test_probe_refuses_disks_that_do_not_keep_the_promise(store, monkeypatch, fake, error, says):
+def test_fault_14_the_probe_refuses_disks_that_do_not_keep_the_promise(store, monkeypatch, fake, error, says):
     monkeypatch.setattr(os, "link", fake)
     with pytest.raises(error, match=says):
         store.probe()
@@ -321,7 +321,7 @@ def run_writers(units: int, *writers: tuple[PartStore, int, str]) -> list[tuple[
     return [([c == "1" for c in made], code) for made, code in json.loads(done.stdout)]
 
 
-def test_killed_at_every_step_of_a_commit(tmp_path):
+def test_fault_10_killed_at_every_step_of_a_commit(tmp_path):
     stores = {step: PartStore(str(tmp_path / step)) for step in STEPS}
     ends = run_writers(3, *((store, 1, f"{step}=kill@2") for step, store in stores.items()))
     for (made, end), (step, store) in zip(ends, stores.items(), strict=True):
