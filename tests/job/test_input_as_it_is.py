@@ -1,0 +1,172 @@
+"""Whole runs over data that nobody has cleaned: what can be read is delivered, what cannot is told, each row once."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import FingerprintError, InputError
+from pipeline.job.plan import make_plan
+from pipeline.job.run import run_job
+from tests.job.conftest import FAKES, Job
+from tests.job.local_flow import LocalFlow
+
+SKIP = {"on_corrupt": "skip"}
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch):
+    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LocalFlow)
+    monkeypatch.setattr("pipeline.job.run.TICK_S", 0.2)
+    monkeypatch.setattr(LocalFlow, "started", 0)
+
+
+def run(job: Job, **sections):
+    return run_job(job.config(**sections), backend=FAKES)
+
+
+def put(job: Job, name: str, table: pa.Table, **options) -> Path:
+    path = job.folder / "in" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, write_page_checksum=True, **options)
+    return path
+
+
+def rows(start: int, count: int) -> pa.Table:
+    return pa.table(
+        {"id": list(range(start, start + count)), "text": [f"row {i:04d}" for i in range(start, start + count)]}
+    )
+
+
+def damage(path: Path, needle: bytes) -> None:
+    """One bit of the data."""
+    data = bytearray(path.read_bytes())
+    data[data.index(needle)] ^= 1
+    path.write_bytes(data)
+
+
+def success(job: Job) -> dict:
+    return json.loads((job.output / "_SUCCESS").read_text())
+
+
+def uncleaned(job: Job) -> None:
+    put(job, "a.parquet", rows(0, 25))
+    put(job, "b.parquet", rows(25, 30), row_group_size=10, compression="none", use_dictionary=False)
+    damage(job.folder / "in/b.parquet", b"row 0037")
+    (job.folder / "in/empty.parquet").write_bytes(b"")
+    whole = put(job, "half.parquet", rows(100, 30))
+    whole.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+
+
+def test_faults_24_25_26_what_is_damaged_is_told_and_the_rest_delivered(job):
+    uncleaned(job)
+    with pytest.raises(InputError, match=r"in/empty\.parquet: the file is empty"):
+        run(job)
+    assert not job.output.exists()
+    report = run(job, input=SKIP)
+    found = sorted(job.table().to_pylist(), key=lambda row: (row["source_file"], row["source_row"]))
+    assert [(r["source_file"], r["source_row"]) for r in found] == [
+        *(("a.parquet", i) for i in range(25)),
+        *(("b.parquet", i) for i in range(30)),
+    ]
+    lost, good = found[35:45], [*found[:35], *found[45:]]
+    assert {(r["error"], r["id"], r["generated_text"], r["finish_reason"]) for r in lost} == {
+        ("corrupt_input", None, "", "error")
+    }
+    assert all(r["error_message"].startswith("row group 1: damaged: ") for r in lost)
+    assert [(r["error"], r["id"]) for r in good] == [(None, i) for i in [*range(35), *range(45, 55)]]
+    assert (report.rows.input, report.rows.written, report.rows.errors) == (55, 55, 10)
+    there = success(job)
+    assert (there["input_rows"], there["errors"], there["num_skipped_files"]) == (55, {"corrupt_input": 10}, 2)
+    assert [(f["file"], f["bytes"] > 0, f["reason"].split(" (")[0]) for f in there["skipped_files"]] == [
+        ("empty.parquet", False, "the file is empty"),
+        ("half.parquet", True, "not a Parquet file, or a truncated one"),
+    ]
+    run(job, input=SKIP)
+    assert LocalFlow.started == 1
+
+
+@pytest.mark.parametrize("change", ["mended", "spoilt", "gone"])
+def test_input_that_changes_between_runs_is_refused_also_under_skip(job, change):
+    uncleaned(job)
+    run(job, input=SKIP)
+    if change == "mended":
+        put(job, "half.parquet", rows(100, 30))
+    elif change == "spoilt":
+        (job.folder / "in/a.parquet").write_bytes(b"")
+    else:
+        (job.folder / "in/empty.parquet").unlink()
+    name = {"mended": "half", "spoilt": "a", "gone": "empty"}[change]
+    with pytest.raises(FingerprintError, match=rf"files\.{name}\.parquet: .*bytes.* -> "):
+        run(job, input=SKIP)
+
+
+def test_fault_27_shards_without_rows(job):
+    put(job, "a.parquet", rows(0, 0))
+    put(job, "b.parquet", rows(0, 0))
+    report = run(job)
+    (part,) = job.parts()
+    assert (report.rows.input, report.rows.written, success(job)["input_rows"]) == (0, 0, 0)
+    assert pq.read_schema(part).names[:3] == ["id", "generated_text", "finish_reason"]
+
+
+def test_fault_27_a_shard_without_rows_among_others(job):
+    put(job, "a.parquet", rows(0, 3))
+    put(job, "b.parquet", rows(0, 0))
+    put(job, "c.parquet", rows(3, 2))
+    run(job)
+    assert sorted(job.table()["id"].to_pylist()) == list(range(5))
+
+
+def test_fault_28_a_shard_without_a_column_is_refused_before_anything_is_written(job):
+    put(job, "a.parquet", rows(0, 3))
+    put(job, "b.parquet", rows(3, 3).drop_columns("text"))
+    with pytest.raises(InputError, match=r"in/b\.parquet: has no column 'text'"):
+        run(job)
+    assert not job.output.exists()
+
+
+def test_fault_28_widening_is_accepted(job):
+    narrow = rows(0, 3)
+    put(job, "a.parquet", narrow.set_column(0, "id", narrow["id"].cast(pa.int16())))
+    put(job, "b.parquet", rows(1 << 40, 2))
+    run(job)
+    assert job.table().schema.field("id").type == pa.int64()
+    assert sorted(job.table()["id"].to_pylist()) == [0, 1, 2, 1 << 40, (1 << 40) + 1]
+
+
+def test_fault_34_rows_with_the_same_id_are_both_kept(job):
+    table = pa.table({"id": pa.array([7, 7, None, None]), "text": ["same", "same", "same", "other"]})
+    put(job, "a.parquet", table)
+    put(job, "b.parquet", table)
+    run(job)
+    found = job.table().to_pylist()
+    assert sorted(str(r["id"]) for r in found) == ["7"] * 4 + ["None"] * 4
+    assert len({(r["source_file"], r["source_row"]) for r in found}) == 8
+
+
+def test_partition_columns_are_columns_of_the_prompt_the_options_and_the_output(job):
+    put(job, "date=2024-01-01/site=2/x.parquet", rows(0, 2))
+    put(job, "date=2024-01-02/site=3/x.parquet", rows(2, 1))
+    job.settings["input"].pop("columns")
+    job.settings["run"]["unit_rows"] = 1
+    run(job, prompt={"template": "{date} {text}"}, sampling={"max_tokens": {"column": "site"}})
+    found = sorted(job.table().to_pylist(), key=lambda r: r["id"])
+    assert [(r["id"], r["date"], r["site"], r["source_file"]) for r in found] == [
+        (0, "2024-01-01", 2, "date=2024-01-01/site=2/x.parquet"),
+        (1, "2024-01-01", 2, "date=2024-01-01/site=2/x.parquet"),
+        (2, "2024-01-02", 3, "date=2024-01-02/site=3/x.parquet"),
+    ]
+    assert [r["num_input_tokens"] for r in found] == [len("2024-01-01 row 0000")] * 3
+    assert [r["num_generated_tokens"] <= r["site"] for r in found] == [True] * 3
+
+
+def test_folders_partitioned_in_part_are_refused_by_name(job):
+    put(job, "day=1/x.parquet", rows(0, 2))
+    put(job, "x.parquet", rows(2, 2))
+    job.settings["input"].pop("columns")
+    with pytest.raises(InputError, match=r"in/x\.parquet: does not lie in a folder day="):
+        make_plan(job.config(), "cpu")
+    assert make_plan(job.config(input={"columns": ["id"]}), "cpu").num_rows == 4
