@@ -6,8 +6,10 @@ into. Does not own prices or the report over several runs (`cost.py`), nor the e
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, cast
+
+from pipeline.rowstats import RowStats
 
 # The phases of an actor's time. They do not overlap and together are all of it, from the start of the actor's
 # process to its end. Writing parts happens beside them and is counted in `RunRecord.write_us`.
@@ -22,6 +24,8 @@ PHASE_MEANING = {
     "waiting": "no rows at hand",
     "tail": "the last rows, other actors done",
 }
+
+MICROSECONDS_PER_HOUR = 3_600_000_000
 
 Outcome = Literal["running", "finished", "stopped", "interrupted", "failed", "killed"]
 
@@ -54,8 +58,37 @@ def per_second(count: int, us: int) -> float:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """Tokens that an engine computed: of prompts (what shared KV blocks served is not computed), and generated."""
+
+    prompt: int = 0
+    generated: int = 0
+
+    @classmethod
+    def by(cls, stats: Mapping[str, int]) -> "Computed":
+        """By an engine, from its EngineStats. Work done again after a preemption is not in it."""
+        prompt = stats.get("prompt_tokens", 0) - stats.get("cached_tokens", 0)
+        return cls(max(0, prompt), stats.get("generated_tokens", 0))
+
+    @property
+    def all(self) -> int:
+        return self.prompt + self.generated
+
+    def __add__(self, other: "Computed") -> "Computed":
+        return Computed(self.prompt + other.prompt, self.generated + other.generated)
+
+    def less(self, other: "Computed") -> "Computed":
+        """Without `other`, never below nothing: counters that are told at different moments may cross."""
+        return Computed(max(0, self.prompt - other.prompt), max(0, self.generated - other.generated))
+
+
+@dataclass(frozen=True)
 class ActorRecord:
-    """One engine actor of one run. `phases_us` holds every phase; their sum is the actor's machine time."""
+    """One engine actor of one run. `phases_us` holds every phase; their sum is the actor's machine time.
+
+    `delivered` to `died` are where the tokens that its engines computed went; what is left of them is `open`.
+    They are told together with `stats`, so that the difference is of one moment.
+    """
 
     actor: int
     phases_us: dict[str, int] = field(default_factory=no_phases)
@@ -63,7 +96,21 @@ class ActorRecord:
     units: int = 0
     rows: int = 0
     error_rows: int = 0
-    restarts: int = 0
+    restarts: int = 0  # engine processes that ended on their own or were ended because they hung
+    restart_reasons: list[str] = field(default_factory=list)  # how they ended, of the first few
+    restart_us: int = 0  # start-up and load of the engine processes after the first
+    died_us: int = 0  # of the phase `repeated`: between an engine process's last word and its end, with rows in it
+    convicted_rows: int = 0  # that ended the engine's process and became error rows
+    open_units: int = 0  # begun and not finished at the moment of this record
+    delivered: Computed = field(default_factory=Computed)  # of completed rows of parts that it wrote
+    doubled: Computed = field(default_factory=Computed)  # of units whose part was there already
+    kept: Computed = field(default_factory=Computed)  # of finished rows of units that a stopped run could not finish
+    died: Computed = field(default_factory=Computed)  # of rows that were in an engine process when it ended
+    taken_rows: int = 0  # rows that an earlier run had kept, delivered in parts of this one
+    taken_generated_tokens: int = 0  # of these
+    found_units: int = 0  # handed to it, but their part was there before any work
+    storage_retries: dict[str, int] = field(default_factory=dict)  # of its process, by kind
+    replaces: int | None = None  # the actor whose process had ended
 
     def __post_init__(self) -> None:
         assert set(self.phases_us) == set(PHASES), f"phases {sorted(self.phases_us)}"
@@ -73,12 +120,29 @@ class ActorRecord:
     def machine_us(self) -> int:
         return sum(self.phases_us.values())
 
+    @property
+    def computed(self) -> Computed:
+        return Computed.by(self.stats)
+
+    @property
+    def open(self) -> Computed:
+        """Computed, and neither delivered nor known to be lost or kept."""
+        return self.computed.less(self.delivered + self.doubled + self.kept + self.died)
+
+    def time_of_us(self, tokens: Computed) -> int:
+        """The time that its engines took for so many tokens, on average."""
+        computed = self.computed
+        prompt = self.phases_us["prefill"] * min(tokens.prompt, computed.prompt) // max(1, computed.prompt)
+        generated = self.phases_us["decode"] * min(tokens.generated, computed.generated) // max(1, computed.generated)
+        return prompt + generated
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "ActorRecord":
-        return _build(cls, {**raw, "phases_us": no_phases() | dict(raw.get("phases_us", {}))})
+        computed = {name: Computed(**raw[name]) for name in ("delivered", "doubled", "kept", "died") if name in raw}
+        return _build(cls, {**raw, **computed, "phases_us": no_phases() | dict(raw.get("phases_us", {}))})
 
 
 @dataclass(frozen=True)
@@ -108,6 +172,8 @@ class RunRecord:
     config_free: dict[str, Any] = field(default_factory=dict)
     hourly_usd: float | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
+    row_stats: RowStats = field(default_factory=RowStats)  # of the rows it wrote
+    storage_retries: dict[str, int] = field(default_factory=dict)  # of the driver's process, by kind
 
     @property
     def machine_us(self) -> int:
@@ -115,6 +181,10 @@ class RunRecord:
 
     def phase_us(self, phase: str) -> int:
         return sum(actor.phases_us[phase] for actor in self.actors)
+
+    def usd(self, us: int) -> float:
+        """The declared price of so much machine time; 0 when none is declared."""
+        return (self.hourly_usd or 0.0) * us / MICROSECONDS_PER_HOUR
 
     def stat(self, name: str) -> int:
         """One of EngineStats' counters, summed over the actors."""
@@ -125,8 +195,22 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "RunRecord":
+        """Also reads the records of earlier versions."""
         actors = [ActorRecord.from_json(actor) for actor in raw.get("actors", [])]
-        return _build(cls, {**raw, "actors": actors})
+        stats = RowStats.from_json(raw.get("row_stats", {}))
+        run = _build(cls, {**raw, "actors": actors, "row_stats": stats})
+        if any("delivered" not in actor for actor in raw.get("actors", [])):
+            return replace(run, actors=_with_deliveries(run))
+        return run
+
+
+def _with_deliveries(run: RunRecord) -> list[ActorRecord]:
+    """The actors of a record that only says what the whole run delivered: each delivered in proportion to what it
+    computed."""
+    weights = [actor.computed for actor in run.actors]
+    prompt = split_exactly(max(0, run.input_tokens - run.cached_tokens), [w.prompt for w in weights])
+    generated = split_exactly(run.generated_tokens, [w.generated for w in weights])
+    return [replace(actor, delivered=Computed(p, g)) for actor, p, g in zip(run.actors, prompt, generated, strict=True)]
 
 
 def _build(cls: type[_T], raw: Mapping[str, Any]) -> _T:

@@ -3,14 +3,25 @@
 Owns number formats and layout; every number comes from `cost.RunReport`.
 """
 
+from html import escape
 from math import floor, log10
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pipeline.metrics import PHASE_MEANING, per_second
+from pipeline.rowstats import HISTOGRAM_ERROR, ErrorExample
 
 if TYPE_CHECKING:
-    from pipeline.cost import RunReport
+    from pipeline.cost import RunReport, Work
 
+LATENCY_NOTE = "From when the engine took the row in, its queue included: a batch trades it for throughput"
+LATENCY_ERROR = f"From histograms: off by at most {HISTOGRAM_ERROR * 100:.1f} % of itself"
+LENGTHS_NOTE = (
+    "Completed rows. Time is all machine time, divided as the cost is: what prompts are charged by prompt tokens"
+    " computed, the rest by generated ones; rows share steps, so that no row has a time of its own"
+)
+_WIDTH = 100  # of a terminal
+_NARROW = 20
 _BAR_WIDTH = 30
 _ENDED = {
     "finished": "finished",
@@ -25,7 +36,8 @@ _ENDED = {
 def text(report: "RunReport") -> str:
     """The report as a terminal shows it at the end of a run."""
     lines = [f"{report.job}: {_ENDED.get(report.outcome, report.outcome)}", ""]
-    lines += [f"  {label:<12}{value}" for label, value in _facts(report)]
+    for label, value in _facts(report):
+        lines += wrap(value, _WIDTH, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
     lines += ["", "  Where the machine time went"]
     for phase, us in report.phases_us.items():
         share = _share(us, report.machine_us)
@@ -34,6 +46,27 @@ def text(report: "RunReport") -> str:
     lines += [f"    {label:<28}{value:>14}" for label, value in _cost(report)]
     if report.cost.total_usd is None:
         lines.append("    To price it, set cost.hourly_usd: what one actor's machine costs for an hour.")
+    if latency := _latency(report):
+        lines += ["", f"  Latency of a row{'p50':>17}{'p95':>12}{'p99':>12}"]
+        lines += [f"    {label:<22}{p50:>9}{p95:>12}{p99:>12}" for label, p50, p95, p99 in latency]
+        lines.append(f"    {LATENCY_NOTE}.")
+    if report.lengths:
+        lines += ["", f"  By length of prompt{'rows':>11}{'tokens in':>15}{'tokens out':>15}{'time':>10}"]
+        lines += [
+            f"    {label:<17}{rows:>10}{read:>15}{generated:>15}{time:>10}  {bar(share, _NARROW)}".rstrip()
+            for label, rows, read, generated, time, share in _lengths(report)
+        ]
+    if report.examples:
+        lines += ["", "  Error rows"]
+        for code, examples in report.examples.items():
+            lines.append(f"    {code}: {report.rows.errors_by_code.get(code, 0):,}")
+            lines += [_clipped(f"      {' '.join(_example(e).split())}") for e in examples]
+    if report.faults:
+        lines += ["", f"  What faults cost, estimated{'times':>24}{'tokens':>14}{'time':>10}{'USD':>15}"]
+        lines += [
+            f"    {title:<44}{count:>7}{tokens:>14}{time:>10}{usd:>15}".rstrip()
+            for title, count, tokens, time, usd in _faults(report)
+        ]
     if len(report.runs) > 1:
         lines += ["", f"  Over {len(report.runs)} runs"]
         lines += [
@@ -71,9 +104,39 @@ def markdown(report: "RunReport") -> str:
     if report.cost.total_usd is None:
         lines += ["", "Unpriced: set `cost.hourly_usd`, what one actor's machine costs for an hour."]
     lines += ["", f"How it is divided: {report.cost.method}."]
+    if latency := _latency(report):
+        lines += ["", "## Latency of a row", ""]
+        lines += _table(["", "p50", "p95", "p99"], latency)
+        lines += ["", f"{LATENCY_NOTE}. {LATENCY_ERROR}."]
+    if report.lengths:
+        lines += ["", "## Rows by length of prompt", ""]
+        lines += _table(
+            ["prompt tokens", "rows", "tokens in", "tokens out", "machine time", "share", ""],
+            [
+                (label, rows, read, generated, time, f"{share * 100:.1f} %", f"`{bar(share)}`" if bar(share) else "")
+                for label, rows, read, generated, time, share in _lengths(report)
+            ],
+        )
+        lines += ["", f"{LENGTHS_NOTE}.{_unseen_rows(report)}"]
     if report.rows.errors_by_code:
         lines += ["", "## Error rows by code", ""]
-        lines += _table(["code", "rows"], [(code, f"{n:,}") for code, n in report.rows.errors_by_code.items()])
+        shown = [
+            (code, f"{n:,}", "<br>".join(escape(_example(e)) for e in report.examples.get(code, ())))
+            for code, n in report.rows.errors_by_code.items()
+        ]
+        lines += _table(["code", "rows", "for example"], shown)
+    if report.faults:
+        lines += ["", "## What faults cost, estimated", ""]
+        lines += _table(["fault", "times", "tokens", "machine time", "US dollars"], _faults(report))
+        lines += ["", "Tokens that were computed for nothing or computed again. How the machine time is estimated:", ""]
+        lines += [f"- {fault.title}: {fault.how}." for fault in report.faults]
+        if any(fault.at_least for fault in report.faults):
+            lines += ["", "At least: of a killed run's last second or two, after its last record, nothing is known."]
+    if report.work.restart_reasons:
+        lines += ["", "How engine processes ended:", ""]
+        lines += [
+            f"- {count:,} times: {escape(_cell(reason))}" for reason, count in report.work.restart_reasons.items()
+        ]
     lines += ["", "## Runs", ""]
     lines += _table(
         [
@@ -109,9 +172,9 @@ def markdown(report: "RunReport") -> str:
     return "\n".join(lines) + "\n"
 
 
-def bar(share: float) -> str:
+def bar(share: float, width: int = _BAR_WIDTH) -> str:
     """A text bar of a share; what is written as more than 0.0 % shows."""
-    return "█" * max(round(share * _BAR_WIDTH), 1 if share >= 0.0005 else 0)
+    return "█" * max(round(share * width), 1 if share >= 0.0005 else 0)
 
 
 def seconds(us: int) -> str:
@@ -158,20 +221,102 @@ def _facts(report: "RunReport") -> list[tuple[str, str]]:
             )
         )
     facts.append(("Time", f"{seconds(report.wall_us)} wall, {seconds(report.machine_us)} of machine time"))
-    lost = []
-    if work.wasted_generated_tokens or work.wasted_is_lower_bound:
-        least = "at least " if work.wasted_is_lower_bound else ""
-        lost.append(f"{least}{work.wasted_generated_tokens:,} generated tokens not delivered")
-    if work.recomputed_tokens:
-        lost.append(f"{work.recomputed_tokens:,} tokens computed again after {work.preemptions:,} preemptions")
-    if work.units_lost:
-        lost.append(f"{work.units_lost:,} units found already written")
-    if work.restarts:
-        lost.append(f"{work.restarts:,} engine restarts")
-    if lost:
-        facts.append(("Lost work", ", ".join(lost)))
+    if lost := _lost(report):
+        facts.append(("Lost work", lost))
+    if counts := _counts(work):
+        facts.append(("Faults", counts))
     facts.append(("Fingerprint", report.fingerprint[:8]))
     return facts
+
+
+def _lost(report: "RunReport") -> str:
+    """Work that nobody got, with its price; empty where there is none and none can be hidden."""
+    work = report.work
+    if not (work.wasted_generated_tokens or work.wasted_prompt_tokens or work.wasted_is_lower_bound):
+        return ""
+    least = "at least " if work.wasted_is_lower_bound else ""
+    price = "" if work.wasted_usd is None else f", {money(work.wasted_usd)}"
+    return (
+        f"{least}{work.wasted_generated_tokens:,} generated and {work.wasted_prompt_tokens:,} prompt tokens:"
+        f" about {seconds(work.wasted_us)}{price}"
+    )
+
+
+def _counts(work: "Work") -> str:
+    counts = [
+        (work.restarts, "engine restarts"),
+        (work.convicted_rows, "rows that ended the engine"),
+        (work.actors_replaced, "actors replaced"),
+        (work.preemptions, "preemptions"),
+        (work.recomputed_tokens, "tokens computed again after them"),
+        (work.units_begun_again, "units begun again"),
+        (work.units_lost, "units found already written"),
+        (work.taken_rows, "rows taken over from a stopped run"),
+    ]
+    told = [f"{what} {count:,}" for count, what in counts if count]
+    if work.storage_retries:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(work.storage_retries.items()))
+        told.append(f"requests to a store tried again {sum(work.storage_retries.values()):,} ({kinds})")
+    return ", ".join(told)
+
+
+def _latency(report: "RunReport") -> list[tuple[str, str, str, str]]:
+    """Empty where no row was timed."""
+    labels = {
+        "first_token_us": "to the first token",
+        "per_token_us": "between two tokens",
+        "row_us": "to the last token",
+    }
+    found = [(label, report.latency[name]) for name, label in labels.items() if name in report.latency]
+    return [(label, _brief(p.p50), _brief(p.p95), _brief(p.p99)) for label, p in found if p.rows]
+
+
+def _brief(us: int | None) -> str:
+    if us is None:
+        return "n/a"
+    return f"{us / 1e3:.2f} ms" if us < 10_000 else seconds(us)
+
+
+def _lengths(report: "RunReport") -> list[tuple[str, str, str, str, str, float]]:
+    """Label, rows, tokens in and out, time, and its share."""
+    return [
+        (
+            f"up to {length.longest:,}",
+            f"{length.rows.rows:,}",
+            f"{length.rows.input_tokens:,}",
+            f"{length.rows.generated_tokens:,}",
+            seconds(length.machine_us),
+            _share(length.machine_us, report.machine_us),
+        )
+        for length in report.lengths
+    ]
+
+
+def _unseen_rows(report: "RunReport") -> str:
+    rows = report.rows.completed - sum(length.rows.rows for length in report.lengths)
+    return f" {rows:,} rows that a killed run wrote after its last record are not among them." if rows > 0 else ""
+
+
+def _faults(report: "RunReport") -> list[tuple[str, str, str, str, str]]:
+    """Title, times, tokens, time and money."""
+    told = []
+    for fault in report.faults:
+        count = f"{fault.count:,}" if fault.count else ""
+        if fault.machine_us or fault.tokens.all:
+            least = "≥ " if fault.at_least else ""
+            usd = "unpriced" if fault.usd is None else money(fault.usd)
+            told.append((fault.title, count, f"{least}{fault.tokens.all:,}", seconds(fault.machine_us), usd))
+        else:
+            told.append((fault.title, count, "", "", ""))
+    return told
+
+
+def _example(example: ErrorExample) -> str:
+    return f"{example.source_file} row {example.row}: {example.message}"
+
+
+def _clipped(line: str) -> str:
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
 
 
 def _cost(report: "RunReport") -> list[tuple[str, str]]:

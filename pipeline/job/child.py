@@ -12,9 +12,11 @@ from multiprocessing.connection import Connection
 
 from pipeline.engine.params import EngineConfig
 from pipeline.job.machine import now_us
-from pipeline.job.messages import Start, ToEngine
+from pipeline.job.messages import Crashed, Start, ToEngine
 
 LAST_WORDS_BYTES = 2000
+SHORT_CHARS = 300
+LAST_BREATH_S = 5.0  # from the end of its socket to the end of the process
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,34 @@ class Launch:
     config: EngineConfig
     step_timeout_s: float = 300.0
     environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and the last that it wrote or said."""
+
+    how: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.how}{': ' + self.words if self.words else ''}"
+
+    def short(self) -> str:
+        """On one line, for reports: the innermost call of a stack, or the last line."""
+        lines = [line.strip() for line in self.words.splitlines() if line.strip()]
+        heads = [i for i, line in enumerate(lines[:-1]) if line.endswith("(most recent call first):")]
+        current = [i for i in heads if lines[i].startswith("Current thread")]  # faulthandler's: that took the signal
+        line = lines[(current or heads)[0] + 1] if heads else lines[-1] if lines else ""
+        return f"{self.how}{': ' + line if line else ''}"[:SHORT_CHARS]
+
+
+def oom_kills() -> int | None:
+    """How many processes of this machine the kernel has killed for want of memory; None where it does not say."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
+    except OSError:
+        return None
 
 
 class Child:
@@ -48,14 +78,17 @@ class Child:
         self.connection = Connection(ours.detach())
         self.ready = False
         self.heard_us = now_us()
-        self.crash = ""
+        self.crash: Crashed | None = None
+        self._oom_kills = oom_kills()
+        self._why_killed: str | None = None
         self.send(Start(launch.factory, launch.config))
 
     def send(self, message: ToEngine) -> None:
         with contextlib.suppress(OSError):  # its end is noticed by the keeper, which then sends the rows again
             self.connection.send(message)
 
-    def kill(self) -> None:
+    def kill(self, why: str) -> None:
+        self._why_killed = why
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
@@ -66,14 +99,30 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=0.3)
 
-    def bury(self) -> str:
+    def bury(self) -> Ended:
         """Wait for the process's end; how it ended and the last lines it wrote."""
-        self.kill()
-        code = self.process.wait()
+        try:
+            code = self.process.wait(timeout=LAST_BREATH_S)
+        except subprocess.TimeoutExpired:
+            self.kill("it no longer answered")
+            code = self.process.wait()
         self.connection.close()
         with self.log:
             size = self.log.seek(0, os.SEEK_END)
             self.log.seek(max(0, size - LAST_WORDS_BYTES))
-            words = (self.crash or self.log.read().decode(errors="replace")).strip()
+            words = self.crash.message if self.crash else self.log.read().decode(errors="replace")
+        return Ended(self._how(code), words.strip()[-LAST_WORDS_BYTES:])
+
+    def _how(self, code: int) -> str:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how}{': ' + words[-LAST_WORDS_BYTES:] if words else ''}"
+        if self._why_killed is not None:
+            return f"{how}, by us: {self._why_killed}"
+        if self.crash is not None and self.crash.out_of_memory:
+            return f"{how}: out of memory"
+        if code == -signal.SIGKILL and self._was_oom_killed():
+            return f"{how}: probably out of memory, as the kernel has just killed a process of this machine for it"
+        return how
+
+    def _was_oom_killed(self) -> bool:
+        kills = oom_kills()
+        return kills is not None and self._oom_kills is not None and kills > self._oom_kills

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from pipeline.engine.params import Completion, EngineStats, Request
-from pipeline.errors import PipelineError
+from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.machine import now_us
 from pipeline.job.messages import (
     Add,
@@ -72,8 +72,8 @@ def serve(engine: Engine, inbox: "queue.SimpleQueue[Add]", send: Callable[[FromE
             busy_us += now - mark
             idle_us = 0
             mark = now
-        # Told before the last rows are, so that whoever waits for them finds their work counted.
-        if (completions and not engine.has_unfinished) or mark - reported >= REPORT_US:
+        # Told before rows are, so that whoever takes a row finds the work for it counted.
+        if completions or mark - reported >= REPORT_US:
             send(Progress(mark, busy_us, idle_us, asdict(engine.stats)))
             reported = mark
         if completions:
@@ -99,6 +99,18 @@ def _read(connection: Connection, inbox: "queue.SimpleQueue[Add]") -> None:
         os._exit(0)  # the parent is gone or wants us gone: no step is worth finishing
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's own, and torch's on a device, whose class is known by name where torch may be missing."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _no_room(model: str, error: Exception) -> str:
+    return (
+        f"There is not enough memory to load {model} ({type(error).__name__}: {error}). Lower "
+        "engine.kv_cache_memory_bytes or engine.max_num_seqs, or take a machine or device with more memory."
+    )
+
+
 def load_factory(path: str) -> Callable[..., Any]:
     """The callable that `module:name` or `module:Class.method` means."""
     module, _, name = path.partition(":")
@@ -114,13 +126,17 @@ def main(fd: int) -> None:
     assert isinstance(start, Start)
     try:
         factory = load_factory(start.factory)
-        connection.send(Loading(now_us()))
+        connection.send(Loading(now_us(), "reading the model"))
         engine = factory(start.config)
+        connection.send(Loading(now_us(), "warming up (kernels compile on the first run)"))
         engine.warm_up()
     except PipelineError as error:
         connection.send(StartFailed(type(error).__name__, str(error)))
         sys.exit(error.exit_code)
-    except Exception:
+    except Exception as error:
+        if _is_out_of_memory(error):
+            connection.send(StartFailed(EnvironmentFailed.__name__, _no_room(start.config.model, error)))
+            sys.exit(EnvironmentFailed.exit_code)
         connection.send(StartFailed("", traceback.format_exc()))
         sys.exit(70)
     connection.send(Ready(now_us(), dict(engine.resolved)))
@@ -128,8 +144,8 @@ def main(fd: int) -> None:
     threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
     try:
         serve(engine, inbox, connection.send)
-    except Exception:
-        connection.send(Crashed(traceback.format_exc()))
+    except Exception as error:
+        connection.send(Crashed(traceback.format_exc(), _is_out_of_memory(error)))
         os._exit(70)  # a device in an unknown state may hang in its destructors
 
 

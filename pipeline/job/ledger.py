@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from pipeline.job.machine import now_us
-from pipeline.metrics import ActorRecord
+from pipeline.metrics import ActorRecord, no_phases
 
 REPORT_S = 1.0  # how often an actor tells
 MAX_REPLACED = 3  # actors' own processes that may end, per actor; Ray itself would replace them for ever
@@ -28,10 +28,14 @@ class ActorState:
     """What an actor tells of itself: its record, and what is open."""
 
     record: ActorRecord
-    open_units: int = 0
     open_rows_done: int = 0  # rows of open units that the engine has finished
     at_rest: str = "startup"  # the phase its time goes to if it says nothing more
     resolved: Mapping[str, str | int] = field(default_factory=dict)
+    loading: str = ""  # what its engine does before it is up; empty once it is
+
+    @property
+    def open_units(self) -> int:
+        return self.record.open_units
 
 
 class Ledger:
@@ -39,12 +43,13 @@ class Ledger:
     meet."""
 
     def __init__(self, actors: int) -> None:
+        self._num_actors = actors
         self._max_actors = actors * (1 + MAX_REPLACED)
         self._run_began_us: int | None = None
         self._births_us: dict[int, int] = {}  # since the run began, by actor number
         self._heard_us: dict[int, int] = {}
         self._states: dict[int, ActorState] = {}
-        self._replaced: set[int] = set()
+        self._replaced: dict[int, int] = {}  # actor to the one that took its place
         self._handles: list[bytes] = []
         self._order = Order.GO_ON
 
@@ -64,7 +69,7 @@ class Ledger:
         silent = [n for n in self._births_us if n not in self._replaced and now - self._heard_us[n] > 2e6 * REPORT_S]
         if silent:
             predecessor = min(silent, key=lambda n: self._heard_us[n])
-            self._replaced.add(predecessor)
+            self._replaced[predecessor] = number
             born = self._heard_us[predecessor]
         self._births_us[number] = born
         self._heard_us[number] = now
@@ -90,13 +95,25 @@ class Ledger:
         return self._handles
 
     def states(self, end: bool = False) -> list[ActorState]:
-        """All actors' last words. With `end` the time since then is added, to the phase each was at rest in:
-        an actor holds its machine until the run ends, unless another took its place."""
-        states = list(self._states.values())
+        """All actors' last words; one that has said nothing yet is starting up since its birth. With `end` the time
+        since the last word is added, to the phase each was at rest in: an actor holds its machine until the run
+        ends, unless another took its place. While the run goes on, those that have not even registered are
+        starting up too, or a run that is killed early would seem to have used no machine."""
+        known = len(self._births_us) if end else max(len(self._births_us), self._num_actors)
+        states = [self._state(number) for number in range(known)]
         if not end:
             return states
         now = self._now_us()
         return [state if state.record.actor in self._replaced else self._extended(state, now) for state in states]
+
+    def _state(self, number: int) -> ActorState:
+        state = self._states.get(number)
+        if state is None:
+            until = self._heard_us[number] if number in self._replaced else self._now_us()
+            phases = {**no_phases(), "startup": max(0, until - self._births_us.get(number, 0))}
+            state = ActorState(ActorRecord(number, phases))
+        predecessor = next((old for old, new in self._replaced.items() if new == number), None)
+        return replace(state, record=replace(state.record, replaces=predecessor))
 
     def _now_us(self) -> int:
         """Since the run began."""

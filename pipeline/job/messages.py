@@ -31,9 +31,11 @@ class Add:
 
 @dataclass(frozen=True)
 class Loading:
-    """Imports are done, the checkpoint is about to be read."""
+    """The engine is being built, and what it does from now on. Sent first when imports are done and the checkpoint
+    is about to be read."""
 
     now_us: int
+    what: str
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Crashed:
     """A step raised; the process ends right after."""
 
     message: str
+    out_of_memory: bool = False
 
 
 ToEngine = Start | Add

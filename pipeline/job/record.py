@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -20,14 +21,17 @@ import pipeline
 from pipeline.cost import RunReport, build_report
 from pipeline.data.parts import PartStore
 from pipeline.data.records import PartTotals
+from pipeline.data.storage import retry_counts
 from pipeline.job.ledger import ActorState
 from pipeline.job.stages import UnitSummary
 from pipeline.metrics import Outcome, RunRecord
+from pipeline.rowstats import RowStats
 
 RUNS = "_pipeline/runs"
 STATUS = "_pipeline/status.json"
 REPORT_JSON = "_pipeline/report.json"
 REPORT_MARKDOWN = "_pipeline/report.md"
+NUM_SHOWN_ERRORS = 5
 _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "ray", "triton", "numba")
 
 
@@ -62,9 +66,11 @@ class RunLog:
         self.driver_us: dict[str, int] = {}
         self.actors: list[ActorState] = []
         self.written = PartTotals()  # of the parts this run made
-        self.lost = PartTotals()  # of units it computed whose part was there already
+        self.lost = PartTotals()  # of units whose part was there already
+        self.row_stats = RowStats()  # of the parts this run made
         self.write_us = 0
-        self.first_errors: list[str] = []
+        self.first_errors: list[str] = []  # to show when there are too many
+        self.retries_before: dict[str, int] = {}  # of this process, for storage, before this run
 
     @property
     def began_us(self) -> int:
@@ -77,9 +83,11 @@ class RunLog:
     def add(self, unit: UnitSummary) -> None:
         """Count a finished unit."""
         self.write_us += unit.write_us
-        self.first_errors += unit.first_errors[: max(0, 5 - len(self.first_errors))]
+        shown = [example.line(code) for code, some in unit.row_stats.errors.items() for example in some]
+        self.first_errors += shown[: NUM_SHOWN_ERRORS - len(self.first_errors)]
         if unit.written:
             self.written += unit.totals
+            self.row_stats += unit.row_stats
         else:
             self.lost += unit.totals
 
@@ -105,6 +113,8 @@ class RunLog:
             self._free,
             self._hourly_usd,
             resolved,
+            self.row_stats,
+            dict(Counter(retry_counts()) - Counter(self.retries_before)),
         )
 
     def save(self) -> RunRecord:

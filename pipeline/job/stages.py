@@ -21,8 +21,16 @@ from pipeline.data.units import Unit
 from pipeline.engine.chat import ChatTemplateError
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
-
-NUM_SHOWN_ERRORS = 5  # row errors that a summary carries for people to see
+from pipeline.rowstats import (
+    MAX_EXAMPLES,
+    MAX_MESSAGE,
+    ErrorExample,
+    LengthBucket,
+    RowStats,
+    Timing,
+    latency_of,
+    length_bucket,
+)
 
 
 class Tokenizer(Protocol):
@@ -51,13 +59,14 @@ class Chat:
 @dataclass(frozen=True)
 class UnitSummary:
     """What became of a unit; travels to the driver as JSON. With `failure_kind` not None nothing was written:
-    it names a class of `pipeline.errors`, or is empty for a defect, whose traceback is then the message."""
+    it names a class of `pipeline.errors`, or is empty for a defect, whose traceback is then the message.
+    A unit that was found done before any work has no totals."""
 
     window: int
     unit: int
     totals: PartTotals = field(default_factory=PartTotals)
     written: bool = False  # False: the part was there already
-    first_errors: tuple[str, ...] = ()
+    row_stats: RowStats = field(default_factory=RowStats)
     write_us: int = 0
     failure_kind: str | None = None
     failure_message: str = ""
@@ -69,7 +78,7 @@ class UnitSummary:
     def from_json(cls, text: str) -> "UnitSummary":
         raw = json.loads(text)
         totals = PartTotals(**raw["totals"])
-        return cls(**{**raw, "totals": totals, "first_errors": tuple(raw["first_errors"])})
+        return cls(**{**raw, "totals": totals, "row_stats": RowStats.from_json(raw["row_stats"])})
 
 
 def row_seed(job_seed: int, source_file: str, source_row: int) -> int:
@@ -147,7 +156,7 @@ class Write:
             unit.index,
             PartTotals.of_table(table),
             written,
-            tuple(_first_errors(unit, completions)),
+            row_stats(unit, completions),
             (time.monotonic_ns() - started) // 1000,
         )
 
@@ -202,10 +211,24 @@ def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
     ]
 
 
-def _first_errors(unit: Unit, completions: list[Completion]) -> list[str]:
-    failed = [c for c in completions if c.error is not None][:NUM_SHOWN_ERRORS]
+def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
+    """What the unit's rows were like; of each error code the first rows by their place in the input."""
+    completed = [c for c in completions if c.error is None]
+    lengths: dict[int, LengthBucket] = {}
+    for c in completed:
+        bucket = length_bucket(c.num_prompt_tokens)
+        row = LengthBucket(1, c.num_prompt_tokens, c.num_cached_tokens, len(c.token_ids))
+        lengths[bucket] = lengths.get(bucket, LengthBucket()) + row
+    timings = [Timing(c.queued_us, c.first_token_us, c.last_token_us, len(c.token_ids)) for c in completed]
+    return RowStats(latency_of(timings), dict(sorted(lengths.items())), _examples(unit, completions))
+
+
+def _examples(unit: Unit, completions: list[Completion]) -> dict[str, tuple[ErrorExample, ...]]:
     files, rows = unit.own("source_file"), unit.own("source_row")
-    return [
-        f"{files[c.row_id].as_py()} row {rows[c.row_id].as_py()}: {c.error}: {c.error_message}"  # type: ignore[index]
-        for c in failed
-    ]
+    found: dict[str, list[ErrorExample]] = {}
+    for c in completions:
+        if c.error is not None:
+            place = (files[c.row_id].as_py(), rows[c.row_id].as_py())  # type: ignore[index]
+            found.setdefault(c.error, []).append(ErrorExample(*place, (c.error_message or "")[:MAX_MESSAGE]))
+    by_place = {code: sorted(some, key=lambda e: (e.source_file, e.row)) for code, some in sorted(found.items())}
+    return {code: tuple(some[:MAX_EXAMPLES]) for code, some in by_place.items()}

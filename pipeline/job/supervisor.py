@@ -10,12 +10,13 @@ actor with a typed error.
 import pickle
 import threading
 import traceback
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from pipeline import errors
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError, RowError
-from pipeline.job.child import Child, Launch
+from pipeline.job.child import Child, Ended, Launch
 from pipeline.job.machine import now_us
 from pipeline.job.messages import (
     Add,
@@ -27,10 +28,12 @@ from pipeline.job.messages import (
     StartFailed,
 )
 from pipeline.job.timeline import Timeline
+from pipeline.metrics import Computed
 
 MAX_START_DEATHS = 3  # in a row, without a word why
 MAX_CONVICTIONS = 5  # rows found guilty in a row, without one completion between them: the engine is broken, not they
 LOAD_TIMEOUT_S = 3600.0
+MAX_REASONS = 10  # of restarts, kept for the report
 POLL_S = 0.25
 
 
@@ -54,6 +57,24 @@ class _Row:
     deaths: int = 0  # processes that ended with this row inside
 
 
+@dataclass(frozen=True)
+class Deaths:
+    """What the engine processes that ended have cost so far, and how the first of them ended."""
+
+    count: int = 0
+    reasons: tuple[str, ...] = ()
+    lost: Computed = field(default_factory=Computed)  # work on rows that were inside, as far as it was told
+    restart_us: int = 0
+    died_us: int = 0
+    convicted_rows: int = 0
+
+
+def computed(completions: Iterable[Completion]) -> Computed:
+    """What the engine computed for these rows. Of an error row it is not known."""
+    fine = [c for c in completions if c.error is None]
+    return Computed(sum(c.num_prompt_tokens - c.num_cached_tokens for c in fine), sum(len(c.token_ids) for c in fine))
+
+
 class Supervisor:
     """Thread-safe. `generate` may be called from several threads, so that units overlap in the engine."""
 
@@ -65,15 +86,20 @@ class Supervisor:
         self._inside: dict[int, None] = {}  # in the process, in the order they were sent
         self._trials: list[list[int]] = []  # groups of suspects still to try; the last one is being tried
         self._next_key = 0
-        self._convictions = 0
+        self._convictions = 0  # in a row
+        self._convicted_rows = 0
         self._failure: PipelineError | None = None
         self._interrupted = False
         self._closed = False
         self._timeline = Timeline(now_us() if birth_us is None else birth_us)
         self._past_stats: dict[str, int] = {}  # of processes that ended
         self._stats: dict[str, int] = {}  # of the one that runs
-        self.restarts = 0
+        self._given = Computed()  # of rows that the one that runs has finished
+        self._restarts = 0
+        self._reasons: list[str] = []
+        self._lost = Computed()
         self.resolved: dict[str, str | int] = {}
+        self.loading = "starting"
         self._child: Child | None = None
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="engine keeper")
         self._keeper.start()
@@ -117,6 +143,17 @@ class Supervisor:
         with self._lock:
             return _sum(self._past_stats, self._stats)
 
+    def deaths(self) -> Deaths:
+        with self._lock:
+            return Deaths(
+                self._restarts,
+                tuple(self._reasons),
+                self._lost,
+                self._timeline.restart_us(now_us()),
+                self._timeline.died_us,
+                self._convicted_rows,
+            )
+
     def at_rest(self) -> str:
         """The phase the actor's time goes to while nothing more is heard of it."""
         with self._lock:
@@ -142,16 +179,16 @@ class Supervisor:
                 try:
                     self._attend(child)
                 finally:
-                    how = child.bury()
+                    ended = child.bury()
                 if self._closed:
                     break
                 start_deaths = 0 if child.ready else start_deaths + 1
                 if start_deaths >= MAX_START_DEATHS:
                     raise EnvironmentFailed(
                         f"The engine's process ended {start_deaths} times while it loaded "
-                        f"{self._launch.config.model} ({how}). Is there enough memory?"
+                        f"{self._launch.config.model} ({ended}). Is there enough memory?"
                     )
-                self._after_death(how)
+                self._after_death(ended)
             raise EnvironmentFailed("The engine was closed.")
         except PipelineError as error:
             self._fail(error)
@@ -168,31 +205,39 @@ class Supervisor:
                     return
                 child.heard_us = now_us()
                 self._receive(child, message)
-            elif self._closed or self._is_hung(child):
-                child.kill()  # the socket closes and the loop ends
+            elif self._closed:
+                child.kill("the engine was closed")  # the socket closes and the loop ends
+            elif self._is_hung(child):
+                child.dump_stack()
+                child.kill(self._hung(child))
 
     def _is_hung(self, child: Child) -> bool:
         silent_s = (now_us() - child.heard_us) / 1e6
         if not child.ready:
             return silent_s > LOAD_TIMEOUT_S
-        if silent_s <= self._launch.step_timeout_s or not self._inside:
-            return False
-        child.dump_stack()
-        return True
+        return silent_s > self._launch.step_timeout_s and bool(self._inside)
+
+    def _hung(self, child: Child) -> str:
+        if not child.ready:
+            return f"not loaded within {LOAD_TIMEOUT_S:g} s"
+        return f"no step for run.step_timeout_s, {self._launch.step_timeout_s:g} s"
 
     def _receive(self, child: Child, message: object) -> None:
         with self._lock:
             match message:
-                case Loading(now_us=now):
+                case Loading(now_us=now, what=what):
                     self._timeline.enter("load", now)
+                    self.loading = what
                 case Ready(now_us=now, resolved=resolved):
                     self._timeline.enter(None, now)
                     self.resolved = resolved
+                    self.loading = ""
                     child.ready = True
                     self._admit()
                 case StartFailed(kind=kind, message=text):
                     raise _typed(kind, text)
                 case Finished(completions=completions):
+                    self._given += computed(completions)
                     for completion in completions:
                         self._settle(completion.row_id, completion)
                     self._convictions = 0
@@ -200,8 +245,8 @@ class Supervisor:
                 case Progress(now_us=now, busy_us=busy_us, idle_us=idle_us, stats=stats):
                     self._timeline.progress(now, busy_us, idle_us, stats)
                     self._stats = stats
-                case Crashed(message=text):
-                    child.crash = text
+                case Crashed():
+                    child.crash = message
 
     # -- under the lock
 
@@ -234,26 +279,30 @@ class Supervisor:
         if row.ticket.num_open == 0:
             row.ticket.done.set()
 
-    def _after_death(self, how: str) -> None:
+    def _after_death(self, ended: Ended) -> None:
         with self._lock:
             inside = list(self._inside)
             self._inside = {}
             self._child = None
-            self.restarts += 1
+            self.loading = "starting"
+            self._restarts += 1
+            self._reasons += [ended.short()][: MAX_REASONS - len(self._reasons)]
+            self._lost += Computed.by(self._stats).less(self._given)
+            self._given = Computed()
             self._past_stats, self._stats = _sum(self._past_stats, self._stats), {}
             self._timeline.lost(now_us(), had_rows=bool(inside))
             for key in inside:
                 self._rows[key].deaths += 1
             if self._trials:
-                self._split(self._trials.pop(), how)
+                self._split(self._trials.pop(), ended)
                 return
             suspects = [key for key in inside if self._rows[key].deaths >= 2]
             cleared = [key for key in inside if self._rows[key].deaths < 2]
             self._waiting = cleared + self._waiting
             if suspects:
-                self._split(suspects, how)
+                self._split(suspects, ended)
 
-    def _split(self, group: list[int], how: str) -> None:
+    def _split(self, group: list[int], ended: Ended) -> None:
         """The process ended with exactly these rows inside (those that had finished are gone from
         `_rows`)."""
         group = [key for key in group if key in self._rows]
@@ -264,9 +313,10 @@ class Supervisor:
         self._convictions += 1
         if self._convictions >= MAX_CONVICTIONS:
             raise EnvironmentFailed(
-                f"{self._convictions} rows in a row ended the engine's process ({how}). "
+                f"{self._convictions} rows in a row ended the engine's process ({ended}). "
                 "The engine or its device is at fault, not the rows."
             )
+        self._convicted_rows += 1
         row = self._rows[group[0]]
         self._settle(
             group[0],

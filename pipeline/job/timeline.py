@@ -25,12 +25,16 @@ class Timeline:
         self._has_stepped = False
         self._busy_us = 0
         self._work_us = dict.fromkeys(WORK, 0)
+        self._restarted = False
+        self._restart_us = 0
+        self.died_us = 0  # of `repeated`: what `lost` put there
 
     def enter(self, phase: Literal["startup", "load"] | None, now_us: int) -> None:
         """From now on the actor is in `phase`; None: its engine is up and reports by `progress`."""
         now_us = max(now_us, self.covered_us)
         if self._open is not None:
             self._phases[self._open] += now_us - self.covered_us
+            self._restart_us += now_us - self.covered_us if self._restarted else 0
         else:
             self._rest_us += now_us - self.covered_us
         self.covered_us = now_us
@@ -68,8 +72,15 @@ class Timeline:
             span = max(0, now_us - self.covered_us)
             self._settle_rest()
             self._phases["repeated"] += span
+            self.died_us += span
             self.covered_us += span
         self.enter("startup", now_us)
+        self._restarted = True
+
+    def restart_us(self, now_us: int) -> int:
+        """Of start-up and load: the time of engine processes after the first."""
+        now = max(0, now_us - self.covered_us) if self._restarted and self._open is not None else 0
+        return self._restart_us + now
 
     @property
     def at_rest(self) -> str:

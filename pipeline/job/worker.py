@@ -7,22 +7,24 @@ rows while another is tokenized or written.
 import dataclasses
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.data.parts import PartStore
+from pipeline.data.storage import retry_counts
 from pipeline.data.units import Unit
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.errors import PipelineError
 from pipeline.job.checkpoint import resolve_model
 from pipeline.job.engine_process import load_factory
 from pipeline.job.ledger import ActorState
 from pipeline.job.partial import PartialUnits
 from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write
-from pipeline.job.supervisor import Launch, Supervisor
-from pipeline.metrics import ActorRecord
+from pipeline.job.supervisor import Launch, Supervisor, computed
+from pipeline.metrics import ActorRecord, Computed
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class Worker:
         self._lock = threading.Lock()
         self._units = self._rows = self._error_rows = 0
         self._open_units = 0
+        self._delivered = self._doubled = self._kept = Computed()
+        self._taken_rows = self._taken_tokens = 0
+        self._retries_before = Counter(retry_counts())  # of this process, for storage
         folder = spec.engine.model if Path(spec.engine.model).is_dir() else str(resolve_model(spec.model))
         threads = str(spec.num_threads)
         self._supervisor = Supervisor(
@@ -119,11 +124,24 @@ class Worker:
         if len(generated) < len(requests):
             if generated:
                 self._partial.save(unit, generated)
+                with self._lock:
+                    self._kept += computed(generated[len(kept) :])
             return None
         summary = self._write(unit, failed + generated)
         if kept:
             self._partial.remove(unit)
+        self._count(summary, kept, generated[len(kept) :])
         return summary
+
+    def _count(self, summary: UnitSummary, kept: list[Completion], generated: list[Completion]) -> None:
+        """Where the work for a unit went: `kept` is an earlier run's, `generated` this actor's."""
+        with self._lock:
+            if not summary.written:
+                self._doubled += computed(generated)
+                return
+            self._delivered += computed(generated)
+            self._taken_rows += len(kept)
+            self._taken_tokens += computed(kept).generated
 
     def interrupt(self) -> None:
         """Stop in the middle of what is open; `process` returns soon."""
@@ -131,6 +149,7 @@ class Worker:
 
     def state(self) -> ActorState:
         with self._lock:
+            deaths = self._supervisor.deaths()
             record = ActorRecord(
                 self._actor,
                 self._supervisor.phases(),
@@ -138,14 +157,26 @@ class Worker:
                 self._units,
                 self._rows,
                 self._error_rows,
-                self._supervisor.restarts,
+                deaths.count,
+                list(deaths.reasons),
+                deaths.restart_us,
+                deaths.died_us,
+                deaths.convicted_rows,
+                self._open_units,
+                self._delivered,
+                self._doubled,
+                self._kept,
+                deaths.lost,
+                self._taken_rows,
+                self._taken_tokens,
+                storage_retries=dict(Counter(retry_counts()) - self._retries_before),
             )
             return ActorState(
                 record,
-                self._open_units,
                 self._supervisor.open_rows_done(),
                 at_rest=self._supervisor.at_rest(),
                 resolved=self._supervisor.resolved,
+                loading=self._supervisor.loading,
             )
 
     def close(self) -> None:

@@ -1,10 +1,12 @@
 """An engine and a tokenizer without a model: tokens follow from the prompt and the row's seed alone.
 
 How it behaves is written in the model folder's config.json under "fake": step_s, max_num_seqs, load_s,
-fail_load (a kind of `pipeline.errors`), and texts that, met in a running prompt, end the process (kill), hang
-it (hang) or raise (crash). A `once` file path limits the fault to the first time.
+fail_load (a kind of `pipeline.errors`, or a built-in one), and texts that, met in a running prompt, end the
+process (kill), hang it (hang) or raise (crash, out_of_memory). A `once` file path limits the fault to the
+first time.
 """
 
+import builtins
 import hashlib
 import json
 import os
@@ -46,7 +48,8 @@ class FakeEngine:
         fake = json.loads((Path(config.model) / "config.json").read_text()).get("fake", {})
         self.fake = fake
         if "fail_load" in fake:
-            raise getattr(errors, fake["fail_load"])(f"{config.model}: fake failure")
+            kind = getattr(errors, fake["fail_load"], None) or getattr(builtins, fake["fail_load"])
+            raise kind(f"{config.model}: fake failure")
         if fake.get("die_loading"):
             os._exit(9)
         time.sleep(fake.get("load_s", 0))
@@ -54,6 +57,8 @@ class FakeEngine:
         self.stats = EngineStats()
         self.waiting: list[Request] = []
         self.running: dict[object, tuple[Request, list[int], int]] = {}
+        self.queued_us: dict[object, int] = {}
+        self.first_token_us: dict[object, int] = {}
 
     def warm_up(self) -> None:
         pass
@@ -64,6 +69,7 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        self.queued_us[request.row_id] = time.monotonic_ns() // 1000
 
     def step(self) -> list[Completion]:
         started = time.monotonic_ns() // 1000
@@ -80,17 +86,32 @@ class FakeEngine:
         for key, (request, ids, num_done) in list(self.running.items()):
             self.stats.generated_tokens += 1
             self.running[key] = (request, ids, num_done + 1)
+            now = time.monotonic_ns() // 1000
+            first = self.first_token_us.setdefault(key, now)
             if num_done + 1 == len(ids):
-                del self.running[key]
+                del self.running[key], self.first_token_us[key]
                 reason = "length" if len(ids) == request.params.max_tokens else "stop"
-                finished.append(Completion(request.row_id, ids, text_of(ids), reason, len(request.prompt_token_ids)))
+                finished.append(
+                    Completion(
+                        request.row_id,
+                        ids,
+                        text_of(ids),
+                        reason,
+                        len(request.prompt_token_ids),
+                        queued_us=self.queued_us.pop(key),
+                        first_token_us=first,
+                        last_token_us=now,
+                    )
+                )
         self.stats.num_steps += 1
         self.stats.prefill_us += prefilled - started
         self.stats.decode_us += time.monotonic_ns() // 1000 - prefilled
         return finished
 
     def _maybe_fail(self, prompt: str) -> None:
-        fault = next((kind for kind in ("kill", "hang", "crash") if self.fake.get(kind, "\0") in prompt), None)
+        fault = next(
+            (kind for kind in ("kill", "hang", "crash", "out_of_memory") if self.fake.get(kind, "\0") in prompt), None
+        )
         if fault is None:
             return
         once = self.fake.get("once")
@@ -103,4 +124,4 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "hang":
             time.sleep(1000)
-        raise RuntimeError("a fake step failed")
+        raise MemoryError("fake") if fault == "out_of_memory" else RuntimeError("a fake step failed")

@@ -1,5 +1,7 @@
 """A unit's way through Tokenize and Write."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -10,7 +12,8 @@ from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.chat import ChatTemplateError
 from pipeline.engine.params import Completion, SamplingParams, TokenLogprobs
 from pipeline.job.partial import PartialUnits
-from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write, failed_row, row_seed
+from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write, failed_row, row_seed, row_stats
+from pipeline.rowstats import MAX_MESSAGE, Histogram
 from tests.job.fake_engine import FakeTokenizer
 
 
@@ -121,10 +124,39 @@ def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(t
     assert summary.written
     assert (summary.totals.rows, summary.totals.num_generated_tokens) == (11, 20)
     assert summary.totals.error_rows == {"null_prompt": 1}
-    assert summary.first_errors[0].startswith("a.parquet row 10: null_prompt: ")
+    (example,) = summary.row_stats.errors["null_prompt"]
+    assert (example.source_file, example.row) == ("a.parquet", 10)
+    assert "null" in example.message
     assert UnitSummary.from_json(summary.to_json()) == summary
     again = write(tmp_path)(unit, completions)
     assert not again.written
+
+
+def test_what_the_rows_were_like():
+    """Latency and lengths are of completed rows; of each error code three rows are shown, the first of the input."""
+    prompts = ["a" * 60, "b" * 70, "c" * 128, "d" * 129, *([None] * 5)]
+    unit = unit_of({"p": prompts}, UnitSpec(PromptSpec(column="p")))
+    requests, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
+    done = [
+        replace(c, queued_us=1_000, first_token_us=1_010, last_token_us=1_010 + 20 * i, num_cached_tokens=i)
+        for i, c in enumerate(complete(requests))
+    ]
+    broken = failed_row(done[0].row_id, "non_finite_logits", "x" * 1000, done[0].num_prompt_tokens)
+    stats = row_stats(unit, [broken, *done[1:], *reversed(failed)])
+    at = rows_by_source(unit)
+    prompt_of = {i: prompts[row] for row, i in at.items()}
+    expected: dict[int, int] = {}
+    for c in done[1:]:
+        longest = 64 if len(prompt_of[c.row_id]) <= 64 else 128 if len(prompt_of[c.row_id]) <= 128 else 256
+        expected[longest] = expected.get(longest, 0) + 1
+    assert {longest: bucket.rows for longest, bucket in stats.lengths.items()} == expected
+    assert sum(b.cached_tokens for b in stats.lengths.values()) == 1 + 2 + 3
+    assert sum(b.generated_tokens for b in stats.lengths.values()) == 2 * 3
+    assert stats.latency.first_token_us.counts == {10: 3}
+    assert stats.latency.per_token_us == Histogram.of([20, 40, 60])
+    assert stats.latency.row_us == Histogram.of([30, 50, 70])
+    assert [e.row for e in stats.errors["null_prompt"]] == [4, 5, 6]
+    assert [len(e.message) for e in stats.errors["non_finite_logits"]] == [MAX_MESSAGE]
 
 
 def test_renamed_columns_and_logprobs(tmp_path):

@@ -13,9 +13,10 @@ import pytest
 
 from pipeline.engine.params import EngineConfig, Request, SamplingParams
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
-from pipeline.job.child import Launch
-from pipeline.job.messages import Loading, Ready, Start
-from pipeline.job.supervisor import Supervisor
+from pipeline.job.child import SHORT_CHARS, Child, Ended, Launch, oom_kills
+from pipeline.job.messages import Ready, Start
+from pipeline.job.supervisor import Supervisor, computed
+from pipeline.metrics import Computed
 from tests.job.fake_engine import answer
 
 
@@ -64,11 +65,11 @@ def test_rows_of_several_threads_come_back_to_their_callers(start):
         thread.join()
     for t in range(4):
         check(asked[t], answers[t])
-    assert supervisor.restarts == 0
+    assert supervisor.deaths().count == 0
     assert supervisor.generate([]) == []
 
 
-def test_a_process_that_dies_once_is_replaced_and_no_row_is_blamed(start, tmp_path):
+def test_fault_1_a_process_that_is_killed_in_a_step_is_replaced_and_no_row_is_blamed(start, tmp_path):
     supervisor = start(kill="row 3", once=str(tmp_path / "once"))
     before = requests(["before"])
     done = supervisor.generate(before)
@@ -76,9 +77,13 @@ def test_a_process_that_dies_once_is_replaced_and_no_row_is_blamed(start, tmp_pa
     asked = requests([f"row {i}" for i in range(10)])
     more = supervisor.generate(asked)
     check(asked, more)
-    assert supervisor.restarts == 1
-    generated = sum(len(completion.token_ids) for completion in [*done, *more])
-    assert supervisor.stats()["generated_tokens"] >= generated  # the first process's work is counted too
+    assert supervisor.deaths().count == 1
+    deaths = supervisor.deaths()
+    assert deaths.reasons == ("signal SIGKILL",)
+    assert deaths.convicted_rows == 0
+    # The first process's work is counted too: what was delivered and what was lost are all that was computed.
+    both, stats = computed([*done, *more]) + deaths.lost, supervisor.stats()
+    assert both == Computed(stats["prompt_tokens"], stats["generated_tokens"])
 
 
 def test_interrupted_calls_return_what_is_finished(start):
@@ -98,19 +103,88 @@ def test_interrupted_calls_return_what_is_finished(start):
 
 
 @pytest.mark.parametrize("fault", ["kill", "crash"])
-def test_the_row_that_ends_the_process_is_found_and_becomes_an_error_row(start, fault):
+def test_fault_2_the_row_that_ends_the_process_is_found_and_becomes_an_error_row(start, fault):
     supervisor = start(**{fault: "poison"})
     asked = requests([f"row {i}" + " poison" * (i == 5) for i in range(12)])
     check(asked, supervisor.generate(asked), failed={5})
-    assert supervisor.restarts <= 7
+    assert supervisor.deaths().count <= 7
+    assert supervisor.deaths().convicted_rows == 1
     more = requests(["after"])
     check(more, supervisor.generate(more))
 
 
-def test_a_hung_step_is_ended_and_its_row_found(start):
+def test_fault_5_an_engine_that_raised_is_never_used_again(start, tmp_path):
+    """An error of a device stays with the process that had it."""
+    supervisor = start(crash="row 3", once=str(tmp_path / "once"))
+    supervisor.generate(requests(["before"]))
+    first = supervisor._child.process
+    asked = requests([f"row {i}" for i in range(6)])
+    check(asked, supervisor.generate(asked))
+    assert first.poll() == 70
+    assert supervisor._child.process.pid != first.pid
+    assert supervisor.deaths().reasons == ("exit code 70: RuntimeError: a fake step failed",)
+
+
+def test_fault_6_a_hung_step_is_ended_its_stack_kept_and_its_row_found(start):
     supervisor = start(hang="poison", step_timeout_s=0.4)
     asked = requests(["fine", "poison", "fine too"])
     check(asked, supervisor.generate(asked), failed={1})
+    reason = supervisor.deaths().reasons[0]
+    assert reason.startswith("signal SIGKILL, by us: no step for run.step_timeout_s, 0.4 s: File ")
+    assert reason.endswith("in _maybe_fail")
+
+
+def test_running_out_of_memory_is_told_as_such(start, tmp_path):
+    supervisor = start(out_of_memory="row 3", once=str(tmp_path / "once"))
+    asked = requests([f"row {i}" for i in range(6)])
+    check(asked, supervisor.generate(asked))
+    assert supervisor.deaths().reasons == ("exit code 70: out of memory: MemoryError: fake",)
+
+
+@pytest.mark.parametrize(
+    ("kills", "told"),
+    [
+        ([4, 5], "signal SIGKILL: probably out of memory, as the kernel has just killed a process of this machine for "
+         "it"),
+        ([4, 4], "signal SIGKILL"),
+        ([None, None], "signal SIGKILL"),
+    ],
+)  # fmt: skip
+def test_a_kill_by_the_kernel_for_want_of_memory_is_told_where_it_can_be_known(monkeypatch, tmp_path, kills, told):
+    monkeypatch.setattr("pipeline.job.child.oom_kills", iter(kills).__next__)
+    child = Child(Launch("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path))))
+    child.process.kill()
+    assert child.bury().how == told
+
+
+def test_the_kernels_count_is_a_number_or_unknown():
+    kills = oom_kills()
+    assert kills is None or kills >= 0
+
+
+def test_too_little_memory_to_load_is_the_environments_failure(start):
+    supervisor = start(fail_load="MemoryError")
+    with pytest.raises(EnvironmentFailed, match=r"not enough memory to load .*kv_cache_memory_bytes"):
+        supervisor.generate(requests(["row"]))
+
+
+def test_reasons_are_bounded_and_short(start, monkeypatch):
+    monkeypatch.setattr("pipeline.job.supervisor.MAX_REASONS", 1)
+    supervisor = start(kill="poison")
+    supervisor.generate(requests(["fine", "poison"]))
+    assert supervisor.deaths().count > 1
+    assert len(supervisor.deaths().reasons) == 1
+    assert len(Ended("exit code 1", "x" * 5000).short()) == SHORT_CHARS
+    assert str(Ended("exit code 1", "")) == Ended("exit code 1", "").short() == "exit code 1"
+
+
+def test_what_an_engine_does_while_it_loads_is_told(start):
+    supervisor = start(load_s=0.5)
+    seen = set()
+    while supervisor.loading:
+        seen.add(supervisor.loading)
+        time.sleep(0.02)
+    assert seen >= {"starting", "reading the model"}
 
 
 def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
@@ -119,15 +193,15 @@ def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
         supervisor.generate(requests([f"row {i}" for i in range(8)]))
 
 
-def test_a_bad_model_fails_fast_with_its_own_message(start):
+def test_fault_7_a_bad_model_fails_fast_with_its_own_message(start):
     supervisor = start(fail_load="ModelError")
     for _ in range(2):
         with pytest.raises(ModelError, match="fake failure"):
             supervisor.generate(requests(["row"]))
-    assert supervisor.restarts == 0
+    assert supervisor.deaths().count == 0
 
 
-def test_a_process_that_dies_while_loading_is_tried_a_few_times(start):
+def test_fault_7_a_process_that_dies_while_loading_is_tried_a_few_times(start):
     supervisor = start(die_loading=True)
     with pytest.raises(EnvironmentFailed, match=r"ended 3 times while it loaded .*exit code 9"):
         supervisor.generate(requests(["row"]))
@@ -171,7 +245,7 @@ def test_the_process_ends_when_its_parent_is_gone(tmp_path):
         )
     connection = Connection(ours.detach())
     connection.send(Start("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path))))
-    assert isinstance(connection.recv(), Loading)
+    assert [connection.recv().what.split(" (")[0] for _ in range(2)] == ["reading the model", "warming up"]
     assert isinstance(connection.recv(), Ready)
     connection.close()
     assert process.wait(timeout=10) == 0
@@ -187,6 +261,8 @@ def test_phases_sum_to_the_time_exactly(start, tmp_path):
         timeline = supervisor._timeline
         assert sum(timeline.phases(timeline.covered_us).values()) == timeline.covered_us - timeline.birth_us
         phases = timeline.phases(timeline.covered_us)
+        assert 0 < timeline.died_us == phases["repeated"]
+        assert 100_000 < timeline.restart_us(timeline.covered_us) < phases["startup"] + phases["load"]
     assert all(phases[name] > 0 for name in ("startup", "load", "decode", "repeated", "waiting", "tail")), phases
     assert phases["load"] >= 200_000
     assert phases["tail"] >= 500_000

@@ -49,6 +49,9 @@ def test_work_lost_with_a_process_is_repeated_work_and_a_new_one_starts_up():
     assert timeline.phases(90) == {
         "startup": 20, "load": 20, "prefill": 0, "decode": 20, "repeated": 30, "waiting": 0, "tail": 0,
     }  # fmt: skip
+    assert (timeline.died_us, timeline.restart_us(90)) == (30, 30)
+    timeline.lost(95, had_rows=False)
+    assert (timeline.died_us, timeline.restart_us(100)) == (30, 35)
 
 
 def test_an_open_phase_reaches_up_to_now():
@@ -130,7 +133,27 @@ def test_a_replacement_takes_over_where_its_predecessor_was_last_heard(monkeypat
     assert ledger.register(b"c") == (2, 5_000_000, False)
     ledger.report(state(2, 5_000_000))
     now = 20_000_000
-    assert [s.record.machine_us for s in ledger.states(end=True)] == [10_000_000, 20_000_000, 10_000_000]
+    ends = ledger.states(end=True)
+    assert [s.record.machine_us for s in ends] == [10_000_000, 20_000_000, 10_000_000]
+    assert [s.record.replaces for s in ends] == [None, None, 0]
+
+
+def test_actors_that_have_said_nothing_are_starting_up(monkeypatch):
+    """Else a run that is killed while its engines load would seem to have used no machine."""
+    now = 0
+    monkeypatch.setattr("pipeline.job.ledger.now_us", lambda: now)
+    ledger = Ledger(actors=2)
+    ledger.begin(run_us=5_000_000)
+    assert [s.record.phases_us["startup"] for s in ledger.states()] == [5_000_000, 5_000_000]
+    assert ledger.states(end=True) == []  # none has come: no machine was held
+    ledger.register(b"a")
+    now = 2_000_000
+    assert [s.record.phases_us["startup"] for s in ledger.states()] == [7_000_000, 7_000_000]
+    assert [s.record.machine_us for s in ledger.states(end=True)] == [7_000_000]
+    now = 9_000_000
+    ledger.register(b"b")  # in the place of the first, which is silent
+    now = 10_000_000
+    assert [s.record.machine_us for s in ledger.states(end=True)] == [5_000_000, 10_000_000]
 
 
 def test_actors_are_not_replaced_for_ever():
