@@ -57,12 +57,12 @@ class Engine:
         threads = set_threads(config.num_threads)
         tokenizer = Tokenizer.from_folder(str(folder))
         kernels = select_kernels(resolved.device, resolved.dtype)
-        decoder = Decoder(folder, model, kernels, resolved.dtype, resolved.device, resolved.max_model_len)
+        decoder = Decoder(folder, model, kernels, resolved.dtype, resolved.device)
         num_blocks = _num_kv_blocks(config, resolved, model.kv_bytes_per_token(resolved.dtype))
         kv = KVCache.allocate(model, num_blocks, resolved.block_size, resolved.dtype, resolved.device)
         max_model_len = _fit_length(config, resolved, num_blocks)
         self._assemble(
-            ModelRunner(decoder, kv, resolved.block_size),
+            ModelRunner(decoder, kv, resolved.block_size, max_model_len),
             tokenizer,
             num_blocks,
             resolved.block_size,

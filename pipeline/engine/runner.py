@@ -1,4 +1,5 @@
-"""Runs a step on the device: host arrays in, logits of the sampling rows out. Owns the KV cache's tensors."""
+"""Runs a step on the device: host arrays in, logits of the sampling rows out. Owns the tensors of the KV cache and of
+the positions."""
 
 import torch
 
@@ -10,9 +11,12 @@ from pipeline.model.decoder import Decoder, KVCache
 class ModelRunner:
     """`execute` is the only way tokens are computed; it overwrites the KV slots the step names."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, block_size: int) -> None:
+    def __init__(self, decoder: Decoder, kv: KVCache, block_size: int, max_model_len: int) -> None:
         self.decoder, self.kv, self.block_size = decoder, kv, block_size
         self.vocab_size = decoder.config.vocab_size
+        # As long as a sequence can be here, which is less than what the checkpoint claims where the cache is smaller.
+        cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)
+        self.cos_PD2, self.sin_PD2 = cos_PD2.to(decoder.device), sin_PD2.to(decoder.device)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> torch.Tensor:
@@ -27,7 +31,8 @@ class ModelRunner:
         )
         token_ids_T = torch.from_numpy(step.token_id_T).to(device)
         positions_T = torch.from_numpy(step.position_T).to(device)
-        hidden_TH = self.decoder.forward(token_ids_T, positions_T, where, self.kv)
+        cos_TD2, sin_TD2 = self.cos_PD2[positions_T], self.sin_PD2[positions_T]
+        hidden_TH = self.decoder.forward(token_ids_T, cos_TD2, sin_TD2, where, self.kv)
         return self.decoder.logits(hidden_TH[torch.from_numpy(step.logit_row_R).to(device)])
 
     def zero_blocks(self, blocks: list[int]) -> None:

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from transformers import AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
 from pipeline.engine.chat import ChatRenderer, ChatTemplateError, with_system
 from pipeline.errors import ModelError
+from pipeline.model.config import MAX_JSON_BYTES, read_json
+from pipeline.model.folder import checked_file
 
 __all__ = ["ChatTemplateError", "Tokenizer"]
 
@@ -36,6 +38,11 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+)
+
+# The largest of today's are a quarter of this; any other file is held to the bound of a config.json.
+_LARGE_FILES: dict[str, int] = dict.fromkeys(
+    ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"), 128 << 20
 )
 
 
@@ -92,14 +99,16 @@ class Tokenizer:
                 f"{path}: no tokenizer.json. Expected a Hugging Face checkpoint with a fast tokenizer; an "
                 "older one is converted by AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
+        _check_files(folder)
+        config = _read_json(folder / "config.json")
         try:
             loaded: Any = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False, use_fast=True
+                str(folder), config=_bare_config(config), local_files_only=True, trust_remote_code=False
             )
             backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
         except Exception as error:  # tokenizers raises bare Exception for a malformed file
             raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}") from error
-        eos = _eos_token_ids(folder, loaded.eos_token_id, path)
+        eos = _eos_token_ids(folder, config, loaded.eos_token_id)
         template = loaded.chat_template
         if isinstance(template, dict):
             template = template.get("default")
@@ -278,12 +287,32 @@ def _any_of(tokens: Mapping[str, int]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def _eos_token_ids(folder: Path, tokenizer_eos: int | None, path: str) -> frozenset[int]:
-    config = _read_json(folder / "config.json", path)
+def _check_files(folder: Path) -> None:
+    """Nothing that transformers may look at is a link to elsewhere, a device or larger than such a file is."""
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if file.suffix in (".json", ".jinja", ".txt", ".model"):
+            try:
+                checked_file(file, _LARGE_FILES.get(file.name, MAX_JSON_BYTES))
+            except FileNotFoundError:
+                raise ModelError(f"{file}: a link to a file that does not exist") from None
+
+
+def _bare_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """What of config.json chooses a tokenizer's class, and nothing that transformers would build lists from."""
+    model_type, tokenizer_class = config.get("model_type"), config.get("tokenizer_class")
+    bare = PreTrainedConfig()
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        bare = CONFIG_MAPPING[model_type]()
+    if isinstance(tokenizer_class, str):
+        bare.tokenizer_class = tokenizer_class
+    return bare
+
+
+def _eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer_eos: int | None) -> frozenset[int]:
     text_config = config.get("text_config")
     found: list[Any] = [
         tokenizer_eos,
-        _read_json(folder / "generation_config.json", path).get("eos_token_id"),
+        _read_json(folder / "generation_config.json").get("eos_token_id"),
     ]
     found.append(config.get("eos_token_id"))
     if isinstance(text_config, dict):
@@ -294,20 +323,12 @@ def _eos_token_ids(folder: Path, tokenizer_eos: int | None, path: str) -> frozen
             if isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0:
                 ids.add(token_id)
             elif token_id is not None and token_id != -1:
-                raise ModelError(f"{path}: eos_token_id {token_id!r} is not a token id")
+                raise ModelError(f"{folder}: eos_token_id {token_id!r:.200} is not a token id")
     return frozenset(ids)
 
 
-def _read_json(file: Path, path: str) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path}: {file.name} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: {file.name} holds {type(value).__name__}, expected an object")
-    return value
+def _read_json(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
 
 
 def _digest(folder: Path, eos_token_ids: frozenset[int]) -> str:

@@ -5,7 +5,7 @@ is refused here by name.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.model.folder import checked_file
 from pipeline.model.rope import Rope
 from pipeline.quant.awq import AwqFormat
 
-MAX_JSON_BYTES = 4 << 20
+MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -61,7 +62,14 @@ class _Fields:
         self.values, self.path = values, path
 
     def refuse(self, name: str, expected: str) -> ModelError:
-        return ModelError(f"{self.path}: {name} = {self.values.get(name)!r}: expected {expected}")
+        return ModelError(f"{self.path}: {name} = {self.values.get(name)!r:.200}: expected {expected}")
+
+    def word(self, name: str, served: Iterable[str], default: str | None = None) -> str:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, str) or value not in served:
+            raise self.refuse(name, f"one of {', '.join(served)}")
+        return value
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         value = self.values.get(name)
@@ -134,13 +142,13 @@ FAMILIES: dict[str, Callable[[_Fields, int], dict[str, Any]]] = {
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from the model folder. Raises ModelError when it is missing, too large or not an object."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path}: larger than {MAX_JSON_BYTES} bytes, not a model's {path.name}")
-        values = json.loads(path.read_bytes())
+        values = json.loads(checked_file(path, MAX_JSON_BYTES).read_bytes())
     except FileNotFoundError:
         raise ModelError(
             f"{path}: not found; a model folder holds config.json, *.safetensors and tokenizer.json"
         ) from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(values, dict):
@@ -151,29 +159,35 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises ModelError naming the field that is wrong or not served."""
     path = folder / "config.json"
-    values = read_json(path)
+    try:
+        return _config_of(read_json(path), path)
+    except RecursionError:  # showing a value that is nested as deep as the parser allows
+        raise ModelError(f"{path}: nested too deeply for a model's config.json") from None
+
+
+def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
     f = _Fields(values, path)
-    family = values.get("model_type")
-    if family not in FAMILIES:
-        raise f.refuse("model_type", f"one of {', '.join(sorted(FAMILIES))}")
-    if values.get("hidden_act", "silu") != "silu":
-        raise f.refuse("hidden_act", "'silu'")
+    family = f.word("model_type", sorted(FAMILIES))
+    f.word("hidden_act", ("silu",), default="silu")
     hidden = f.integer("hidden_size", 1, 1 << 17)
     heads = f.integer("num_attention_heads", 1, 1 << 12)
     kv_heads = f.integer("num_key_value_heads", 1, 1 << 12, default=heads)
     layers = f.integer("num_hidden_layers", 1, 1 << 12)
+    if values.get("head_dim") is None and hidden % heads:
+        raise f.refuse("num_attention_heads", f"a divisor of hidden_size = {hidden}, since there is no head_dim")
     head_dim = f.integer("head_dim", 2, 1 << 12, default=hidden // heads)
     if heads % kv_heads:
         raise f.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
     if head_dim % 2:
         raise f.refuse("head_dim", "an even number")
-    dtype = values.get("dtype", values.get("torch_dtype", "float32"))
-    if dtype not in DTYPES:
-        raise f.refuse("dtype" if "dtype" in values else "torch_dtype", f"one of {', '.join(DTYPES)}")
-    max_position = f.integer("max_position_embeddings", 1, 1 << 27)
+    dtype = f.word("dtype" if values.get("dtype") is not None else "torch_dtype", DTYPES, default="float32")
+    max_position = f.integer("max_position_embeddings", 1, 1 << 24)
     quantization = values.get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):
         raise f.refuse("quantization_config", "an object")
+    rope = Rope.from_config(values, path, max_position)
+    if not bool(torch.isfinite(rope.inverse_frequencies(head_dim)).all()):
+        raise ModelError(f"{path}: the rotary positions of {rope} are not finite numbers")
     return ModelConfig(
         vocab_size=f.integer("vocab_size", 1, 1 << 24),
         hidden_size=hidden,
@@ -184,9 +198,9 @@ def read_config(folder: Path) -> ModelConfig:
         head_dim=head_dim,
         norm_eps=f.number("rms_norm_eps", 1e-6),
         max_position=max_position,
-        rope=Rope.from_config(values, path, max_position),
+        rope=rope,
         tie_embeddings=f.flag("tie_word_embeddings", False),
         dtype=DTYPES[dtype],
-        awq=None if quantization is None else AwqFormat.from_config(quantization),
+        awq=None if quantization is None else AwqFormat.from_config(quantization, path),
         **FAMILIES[family](f, layers),
     )

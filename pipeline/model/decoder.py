@@ -93,7 +93,6 @@ class Decoder:
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
-        max_model_len: int,
     ) -> None:
         """Load `folder`. Raises ModelError when its tensors do not match `config` exactly."""
         self.config, self.kernels, self.dtype, self.device = config, kernels, dtype, device
@@ -106,15 +105,15 @@ class Decoder:
         self.final_norm_H = reader.final_norm().to(device, dtype)
         self.lm_head = kernels.prepare_linear(DenseWeight(embedding) if config.tie_embeddings else reader.lm_head())
         reader.finish()
-        cos, sin = config.rope.tables(config.head_dim, max_model_len)
-        self.cos_PD2, self.sin_PD2 = cos.to(device), sin.to(device)
 
     def forward(
-        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, where: AttentionInput, kv: KVCache
+        self, token_ids_T: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, where: AttentionInput, kv: KVCache
     ) -> torch.Tensor:
-        """Compute the step's tokens, write their keys and values into `kv`, return the last hidden states (T, H)."""
+        """Compute the step's tokens, write their keys and values into `kv`, return the last hidden states (T, H).
+
+        cos and sin (T, D / 2) are the rotations of the tokens' positions.
+        """
         k, eps = self.kernels, self.config.norm_eps
-        cos, sin = self.cos_PD2[positions_T], self.sin_PD2[positions_T]
         residual_TH = F.embedding(token_ids_T, self.embedding_VH)
         x_TH = k.rms_norm(residual_TH, self.layers[0].input_norm_H, eps)
         for index, layer in enumerate(self.layers):

@@ -1,21 +1,25 @@
 """safetensors -> the decoder's weights, proving that every tensor is used and none is missing.
 
-Only safetensors is read: a pickle can run code. Shard names must be plain file names inside the model folder.
+Only safetensors is read: a pickle can run code. Shard names must be plain file names inside the model folder. Headers
+are checked by the safetensors library: sizes, types and offsets have to cover the file exactly, without overlap.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeline.errors import ModelError
 from pipeline.model.config import ModelConfig, read_json
+from pipeline.model.folder import checked_file
 from pipeline.quant.awq import SUFFIXES, read_linear
 from pipeline.quant.packed import DenseWeight, LinearWeight, concatenate
 
 DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+PLAIN_NAME = re.compile(r"[\w.+=@ ()-]+\.safetensors")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -51,12 +55,14 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    if PurePath(name).name != name or name in ("", ".", "..") or "\\" in name or not name.endswith(".safetensors"):
-        raise ModelError(f"{folder}: weight file {name!r} is not a plain .safetensors file name in the model folder")
-    path = folder / name
-    if not path.is_file():
-        raise ModelError(f"{path}: listed in the index but not found")
-    return path
+    if not PLAIN_NAME.fullmatch(name):
+        raise ModelError(
+            f"{folder}: weight file {name!r:.200} is not a plain .safetensors file name in the model folder"
+        )
+    try:
+        return checked_file(folder / name)
+    except FileNotFoundError:
+        raise ModelError(f"{folder / name}: listed in the index but not found") from None
 
 
 class Checkpoint:
@@ -87,14 +93,18 @@ class Checkpoint:
         if name not in self.home:
             raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint")
         self.left.discard(name)
-        return self.open[self.home[name]].get_tensor(name)  # type: ignore[attr-defined]
+        path = self.home[name]
+        try:
+            return self.open[path].get_tensor(name)  # type: ignore[attr-defined]
+        except (SafetensorError, AttributeError) as error:  # AttributeError: a type that this torch does not have
+            raise ModelError(f"{path}: tensor {name} cannot be read ({error})") from None
 
     def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.take(name)
         if tuple(tensor.shape) != shape or tensor.dtype not in FLOATS:
             raise ModelError(
-                f"{self.folder}: tensor {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} in a 16 or "
-                "32-bit floating type"
+                f"{self.home[name]}: tensor {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} in a "
+                "floating type of 16 or 32 bits"
             )
         return tensor
 

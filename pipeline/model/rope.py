@@ -34,30 +34,32 @@ class Rope:
         """Raises ModelError naming a scaling or option that is not served."""
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, dict):
-            raise ModelError(f"{path}: rope_parameters = {scaling!r}: expected an object")
+            raise ModelError(f"{path}: rope_parameters = {scaling!r:.200}: expected an object")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in SERVED:
-            raise ModelError(f"{path}: rope scaling {kind!r} is not served; served: {', '.join(SERVED)}")
+            raise ModelError(f"{path}: rope scaling {kind!r:.200} is not served; served: {', '.join(SERVED)}")
         partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         if partial != 1.0:
-            raise ModelError(f"{path}: partial_rotary_factor = {partial!r} is not served; expected 1.0")
+            raise ModelError(f"{path}: partial_rotary_factor = {partial!r:.200} is not served; expected 1.0")
 
-        def number(name: str, default: float | None) -> float:
+        def number(name: str, default: float | None, low: float = 1e-6, high: float = 1e9) -> float:
             value = scaling.get(name, config.get(name) if name == "rope_theta" else None)
             value = default if value is None else value
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e15:
-                raise ModelError(f"{path}: rope {name} = {value!r}: expected a positive number")
+            if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+                raise ModelError(f"{path}: rope {name} = {value!r:.200}: expected a number from {low:g} to {high:g}")
             return float(value)
 
-        theta = number("rope_theta", 10000.0)
+        theta = number("rope_theta", 10000.0, low=2.0, high=1e12)
         if kind == "default":
             return cls(theta)
         factor = number("factor", None)
         if kind == "linear":
             return cls(theta, kind, factor)
-        original = int(number("original_max_position_embeddings", float(max_position)))
+        original = int(number("original_max_position_embeddings", float(max_position), low=1.0))
         if kind == "llama3":
             low, high = number("low_freq_factor", None), number("high_freq_factor", None)
+            if low >= high:
+                raise ModelError(f"{path}: rope high_freq_factor = {high}: expected more than low_freq_factor = {low}")
             return cls(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high)
         if scaling.get("mscale") is not None or scaling.get("mscale_all_dim") is not None:
             raise ModelError(f"{path}: yarn with mscale is not served")

@@ -6,6 +6,7 @@ weight[k, n] = (q - z) * scale.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -34,13 +35,14 @@ class AwqFormat:
     modules_to_not_convert: tuple[str, ...] = ()
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "AwqFormat":
-        """Read `quantization_config`. Raises ModelError naming the field that is not served."""
+    def from_config(cls, config: dict[str, Any], path: Path) -> "AwqFormat":
+        """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
 
         def check(name: str, value: object, served: tuple[object, ...]) -> None:
             if value not in served:
                 raise ModelError(
-                    f"quantization_config.{name} = {value!r} is not served; AWQ checkpoints need {name} in {served}"
+                    f"{path}: quantization_config.{name} = {value!r:.200} is not served; AWQ checkpoints need "
+                    f"{name} in {served}"
                 )
 
         check("quant_method", config.get("quant_method"), ("awq",))
@@ -48,8 +50,14 @@ class AwqFormat:
         check("version", str(config.get("version", "gemm")).lower(), ("gemm",))
         group = config.get("group_size", config.get("q_group_size", 128))
         check("group_size", group, GROUP_SIZES)
-        skip = config.get("modules_to_not_convert") or ()
-        return cls(int(group), bool(config.get("zero_point", True)), tuple(skip))
+        skip = config.get("modules_to_not_convert") or []
+        if not isinstance(skip, list) or not all(isinstance(name, str) for name in skip):
+            raise ModelError(
+                f"{path}: quantization_config.modules_to_not_convert = {skip!r:.200}: expected a list of names"
+            )
+        zero_point = config.get("zero_point", True)
+        check("zero_point", zero_point, (True, False))
+        return cls(int(group), bool(zero_point), tuple(skip))
 
 
 def unpack_columns(packed: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""The loader proves that nothing is missing or left over, and reads nothing but sound safetensors of the folder."""
+"""The loader proves that nothing is missing or left over; what is not served is refused by name."""
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def load(folder: Path) -> Decoder:
     cpu = torch.device("cpu")
-    return Decoder(folder, read_config(folder), reference_kernels(torch.float32, cpu), torch.float32, cpu, 64)
+    return Decoder(folder, read_config(folder), reference_kernels(torch.float32, cpu), torch.float32, cpu)
 
 
 def rewrite(folder: Path, change) -> None:
@@ -80,35 +79,11 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(ModelError, match="pickle"):
-        checkpoint_files(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "..", ""])
-def test_the_index_cannot_lead_out_of_the_folder(folder: Path, name: str) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(ModelError, match="plain"):
-        checkpoint_files(folder)
-
-
-@pytest.mark.parametrize("content", [b"", struct.pack("<Q", 1 << 60), struct.pack("<Q", 8) + b"not json", b"\x00" * 64])
-def test_lying_headers_are_refused(folder: Path, content: bytes) -> None:
-    rewrite(folder, lambda tensors: None)
-    (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match="not a sound safetensors file"):
-        load(folder)
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"model_type": "gpt2"}, "model_type = 'gpt2'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"hidden_size": -1}, "hidden_size = -1"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
-        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "num_key_value_heads"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},

@@ -129,13 +129,16 @@ def test_fusing_keeps_the_order_of_outputs_and_refuses_mixed_kinds() -> None:
         ({"version": "gemv"}, "version"),
         ({"quant_method": "gptq"}, "quant_method"),
         ({"group_size": 16}, "group_size"),
+        ({"group_size": [128]}, "group_size"),
+        ({"zero_point": "yes"}, "zero_point"),
+        ({"modules_to_not_convert": 5}, "modules_to_not_convert"),
     ],
 )
-def test_a_format_that_is_not_served_is_refused_by_name(change: dict, field: str) -> None:
+def test_fault_42_a_format_that_is_not_served_is_refused_by_name(change: dict, field: str) -> None:
     config = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
-    assert AwqFormat.from_config(config).group_size == 128
+    assert AwqFormat.from_config(config, Path("config.json")).group_size == 128
     with pytest.raises(ModelError, match=field):
-        AwqFormat.from_config(config | change)
+        AwqFormat.from_config(config | change, Path("config.json"))
 
 
 class Named(dict[str, torch.Tensor]):
