@@ -4,22 +4,30 @@ Owns `pipeline validate`. Reads footers and one row; loads no model and writes n
 reported, with the line of the job file that leads to it.
 """
 
+import posixpath
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from pipeline.config import EMBEDDED_MODELS, FromColumn, JobConfig, Mistake
+from pipeline.config import EMBEDDED_MODELS, FromColumn, JobConfig, Mistake, without_password
 from pipeline.data.columns import is_text
 from pipeline.data.parts import PartStore
 from pipeline.data.prompts import PromptSpec, render
 from pipeline.data.records import output_schema
 from pipeline.data.source import Source, cut_windows, open_source, read_window
-from pipeline.errors import PipelineError
+from pipeline.data.storage import filesystem
+from pipeline.errors import ModelError, PipelineError
 from pipeline.report import money
 
-if TYPE_CHECKING:
-    pass
-
+MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
+_MODEL_KINDS = {
+    "embedded": "embedded",
+    "url": "folder in a store, copied to this machine once",
+    "folder": "folder",
+    "id": "Hugging Face id, looked up when the job runs",
+    "missing": "missing",
+}
 _MAX_PROMPT_SHOWN = 1500  # characters
 _MAX_LINES_SHOWN = 24
 _NUMBERS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
@@ -71,23 +79,19 @@ class _Examination:
         self.found.mistakes.append(Mistake(self.config.where(key), key, text, hint))
 
     def _model(self) -> None:
-        path = self.config.model.path
-        looks_like_an_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-        if path in EMBEDDED_MODELS:
-            kind = "embedded"
-        elif Path(path).expanduser().is_dir():
-            kind = "folder"
-            for name in ("config.json", "tokenizer.json"):
-                if not (Path(path).expanduser() / name).is_file():
-                    self._mistake(
-                        "model.path", f"{path}: no {name} in this folder", "Give a checkpoint's folder."
-                    )
-        elif looks_like_an_id:
-            kind = "Hugging Face id, looked up when the job runs"
-        else:
-            kind = "missing"
+        path, storage = self.config.model.path, self.config.model.storage
+        kind, shown = model_kind(path), without_password(path)
+        if kind == "missing":
             self._mistake("model.path", f"{path}: no such folder, and not a Hugging Face id (owner/name)")
-        self.facts["model"] = {"path": path, "kind": kind}
+        if kind in ("folder", "url"):
+            try:
+                absent = missing_model_files(path, storage)
+            except PipelineError as error:
+                self._mistake("model.path", error)
+            else:
+                for name in absent:
+                    self._mistake("model.path", f"{shown}: no {name} in this folder", "Give a checkpoint's folder.")
+        self.facts["model"] = {"path": shown, "kind": _MODEL_KINDS[kind]}
 
     def _dataset(self, source: Source) -> None:
         run, limit = self.config.run, self.config.input.limit
@@ -107,9 +111,7 @@ class _Examination:
         config, prompt = self.config, self.config.prompt
         given = config.input.columns
         kept = list(source.schema.names if given is None else given)
-        prompt_key = next(
-            f"prompt.{k}" for k in ("template", "column", "messages") if getattr(prompt, k) is not None
-        )
+        prompt_key = next(f"prompt.{k}" for k in ("template", "column", "messages") if getattr(prompt, k) is not None)
         wanted = [("input.columns", name) for name in given or ()]
         wanted += [(prompt_key, name) for name in self.spec.columns]
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
@@ -171,13 +173,43 @@ class _Examination:
 
     def _output(self) -> None:
         output = self.config.output
-        facts: dict[str, Any] = {"path": output.path}
+        facts: dict[str, Any] = {"path": without_password(output.path)}
         try:
             done = PartStore(output.path, output.storage).list()
             facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
         except PipelineError as error:
             self._mistake("output.path", error)
         self.facts["output"] = facts
+
+
+def model_kind(path: str) -> Literal["embedded", "url", "folder", "id", "missing"]:
+    """What `model.path` can only mean, as `model.locate` takes it."""
+    if path in EMBEDDED_MODELS:
+        return "embedded"
+    if "://" in path:
+        return "url"
+    if Path(path).expanduser().is_dir():
+        return "folder"
+    return "id" if path.count("/") == 1 and not path.startswith((".", "/", "~")) else "missing"
+
+
+def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
+    """Which of MODEL_FILES are not in a folder or at an fsspec url. Raises ModelError, EnvironmentFailed."""
+    if "://" not in path:
+        return [name for name in MODEL_FILES if not (Path(path).expanduser() / name).is_file()]
+    shown = without_password(path)
+    try:
+        fs, root = filesystem(path, storage)
+        return [name for name in MODEL_FILES if not fs.exists(posixpath.join(root, name))]
+    except PipelineError:
+        raise
+    except Exception as error:
+        # each store's library has exceptions of its own, whose texts may repeat what is secret
+        given = ", ".join(sorted(storage)) or "none given"
+        raise ModelError(
+            f"{shown}: cannot be opened ({type(error).__name__}); are the url, the rights to it and model.storage "
+            f"({given}) right?"
+        ) from None
 
 
 def describe(found: Examined, config: JobConfig) -> str:
@@ -200,12 +232,12 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     there = facts["output"]["rows_there"]
     usd = config.cost.hourly_usd
     return [
-        ("Input", f"{config.input.path}: {size}; {_plural(source['windows'], 'window')}"),
+        ("Input", f"{without_password(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
         ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
         ("Model", f"{facts['model']['path']} ({facts['model']['kind']})"),
         ("Sampling", ", ".join(sampling)),
-        ("Output", f"{config.output.path}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
+        ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
         (
             "Price",
