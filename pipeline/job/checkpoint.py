@@ -2,9 +2,12 @@
 weights."""
 
 import hashlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import ModelError
+from pipeline.job.model_cache import cache_folder, fetch_model
 from pipeline.model.locate import locate_model
 
 FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
@@ -25,12 +28,21 @@ _IDENTITY = (
 )
 
 
-def resolve_model(path: str) -> Path:
-    """The local folder of `model.path`; a Hugging Face id is fetched into the local cache, or only looked up
-    there with HF_HUB_OFFLINE=1. Raises ModelError."""
+def resolve_model(
+    path: str, storage: Mapping[str, Any] | None = None, say: Callable[[str], None] | None = None
+) -> Path:
+    """The local folder of `model.path`. A url is downloaded once per machine (`model_cache`); a Hugging Face id is
+    fetched into its own cache, or only looked up there with HF_HUB_OFFLINE=1.
+
+    storage: fsspec options of a url. say: told what is being downloaded. Raises ModelError, and EnvironmentFailed
+    when a store or the disk fails.
+    """
     if "://" in path:
-        raise ModelError(f"model.path {path}: models are read from local folders so far; copy it to one first")
-    folder = locate_model(path)
+        folder = fetch_model(path, storage or {}, cache_folder(), _file_digest, say or (lambda text: None))
+    elif storage:
+        raise ModelError(f"model.storage: only a url takes options, found {', '.join(sorted(storage))}")
+    else:
+        folder = locate_model(path)
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path {path}: {folder} has no config.json")
     return folder.resolve()
