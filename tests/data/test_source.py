@@ -244,3 +244,17 @@ def test_no_columns_still_says_which_rows(write):
     source = open_source(write("a.parquet", texts(3)))
     table = read_window(source, cut_windows(source, 10, BIG)[0], [])
     assert table.to_pydict() == {"source_file": ["a.parquet"] * 3, "source_row": [0, 1, 2]}
+
+
+def test_what_is_kept_of_a_file_does_not_grow_with_its_columns_and_hardly_with_its_row_groups(write):
+    def kept(columns: int, groups: int) -> int:
+        table = pa.table({f"c{i}": list(range(groups)) for i in range(columns)})
+        notes = {f"note {i}": "x" * 1000 for i in range(5)}  # as pandas leaves them
+        for i in range(3):
+            table = table.replace_schema_metadata({**notes, "file": str(i)})
+            folder = write(f"{columns}-{groups}/f{i}.parquet", table, row_group_size=1)
+        source = open_source(f"{folder}/{columns}-{groups}")
+        return len(pickle.dumps((source.files, cut_windows(source, 1 << 16, BIG)))) // 3
+
+    assert abs(kept(40, 2) - kept(2, 2)) < 10
+    assert kept(2, 300) - kept(2, 2) < 298 * 20  # two integers for each
