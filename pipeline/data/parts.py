@@ -7,7 +7,7 @@ names.
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
@@ -238,11 +238,15 @@ class PartStore:
         return self.folder.clean_tmp()
 
     def totals(self) -> PartTotals:
-        """Rows and tokens of all parts, from their footers. Raises OutputError naming a part that cannot be
+        """Rows and tokens of all parts. Raises as `parts`."""
+        return reduce(PartTotals.__add__, (totals for _, totals in self.parts()), PartTotals())
+
+    def parts(self) -> Iterator[tuple[PartName, PartTotals]]:
+        """Every part with its rows and tokens, from their footers. Raises OutputError naming one that cannot be
         read."""
-        names = [n for n in self.folder.names() if PartName.parse(n)]
+        names = [name for name in map(PartName.parse, self.folder.names()) if name]
         with ThreadPoolExecutor(max_workers=8) as pool:
-            return reduce(PartTotals.__add__, pool.map(self._totals_of, names), PartTotals())
+            yield from zip(names, pool.map(self._totals_of, map(str, names)), strict=True)
 
     def _totals_of(self, file: str) -> PartTotals:
         footer = self._footer(file)

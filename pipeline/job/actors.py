@@ -39,9 +39,9 @@ class FlowSpec:
     spot: Spot = Spot()
 
 
-def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend) -> FlowSpec:
+def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry_failed: bool = False) -> FlowSpec:
     """What each actor gets: its share of this machine's cores unless the job says so, and a GPU where it uses
-    one."""
+    one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
     config, run = plan.config, plan.config.run
     cpus = run.cpus_per_actor or max(1, available_cores() // run.actors)
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
@@ -67,6 +67,8 @@ def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend) -> Fl
         provenance(plan),
         run.step_timeout_s,
         threads,
+        retry_failed,
+        dict(config.model.storage),
     )
     spot = Spot(run.spot_notice, run.drain_s)
     return FlowSpec(

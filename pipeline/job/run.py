@@ -25,6 +25,7 @@ from pipeline.job.ledger import ActorState, Order
 from pipeline.job.partial import remove_all
 from pipeline.job.plan import Plan, make_plan, what_is_left
 from pipeline.job.record import STATUS, RunLog, make_report, versions
+from pipeline.job.retry import split_totals, tasks_with_failed
 from pipeline.job.spot import SpotNotice
 from pipeline.job.stages import UnitSummary
 from pipeline.job.status import Status
@@ -44,14 +45,20 @@ Show = Callable[[Status], None]
 
 
 def run_job(
-    config: JobConfig, *, accept_numerics: bool = False, progress: Show | None = None, backend: Backend | None = None
+    config: JobConfig,
+    *,
+    accept_numerics: bool = False,
+    retry_failed: bool = False,
+    progress: Show | None = None,
+    backend: Backend | None = None,
 ) -> RunReport:
     """Run a job, or go on with it, until its output is complete; of a finished job only the report is made
     again.
 
-    `progress` is called about once a second. Raises the exceptions of `pipeline.errors`; whenever one comes,
-    what is written is whole and the same call goes on from there. SIGINT and SIGTERM end the run with
-    Interrupted after at most `run.drain_s`, a second one at once (main thread only).
+    `retry_failed` computes the error rows of what is there again. `progress` is called about once a second.
+    Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call
+    goes on from there. SIGINT and SIGTERM end the run with Interrupted after at most `run.drain_s`, a second one
+    at once (main thread only).
     """
     show = progress or (lambda status: None)
     show(Status(phase="planning"))
@@ -62,6 +69,11 @@ def run_job(
     claim(store, config.name, plan.fingerprint, accept_numerics, versions())
     done = store.list(plan.fingerprint.short)
     tasks = what_is_left(plan, done)
+    failed, before = [], PartTotals()
+    if retry_failed:
+        store.probe_rewrite()
+        failed, before = split_totals(store.parts())
+        tasks = tasks_with_failed(plan, done, failed)
     if not tasks and SUCCESS in store.names(""):
         show(
             Status(
@@ -75,7 +87,8 @@ def run_job(
         return make_report(store, config.name, plan.fingerprint.digest, store.totals(), plan.num_rows, finished=True)
     if accept_numerics:
         record_numerics(store, plan.fingerprint)
-    before = store.totals() if done.num_units else PartTotals()
+    if not retry_failed and done.num_units:
+        before = store.totals()
     log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device})
     log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
     run = _Run(plan, store, log, before, show)
@@ -85,8 +98,8 @@ def run_job(
             write_empty_part(plan, store, provenance(plan))
         run.check_error_rate()
         if tasks:
-            store.remove(SUCCESS)  # parts were removed by hand since
-            run.execute(flow_spec(plan, tuple(tasks), backend or Backend()))
+            store.remove(SUCCESS)  # parts are to be replaced, or were removed by hand since
+            run.execute(flow_spec(plan, tuple(tasks), backend or Backend(), retry_failed=bool(failed)))
         run.say("verifying")
         started = time.monotonic_ns()
         totals = verify(plan, store)
