@@ -62,7 +62,7 @@ def make_plan(config: JobConfig, device: str) -> Plan:
     kept_schema = pa.schema([source.schema.field(name) for name in kept])
     schema = output_schema(kept_schema, config.output.rename, params.logprobs is not None)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
-    model = resolve_model(config.model.path)
+    model = resolve_model(config.model.path, config.model.storage)
     kind = device.partition(":")[0]
     return Plan(
         config, source, windows, units, schema, model, fingerprint(config, source, model_digest(model), kind), device

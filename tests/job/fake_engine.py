@@ -112,7 +112,7 @@ class FakeEngine:
         fault = next(
             (kind for kind in ("kill", "hang", "crash", "out_of_memory") if self.fake.get(kind, "\0") in prompt), None
         )
-        if fault is None:
+        if fault is None or os.path.exists(self.fake.get("cured_by", "")):
             return
         once = self.fake.get("once")
         if once is not None:
