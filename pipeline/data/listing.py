@@ -99,5 +99,11 @@ def _remote(fs: Any, full: str, name: str) -> tuple[str, dict[str, int]]:
         if info["type"] == "file":
             return posixpath.dirname(full), {posixpath.basename(full): int(info["size"])}
         root, entries = full.rstrip("/"), fs.find(full, detail=True)
-    files = {n: int(entry["size"]) for n, entry in entries.items() if entry["type"] != "directory"}
+    files = {n: int(entry["size"]) for n, entry in entries.items() if not _is_folder(n, entry)}
     return root, {posixpath.relpath(n, root or "/"): size for n, size in files.items()}
+
+
+def _is_folder(name: str, entry: dict[str, Any]) -> bool:
+    """Also an empty object by which consoles and Hadoop mark a folder in a store that has none."""
+    marks = int(entry["size"] or 0) == 0 and name.endswith(("/", "_$folder$"))
+    return entry["type"] == "directory" or marks

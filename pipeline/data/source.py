@@ -29,7 +29,7 @@ from pipeline.errors import InputError
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
 DAMAGED_KEY = b"pipeline.damaged"  # and its rows that could not be read, a JSON list of [start, stop, reason]
-FOOTERS_AT_ONCE = 16
+FOOTERS_AT_ONCE = 16  # twice as many from a store, which is mostly waited for
 
 OnCorrupt = Literal["fail", "skip"]
 
@@ -120,7 +120,8 @@ def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt:
         schemas.add(index, got.schema)
         return SourceFile.of(relative, size, got)
 
-    with ThreadPoolExecutor(max_workers=min(FOOTERS_AT_ONCE, len(found))) as pool:
+    at_once = FOOTERS_AT_ONCE if is_local(fs) else 2 * FOOTERS_AT_ONCE
+    with ThreadPoolExecutor(max_workers=min(at_once, len(found))) as pool:
         read = list(pool.map(footer, range(len(found))))
     files = tuple(f for f in read if isinstance(f, SourceFile))
     skipped = tuple(f for f in read if isinstance(f, SkippedFile))

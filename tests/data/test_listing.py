@@ -1,6 +1,7 @@
 """Which files a path stands for, and the columns that their folders' names are."""
 
 import os
+from pathlib import Path
 
 import fsspec
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pytest
 from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.errors import InputError
 from tests.data.test_source import BIG, rows_of, texts
+from tests.faults.store import FaultyStore
 
 
 def table_of(source, columns=None) -> list[dict]:
@@ -176,3 +178,49 @@ def test_folder_names_that_say_two_things(write):
 def test_a_folder_name_that_is_not_utf8(write):
     with pytest.raises(InputError, match=r"k=%ff/x\.parquet: the folder name 'k=%ff' is not UTF-8"):
         open_source(write("k=%ff/x.parquet", texts(1)))
+
+
+@pytest.fixture(scope="module")
+def store():
+    with FaultyStore() as store:
+        yield store
+
+
+def test_a_bucket_with_marks_for_folders(store, write):
+    folder = write("day=1/a.parquet", texts(10), row_group_size=4)
+    write("day=2/b.parquet", texts(3))
+    bucket = store.bucket
+    for key in ("day=1/a.parquet", "day=2/b.parquet"):
+        bucket.upload(Path(folder, key), f"marked/{key}")
+    for key in ("", "day=1/", "day=3_$folder$", "_SUCCESS", "_temporary/x", ".part.crc"):
+        bucket.put(f"marked/{key}", b"")
+    local = table_of(open_source(folder))
+    for path in ("marked", "marked/", "marked/*", "marked/day=*", "marked/**/*.parquet"):
+        source = open_source(bucket.url(path), bucket.storage)
+        assert table_of(source) == local
+    bucket.put("marked/day=2/zero.parquet", b"")
+    with pytest.raises(InputError, match=r"s3://bucket/marked/day=2/zero\.parquet: the file is empty"):
+        open_source(bucket.url("marked"), bucket.storage)
+
+
+def test_a_file_in_a_store_costs_one_request_to_plan(store, write):
+    folder = write("a.parquet", texts(3))
+    for i in range(20):
+        store.bucket.upload(Path(folder, "a.parquet"), f"cheap/f{i}.parquet")
+    before = len(store.proxy.requests)
+    source = open_source(store.bucket.url("cheap"), store.bucket.storage)
+    assert len(source.files) == 20
+    assert len(store.proxy.requests) - before <= 20 + 3
+    assert store.bucket.storage["secret"] not in repr(source)
+
+
+@pytest.mark.parametrize("fault", ["truncated", "slow_down", "reset"])
+def test_fault_21_reading_goes_on_after_faults_of_the_store(store, write, fault):
+    folder = write("a.parquet", texts(50), row_group_size=10)
+    store.bucket.upload(Path(folder, "a.parquet"), f"faults/{fault}/a.parquet")
+    source = open_source(store.bucket.url(f"faults/{fault}"), store.bucket.storage)
+    before = store.proxy.done[fault]
+    for n in (1, 2):
+        store.proxy.add(fault, f"faults/{fault}/a.parquet", "GET", n)
+        assert rows_of(source, cut_windows(source, 10 * n, BIG)) == [("a.parquet", i, f"row {i}") for i in range(50)]
+    assert store.proxy.done[fault] - before == 3
