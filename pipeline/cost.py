@@ -74,6 +74,7 @@ class Work:
     wasted_usd: float | None = None
     unseen_generated_tokens: int = 0
     units_begun_again: int = 0  # open at the last that was heard of a run or an actor that is gone
+    units_found: int = 0  # handed out, but their part was there before any work: no work was done twice
     taken_rows: int = 0  # finished by a run that was stopped, delivered by a later one
     convicted_rows: int = 0  # that ended the engine's process and became error rows
     actors_replaced: int = 0
@@ -216,7 +217,7 @@ def build_report(
     tokens = Tokens(totals["num_input_tokens"], totals["num_cached_tokens"], totals["num_generated_tokens"])
     cost = allocate(runs, tokens, rows.written)
     faults = fault_costs(runs, tokens.generated, priced=cost.total_usd is not None)
-    stats = sum((run.row_stats for run in runs), RowStats())
+    stats = sum((run.row_stats for run in reversed(runs)), RowStats())  # rows that were tried again: the last result
     return RunReport(
         job=job_name,
         fingerprint=fingerprint,
@@ -233,7 +234,7 @@ def build_report(
         runs=tuple(runs),
         latency={f.name: Percentiles.of(getattr(stats.latency, f.name)) for f in fields(stats.latency)},
         lengths=_lengths(stats.lengths, machine_us, phases_us),
-        examples=stats.errors,
+        examples={code: stats.errors[code][:count] for code, count in errors.items() if code in stats.errors},
         faults=faults,
     )
 
@@ -310,6 +311,7 @@ def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]
         wasted_usd=_total(fault.work_usd for fault in lost),
         unseen_generated_tokens=unseen,
         units_begun_again=sum(actor.open_units for run in runs for actor in run.actors if _is_gone(run, actor, runs)),
+        units_found=sum(run.units_found for run in runs),
         taken_rows=sum(actor.taken_rows for actor in actors),
         convicted_rows=sum(actor.convicted_rows for actor in actors),
         actors_replaced=sum(actor.replaces is not None for actor in actors),

@@ -108,7 +108,6 @@ class ActorRecord:
     died: Computed = field(default_factory=Computed)  # of rows that were in an engine process when it ended
     taken_rows: int = 0  # rows that an earlier run had kept, delivered in parts of this one
     taken_generated_tokens: int = 0  # of these
-    found_units: int = 0  # handed to it, but their part was there before any work
     storage_retries: dict[str, int] = field(default_factory=dict)  # of its process, by kind
     replaces: int | None = None  # the actor whose process had ended
 
@@ -174,6 +173,7 @@ class RunRecord:
     resolved: dict[str, Any] = field(default_factory=dict)
     row_stats: RowStats = field(default_factory=RowStats)  # of the rows it wrote
     storage_retries: dict[str, int] = field(default_factory=dict)  # of the driver's process, by kind
+    units_found: int = 0  # handed out, but their part was there before any work
 
     @property
     def machine_us(self) -> int:

@@ -250,7 +250,8 @@ def _counts(work: "Work") -> str:
         (work.preemptions, "preemptions"),
         (work.recomputed_tokens, "tokens computed again after them"),
         (work.units_begun_again, "units begun again"),
-        (work.units_lost, "units found already written"),
+        (work.units_lost, "units computed that were already written"),
+        (work.units_found, "units found written before any work"),
         (work.taken_rows, "rows taken over from a stopped run"),
     ]
     told = [f"{what} {count:,}" for count, what in counts if count]

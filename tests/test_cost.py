@@ -24,9 +24,7 @@ TOTALS = {
 
 
 def run(usd: float | None = 1.0, outcome="finished", **phases: int) -> RunRecord:
-    actor = ActorRecord(
-        0, no_phases() | phases, {"generated_tokens": 300_000, "num_steps": 4, "batch_sum": 10}
-    )
+    actor = ActorRecord(0, no_phases() | phases, {"generated_tokens": 300_000, "num_steps": 4, "batch_sum": 10})
     return RunRecord("run-1", "2026-01-01T00:00:00+00:00", outcome, 5_000_000, actors=[actor], hourly_usd=usd)
 
 

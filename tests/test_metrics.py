@@ -29,8 +29,17 @@ def test_a_split_by_hand():
 
 def test_records_come_back_from_json():
     actor = ActorRecord(
-        3, no_phases() | {"decode": 5}, {"num_steps": 2}, units=1, rows=4, error_rows=1, restarts=1,
-        restart_reasons=["exit code 1"], delivered=Computed(1, 2), died=Computed(3, 4), replaces=2,
+        3,
+        no_phases() | {"decode": 5},
+        {"num_steps": 2},
+        units=1,
+        rows=4,
+        error_rows=1,
+        restarts=1,
+        restart_reasons=["exit code 1"],
+        delivered=Computed(1, 2),
+        died=Computed(3, 4),
+        replaces=2,
     )
     run = RunRecord(
         "run-1", "2026-01-01T00:00:00+00:00", "finished", 9, {"planning_us": 1}, [actor], 4, 1,
@@ -47,9 +56,7 @@ def test_records_come_back_from_json():
 
 
 def test_records_of_another_version_are_read():
-    run = RunRecord.from_json(
-        {"run_id": "a", "started_at": "", "new_key": 1, "actors": [{"actor": 0, "other": 2}]}
-    )
+    run = RunRecord.from_json({"run_id": "a", "started_at": "", "new_key": 1, "actors": [{"actor": 0, "other": 2}]})
     assert run.actors[0].phases_us == no_phases()
     assert run.outcome == "running"
 

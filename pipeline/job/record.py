@@ -66,7 +66,9 @@ class RunLog:
         self.driver_us: dict[str, int] = {}
         self.actors: list[ActorState] = []
         self.written = PartTotals()  # of the parts this run made
+        self.computed = PartTotals()  # of these, without rows that stayed in parts it replaced
         self.lost = PartTotals()  # of units whose part was there already
+        self.found_units = 0  # of these, the ones that were found before any work
         self.row_stats = RowStats()  # of the parts this run made
         self.write_us = 0
         self.first_errors: list[str] = []  # to show when there are too many
@@ -87,9 +89,11 @@ class RunLog:
         self.first_errors += shown[: NUM_SHOWN_ERRORS - len(self.first_errors)]
         if unit.written:
             self.written += unit.totals
+            self.computed += unit.renewed or unit.totals
             self.row_stats += unit.row_stats
         else:
             self.lost += unit.totals
+            self.found_units += unit.found
 
     def record(self) -> RunRecord:
         resolved = dict(self._resolved)
@@ -102,12 +106,12 @@ class RunLog:
             self.wall_us,
             dict(self.driver_us),
             [actor.record for actor in self.actors],
-            self.written.rows,
-            self.written.units,
-            self.lost.units,
-            self.written.num_input_tokens,
-            self.written.num_cached_tokens,
-            self.written.num_generated_tokens,
+            self.computed.rows,
+            self.computed.units,
+            self.lost.units - self.found_units,
+            self.computed.num_input_tokens,
+            self.computed.num_cached_tokens,
+            self.computed.num_generated_tokens,
             self.write_us,
             self._versions,
             self._free,
@@ -115,6 +119,7 @@ class RunLog:
             resolved,
             self.row_stats,
             dict(Counter(retry_counts()) - Counter(self.retries_before)),
+            self.found_units,
         )
 
     def save(self) -> RunRecord:

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from pipeline.data.parts import PartName, PartStore
+from pipeline.data.parts import PartName, PartStore, StoredPart
 from pipeline.data.records import PartTotals, output_schema
 from pipeline.data.units import Unit
 from pipeline.engine.chat import ChatTemplateError
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
+from pipeline.job.retry import patched
 from pipeline.rowstats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
@@ -60,7 +61,7 @@ class Chat:
 class UnitSummary:
     """What became of a unit; travels to the driver as JSON. With `failure_kind` not None nothing was written:
     it names a class of `pipeline.errors`, or is empty for a defect, whose traceback is then the message.
-    A unit that was found done before any work has no totals."""
+    `found`: its part was there before any work for it, and `totals` are of that."""
 
     window: int
     unit: int
@@ -68,6 +69,8 @@ class UnitSummary:
     written: bool = False  # False: the part was there already
     row_stats: RowStats = field(default_factory=RowStats)
     write_us: int = 0
+    renewed: PartTotals | None = None  # of `totals` what was computed now; None: all
+    found: bool = False
     failure_kind: str | None = None
     failure_message: str = ""
 
@@ -78,7 +81,8 @@ class UnitSummary:
     def from_json(cls, text: str) -> "UnitSummary":
         raw = json.loads(text)
         totals = PartTotals(**raw["totals"])
-        return cls(**{**raw, "totals": totals, "row_stats": RowStats.from_json(raw["row_stats"])})
+        renewed = PartTotals(**raw["renewed"]) if raw["renewed"] is not None else None
+        return cls(**{**raw, "totals": totals, "renewed": renewed, "row_stats": RowStats.from_json(raw["row_stats"])})
 
 
 def row_seed(job_seed: int, source_file: str, source_row: int) -> int:
@@ -149,8 +153,7 @@ class Write:
         """Commit the unit. `completions` holds each of its rows once, in any order."""
         started = time.monotonic_ns()
         table = self.table(unit, completions)
-        name = PartName(self._fingerprint, unit.window, unit.index, unit.of, unit.num_rows)
-        written = self._store.write(name, table, self._metadata)
+        written = self._store.write(self.name(unit), table, self._metadata)
         return UnitSummary(
             unit.window,
             unit.index,
@@ -158,6 +161,26 @@ class Write:
             written,
             row_stats(unit, completions),
             (time.monotonic_ns() - started) // 1000,
+        )
+
+    def name(self, unit: Unit) -> PartName:
+        """Of the unit's part."""
+        return PartName(self._fingerprint, unit.window, unit.index, unit.of, unit.num_rows)
+
+    def again(self, unit: Unit, completions: list[Completion], name: PartName, part: StoredPart) -> UnitSummary:
+        """Put new results of some of its rows, which are `unit`, into a part that stands."""
+        started = time.monotonic_ns()
+        renewed = self.table(unit, completions)
+        table = patched(part.table, renewed)
+        self._store.rewrite(name, table, part.metadata, part.tag)
+        return UnitSummary(
+            unit.window,
+            unit.index,
+            PartTotals.of_table(table),
+            True,
+            row_stats(unit, completions),
+            (time.monotonic_ns() - started) // 1000,
+            PartTotals.of_table(renewed),
         )
 
     def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.parts import PartStore
+from pipeline.data.records import PartTotals
 from pipeline.data.storage import retry_counts
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
@@ -22,6 +23,7 @@ from pipeline.job.checkpoint import resolve_model
 from pipeline.job.engine_process import load_factory
 from pipeline.job.ledger import ActorState
 from pipeline.job.partial import PartialUnits
+from pipeline.job.retry import failed_rows
 from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write
 from pipeline.job.supervisor import Launch, Supervisor, computed
 from pipeline.metrics import ActorRecord, Computed
@@ -54,6 +56,8 @@ class WorkSpec:
     metadata: Mapping[str, str]
     step_timeout_s: float
     num_threads: int
+    retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
+    model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 class Worker:
@@ -67,7 +71,11 @@ class Worker:
         self._delivered = self._doubled = self._kept = Computed()
         self._taken_rows = self._taken_tokens = 0
         self._retries_before = Counter(retry_counts())  # of this process, for storage
-        folder = spec.engine.model if Path(spec.engine.model).is_dir() else str(resolve_model(spec.model))
+        folder = (
+            spec.engine.model
+            if Path(spec.engine.model).is_dir()
+            else str(resolve_model(spec.model, spec.model_storage))
+        )
         threads = str(spec.num_threads)
         self._supervisor = Supervisor(
             Launch(
@@ -83,6 +91,8 @@ class Worker:
         tokenizer = load_factory(spec.backend.tokenizer)(folder)
         self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
         store = PartStore(spec.output, spec.storage)
+        self._store = store
+        self._retry_failed = spec.retry_failed
         self._partial = PartialUnits(store, spec.fingerprint)
         self._write = Write(
             store,
@@ -117,6 +127,8 @@ class Worker:
         return summary
 
     def _process(self, unit: Unit) -> UnitSummary | None:
+        if self._store.has(self._write.name(unit)):  # a task that Ray tries again may have got as far as that
+            return self._there(unit)
         requests, failed = self._tokenize(unit)
         kept = self._partial.load(unit)  # of a run that was stopped
         done = {completion.row_id for completion in kept}
@@ -131,6 +143,22 @@ class Worker:
         if kept:
             self._partial.remove(unit)
         self._count(summary, kept, generated[len(kept) :])
+        return summary
+
+    def _there(self, unit: Unit) -> UnitSummary | None:
+        """What becomes of a unit that has its part: nothing, or with `retry_failed` its error rows are computed again
+        and the part is replaced whole."""
+        name = self._write.name(unit)
+        part = self._store.read_part(name)
+        again = failed_rows(unit, part.table) if self._retry_failed else None
+        if again is None or again.num_rows == 0:
+            return UnitSummary(unit.window, unit.index, PartTotals.of_table(part.table), found=True)
+        requests, failed = self._tokenize(again)
+        generated = self._supervisor.generate(requests)
+        if len(generated) < len(requests):
+            return None
+        summary = self._write.again(again, failed + generated, name, part)
+        self._count(summary, [], generated)
         return summary
 
     def _count(self, summary: UnitSummary, kept: list[Completion], generated: list[Completion]) -> None:
