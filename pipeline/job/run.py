@@ -112,6 +112,13 @@ def run_job(
     return report
 
 
+def _phase_of(actors: list[ActorState]) -> str:
+    if any(actor.record.stats.get("num_steps") for actor in actors):
+        return "running"
+    what = next((actor.loading for actor in actors if actor.loading), "")
+    return f"loading the model: {what}" if what else "loading the model"
+
+
 class _Stall:
     """Notices that nothing moves any more: no unit ends, no engine steps, none is loading."""
 
@@ -299,8 +306,8 @@ class _Run:
 
     def _tick(self, flow: "Dataflow") -> None:
         self._log.actors = flow.actors() or self._log.actors
-        if any(actor.record.stats.get("num_steps") for actor in self._log.actors) and self._phase != "draining":
-            self._phase = "running"
+        if self._phase != "draining":
+            self._phase = _phase_of(self._log.actors)
         if time.monotonic() < self._wrote_at + self._write_every_s:
             self._show(self._status())
             return
