@@ -143,7 +143,7 @@ class ObjectFolder:
             )
         try:
             with self._reading(TMP):
-                self._fs.pipe_file(self.path(name), b"first", mode="create")
+                self._put_new(name, b"first")
                 try:
                     self._fs.pipe_file(self.path(name), b"second", mode="create")
                 except FileExistsError:
@@ -173,12 +173,11 @@ class ObjectFolder:
             )
         name = f"{TMP}/probe-{secrets.token_hex(8)}"
         with self._reading(TMP):
-            first = self._fs.pipe_file(self.path(name), b"first", mode="create")
-            if first is None:
-                first = self._fs.whole(self.path(name))[1] or ""
+            self._put_new(name, b"first")
+            tag = self._fs.whole(self.path(name))[1] or ""
             try:
-                self._fs.pipe_file(self.path(name), b"second", if_match=first)
-                self._fs.pipe_file(self.path(name), b"third", if_match=first)
+                self._fs.pipe_file(self.path(name), b"second", if_match=tag)
+                self._fs.pipe_file(self.path(name), b"third", if_match=tag)
             except PreconditionFailed:
                 kept = self._fs.whole(self.path(name))[0] == b"second"
             else:
@@ -189,6 +188,14 @@ class ObjectFolder:
                 f"{refused}: the store does not heed If-Match, so two runs could undo each other's work; write to a "
                 "new output instead"
             )
+
+    def _put_new(self, name: str, data: bytes) -> None:
+        """Create a file that only we can have made, also where the answer to an earlier try was lost."""
+        try:
+            self._fs.pipe_file(self.path(name), data, mode="create")
+        except FileExistsError:
+            if self._fs.whole(self.path(name))[0] != data:
+                raise
 
     def _stands(self, name: str, data: bytes, tag: str | None) -> bool:
         """Whether the store has what was written."""

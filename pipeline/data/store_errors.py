@@ -147,8 +147,6 @@ def client_error(error: BaseException | None) -> Any:
     """The answer of an S3 store that the error was made from, by s3fs or by botocore; None for others."""
     from botocore.exceptions import ClientError
 
-    for _ in range(8):
-        if error is None or isinstance(error, ClientError):
-            return error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return None
+    while error is not None and not isinstance(error, ClientError):
+        error = error.__cause__  # not __context__: that may be another answer, looked into when this one came
+    return error

@@ -186,9 +186,23 @@ def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, st
     faulty.proxy.add("lost_put", "job.json", times=3)
     assert store.create("_pipeline/job.json", b"{}")
     assert faulty.proxy.done["lost_put"] >= 2
+    # the look at what is there may fail too
+    faulty.proxy.add("lost_put", "part-.*u0001", times=1)
+    for fault in ("truncated", "slow_down", "reset"):
+        faulty.proxy.add(fault, "part-.*u0001", "GET", times=1)
+    assert store.write(name(1), result(50))
+    assert faulty.proxy.done["truncated"] >= 1
     assert read(store).equals(result(50))
     # the same rows by another writer are not ours
     assert not store.write(name(), result(50))
+
+
+def test_fault_17_answers_lost_while_probing(faulty, store):
+    for tries in (1, 2, 3):
+        faulty.proxy.add("lost_put", "probe", times=tries)
+        store.probe()
+        faulty.proxy.add("lost_put", "probe", times=tries)
+        store.probe_rewrite()
 
 
 def test_fault_17_a_part_of_another_writer_is_not_ours(store):

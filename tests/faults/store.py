@@ -12,7 +12,6 @@ from moto.server import ThreadedMotoServer
 from tests.faults.proxy import FaultProxy
 
 KEY, SECRET = "AKIATESTKEY", "the-secret-nobody-may-see"
-READ_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,7 @@ class FaultyStore:
             region_name="us-east-1",
         )
         client.create_bucket(Bucket="bucket")
-        storage = {
-            "key": KEY,
-            "secret": SECRET,
-            "endpoint_url": self.proxy.url,
-            "client_kwargs": {"region_name": "us-east-1"},
-            "config_kwargs": {"read_timeout": READ_TIMEOUT_S},
-        }
+        storage = {"key": KEY, "secret": SECRET, "endpoint_url": self.proxy.url}
         self.bucket = Bucket("bucket", storage, client)
         return self
 

@@ -1,0 +1,99 @@
+"""A whole job, over a fake engine, whose input, output and model lie in a store that fails all the time."""
+
+import json
+import signal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.parts import PartStore
+from pipeline.data.storage import RetryPolicy, retry_counts
+from pipeline.errors import Interrupted
+from tests.faults.store import KEY, SECRET, FaultyStore
+from tests.job.conftest import Job
+from tests.job.test_run import TEXTS, run, without_ray  # noqa: F401 - a fixture
+
+CHANCES = {"lost_put": 0.1, "slow_down": 0.1, "server_error": 0.05, "truncated": 0.1, "reset": 0.02, "conflict": 0.05}
+
+
+@pytest.fixture(scope="module")
+def store():
+    with FaultyStore(seed=5, chances=CHANCES) as store:
+        yield store
+
+
+@pytest.fixture
+def job(tmp_path, store, monkeypatch) -> Job:
+    """The job of `tests.job`, with its files in the store under the test's own name."""
+    monkeypatch.setattr("pipeline.data.storage.RetryPolicy", lambda: RetryPolicy(first_wait_s=0.001, max_wait_s=0.01))
+    monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
+    return Job(tmp_path)
+
+
+def upload(job: Job, store: FaultyStore) -> None:
+    """Put the job's files into the store and change its settings to them."""
+    for kind in ("in", "model"):
+        for path in (job.folder / kind).iterdir():
+            store.bucket.upload(path, f"{job.folder.name}/{kind}/{path.name}")
+    for section, kind in (("input", "in"), ("output", "out")):
+        job.settings[section] |= {
+            "path": store.bucket.url(f"{job.folder.name}/{kind}"),
+            "storage": dict(store.bucket.storage),
+        }
+
+
+def table(job: Job, store: FaultyStore) -> pa.Table:
+    folder = job.folder / "copy"
+    store.bucket.download(f"{job.folder.name}/out/", folder)
+    assert (folder / "_SUCCESS").exists()
+    return pa.concat_tables(pq.read_table(p) for p in sorted(folder.glob("part-*.parquet")))
+
+
+def test_faults_15_to_21_a_job_through_all_of_them_gives_the_rows_of_one_on_disk(job, store):
+    job.rows(TEXTS)
+    run(job)
+    job.check(TEXTS)
+    expected = {r["id"]: r["generated_text"] for r in job.table().to_pylist()}
+    upload(job, store)
+    before = sum(retry_counts().values())
+    run(job)
+    assert {r["id"]: r["generated_text"] for r in table(job, store).to_pylist()} == expected
+    assert table(job, store).num_rows == len(TEXTS)
+    assert sum(retry_counts().values()) > before
+    assert store.proxy.done["lost_put"] > 0
+
+
+def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
+    job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
+    upload(job, store)
+    with pytest.raises(Interrupted):
+        run(
+            job,
+            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
+            run={"drain_s": 0.0, "unit_rows": 16},
+        )
+    output = PartStore(job.settings["output"]["path"], job.settings["output"]["storage"])
+    (kept,) = output.names("_pipeline/partial")
+    raw = output.read(f"_pipeline/partial/{kept}")
+    assert raw is not None
+    done = json.loads(raw)
+    assert 0 < len(done) < 16
+    report, _ = run(job, run={"unit_rows": 16})
+    rows = table(job, store)
+    assert sorted(rows["id"].to_pylist()) == list(range(16))
+    kept_tokens = sum(len(row["token_ids"]) for row in done)
+    assert report.runs[1].stat("generated_tokens") == sum(rows["num_generated_tokens"].to_pylist()) - kept_tokens
+    assert output.names("_pipeline/partial") == ()
+
+
+def test_fault_46_nothing_a_job_leaves_holds_its_storage_options(job, store, caplog, capfd):
+    job.rows(TEXTS[:10])
+    upload(job, store)
+    report, statuses = run(job)
+    there = [store.bucket.get(f"{job.folder.name}/out/{key}") for key in store.bucket.tags(f"{job.folder.name}/out/")]
+    shown = [repr(report), *map(repr, statuses), caplog.text, *capfd.readouterr(), *(d.decode("latin1") for d in there)]
+    assert len(there) > 4
+    for text in shown:
+        assert SECRET not in text
+        assert KEY not in text
