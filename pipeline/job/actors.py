@@ -40,11 +40,11 @@ class FlowSpec:
 
 
 def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry_failed: bool = False) -> FlowSpec:
-    """What each actor gets: its share of this machine's cores unless the job says so, and a GPU where it uses
+    """What each actor gets: its share of the machine's cores unless the job says so, and a GPU where it uses
     one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
     config, run = plan.config, plan.config.run
-    cpus = run.cpus_per_actor or max(1, available_cores() // run.actors)
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
+    cpus = run.cpus_per_actor or _cpus(run.actors, run.ray_address, gpus)
     chat = None
     if config.prompt.chat is not None:
         given = config.prompt.chat
@@ -74,6 +74,14 @@ def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry
     return FlowSpec(
         plan.source, tasks, plan.units, work, run.actors, cpus, gpus, run.units_in_flight, run.ray_address, spot
     )
+
+
+def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:
+    if ray_address is None:
+        return max(1, available_cores() // actors)
+    from pipeline.job.dataflow import cluster_cpus
+
+    return cluster_cpus(ray_address, gpus)
 
 
 def resolve_device(config: JobConfig) -> str:

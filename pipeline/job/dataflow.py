@@ -345,3 +345,16 @@ def cluster_has_gpus(address: str) -> bool:
     """Join the cluster (for the rest of the process) and ask it."""
     _join(address)
     return ray.cluster_resources().get("GPU", 0) > 0
+
+
+def cluster_cpus(address: str, gpus: float) -> float:
+    """The CPUs of one actor where the job does not say: with GPUs their share of its node's, else a whole node's;
+    of the node that has the fewest, since an actor must fit anywhere. 1 while there is no such node."""
+    _join(address)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    each = [
+        node["CPU"] * gpus / node["GPU"] if gpus else node["CPU"]
+        for node in nodes
+        if node.get("CPU", 0) > 0 and (not gpus or node.get("GPU", 0) >= gpus)
+    ]
+    return max(1.0, float(int(min(each)))) if each else 1.0

@@ -18,7 +18,7 @@ from pipeline.data.parts import Progress
 from pipeline.data.units import Unit
 from pipeline.errors import EnvironmentFailed, ModelError
 from pipeline.job.actors import flow_spec
-from pipeline.job.dataflow import _join, units_of
+from pipeline.job.dataflow import _join, cluster_cpus, units_of
 from pipeline.job.plan import WindowTask, make_plan, what_is_left
 from pipeline.job.run import run_job
 from tests.job.conftest import FAKES
@@ -61,6 +61,23 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
     assert report.tokens.generated == report.work.generated_tokens
     assert record["resolved"]["max_num_seqs"] == 8
     assert {"planning", "starting Ray", "running", "verifying", "finished"} <= {s.phase for s in statuses}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "cpus"),
+    [
+        ([{}, {"CPU": 8.0}, {"CPU": 4.0}], 0.0, 4.0),  # the head has none; an actor must fit on either of the others
+        ([{"CPU": 64.0, "GPU": 8.0}, {"CPU": 16.0}], 1.0, 8.0),
+        ([{"CPU": 12.0, "GPU": 1.0}], 0.5, 6.0),
+        ([{"CPU": 2.0, "GPU": 8.0}], 1.0, 1.0),
+        ([{}], 0.0, 1.0),
+    ],
+)
+def test_an_actor_of_a_cluster_gets_its_share_of_a_node(monkeypatch, nodes, gpus, cpus):
+    monkeypatch.setattr("pipeline.job.dataflow._join", lambda address: True)
+    dead = {"Alive": False, "Resources": {"CPU": 1.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [dead, *({"Alive": True, "Resources": node} for node in nodes)])
+    assert cluster_cpus("auto", gpus) == cpus
 
 
 def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
