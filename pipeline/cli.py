@@ -378,6 +378,45 @@ def compact(place: str, to: str, order: Literal["parts", "input"], target_size: 
         _print(done.to_text())
 
 
+@cli.command()
+@click.argument("job", metavar="[JOB.yaml]", required=False)
+@click.option("--model", metavar="PATH", help="A checkpoint's folder, an fsspec url or a Hugging Face id.")
+@click.option("--input", "source", metavar="PATH", help="Parquet to read.")
+@click.option("--output", metavar="PATH", help="Where results are to go; files are created there and removed.")
+@_json_flag
+@_answers
+def doctor(job: str | None, model: str | None, source: str | None, output: str | None, as_json: bool) -> None:
+    """Say whether this machine can run a job, and what to do where it cannot.
+
+    \b
+    Examples:
+      pipeline doctor
+      pipeline doctor my.yaml
+      pipeline doctor --model models/Qwen3-4B --output s3://bucket/results
+
+    Looks at versions, devices, memory, disks and kernels; at a model's files; at whether a store is reached and
+    creates files only where none stands. Loads no weights and downloads nothing. --model, --input and --output
+    replace those of the job file. Leaves with 3 when something failed, with 2 when only what was given is wrong.
+    """
+    from pipeline.config import load_job
+    from pipeline.doctor import Subject, diagnose, exit_code
+
+    subject = Subject.of_job(load_job(job)) if job is not None else Subject()
+    subject = subject.replacing(model, source, output)
+    checks, group = [], ""
+    for check in diagnose(subject):
+        checks.append(check)
+        if not as_json:
+            _print((f"\n{check.group}\n" if check.group != group else "") + check.to_text())
+            group = check.group
+    count = {state: sum(check.state == state for check in checks) for state in ("ok", "warning", "failed")}
+    if as_json:
+        _print_json({**count, "checks": [check.to_json() for check in checks]})
+    else:
+        _print(f"\n{count['failed']} failed, {count['warning']} warnings")
+    sys.exit(exit_code(checks))
+
+
 def main() -> None:
     """The console script: no traceback for what a person can change, and always a meaningful exit code."""
     for stream in (sys.stdout, sys.stderr):

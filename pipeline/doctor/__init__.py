@@ -1,0 +1,42 @@
+"""Whether this machine can run a job: versions, devices, memory, disks, kernels, stores, the model.
+
+Owns `pipeline doctor`. Each check says what it found and, where that is not well, what to do. Looking at an output
+includes the probe that a run makes there: files are created and removed. Loads no weights and downloads nothing.
+No value of a storage option or of an environment variable is shown.
+"""
+
+from collections.abc import Callable, Iterator
+
+from pipeline.doctor import machine
+from pipeline.doctor import subject as given
+from pipeline.doctor.check import Check, Subject
+from pipeline.errors import PipelineError
+
+__all__ = ["Check", "Subject", "diagnose", "exit_code"]
+
+
+def diagnose(subject: Subject) -> Iterator[Check]:
+    """Every check, as it is made."""
+    checks: list[tuple[str, Callable[[Subject], Iterator[Check]]]] = [
+        ("versions", machine.versions),
+        ("devices", machine.devices),
+        ("memory and disks", machine.memory),
+        ("kernels", machine.kernels),
+        ("job", given.job),
+        ("model", given.model),
+        ("input", given.input),
+        ("output", given.output),
+    ]
+    for group, check in checks:
+        try:
+            yield from check(subject)
+        except PipelineError as error:
+            yield Check(group, group, "failed", str(error), exit_code=error.exit_code)
+        except Exception as error:  # a broken library can raise anything, and the other checks are still worth making
+            todo = "This may be a broken installation: install the package into a fresh virtual environment."
+            yield Check(group, group, "failed", f"{type(error).__name__} while looking", todo)
+
+
+def exit_code(checks: list[Check]) -> int:
+    """0; 3 where the environment failed in something, 2 where only what the user gave is wrong."""
+    return max((check.exit_code for check in checks if check.state == "failed"), default=0)

@@ -1,0 +1,59 @@
+"""What a check says, and what there is to be looked at."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from pipeline.config import JobConfig
+from pipeline.examine import printable
+
+State = Literal["ok", "warning", "failed"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. `todo` is empty where it is well; `exit_code` counts where it failed."""
+
+    group: str
+    name: str
+    state: State
+    found: str
+    todo: str = ""
+    exit_code: int = 3
+
+    def to_json(self) -> dict[str, str]:
+        return {key: value for key, value in asdict(self).items() if key != "exit_code"}
+
+    def to_text(self) -> str:
+        line = f"  {self.state:<8} {self.name:<20} {printable(self.found)}"
+        return f"{line}\n{'':<11}-> {printable(self.todo)}" if self.todo else line
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be run, as far as it is known. Storage options may be secret and are never shown."""
+
+    model: str | None = None
+    input: str | None = None
+    output: str | None = None
+    model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    input_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    output_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    device: str = "auto"
+    dtype: str = "auto"
+    job: JobConfig | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_job(cls, job: JobConfig) -> "Subject":
+        storages = (job.model.storage, job.input.storage, job.output.storage)
+        paths = (job.model.path, job.input.path, job.output.path)
+        return cls(*paths, *storages, job.engine.device, job.engine.dtype, job)
+
+    def replacing(self, model: str | None, input: str | None, output: str | None) -> "Subject":
+        """With what is given in the place of the job's; the storage options stay."""
+        given = {"model": model, "input": input, "output": output}
+        return replace(self, **{name: path for name, path in given.items() if path is not None})
+
+
+def shown_bytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

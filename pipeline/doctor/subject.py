@@ -1,0 +1,179 @@
+"""Checks of what is to be run: the job file, the model, the input, the output."""
+
+import posixpath
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pipeline.config import without_password
+from pipeline.data.parts import PartStore
+from pipeline.data.source import open_source
+from pipeline.data.storage import filesystem
+from pipeline.doctor.check import Check, Subject, shown_bytes
+from pipeline.errors import ModelError, OutputError
+from pipeline.examine import MODEL_FILES, examine, missing_model_files, model_kind
+
+
+def job(subject: Subject) -> Iterator[Check]:
+    """All that `pipeline validate` finds."""
+    if subject.job is None:
+        return
+    found = examine(subject.job)
+    for mistake in found.mistakes:
+        where = f"{mistake.where}: {mistake.key}"
+        yield Check("job", where, "failed", mistake.problem, mistake.hint, exit_code=2)
+    if not found.mistakes:
+        yield Check("job", subject.job.name, "ok", f"valid, {found.facts['input']['rows_to_do']:,} rows")
+
+
+def model(subject: Subject) -> Iterator[Check]:
+    if subject.model is None:
+        return
+    path, kind = subject.model, model_kind(subject.model)
+    shown = without_password(path)
+    if kind == "missing":
+        raise ModelError(f"{shown}: no such folder, and not a Hugging Face id (owner/name)")
+    if kind == "url":
+        absent = missing_model_files(path, subject.model_storage)
+        if absent:
+            raise ModelError(f"{shown}: no {' and no '.join(absent)} there; expected a checkpoint's folder")
+        yield Check("model", "folder", "ok", f"{shown}: {' and '.join(MODEL_FILES)} are there")
+        with tempfile.TemporaryDirectory() as folder:
+            fs, root = filesystem(path, subject.model_storage)
+            (Path(folder) / "config.json").write_bytes(fs.cat_file(posixpath.join(root, "config.json")))
+            yield from _architecture(Path(folder), subject)
+        return
+    folder = _cached(path) if kind == "id" else _local(path)
+    if folder is None:
+        todo = "It is downloaded when the job runs; `HF_HUB_OFFLINE` and machines without network need it in the cache."
+        yield Check("model", "folder", "warning", f"{shown}: not in the local cache", todo)
+        return
+    yield Check("model", "folder", "ok", str(folder))
+    yield from _architecture(folder, subject)
+    yield _weights(folder)
+    yield from _tokenizer(folder, subject)
+
+
+def _local(path: str) -> Path:
+    from pipeline.model.locate import locate_model
+
+    return locate_model(path)
+
+
+def _cached(name: str) -> Path | None:
+    """Where a Hugging Face model lies on this machine; nothing is downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise ModelError(f"{name}: not a Hugging Face id: {error}") from None
+
+
+def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
+    """What config.json says, and whether the machine has the memory for it."""
+    import torch
+
+    from pipeline.engine.memory import free_cpu_bytes
+    from pipeline.kernels.select import default_dtype
+    from pipeline.model.config import DTYPES, read_config
+
+    config = read_config(folder)
+    stored = str(config.dtype).removeprefix("torch.")
+    kind = stored if config.awq is None else f"AWQ int4, groups of {config.awq.group_size}, the rest {stored}"
+    size = f"{config.num_parameters() / 1e6:,.1f} million parameters"
+    yield Check("model", "architecture", "ok", f"{size}, {config.num_layers} layers, {kind}")
+    device = torch.device("cuda" if torch.cuda.is_available() and subject.device != "cpu" else "cpu")
+    dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
+    need = config.num_parameters() * dtype.itemsize
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_cpu_bytes()
+    kv = config.kv_bytes_per_token(dtype)
+    context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"
+    weights = f"about {shown_bytes(need)} of weights in {str(dtype).removeprefix('torch.')}"
+    found = f"{weights}; KV cache {kv:,} bytes a token, {context}; {shown_bytes(free)} free on {device.type}"
+    if need > free:
+        todo = "Use a smaller or quantized model, a smaller dtype, or a larger machine."
+        yield Check("model", "memory", "failed", found, todo)
+    elif need > 0.8 * free:
+        yield Check("model", "memory", "warning", found, "Little is left for the KV cache: lower engine.max_model_len.")
+    else:
+        yield Check("model", "memory", "ok", found)
+
+
+def _weights(folder: Path) -> Check:
+    """Every file of the index, each with a sound header and as long as it says, with every tensor of the index."""
+    from pipeline.model.config import read_json
+    from pipeline.model.load import Checkpoint, checkpoint_files
+
+    tensors, files = Checkpoint(folder).home, checkpoint_files(folder)
+    index = folder / "model.safetensors.index.json"
+    listed = read_json(index)["weight_map"] if index.exists() else {}
+    absent = sorted(set(listed) - set(tensors))
+    if absent:
+        raise ModelError(f"{index}: {len(absent)} tensors are in none of the files: {', '.join(absent[:3])}")
+    size = sum(file.stat().st_size for file in files)
+    return Check(
+        "model", "weights", "ok", f"{len(tensors):,} tensors in {len(files):,} safetensors, {shown_bytes(size)}"
+    )
+
+
+def _tokenizer(folder: Path, subject: Subject) -> Iterator[Check]:
+    from pipeline.engine.tokenizer import Tokenizer
+    from pipeline.model.config import read_config
+
+    tokenizer = Tokenizer.from_folder(str(folder))
+    known, rows = tokenizer.vocab_size, read_config(folder).vocab_size
+    if known > rows:
+        todo = "Prompts that use the tokens above become error rows: does this tokenizer belong to the model?"
+        yield Check("model", "tokenizer", "warning", f"{known:,} tokens, the model has {rows:,}", todo)
+    else:
+        yield Check("model", "tokenizer", "ok", f"{known:,} tokens, ends at {sorted(tokenizer.eos_token_ids)}")
+    wants_chat = subject.job is not None and subject.job.prompt.chat is not None
+    if tokenizer.has_chat_template or not wants_chat:
+        found = "there" if tokenizer.has_chat_template else "none: prompts can be plain text only"
+        yield Check("model", "chat template", "ok", found)
+    else:
+        todo = "Leave prompt.chat out and use prompt.template, or take the model's instruct version."
+        yield Check("model", "chat template", "failed", "none, and the job's prompts are chats", todo, exit_code=2)
+
+
+def input(subject: Subject) -> Iterator[Check]:
+    """Of an input alone; a job's is looked at with the job."""
+    if subject.input is None or (subject.job is not None and subject.input == subject.job.input.path):
+        return
+    source = open_source(subject.input, subject.input_storage)
+    found = f"{len(source.files):,} files, {source.num_rows:,} rows, {shown_bytes(source.num_bytes)}"
+    yield Check("input", without_password(subject.input), "ok", found)
+
+
+def output(subject: Subject) -> Iterator[Check]:
+    if subject.output is None:
+        return
+    store, name = PartStore(subject.output, subject.output_storage), without_password(subject.output)
+    with _left_as_found(subject.output):
+        store.probe()
+        yield Check("output", name, "ok", "files are created, and never over another; they read back")
+        try:
+            store.probe_rewrite()
+        except OutputError as error:
+            yield Check("output", "--retry-failed", "warning", str(error), "Without it, runs work all the same.")
+        else:
+            yield Check("output", "--retry-failed", "ok", "a part can be replaced only where it is unchanged")
+
+
+@contextmanager
+def _left_as_found(output: str) -> Iterator[None]:
+    """Folders on a local disk that the probe made are removed again, if nothing else has come into them."""
+    root = Path(output.removeprefix("file://")).expanduser().absolute()
+    made = [p for p in (root / "_pipeline" / "tmp", root / "_pipeline", root, *root.parents) if not p.exists()]
+    try:
+        yield
+    finally:
+        if "://" not in output.removeprefix("file://"):
+            with suppress(OSError):
+                for folder in made:
+                    folder.rmdir()
