@@ -80,7 +80,7 @@ MIXED = st.lists(st.sampled_from([*CONTROL, "a", " ", "\n", "<|im_", "end|>", "ä
 
 @settings(max_examples=80, deadline=None)
 @given(MIXED.map("".join), MIXED.map("".join))
-def test_control_token_text_in_messages_stays_text(tokenizer, first, second):
+def test_fault_35_control_token_text_in_messages_stays_text(tokenizer, first, second):
     """As many control tokens as the same chat without them has, and not a character lost."""
     plain = tokenizer.encode_chat([user("x"), {"role": "system", "content": "y"}])
     ids = tokenizer.encode_chat([user(first), {"role": "system", "content": second}])
@@ -165,7 +165,7 @@ def rendered(renderer, messages=({"role": "user", "content": "x"},), **variables
     return renderer.render(list(messages), variables, None)
 
 
-HOSTILE = {
+COSTLY = {
     "multiplied string": "{{ 'a' * 10000000000 }}",
     "wide format": "{{ '%10000000000d' % 1 }}",
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -173,23 +173,73 @@ HOSTILE = {
     "doubling": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "long output": "{% for i in range(90000) %}{{ 'a' * 1000 }}{% endfor %}",
     "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "python": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "list of lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "lipsum": "{{ lipsum(n=99999999) }}",
+    "backtracking": "{{ ('a' * 40 ~ '!')|wordwrap(1)|urlize|replace('', 'a' * 99999)|replace('', 'a' * 99999) }}",
+}
+ESCAPES = {
+    "subclasses": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "subclasses by filter": "{{ (messages|attr('__class__')|attr('__mro__'))[1] }}",
+    "subclasses by name": "{{ messages['__class__'] }}",
+    "attributes of a list": "{{ messages|map(attribute='__class__')|list }}",
     "function globals": "{{ raise_exception.__globals__['json'] }}",
+    "globals of a method": "{{ cycler.__init__.__globals__ }}",
+    "globals of lipsum": "{{ lipsum.__globals__['os'].system('true') }}",
+    "format string": "{{ '{0.__class__}'.format(messages) }}",
+    "format by filter": "{{ ('{0.__class__}'|attr('format'))(messages) }}",
+    "format of a mapping": "{{ '{a.__class__}'.format_map({'a': 1}) }}",
+    "the template itself": "{{ self.__init__.__globals__ }}",
+    "frame of a generator": "{{ (messages|map('upper')).gi_frame.f_globals }}",
+    "code of a macro": "{% macro m() %}{% endmacro %}{{ m.__call__.__func__.__code__ }}",
     "mutation": "{{ messages.append(1) }}",
     "file": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}",
+    "parent": "{% extends '/etc/passwd' %}",
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_end_with_an_error(name):
+@pytest.mark.parametrize("name", COSTLY)
+def test_fault_39_templates_that_eat_time_or_memory_end_with_an_error(name):
     start = time.monotonic()
-    hostile = renderer("{% if messages[0].content == 'now' %}" + HOSTILE[name] + "{% endif %}ok")
+    one = renderer("{% if messages[0].content == 'now' %}" + COSTLY[name] + "{% endif %}ok")
     for _ in range(2):
         with pytest.raises(ChatTemplateError) as caught:
-            rendered(hostile, [{"role": "user", "content": "now"}])
+            rendered(one, [{"role": "user", "content": "now"}])
         assert len(str(caught.value)) < 3000
-        assert rendered(hostile) == "ok"  # the next conversation is served
-    hostile.close()
+        assert rendered(one) == "ok"  # the next conversation is served
+    one.close()
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_fault_38_templates_do_not_leave_their_sandbox(name):
+    """What they reach for is an error, or nothing: jinja2 shows what it refuses by item or format as empty."""
+    one = renderer("{% if messages[0].content == 'now' %}" + ESCAPES[name] + "{% endif %}ok")
+    try:
+        assert rendered(one, [{"role": "user", "content": "now"}]) in ("ok", "[Undefined]ok")
+    except ChatTemplateError:
+        assert rendered(one) == "ok"  # the next conversation is served
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10000000000 }}",  # constant: computed when the template is compiled
+        "{{ 7 ** (7 ** (7 ** 9)) }}",
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+        "{% if a %}" * 3000 + "{% endif %}" * 3000,
+        "{{ " + "-" * 50_000 + "1 }}",
+    ],
+    ids=["string", "power", "parentheses", "blocks", "signs"],
+)
+def test_fault_39_templates_that_cannot_be_compiled_in_bounds_are_refused(template):
+    start = time.monotonic()
+    one = renderer(template)
+    with pytest.raises((ModelError, ChatTemplateError)) as caught:
+        rendered(one)
+    assert len(str(caught.value)) < 3000
+    one.close()
     assert time.monotonic() - start < 30
 
 

@@ -106,7 +106,7 @@ def test_stop_strings_end_where_a_search_of_the_whole_text_says(ids, stop, min_t
     assert pushed(checker, ids) == plain_stop(byte_level(), ids, stop, min_tokens)
 
 
-def test_a_stop_string_across_tokens_and_inside_one():
+def test_fault_47_a_stop_string_across_tokens_and_inside_one():
     tokenizer = byte_level()
     for text, stop, expected in (
         ("one 你好 two", "你好", "one "),

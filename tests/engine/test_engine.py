@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from pipeline import Engine, EngineConfig, Request, SamplingParams
+from pipeline.engine.params import Completion
+from pipeline.engine.step import StepInput
 from pipeline.errors import ConfigError
 from tests.checkpoints import Family, load_reference, make_family
 from tests.parity.harness import float32_engine, greedy, reference_logits
@@ -61,7 +63,7 @@ def test_eos_ends_a_sequence_and_is_the_last_token_but_not_text(folder: Path) ->
         assert free[9] not in late.token_ids[:20]
 
 
-def test_a_stop_string_cuts_the_text_where_it_starts(folder: Path) -> None:
+def test_fault_47_a_stop_string_cuts_the_text_where_it_starts(folder: Path) -> None:
     with float32_engine(folder) as engine:
         prompts = prompts_of(12, seed=3)
         for prompt, free in zip(prompts, engine.generate(prompts, greedy(40))):
@@ -83,7 +85,7 @@ def test_a_stop_string_cuts_the_text_where_it_starts(folder: Path) -> None:
             pytest.fail("no completion had text to stop at")
 
 
-def test_stop_strings_survive_preemption(folder: Path) -> None:
+def test_fault_47_stop_strings_survive_preemption(folder: Path) -> None:
     with float32_engine(folder) as engine:
         prompts = prompts_of(6, seed=4)
         texts = [c.text.replace("\ufffd", "") for c in engine.generate(prompts, greedy(50))]
@@ -135,7 +137,7 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_batch_mates(folder: Path) 
     assert other != alone
 
 
-def test_blocks_handed_out_again_may_hold_anything(folder: Path) -> None:
+def test_fault_49_blocks_handed_out_again_may_hold_anything(folder: Path) -> None:
     prompts = [p + [1, 2, 3] * 9 for p in prompts_of(14, seed=9)]
     with float32_engine(folder) as engine:
         clean = engine.generate(prompts, greedy(24))
@@ -155,17 +157,85 @@ def test_blocks_handed_out_again_may_hold_anything(folder: Path) -> None:
     assert [c.token_ids for c in poisoned] == [c.token_ids for c in clean]
 
 
-def test_one_row_of_non_finite_logits_leaves_its_batch_mates_alone(folder: Path) -> None:
-    prompts = prompts_of(5, seed=10)
-    bad = [*prompts[2][:4], 300, *prompts[2][4:]]
+NAN_TOKEN = 300  # the tokenizer never makes it; its embedding is poisoned
+
+
+def test_fault_49_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchanged(folder: Path) -> None:
+    """Tokens are equal; log-probabilities to the last bit or two, as in two undisturbed runs: BLAS rounds by where its
+    buffers happen to lie."""
+    common = prompts_of(1, seed=11)[0][:20] + [7] * 20
+    prompts = [common + own for own in ([1], [2, 3], [4] * 9)] + prompts_of(4, seed=10)
+    bad = [*common, *[9] * 5, NAN_TOKEN, *[9] * 12]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)] * len(prompts)
+    one_token = SamplingParams(max_tokens=1, ignore_eos=True)
+
+    def run(poison: float | None) -> tuple[Completion, list[Completion]]:
+        with float32_engine(folder) as engine:
+            if poison is not None:
+                engine.runner.decoder.embedding_VH[NAN_TOKEN] = poison
+            # The last prompt ends with its first token in both runs, so that every step has the same shapes.
+            done = engine.generate([*prompts[:2], bad, *prompts[2:]], [*params[:2], one_token, *params[2:]])
+            if poison is not None:
+                assert all(torch.isfinite(kv).all() for kv in (*engine.runner.kv.keys, *engine.runner.kv.values))
+                again = engine.generate([bad, [*common, 5]], one_token)
+                assert again[0].error == "non_finite_logits"
+                assert again[0].num_cached_tokens <= len(common), "no block behind the poison is shared"
+                assert again[1].error is None
+                engine.pool.check()
+            return done[2], done[:2] + done[3:]
+
+    sound_bad, sound_mates = run(poison=None)
+    assert sound_bad.error is None
+    assert any(mate.num_cached_tokens for mate in sound_mates), "some share the bad row's prefix"
+    for poison in (float("nan"), float("inf")):
+        rejected, mates = run(poison)
+        assert rejected.error == "non_finite_logits"
+        assert (rejected.finish_reason, rejected.token_ids, rejected.text) == ("error", [], "")
+        assert "0 generated tokens" in (rejected.error_message or "")
+        assert [mate.token_ids for mate in mates] == [mate.token_ids for mate in sound_mates]
+        assert [mate.num_cached_tokens for mate in mates] == [mate.num_cached_tokens for mate in sound_mates]
+        ours, theirs = ([t.logprob for mate in side for t in mate.logprobs or []] for side in (mates, sound_mates))
+        assert ours == pytest.approx(theirs, abs=2e-6)
+
+
+def test_fault_49_logits_that_turn_nan_in_the_middle_end_that_row_only(folder: Path) -> None:
+    prompts = prompts_of(5, seed=12)
     with float32_engine(folder) as engine:
         clean = engine.generate(prompts, greedy(12))
-        engine.runner.decoder.embedding_VH[300] = float("nan")
-        mixed = engine.generate([*prompts[:2], bad, *prompts[2:]], greedy(12))
-        assert mixed[2].error == "non_finite_logits"
-        assert mixed[2].token_ids == []
-        assert [c.token_ids for i, c in enumerate(mixed) if i != 2] == [c.token_ids for c in clean]
-        assert all(torch.isfinite(k).all() for k in engine.runner.kv.keys)
+        execute, calls = engine.runner.execute, iter(range(100))
+
+        def execute_or_poison(step: StepInput) -> torch.Tensor:
+            logits_RV = execute(step).clone()
+            if next(calls) == 5:
+                logits_RV[2] = float("nan")
+            return logits_RV
+
+        engine.runner.execute = execute_or_poison  # type: ignore[method-assign]
+        mixed = engine.generate(prompts, greedy(12))
+    assert [c.error for c in mixed] == [None, None, "non_finite_logits", None, None]
+    assert "after 5 generated tokens" in (mixed[2].error_message or "")
+    assert [c.token_ids for c in mixed if c.error is None] == [c.token_ids for i, c in enumerate(clean) if i != 2]
+
+
+def test_fault_48_a_model_that_never_ends_is_ended_by_its_budget_or_the_context(folder: Path) -> None:
+    with float32_engine(folder, max_model_len=64) as engine:
+        engine._eos = np.array([], dtype=np.int64)  # no token of this model ends anything
+        budget, context = engine.generate(
+            [[1, 2, 3], [4] * 10], [SamplingParams(max_tokens=9), SamplingParams(max_tokens=10**9)]
+        )
+        assert (budget.finish_reason, len(budget.token_ids), budget.error) == ("length", 9, None)
+        assert (context.finish_reason, len(context.token_ids), context.error) == ("length", 54, None)
+        assert not engine.has_unfinished
+
+
+def test_fault_32_a_prompt_longer_than_the_context_is_an_error_row_and_never_cut(folder: Path) -> None:
+    with float32_engine(folder, max_model_len=64) as engine:
+        fits, full, longer = engine.generate([[5] * 63, [5] * 64, [5] * 1000], greedy(4))
+    assert (fits.finish_reason, len(fits.token_ids)) == ("length", 1)
+    for completion, length in ((full, 64), (longer, 1000)):
+        assert completion.error == "prompt_too_long"
+        assert (completion.num_prompt_tokens, completion.token_ids) == (length, [])
+        assert f"{length} tokens; with max_model_len = 64 at most 63" in (completion.error_message or "")
 
 
 def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_deferred_sequence_runs_when_the_one_computing_its_prefix_is_aborted()
     assert done[1].token_ids == expected_tokens([*prompt, 1], 2, 64, False)
 
 
-def test_non_finite_logits_end_one_row_and_clean_its_blocks() -> None:
+def test_fault_49_non_finite_logits_end_one_row_and_clean_its_blocks() -> None:
     engine = hash_engine(64, 4, bad_token=77)
     good = [Request(row, [row, 5, 6, 7, 8], SamplingParams(max_tokens=6, ignore_eos=True)) for row in range(3)]
     bad = Request("bad", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=6, ignore_eos=True))
