@@ -173,10 +173,20 @@ def test_fault_49_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchange
         with float32_engine(folder) as engine:
             if poison is not None:
                 engine.runner.decoder.embedding_VH[NAN_TOKEN] = poison
-            # The last prompt ends with its first token in both runs, so that every step has the same shapes.
+            zero, kv = engine.runner.zero_blocks, engine.runner.kv
+            zeroed = []
+
+            def zero_and_look(blocks: list[int]) -> None:
+                assert not all(torch.isfinite(part).all() for part in (*kv.keys, *kv.values))
+                zero(blocks)
+                assert all(torch.isfinite(part).all() for part in (*kv.keys, *kv.values))
+                zeroed.extend(blocks)
+
+            engine.runner.zero_blocks = zero_and_look  # type: ignore[method-assign]
+            # The bad prompt ends with its first token in both runs, so that every step has the same shapes.
             done = engine.generate([*prompts[:2], bad, *prompts[2:]], [*params[:2], one_token, *params[2:]])
             if poison is not None:
-                assert all(torch.isfinite(kv).all() for kv in (*engine.runner.kv.keys, *engine.runner.kv.values))
+                assert zeroed
                 again = engine.generate([bad, [*common, 5]], one_token)
                 assert again[0].error == "non_finite_logits"
                 assert again[0].num_cached_tokens <= len(common), "no block behind the poison is shared"
