@@ -356,6 +356,31 @@ def test_of_two_rewrites_at_once_one_wins(request, kind):
     assert read(store).equals(result(50, seed=won[0]))
 
 
+def test_a_rewrite_that_waited_for_another_one_changes_nothing(request):
+    store = local(request)
+    store.write(name(), result(50))
+    tag = store.read_part(name()).tag
+    ends: list[str] = []
+
+    def late() -> None:
+        try:
+            store.rewrite(name(), result(50, seed=9), {}, tag)
+        except OutputError as e:
+            ends.append(str(e))
+
+    other = threading.Thread(target=late)
+
+    def start_another() -> None:
+        other.start()
+        other.join(0.3)  # it has opened the old file and waits for its lock
+
+    failpoints.install({"swap.serialized": failpoints.on_hit(1, start_another)})
+    store.rewrite(name(), result(50, seed=1), {}, tag)
+    other.join(30)
+    assert len(ends) == 1
+    assert read(store).equals(result(50, seed=1))
+
+
 def test_fault_17_an_answer_lost_after_a_rewrite(faulty, store):
     store.write(name(), result(50))
     faulty.proxy.add("lost_put", "part-", times=1)
