@@ -97,6 +97,8 @@ def cli() -> None:
 @_overlays
 @click.option("--accept-numerics", is_flag=True,
               help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
+@click.option("--retry-failed", is_flag=True,
+              help="Compute the error rows of what is written again; each part is replaced whole.")  # fmt: skip
 @_json_flag
 @_answers
 def run(
@@ -105,6 +107,7 @@ def run(
     overlays: tuple[str, ...],
     limit: int | None,
     accept_numerics: bool,
+    retry_failed: bool,
     as_json: bool,
 ) -> None:
     """Run a job, or go on with it where it stopped.
@@ -115,22 +118,23 @@ def run(
       pipeline run jobs/summarize.yaml --limit 20 --set output.path=out/try
       pipeline run my.yaml --config configs/h100.yaml --set run.actors=8
       pipeline run my.yaml --json > report.json
+      pipeline run my.yaml --retry-failed        only the rows that became errors, once more
 
     Parts appear in output.path as they are finished, _SUCCESS when all are there, and the report in
     output.path/_pipeline/report.md. Ctrl-C once lets finished work be written; then the same command goes on.
     """
     from pipeline.config import load_job
 
-    _run(load_job(job, sets, overlays, limit), accept_numerics, as_json)
+    _run(load_job(job, sets, overlays, limit), as_json, accept_numerics, retry_failed)
 
 
-def _run(config: "JobConfig", accept_numerics: bool, as_json: bool) -> None:
+def _run(config: "JobConfig", as_json: bool, accept_numerics: bool = False, retry_failed: bool = False) -> None:
     from pipeline.config import without_password
     from pipeline.job.run import run_job
     from pipeline.progress import progress_for
 
     with progress_for() as progress:
-        report = run_job(config, accept_numerics=accept_numerics, progress=progress)
+        report = run_job(config, accept_numerics=accept_numerics, retry_failed=retry_failed, progress=progress)
     if as_json:
         _print_json(report.to_json())
         return
@@ -259,7 +263,7 @@ def generate(
         flags |= {"name": (Path(output).name, "--output"), **prompt_of_dataset(place, prompt)}
         if limit is not None:
             flags["input.limit"] = (limit, "--limit")
-        _run(job_from_flags(flags, sets), accept_numerics=False, as_json=as_json)
+        _run(job_from_flags(flags, sets), as_json)
         return
     saved = None if output is None else Saved(output, overwrite)
     prompts = read_prompts(place, prompt, limit)
@@ -269,7 +273,7 @@ def generate(
         prompts,
         saved,
         show=lambda answer: _print(answer.to_json() if as_json else answer.to_text()),
-        say=lambda text: click.echo(text, err=True),
+        say=_say,
     )
     if as_json and saved is not None:
         _print_json({**vars(done), "output": output})
@@ -371,7 +375,7 @@ def compact(place: str, to: str, order: Literal["parts", "input"], target_size: 
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
     storage = output_of(place)[1] if "://" in to else {}
-    done = merge(open_output(place), PartStore(to, storage), order, size, lambda text: click.echo(text, err=True))
+    done = merge(open_output(place), PartStore(to, storage), order, size, _say)
     if as_json:
         _print_json(done.to_json())
     else:
@@ -390,8 +394,8 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
 
     \b
     Examples:
-      pipeline doctor
-      pipeline doctor my.yaml
+      pipeline doctor jobs/summarize.yaml
+      pipeline doctor                            this machine alone
       pipeline doctor --model models/Qwen3-4B --output s3://bucket/results
 
     Looks at versions, devices, memory, disks and kernels; at a model's files; at whether a store is reached and
@@ -415,6 +419,47 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
     else:
         _print(f"\n{count['failed']} failed, {count['warning']} warnings")
     sys.exit(exit_code(checks))
+
+
+@cli.group()
+def bench() -> None:
+    """Measure this program on this machine."""
+
+
+@bench.command("plan")
+@click.option(
+    "--scale",
+    "scales",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(1, 10, 100),
+    show_default=True,
+    metavar="N",
+    help="How many times --files. May be repeated.",
+)
+@click.option("--files", type=click.IntRange(min=1), default=100, show_default=True, help="Files at scale 1.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Fresh processes each.")
+@click.option("--folder", metavar="DIR", help="Where the files are made and removed; else the temporary folder.")
+@_json_flag
+@_answers
+def plan_of_a_large_job(scales: tuple[int, ...], files: int, repeats: int, folder: str | None, as_json: bool) -> None:
+    """Time and memory to plan a large job, and to find out what is left of it.
+
+    \b
+    Examples:
+      pipeline bench plan
+      pipeline bench plan --scale 1 --repeats 1 --json
+
+    Makes Parquet files whose footers claim as many rows as large files have, up to 10,000 files of 10^9 rows, and
+    removes them again. Takes some minutes, and about 1 GB of disk.
+    """
+    from pipeline.bench.plan import bench_plan
+
+    told = bench_plan(scales=scales, files=files, repeats=repeats, folder=folder, say=_say)
+    if as_json:
+        _print_json(told.to_json())
+    else:
+        _print(told.to_text())
 
 
 def main() -> None:
@@ -469,6 +514,11 @@ def _leave_unread(stream: TextIO) -> NoReturn:
     """Whoever reads has enough."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # or Python complains at exit
     sys.exit(1)
+
+
+def _say(text: str) -> None:
+    """Say something on the way."""
+    click.echo(text, err=True)
 
 
 def _print_json(value: dict[str, Any]) -> None:

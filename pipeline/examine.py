@@ -81,6 +81,9 @@ class _Examination:
     def _model(self) -> None:
         path, storage = self.config.model.path, self.config.model.storage
         kind, shown = model_kind(path), without_password(path)
+        if storage and kind != "url":
+            given = ", ".join(sorted(storage))
+            self._mistake("model.storage", f"only a url takes options; found {given}", "Leave it out.")
         if kind == "missing":
             self._mistake("model.path", f"{path}: no such folder, and not a Hugging Face id (owner/name)")
         if kind in ("folder", "url"):

@@ -186,7 +186,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
         window=0,
     )
     say(f"loading {without_password(config.model.path)}")
-    folder = resolve_model(config.model.path)
+    folder = resolve_model(config.model.path, config.model.storage, say)
     from pipeline.engine.engine import Engine
 
     with Engine(config.engine_config(str(folder))) as engine:

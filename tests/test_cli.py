@@ -102,8 +102,8 @@ def test_help_teaches_with_examples(pipe):
     assert code == 0
     assert "pipeline run jobs/summarize.yaml" in out
     assert "75  interrupted" in out
-    for command in ("run", "validate", "status", "report"):
-        code, out, _ = pipe(command, "--help")
+    for command in ("run", "validate", "generate", "status", "report", "compact", "doctor", "bench plan"):
+        code, out, _ = pipe(*command.split(), "--help")
         assert code == 0
         assert f"Examples:\n    pipeline {command} " in out
 
@@ -184,6 +184,7 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
         ("model.path=job.yaml", "job.yaml: no such folder, and not a Hugging Face id"),
         ("model.path=data", "data: no config.json in this folder"),
         ("model.path=owner/name", None),
+        ("model.storage={anon: true}", "model.storage: only a url takes options; found anon"),
     ],
 )
 def test_validate_looks_at_data_model_and_output(work, pipe, setting: str, expected: str | None):
@@ -205,19 +206,24 @@ def test_validate_shows_a_first_row_that_is_an_error_and_an_input_without_rows(w
 def test_run_prints_the_report(work, pipe, job_that):
     seen = {}
 
-    def run_job(config, *, accept_numerics, progress):
-        seen.update(config=config, accept_numerics=accept_numerics)
+    def run_job(config, *, accept_numerics, retry_failed, progress):
+        seen.update(config=config, accept_numerics=accept_numerics, retry_failed=retry_failed)
         progress(Status(phase="generating", rows_total=3, rows_done=1))
         print("noise of a library")
         return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3).__dict__, 3)
 
     job_that(run_job)
-    code, out, err = pipe("run", "job.yaml", "--limit", "2", "--set", "run.actors=2", "--accept-numerics")
+    arguments = ("--limit", "2", "--set", "run.actors=2", "--accept-numerics", "--retry-failed")
+    code, out, err = pipe("run", "job.yaml", *arguments)
     assert code == 0
     assert "3 of 3: 3 completed, 0 errors" in out
     assert "_pipeline/report.md" in out
     assert "generating: 33.3 %, 1/3 rows" in err
-    assert (seen["config"].input.limit, seen["config"].run.actors, seen["accept_numerics"]) == (2, 2, True)
+    assert (seen["config"].input.limit, seen["config"].run.actors) == (2, 2)
+    assert seen["accept_numerics"]
+    assert seen["retry_failed"]
+    pipe("run", "job.yaml")
+    assert not seen["retry_failed"]
 
 
 @pytest.mark.parametrize(
@@ -268,11 +274,16 @@ def test_wrong_usage_is_2(work, pipe, arguments):
 
 
 def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
-    """In a process of its own, as it is about file descriptors."""
+    """In a process of its own, as it is about file descriptors: Ray and C libraries print when actors die, also
+    after the job has ended and out of buffers that are flushed at exit."""
     script = (
-        "import os, sys\nimport pipeline.job.run\nfrom pipeline import cli\n"
+        "import atexit, ctypes, os, subprocess, sys, threading\nimport pipeline.job.run\nfrom pipeline import cli\n"
         "def run_job(*a, **k):\n"
-        "    print('noise'); os.system('echo noise of a child'); os.write(1, b'noise of C')\n"
+        "    print('noise'); os.system('echo noise of a child'); os.write(1, b'(raylet) noise of C')\n"
+        "    ctypes.CDLL(None).printf(b'noise in a buffer of C')\n"
+        "    subprocess.Popen(['sh', '-c', 'sleep 0.5; echo noise of a child that stays'])\n"
+        "    threading.Timer(0.2, print, ['noise of a thread']).start()\n"
+        "    atexit.register(os.write, 1, b'noise at exit')\n"
         "    from pipeline.cost import build_report\n"
         "    from pipeline.data.records import PartTotals\n"
         "    return build_report('demo', '1a2b3c4d', [], PartTotals().__dict__, 0)\n"
@@ -284,7 +295,80 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
                           check=False, env=os.environ | {"PYTHONPATH": str(source)})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["job"] == "demo"
-    assert done.stderr.count("noise") == 3
+    assert done.stderr.count("noise") == 7
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly(work):
+    script = Path(sys.executable).with_name("pipeline")
+    for arguments in ("--help", "validate job.yaml"):
+        line = f"set -o pipefail; {script} {arguments} | true"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, check=False)
+        assert done.stderr == ""
+        assert done.returncode in (0, 1)
+
+
+def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, monkeypatch):
+    """From validate to compact over S3, with the credentials in the job file and nowhere else."""
+    from tests.faults.store import SECRET, FaultyStore
+    from tests.job.conftest import FAKES
+    from tests.job.local_flow import LocalFlow
+
+    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LocalFlow)
+    monkeypatch.setattr("pipeline.job.run.Backend", lambda: FAKES)
+    (work / "model").mkdir()
+    (work / "model" / "config.json").write_text('{"fake": {}}')
+    (work / "model" / "tokenizer.json").write_text("{}")
+    with FaultyStore() as store:
+        bucket = store.bucket
+        bucket.upload(work / "data" / "a.parquet", "in/a.parquet")
+        storage = json.dumps(dict(bucket.storage))
+        job = JOB.replace("path: data,", f"path: '{bucket.url('in')}', storage: {storage},")
+        job = job.replace("path: out", f"path: '{bucket.url('out')}', storage: {storage}")
+        job = job.replace("path: demo", "path: model").replace("sampling:", "run: {max_error_rate: 1}\nsampling:")
+        (work / "job.yaml").write_text(job)
+        for command, expected in [
+            (["validate"], "s3://bucket/in: 1 file, 3 rows"),
+            (["run"], "3 of 3: 2 completed, 1 errors"),
+            (["validate"], "s3://bucket/out: 3 rows are there"),
+            (["status"], "job.yaml: finished"),
+            (["report"], "3 of 3: 2 completed, 1 errors"),
+            (["compact", "--to", "merged", "--order", "input"], "1 parts, 3 rows (1 error rows) in 1 files"),
+            (["compact", "--to", bucket.url("merged")], "1 parts, 3 rows (1 error rows) in 1 files"),
+            (["run"], "3 of 3: 2 completed, 1 errors"),
+        ]:
+            code, out, err = pipe(command[0], "job.yaml", *command[1:])
+            assert code == 0, err
+            assert expected in out, command
+            assert SECRET not in out + err
+        monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.storage["endpoint_url"])
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket.storage["key"])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        code, out, err = pipe("status", bucket.url("out"))
+        assert code == 0, err
+        assert f"{bucket.url('out')}: finished" in out
+        everything = b"".join(bucket.get(key) for key in bucket.tags())
+        assert SECRET.encode() not in everything
+    assert pq.read_table(work / "merged").column("id").to_pylist() == [1, 2, 3]
+
+
+def test_bench_plan(pipe, monkeypatch):
+    from pipeline.bench.plan import PlanBench, PlanCost
+
+    asked = {}
+
+    def bench_plan(**options):
+        asked.update(options)
+        options["say"]("planning")
+        cost = PlanCost(1, 5, 10**6, 20, 2000, 0.5, 10**6, 0.1, 10**6)
+        return PlanBench((cost,), 10, 10, 10, 100, 1, {"cores": "2"})
+
+    monkeypatch.setattr("pipeline.bench.plan.bench_plan", bench_plan)
+    code, out, err = pipe("bench", "plan", "--scale", "1", "--files", "5", "--repeats", "1", "--json")
+    assert (code, err) == (0, "planning\n")
+    assert json.loads(out)["bench"] == "plan"
+    assert (asked["scales"], asked["files"], asked["repeats"]) == ((1,), 5, 1)
+    assert "1x" in pipe("bench", "plan")[1]
+    assert asked["scales"] == (1, 10, 100)
 
 
 def test_status_of_a_folder_and_of_a_job(work, pipe):

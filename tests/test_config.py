@@ -199,17 +199,20 @@ def test_refused_in_the_required_sections(mistakes, before: str, after: str, exp
     assert expected in "\n".join(mistakes(text=MINIMAL.replace(before, after)))
 
 
-def test_secrets_are_in_no_message_and_no_record(job, mistakes):
+def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
     text = MINIMAL.replace("path: data", "path: 's3://user:hunter2@bucket/x', storage: {secret: hunter2}")
-    text = text.replace("path: out", "path: out, storage: {password: hunter2}")
+    text = text.replace("path: out", "path: out, storage: {key: hunter2, secret: hunter2}")
+    text = text.replace("path: demo", "path: 's3://user:hunter2@bucket/model', storage: {secret: hunter2}")
     config = job(text)
     assert config.input.storage == {"secret": "hunter2"}
     assert "secret" not in repr(config)
-    assert "password" not in repr(config)
+    assert "storage" not in json.dumps([config.identity(), config.numerics(), config.free()])
     assert "hunter2" not in json.dumps([config.identity(), config.numerics(), config.free()])
     found = "\n".join(mistakes(text=MINIMAL.replace("path: out", "path: out, storage: hunter2")))
     assert "output.storage" in found
     assert "hunter2" not in found
+    for setting in ("output.storage.secret hunter2", "output.storage.=hunter2", "output.storage={secret: [hunter2}"):
+        assert "hunter2" not in "\n".join(mistakes(text=text, sets=[setting]))
     assert without_password("s3://u:p@bucket/a") == "s3://bucket/a"
     assert without_password("/local/a@b") == "/local/a@b"
 

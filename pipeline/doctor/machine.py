@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline import __version__
 from pipeline.doctor.check import Check, State, Subject, shown_bytes
 from pipeline.job.machine import available_cores
+from pipeline.job.model_cache import cache_folder
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
 OPTIONAL = ("triton",)
@@ -111,7 +112,7 @@ def _places(subject: Subject) -> Iterator[tuple[str, Path]]:
         yield "output", Path(subject.output).expanduser().absolute()
     yield "temporary files", Path(tempfile.gettempdir())
     yield "ray", Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
-    yield "cache", Path(os.environ.get("PIPELINE_CACHE") or Path.home() / ".cache")
+    yield "cache", cache_folder()
 
 
 def kernels(subject: Subject) -> Iterator[Check]:
