@@ -5,6 +5,7 @@ costs one small read, and is the same for a copy of the file.
 """
 
 import hashlib
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,15 +49,16 @@ def read_footer(fs: Any, path: str, size: int, name: str) -> Footer:
     EnvironmentFailed when it cannot be read.
     """
     tail = footer_bytes(fs, path, size, name)
+    handle = _FooterAlone(size, tail)
     try:
-        file = pq.ParquetFile(pa.BufferReader(_MAGIC + tail))
+        file = pq.ParquetFile(pa.PythonFile(handle, "r"), pre_buffer=False)
         metadata, schema = file.metadata, file.schema_arrow
-    except (pa.ArrowException, OSError) as e:
+        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:
+            raise DamagedFile(name, "the Parquet footer is damaged: its row counts do not add up")
+        data_end = _data_end(file, handle) if rows and rows[-1] and len(schema) else 0
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         raise DamagedFile(name, f"the Parquet footer is damaged: {e}") from e
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    if any(g.num_rows < 0 for g in groups) or sum(g.num_rows for g in groups) != metadata.num_rows:
-        raise DamagedFile(name, "the Parquet footer is damaged: its row counts do not add up")
-    data_end = max((_end(g) for g in groups), default=0)
     if data_end > size - len(tail):
         raise DamagedFile(
             name, f"truncated: its footer speaks of {data_end} bytes of data, it holds {size - len(tail)}"
@@ -129,13 +131,55 @@ def decoding(name: str) -> Iterator[None]:
             raise DamagedFile(name, f"damaged: {e}") from e  # so Arrow reports a damaged page
 
 
-def _end(group: pq.RowGroupMetaData) -> int:
-    """Where the row group's last column chunk ends, from its first and last column (chunks lie in order)."""
-    if group.num_columns == 0 or group.num_rows == 0:
-        return 0
-    ends = []
-    for i in {0, group.num_columns - 1}:
-        chunk = group.column(i)
-        start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-        ends.append(start + chunk.total_compressed_size)
-    return max(ends)
+class _FooterAlone(io.RawIOBase):
+    """A Parquet file of which only the footer is at hand. Reads of data are `_Asked`, once it is open."""
+
+    def __init__(self, size: int, footer: bytes) -> None:
+        super().__init__()
+        self._size, self._footer, self._at = size, footer, 0
+        self.is_open = False
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = (0, self._at, self._size)[whence] + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._size if size < 0 else min(self._size, self._at + size)
+        if self.is_open:
+            raise _Asked(self._at + size)
+        first = self._size - len(self._footer)
+        zeros = bytes(max(0, min(stop, first) - self._at))  # Arrow reads more than the footer and passes it by
+        data = zeros + self._footer[max(0, self._at - first) : max(0, stop - first)]
+        self._at = stop
+        return data
+
+
+class _Asked(Exception):
+    """Data was asked for, up to byte `stop`."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(stop)
+        self.stop = stop
+
+
+def _data_end(file: pq.ParquetFile, handle: _FooterAlone) -> int:
+    """Where the last column's data in the last row group ends: how far Arrow would read.
+
+    Not asked of the metadata's column chunks: where a damaged footer says contradictory things of one, pyarrow
+    ends the process.
+    """
+    handle.is_open = True
+    try:
+        file.read_row_group(file.metadata.num_row_groups - 1, columns=[file.schema_arrow.names[-1]], use_threads=False)
+    except _Asked as asked:
+        return asked.stop
+    return 0

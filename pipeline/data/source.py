@@ -113,11 +113,11 @@ def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt:
         relative, size = found[index]
         try:
             got = read_footer(fs, posixpath.join(root, relative), size, posixpath.join(shown, relative))
+            schemas.add(index, posixpath.join(shown, relative), got.schema)
         except DamagedFile as damage:
             if on_corrupt == "fail":
                 raise
             return SkippedFile(relative, size, damage.reason)
-        schemas.add(index, got.schema)
         return SourceFile.of(relative, size, got)
 
     at_once = FOOTERS_AT_ONCE if is_local(fs) else 2 * FOOTERS_AT_ONCE
@@ -164,11 +164,15 @@ class _Schemas:
         self._plain: dict[bytes, pa.Schema] = {}  # by a digest of what is stored
         self._first: dict[bytes, int] = {}
 
-    def add(self, index: int, stored: pa.Schema) -> None:
+    def add(self, index: int, name: str, stored: pa.Schema) -> None:
+        """Count the schema of file `index`, called `name`. Raises DamagedFile where it cannot be one."""
         key = hashlib.sha256(stored.remove_metadata().serialize()).digest()
         with self._lock:
             if key not in self._plain:
-                self._plain[key] = plain_schema(stored)
+                try:
+                    self._plain[key] = plain_schema(stored)
+                except UnicodeDecodeError as e:
+                    raise DamagedFile(name, "the Parquet footer is damaged: a column's name is not UTF-8") from e
             self._first[key] = min(index, self._first.get(key, index))
 
     def by_first_file(self, names: list[str]) -> list[tuple[str, pa.Schema]]:

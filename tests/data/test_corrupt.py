@@ -113,7 +113,29 @@ def test_fault_26_bit_flips_are_found(write):
     assert found > 0.9 * len(places)
 
 
-def damaged(write, **options) -> tuple[Path, int]:
+def test_fault_26_a_footer_with_wrong_bytes_never_ends_the_process(write):
+    """It is refused, or says what can be read; the file beside it can. pyarrow aborts when asked for some of them."""
+    columns = {
+        "text": ["a", None] * 30,
+        "list": [["x"] * (i % 3) for i in range(60)],
+        "n": [i * 0.5 for i in range(60)],
+    }
+    folder = write("a.parquet", columns, row_group_size=20)
+    write("b.parquet", columns, row_group_size=20)
+    path, rng, skipped = Path(folder, "a.parquet"), random.Random(1), 0
+    good = path.read_bytes()
+    for _ in range(400):
+        bad = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            bad[rng.randrange(len(good) - footer(good), len(good))] = rng.randrange(256)
+        path.write_bytes(bad)
+        source = open_source(folder, on_corrupt="skip")
+        skipped += len(source.skipped)
+        assert source.files[-1].relative == "b.parquet"
+    assert 200 < skipped < 400
+
+
+def damaged(write) -> tuple[Path, int]:
     """A file of 6 row groups of 10 rows with a bit flipped in the data of the third; the byte's place."""
     rng = random.Random(0)
     table = {"text": [f"{i} {rng.random()}" for i in range(60)], "id": list(range(60))}
