@@ -7,7 +7,7 @@ several engines may live in one process.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import islice
@@ -49,14 +49,19 @@ class Runner(Protocol):
 class Engine:
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the model. Raises ModelError for the checkpoint, ConfigError for options it cannot be run with."""
+    def __init__(self, config: EngineConfig, say: Callable[[str], None] | None = None) -> None:
+        """Load the model. `say` is told what takes long while it does, here and in `warm_up`.
+
+        Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
+        """
         folder = locate_model(config.model)
         model = read_config(folder)
         resolved = resolve(config, model)
         threads = set_threads(config.num_threads)
         tokenizer = Tokenizer.from_folder(str(folder))
         kernels = select_kernels(resolved.device, resolved.dtype)
+        self._say = say or _say_nothing
+        self._say("reading weights")
         decoder = Decoder(folder, model, kernels, resolved.dtype, resolved.device)
         num_blocks = _num_kv_blocks(config, resolved, model.kv_bytes_per_token(resolved.dtype))
         kv = KVCache.allocate(model, num_blocks, resolved.block_size, resolved.dtype, resolved.device)
@@ -101,6 +106,7 @@ class Engine:
         """An engine around a runner that is built already."""
         engine = cls.__new__(cls)
         engine.resolved = {}
+        engine._say = _say_nothing
         engine._assemble(
             runner,
             tokenizer,
@@ -260,6 +266,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run one short request, so that the first real one does not pay for lazy initialisation."""
+        self._say("warming up (the first time on a machine, CPU kernels are compiled: about 10 s)")
         saved = replace(self.stats)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
         self.add(Request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
@@ -420,6 +427,10 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("the engine is closed")
+
+
+def _say_nothing(_: str) -> None:
+    pass
 
 
 def _now_us() -> int:

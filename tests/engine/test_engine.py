@@ -249,8 +249,11 @@ def test_fault_32_a_prompt_longer_than_the_context_is_an_error_row_and_never_cut
 
 
 def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> None:
-    with float32_engine(folder) as engine:
+    said: list[str] = []
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", max_model_len=128)
+    with Engine(config, said.append) as engine:
         engine.warm_up()
+        assert [message.split()[0] for message in said] == ["reading", "warming"]
         assert engine.stats.num_steps == 0
         engine.generate(prompts_of(10), greedy(8))
         stats = engine.stats
