@@ -164,6 +164,8 @@ def validate(job: str, sets: tuple[str, ...], overlays: tuple[str, ...], limit: 
     found = examine(config)
     if found.mistakes:
         raise JobFileError(found.mistakes)
+    if found.failures:
+        raise EnvironmentFailed("\n".join(found.failures))
     if as_json:
         _print_json(found.to_json())
     else:

@@ -17,7 +17,7 @@ from pipeline.data.prompts import PromptSpec, render
 from pipeline.data.records import output_schema
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.data.storage import filesystem
-from pipeline.errors import ModelError, PipelineError
+from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.report import money
 
 MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
@@ -41,6 +41,7 @@ class Examined:
     job: str
     facts: dict[str, Any] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # what could not be looked at, by no mistake of the job
 
     def to_json(self) -> dict[str, Any]:
         mistakes = [vars(mistake) for mistake in self.mistakes]
@@ -76,6 +77,9 @@ class _Examination:
 
     def _mistake(self, key: str, error: Exception | str, hint: str = "") -> None:
         text = str(error).removeprefix(key).lstrip(": ")
+        if isinstance(error, EnvironmentFailed):
+            self.found.failures.append(f"{self.config.where(key)}: {key}: {text}")
+            return
         self.found.mistakes.append(Mistake(self.config.where(key), key, text, hint))
 
     def _model(self) -> None:

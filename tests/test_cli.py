@@ -65,6 +65,21 @@ def pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
 
 
 @pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch):
+    """Sets the environment that botocore reads, for filesystems that are made afterwards."""
+    from s3fs import S3FileSystem
+
+    def put(endpoint_url: str, key: str = "AKIATESTKEY", secret: str = "none") -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint_url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+        S3FileSystem.clear_instance_cache()
+
+    yield put
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
 def job_that(monkeypatch: pytest.MonkeyPatch):
     """Puts a function in the place of `run_job`."""
 
@@ -105,7 +120,7 @@ def test_help_teaches_with_examples(pipe):
     for command in ("run", "validate", "generate", "status", "report", "compact", "doctor", "bench plan"):
         code, out, _ = pipe(*command.split(), "--help")
         assert code == 0
-        assert f"Examples:\n    pipeline {command} " in out
+        assert f"Examples:\n    pipeline {command}" in out
 
 
 def test_help_imports_nothing_heavy():
@@ -194,6 +209,21 @@ def test_validate_looks_at_data_model_and_output(work, pipe, setting: str, expec
         assert "output.rename: {error: error_2}" in err
     elif expected is not None:
         assert expected in err
+
+
+def test_a_store_that_does_not_answer_is_no_mistake_of_the_job(work, pipe, aws, monkeypatch):
+    from pipeline.data.storage import RetryPolicy
+
+    monkeypatch.setattr("pipeline.data.storage.RetryPolicy", lambda: RetryPolicy(max_tries=1))
+    aws("http://127.0.0.1:1")
+    places = [f"--set={key}=s3://bucket/x" for key in ("output.path", "input.path", "model.path")]
+    code, out, err = pipe("validate", "job.yaml", *places, "--json")
+    assert code == 3, err
+    assert json.loads(out)["error"]["kind"] == "EnvironmentFailed"
+    for key in ("model.path", "input.path", "output.path"):
+        assert f"{key}: " in err
+    code, _, err = pipe("validate", "job.yaml", *places, "--set", "prompt.template=x")
+    assert code == 2, "a mistake is told first"
 
 
 def test_validate_shows_a_first_row_that_is_an_error_and_an_input_without_rows(work, pipe):
@@ -307,7 +337,7 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(work):
         assert done.returncode in (0, 1)
 
 
-def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, monkeypatch):
+def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatch):
     """From validate to compact over S3, with the credentials in the job file and nowhere else."""
     from tests.faults.store import SECRET, FaultyStore
     from tests.job.conftest import FAKES
@@ -340,9 +370,7 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, monkeypatch):
             assert code == 0, err
             assert expected in out, command
             assert SECRET not in out + err
-        monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.storage["endpoint_url"])
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket.storage["key"])
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        aws(**bucket.storage)
         code, out, err = pipe("status", bucket.url("out"))
         assert code == 0, err
         assert f"{bucket.url('out')}: finished" in out

@@ -23,7 +23,9 @@ def job(subject: Subject) -> Iterator[Check]:
     for mistake in found.mistakes:
         where = f"{mistake.where}: {mistake.key}"
         yield Check("job", where, "failed", mistake.problem, mistake.hint, exit_code=2)
-    if not found.mistakes:
+    for failure in found.failures:
+        yield Check("job", "store", "failed", failure)
+    if not found.mistakes and not found.failures:
         yield Check("job", subject.job.name, "ok", f"valid, {found.facts['input']['rows_to_do']:,} rows")
 
 
