@@ -123,10 +123,13 @@ class RemoteFilesystem:
         return self._fs.unstrip_protocol(path)
 
     def info(self, path: str) -> dict[str, Any]:
-        return self._fresh(path, lambda fs: fs.info(path))
+        return self._fresh(path, lambda fs: self._info(fs, path))
 
     def exists(self, path: str) -> bool:
-        return self._fresh(path, lambda fs: fs.exists(path))
+        try:
+            return bool(self.info(path))
+        except FileNotFoundError:
+            return False
 
     def ls(self, path: str) -> list[dict[str, Any]]:
         return self._fresh(path, lambda fs: fs.ls(path, detail=True))
@@ -165,7 +168,7 @@ class RemoteFilesystem:
         alone = {"max_concurrency": 1} if self.is_s3 else {}  # one GET, so of one version
 
         def read(fs: Any) -> tuple[bytes, str | None]:
-            info = fs.info(path)
+            info = self._info(fs, path)
             if info["type"] == "directory":
                 raise FileNotFoundError(path)
             data, tag = fs.cat_file(path, **alone), _tag(info)
@@ -210,6 +213,22 @@ class RemoteFilesystem:
 
     def rm_file(self, path: str) -> None:
         self.call(path, lambda fs: fs.rm_file(path))
+
+    def _info(self, fs: Any, path: str) -> dict[str, Any]:
+        """fsspec's info, also of what is not there where only some prefixes of a bucket may be listed.
+
+        S3 then says 403 instead of 404 of a missing key, and of a folder, which has no key.
+        """
+        try:
+            return fs.info(path)
+        except PermissionError:
+            bucket, key = fs.split_path(path)[:2] if self.is_s3 else ("", "")
+            if not key or _first_key(fs, bucket, key) == key:
+                raise
+            below = _first_key(fs, bucket, key.rstrip("/") + "/")
+        if below is None:
+            raise FileNotFoundError(path)
+        return {"name": path, "type": "directory", "size": 0}
 
     def _fresh(self, path: str, operation: Callable[[Any], T]) -> T:
         """`call`, past what fsspec remembers of earlier listings."""
@@ -327,6 +346,12 @@ def _one_try_s3(options: dict[str, Any]) -> dict[str, Any]:
     """Options for s3fs: no memory of listings, and one try in botocore unless its configuration is given."""
     config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
     return {"use_listings_cache": False, **options, "config_kwargs": config}
+
+
+def _first_key(fs: Any, bucket: str, prefix: str) -> str | None:
+    """The first key of the bucket, in order, that begins so."""
+    found = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1).get("Contents")
+    return found[0]["Key"] if found else None
 
 
 def _tag(info: Mapping[str, Any]) -> str | None:

@@ -291,6 +291,25 @@ def test_fault_22_expired_credentials_are_read_afresh_once(store, tmp_path, monk
     store.proxy.calm()
 
 
+def test_403_of_a_missing_key_is_told_from_one_of_a_forbidden_file(store, remote):
+    """What S3 says where only some prefixes of the bucket may be listed."""
+    fs, path = remote
+    store.bucket.put(f"{Path(path).name}/folder/b", b"1")
+    store.bucket.put(f"{Path(path).name}/folder-c", b"1")
+    store.proxy.add("denied", method="HEAD", times=1000)
+    assert not fs.exists(f"{path}/none")
+    assert not fs.exists(f"{path}/fold")
+    for operation in (fs.info, fs.whole, fs.open):
+        with pytest.raises(FileNotFoundError):
+            operation(f"{path}/none")
+        with pytest.raises(PermissionError):
+            operation(f"{path}/a")
+    assert fs.info(f"{path}/folder")["type"] == "directory"
+    store.proxy.add("denied", "list-type=2", "GET", 1000)
+    with pytest.raises(PermissionError):
+        fs.info(f"{path}/none")
+
+
 def test_a_listing_is_never_remembered(store, remote):
     fs, path = remote
     assert len(fs.ls(path)) == len(fs.find(path)) == 1
