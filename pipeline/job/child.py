@@ -21,8 +21,8 @@ LAST_BREATH_S = 5.0  # from the end of its socket to the end of the process
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start an engine's process. `factory` is `module:callable`, called with `config` in the
-    process."""
+    """How to start an engine's process. `factory` is `module:callable`, called in the process with `config` and
+    with a function that it tells what it does while it loads."""
 
     factory: str
     config: EngineConfig

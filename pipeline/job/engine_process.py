@@ -124,11 +124,14 @@ def main(fd: int) -> None:
     connection = Connection(fd)
     start = connection.recv()
     assert isinstance(start, Start)
+
+    def say(what: str) -> None:
+        connection.send(Loading(now_us(), what))
+
     try:
         factory = load_factory(start.factory)
-        connection.send(Loading(now_us(), "reading the model"))
-        engine = factory(start.config)
-        connection.send(Loading(now_us(), "warming up (kernels compile on the first run)"))
+        say("opening it")
+        engine = factory(start.config, say)
         engine.warm_up()
     except PipelineError as error:
         connection.send(StartFailed(type(error).__name__, str(error)))

@@ -14,7 +14,8 @@ from pipeline.engine.params import Completion, EngineConfig, Request
 
 @dataclass(frozen=True)
 class Start:
-    """First message: the engine to build. `factory` is `module:callable`, called with `config`."""
+    """First message: the engine to build. `factory` is `module:callable`, called with `config` and with a function
+    that it tells what it does while it loads."""
 
     factory: str
     config: EngineConfig

@@ -31,8 +31,8 @@ from pipeline.metrics import ActorRecord, Computed
 
 @dataclass(frozen=True)
 class Backend:
-    """What computes: `module:callable` of the engine (called with an EngineConfig, in its own process) and of
-    the tokenizer (called with the model's folder). Tests name fakes here."""
+    """What computes: `module:callable` of the engine (called in its own process, with an EngineConfig and a function
+    to say what it does while it loads) and of the tokenizer (called with the model's folder). Tests name fakes here."""
 
     engine: str = "pipeline.engine.engine:Engine"
     tokenizer: str = "pipeline.engine.tokenizer:Tokenizer.from_folder"

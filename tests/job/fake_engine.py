@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline import errors
@@ -44,7 +45,9 @@ def text_of(token_ids: list[int]) -> str:
 
 
 class FakeEngine:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, say: Callable[[str], None]) -> None:
+        self.say = say
+        say("reading weights")
         fake = json.loads((Path(config.model) / "config.json").read_text()).get("fake", {})
         self.fake = fake
         if "fail_load" in fake:
@@ -61,7 +64,7 @@ class FakeEngine:
         self.first_token_us: dict[object, int] = {}
 
     def warm_up(self) -> None:
-        pass
+        self.say("warming up")
 
     @property
     def has_unfinished(self) -> bool:

@@ -184,7 +184,7 @@ def test_what_an_engine_does_while_it_loads_is_told(start):
     while supervisor.loading:
         seen.add(supervisor.loading)
         time.sleep(0.02)
-    assert seen >= {"starting", "reading the model"}
+    assert seen >= {"starting", "reading weights"}
 
 
 def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
@@ -245,7 +245,7 @@ def test_the_process_ends_when_its_parent_is_gone(tmp_path):
         )
     connection = Connection(ours.detach())
     connection.send(Start("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path))))
-    assert [connection.recv().what.split(" (")[0] for _ in range(2)] == ["reading the model", "warming up"]
+    assert [connection.recv().what for _ in range(3)] == ["opening it", "reading weights", "warming up"]
     assert isinstance(connection.recv(), Ready)
     connection.close()
     assert process.wait(timeout=10) == 0
