@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.data.footer import reading
-from pipeline.data.storage import filesystem, protocols
+from pipeline.data.storage import filesystem, protocols, shown_url
 from pipeline.errors import InputError
 
 _MAGIC = "*?["  # what makes a path a glob
@@ -22,7 +22,12 @@ def find_files(path: str, storage: dict[str, Any]) -> tuple[Any, str, list[tuple
 
     Raises InputError when there is nothing to read, EnvironmentFailed when it cannot be listed.
     """
-    name = f"input.path {path}"
+    name = f"input.path {shown_url(path)}"
+    if path.startswith(("http://", "https://")) and "?" in path:
+        raise InputError(
+            f"{name}: a web address with a ? cannot be an input: what follows may be a signature, and the files' names "
+            "stand in the output; download the file, or give the store's own url"
+        )
     try:
         with reading(name):
             fs, full = filesystem(path, storage)

@@ -24,7 +24,7 @@ from pipeline.data.footer import DamagedFile, read_footer
 from pipeline.data.listing import find_files, is_local
 from pipeline.data.partitions import partition_array, partition_columns
 from pipeline.data.source_file import SourceFile, read_slices
-from pipeline.data.storage import filesystem
+from pipeline.data.storage import filesystem, shown_url
 from pipeline.errors import InputError
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
@@ -58,9 +58,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset as found at planning. Picklable; `storage` may hold secrets and is never shown."""
+    """A dataset as found at planning. Picklable; `url` and `storage` may hold secrets and are never shown."""
 
-    root: str  # with the protocol, where it is not local
+    root: str  # for people: with the protocol, where it is not local
+    url: str = field(repr=False)  # as the job names it; it may say which host, and hold a password
+    base: str  # the root on the url's filesystem
     files: tuple[SourceFile, ...]  # sorted by relative path
     schema: pa.Schema  # plain types, of all columns that all files agree on, those of folder names last
     missing: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: first file without it
@@ -128,7 +130,7 @@ def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt:
     if not files:
         first = skipped[0]
         raise InputError(
-            f"input.path {path}: none of its {len(skipped)} files can be read, so there is nothing to do; "
+            f"input.path {shown_url(path)}: none of its {len(skipped)} files can be read, so there is nothing to do; "
             f"the first, {posixpath.join(shown, first.relative)}: {first.reason}"
         )
     names = [posixpath.join(shown, relative) for relative, _ in found]
@@ -145,6 +147,8 @@ def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt:
     missing |= {f.name: posixpath.join(shown, outside[f.name]) for f in partitions if f.name in outside}
     return Source(
         shown,
+        path,
+        root,
         files,
         pa.schema([*schema, *partitions]),
         missing,
@@ -228,7 +232,7 @@ def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Ta
     """
     schema = pa.schema([source.schema.field(name) for name in dict.fromkeys(columns)])
     stored = pa.schema([f for f in schema if f.name not in source.partitions])
-    fs, root = filesystem(source.root, source.storage)
+    fs, _ = filesystem(source.url, source.storage)
     tables = [schema.empty_table()]
     files: list[pa.Array] = []
     rows: list[pa.Array] = []
@@ -236,7 +240,7 @@ def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Ta
     done = 0
     for file, start, stop in _stretches(source, window):
         slices = list(file.slices(start, stop))
-        for piece, read in zip(slices, read_slices(fs, root, source.root, file, slices, stored), strict=True):
+        for piece, read in zip(slices, read_slices(fs, source.base, source.root, file, slices, stored), strict=True):
             count = piece.num_rows
             if isinstance(read, DamagedFile):
                 if source.on_corrupt == "fail":

@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import fsspec
 import pyarrow as pa
 import pyarrow.dataset
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.errors import InputError
@@ -178,6 +180,44 @@ def test_folder_names_that_say_two_things(write):
 def test_a_folder_name_that_is_not_utf8(write):
     with pytest.raises(InputError, match=r"k=%ff/x\.parquet: the folder name 'k=%ff' is not UTF-8"):
         open_source(write("k=%ff/x.parquet", texts(1)))
+
+
+class Hosted(MemoryFileSystem):
+    """Files of a host that is named in the url, as FTP, SFTP and HDFS have it; without it there is nothing."""
+
+    protocol = "hosted"
+
+    def __init__(self, host: str = "", password: str = "", **options):
+        super().__init__(**options)
+        if (host, password) != ("there", "pw-in-url"):
+            raise OSError(111, "no such host")
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol("memory://" + urlsplit(path).path if "://" in path else path)
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, str]:
+        parts = urlsplit(path)
+        return {"host": parts.hostname or "", "password": parts.password or ""}
+
+
+def test_a_host_and_a_password_in_the_url_are_used_and_not_shown(write):
+    folder = write("a.parquet", texts(3))
+    fsspec.register_implementation("hosted", Hosted, clobber=True)
+    fsspec.filesystem("memory").put(folder, "/hosted", recursive=True)
+    source = open_source("hosted://me:pw-in-url@there/hosted")
+    assert [text for _, _, text in rows_of(source, cut_windows(source, 2, BIG))] == ["row 0", "row 1", "row 2"]
+    assert "pw-in-url" not in repr(source)
+    with pytest.raises(InputError, match="does not exist") as raised:
+        open_source("hosted://me:pw-in-url@there/nothing")
+    assert "pw-in-url" not in str(raised.value)
+
+
+def test_a_signed_web_address_is_refused_without_showing_the_signature():
+    with pytest.raises(InputError, match=r"https://host/x\.parquet: a web address with a \?") as raised:
+        open_source("https://host/x.parquet?X-Amz-Signature=5ec7e7")
+    assert "5ec7e7" not in str(raised.value)
 
 
 @pytest.fixture(scope="module")
