@@ -65,7 +65,7 @@ def test_faults_15_to_21_a_job_through_all_of_them_gives_the_rows_of_one_on_disk
 
 
 def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
-    job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
+    job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:16])
     upload(job, store)
     with pytest.raises(Interrupted):
         run(
