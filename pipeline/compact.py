@@ -11,10 +11,11 @@ Memory holds one window and one file, encoded.
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,11 +107,11 @@ def compact(
     if SUCCESS in there:
         return Compacted(target.path, order, len(parts), plan.num_files, 0, plan.rows, counts["error_rows"])
     target.clean_tmp()
-    made = 0
+    windows, made = _windows(parts), 0
     for file in range(plan.num_files):
         if plan.name(file) not in there:
             say(f"file {file + 1:,} of {plan.num_files:,}")
-            made += target.create(plan.name(file), _file(source, parts, plan, file))
+            made += target.create(plan.name(file), _file(source, windows, plan, file))
     totals = _verify(source, target, plan, counts)
     done = {
         "job": counts["job"],
@@ -158,6 +159,25 @@ def _parts(source: PartStore, counts: dict[str, Any]) -> list[PartName]:
             "`pipeline run` checks and completes it"
         )
     return sorted(found, key=lambda name: (name.window, name.unit))
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A window's parts, which hold rows start <= i < stop of all."""
+
+    start: int
+    stop: int
+    parts: tuple[PartName, ...]
+
+
+def _windows(parts: list[PartName]) -> list[_Window]:
+    windows, start = [], 0
+    for _, group in groupby(parts, key=lambda name: name.window):
+        names = tuple(group)
+        stop = start + sum(name.rows for name in names)
+        windows.append(_Window(start, stop, names))
+        start = stop
+    return windows
 
 
 def _claim(
@@ -210,15 +230,15 @@ def _bytes_per_row(source: PartStore, parts: list[PartName]) -> float:
     return size / sum(name.rows for name in some)
 
 
-def _file(source: PartStore, parts: list[PartName], plan: Plan, file: int) -> bytes:
+def _file(source: PartStore, windows: list[_Window], plan: Plan, file: int) -> bytes:
     """The file's bytes: its rows of the sequence of all rows, in row groups of a useful size."""
-    first = source.read_part(parts[0])
+    first = source.read_part(windows[0].parts[0])
     sink = pa.BufferOutputStream()
     schema = first.table.schema.with_metadata(dict(first.metadata))
     totals = PartTotals()
     with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
         held: list[pa.Table] = []
-        for table in _rows(source, parts, plan, *plan.bounds(file)):
+        for table in _rows(source, windows, plan.order, *plan.bounds(file)):
             totals += PartTotals.of_table(table)
             held.append(table)
             if sum(t.nbytes for t in held) >= _GROUP_BYTES or sum(t.num_rows for t in held) >= _GROUP_ROWS:
@@ -242,22 +262,18 @@ def _concatenated(source: PartStore, tables: list[pa.Table]) -> pa.Table:
         raise OutputError(f"{source.path}: parts of different columns or types: {error}") from None
 
 
-def _rows(source: PartStore, parts: list[PartName], plan: Plan, start: int, stop: int) -> Iterator[pa.Table]:
+def _rows(source: PartStore, windows: list[_Window], order: Order, start: int, stop: int) -> Iterator[pa.Table]:
     """Rows start <= i < stop of all, window by window; only windows that have some of them are read."""
-    begin = 0
-    for _, group in groupby(parts, key=lambda name: name.window):
-        names = list(group)
-        end = begin + sum(name.rows for name in names)
-        if begin < stop and start < end:
-            with ThreadPoolExecutor(_NUM_READERS) as pool:
-                tables = [part.table for part in pool.map(source.read_part, names)]
-            whole = _concatenated(source, tables)
-            if plan.order == "input":
-                whole = _in_order(whole)
-            low, high = max(start - begin, 0), min(stop - begin, end - begin)
-            for at in range(low, high, _GROUP_ROWS):
-                yield whole.slice(at, min(_GROUP_ROWS, high - at))
-        begin = end
+    first = bisect_right(windows, start, key=lambda window: window.stop)
+    for window in takewhile(lambda window: window.start < stop, islice(windows, first, None)):
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            tables = [part.table for part in pool.map(source.read_part, window.parts)]
+        whole = _concatenated(source, tables)
+        if order == "input":
+            whole = _in_order(whole)
+        low, high = max(start, window.start) - window.start, min(stop, window.stop) - window.start
+        for at in range(low, high, _GROUP_ROWS):
+            yield whole.slice(at, min(_GROUP_ROWS, high - at))
 
 
 def _in_order(table: pa.Table) -> pa.Table:

@@ -189,7 +189,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
     folder = resolve_model(config.model.path, config.model.storage, say)
     from pipeline.engine.engine import Engine
 
-    with Engine(config.engine_config(str(folder))) as engine:
+    with Engine(config.engine_config(str(folder)), say) as engine:
         tokenize = Tokenize(engine.tokenizer, params, config.seed, _chat(config))
         rendered: dict[int, str | None] = {}
         requests: list[Request] = []

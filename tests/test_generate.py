@@ -23,7 +23,7 @@ class Echo:
 
     seen: list[EngineConfig] = []  # noqa: RUF012
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, say) -> None:
         Echo.seen.append(config)
         self.tokenizer = FakeTokenizer()
 
