@@ -71,15 +71,19 @@ def _answers(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def answer(*args: Any, as_json: bool, **options: Any) -> None:
         click.get_current_context().obj = _claim_stdout()
-        try:
-            command(*args, as_json=as_json, **options)
-        except PipelineError as error:
-            if as_json:
-                _print_json({"error": _error_json(error)})
-            _print_error(error)
-            sys.exit(error.exit_code)
+        _answer(lambda: command(*args, as_json=as_json, **options), as_json)
 
     return answer
+
+
+def _answer(command: Callable[[], None], as_json: bool) -> None:
+    try:
+        command()
+    except PipelineError as error:
+        if as_json:
+            _print_json({"error": _error_json(error)})
+        _print_error(error)
+        sys.exit(error.exit_code)
 
 
 @click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -129,6 +133,17 @@ def run(
 
 
 def _run(config: "JobConfig", as_json: bool, accept_numerics: bool = False, retry_failed: bool = False) -> None:
+    def run_here() -> None:
+        _answer(lambda: _run_here(config, as_json, accept_numerics, retry_failed), as_json)
+
+    if click.get_current_context().obj is None:  # no real standard output: what a fork prints would be lost
+        return run_here()
+    from pipeline.guard import guarded
+
+    guarded(lambda: _with_exit_codes(run_here))
+
+
+def _run_here(config: "JobConfig", as_json: bool, accept_numerics: bool, retry_failed: bool) -> None:
     from pipeline.config import without_password
     from pipeline.job.run import run_job
     from pipeline.progress import progress_for
@@ -468,8 +483,12 @@ def main() -> None:
     """The console script: no traceback for what a person can change, and always a meaningful exit code."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a narrow locale must not end a run
+    _with_exit_codes(lambda: cli.main(standalone_mode=False))
+
+
+def _with_exit_codes(call: Callable[[], None]) -> None:
     try:
-        cli.main(standalone_mode=False)
+        call()
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
     except click.ClickException as error:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from pipeline.errors import EnvironmentFailed
 
@@ -22,7 +23,7 @@ def guarded(command: Callable[[], None]) -> None:
     """Run `command` in a fork and leave as it leaves: returns after a plain end, SystemExit(code) where it left so.
 
     Raises EnvironmentFailed when it ended without saying how. To be called before there are threads. The command must
-    leave by returning or by SystemExit.
+    leave by returning or by SystemExit; in the fork SystemExit goes on up from here.
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
@@ -49,20 +50,16 @@ def guarded(command: Callable[[], None]) -> None:
         sys.exit(int(word))
 
 
-def _leave(writing: int, command: Callable[[], None]) -> None:
-    """Run the command, say the exit code, and end this process with it."""
+def _leave(writing: int, command: Callable[[], None]) -> NoReturn:
+    """Run the command, say the exit code, and leave with it: as SystemExit, so that what is to be done at exit is."""
+    code = 0
     try:
         command()
-        code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # a closed pipe: nobody reads
-            code = code or 1
     os.write(writing, str(code).encode())
-    os._exit(code)
+    os.close(writing)
+    sys.exit(code)
 
 
 def _end_with(guard: int) -> None:

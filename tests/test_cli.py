@@ -325,7 +325,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
                           check=False, env=os.environ | {"PYTHONPATH": str(source)})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["job"] == "demo"
-    assert done.stderr.count("noise") == 7
+    assert done.stderr.count("noise") == 7, done.stderr
 
 
 def test_a_reader_that_has_enough_ends_the_command_quietly(work):
