@@ -86,6 +86,21 @@ def test_fault_1_a_process_that_is_killed_in_a_step_is_replaced_and_no_row_is_bl
     assert both == Computed(stats["prompt_tokens"], stats["generated_tokens"])
 
 
+def test_what_processes_computed_is_what_was_delivered_or_lost_with_them(start, tmp_path):
+    """The last row ends the process when others have finished and others are half done; twice."""
+    once = tmp_path / "once"
+    supervisor = start(kill="row 9", once=str(once))
+    done = []
+    for deaths in (1, 2):
+        asked = requests([f"row {i}" for i in range(10)])
+        done += supervisor.generate(asked)
+        assert supervisor.deaths().count == deaths
+        once.unlink()
+    lost, stats = supervisor.deaths().lost, supervisor.stats()
+    assert lost.generated > 0
+    assert computed(done) + lost == Computed(stats["prompt_tokens"], stats["generated_tokens"])
+
+
 def test_interrupted_calls_return_what_is_finished(start):
     supervisor = start(step_s=0.2, max_num_seqs=2)
     asked = requests([f"row {i}" for i in range(20)])
