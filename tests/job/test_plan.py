@@ -45,7 +45,6 @@ def test_models_that_are_not_there(tmp_path, monkeypatch):
     for path, said in {
         str(tmp_path / "none"): "no such folder",
         str(tmp_path): "has no config.json",
-        "s3://bucket/model": "local folders",
         "nobody/nothing-here": "Hugging Face",
     }.items():
         with pytest.raises(ModelError, match=said):
