@@ -192,6 +192,9 @@ def test_refused(mistakes, more: str, expected: str):
         ("path: demo", "path: demo, trust: always", "code from a checkpoint is never run"),
         ("path: data", "path: data, columns: [a, a]", "'a' is named twice"),
         ("path: data", "path: data, limit: 0", "expected at least 1"),
+        ("path: data", "path: 's3://user:hunter2@bucket/x'", "input.path: a bucket's url holds no user or password"),
+        ("path: demo", "path: 's3://user:hunter2@bucket'", "model.path: a bucket's url holds no user or password"),
+        ("path: out", "path: 'gs://hunter2@bucket/x'", "output.path: a bucket's url holds no user or password"),
         ("path: out", "path: out, rename: {error: e, finish_reason: e}", "two columns get the same new name"),
     ],
 )
@@ -200,9 +203,9 @@ def test_refused_in_the_required_sections(mistakes, before: str, after: str, exp
 
 
 def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
-    text = MINIMAL.replace("path: data", "path: 's3://user:hunter2@bucket/x', storage: {secret: hunter2}")
+    text = MINIMAL.replace("path: data", "path: 'ftp://user:hunter2@host/x', storage: {secret: hunter2}")
     text = text.replace("path: out", "path: out, storage: {key: hunter2, secret: hunter2}")
-    text = text.replace("path: demo", "path: 's3://user:hunter2@bucket/model', storage: {secret: hunter2}")
+    text = text.replace("path: demo", "path: 'ftp://user:hunter2@host/model', storage: {secret: hunter2}")
     config = job(text)
     assert config.input.storage == {"secret": "hunter2"}
     assert "secret" not in repr(config)

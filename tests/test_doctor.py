@@ -243,6 +243,7 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
         ("path: out/new", "path: 's3://bucket/out', storage: {{{o}}}"),
         ("path: data", "path: 's3://bucket/in', storage: {{{o}}}"),
         ("path: demo:target-awq", "path: 's3://bucket/model', storage: {{{o}}}"),
+        ("path: data", "path: 's3://user:{s}@bucket/in'"),
         ("path: out/new", "path: 'nothing://user:{s}@bucket/out', storage: {{{o}}}"),
         ("path: out/new", "path: out/new, storage: {{{o}}}"),
         ("path: out/new", "path: out/new, storage: {s}"),

@@ -15,6 +15,7 @@ from pipeline.config.values import (
     FromColumn,
     IntOrColumn,
     NumberOrColumn,
+    Place,
     StringsOrColumn,
     Switch,
     SwitchOrColumn,
@@ -33,7 +34,7 @@ class Section(BaseModel):
 class InputSection(Section):
     """What is read. `columns` None keeps every column in the output, an empty list none."""
 
-    path: str = Field(min_length=1)
+    path: Place
     columns: Columns | None = None
     on_corrupt: Literal["fail", "skip"] = "fail"
     storage: dict[str, Any] = Field(default={}, repr=False)
@@ -104,7 +105,7 @@ class PromptSection(Section):
 class ModelSection(Section):
     """Which checkpoint: a folder, an fsspec url such as s3://, a Hugging Face id, or `demo[:target|:target-awq]`."""
 
-    path: str = Field(min_length=1)
+    path: Place
     storage: dict[str, Any] = Field(default={}, repr=False)
     draft: None = None
     trust: Literal["never"] = "never"
@@ -184,7 +185,7 @@ class SamplingSection(Section):
 class OutputSection(Section):
     """Where the parts go. `rename` gives result columns another name."""
 
-    path: str = Field(min_length=1)
+    path: Place
     rename: dict[str, str] = {}
     storage: dict[str, Any] = Field(default={}, repr=False)
 

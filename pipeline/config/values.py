@@ -64,6 +64,14 @@ def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def _no_login(path: str) -> str:
+    """S3's and GCS's libraries know no user in a url: they take it for the bucket's name, and messages show it."""
+    scheme, _, rest = path.partition("://")
+    if rest and scheme in ("s3", "s3a", "gs", "gcs") and "@" in rest.partition("/")[0]:
+        raise ValueError("a bucket's url holds no user or password: put them under `storage`, or in the environment")
+    return path
+
+
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
@@ -125,6 +133,7 @@ def _column_kind(check: Callable[[Any], Any]) -> tuple[PlainValidator, PlainSeri
 
 Switch = Annotated[bool, BeforeValidator(_switch)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
+Place = Annotated[str, Field(min_length=1), AfterValidator(_no_login)]  # a path or an fsspec url
 Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct)]
 
