@@ -28,7 +28,7 @@ class DamagedFile(InputError):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
-        self.name, self.reason = name, reason
+        self.name, self.reason = name, " ".join(reason.split())  # Arrow's are of several lines
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"

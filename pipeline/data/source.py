@@ -118,7 +118,7 @@ def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt:
             schemas.add(index, posixpath.join(shown, relative), got.schema)
         except DamagedFile as damage:
             if on_corrupt == "fail":
-                raise
+                raise InputError(f"{damage}; mend or remove the file, or set input.on_corrupt: skip") from damage
             return SkippedFile(relative, size, damage.reason)
         return SourceFile.of(relative, size, got)
 
@@ -244,7 +244,8 @@ def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Ta
             count = piece.num_rows
             if isinstance(read, DamagedFile):
                 if source.on_corrupt == "fail":
-                    raise read
+                    advice = "mend the file, or set input.on_corrupt: skip to have these rows as error rows"
+                    raise InputError(f"{read}; {advice}") from read
                 damaged.append((done, done + count, f"row group {piece.row_group}: {read.reason}"))
                 read = None
             arrays = [_column(f, file, read, count, f.name in source.partitions) for f in schema]

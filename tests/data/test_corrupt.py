@@ -53,7 +53,7 @@ def test_faults_24_to_26_a_broken_file_is_refused_by_name_or_skipped(write, cont
     folder = write("a.parquet", texts(3))
     good = Path(folder, "a.parquet").read_bytes()
     Path(folder, "broken.parquet").write_bytes(content(good))
-    with pytest.raises(InputError, match=rf"broken\.parquet.*{says}"):
+    with pytest.raises(InputError, match=rf"broken\.parquet.*{says}.*; mend or remove .* input\.on_corrupt: skip"):
         open_source(folder)
     source = open_source(folder, on_corrupt="skip")
     assert [f.relative for f in source.files] == ["a.parquet", "c/good.parquet"]
@@ -183,7 +183,7 @@ def test_fault_26_under_skip_the_damaged_row_group_is_null_and_the_rest_unharmed
             assert (r["_error"], r["id"]) == (None, row if file == "b.parquet" else -1)
 
     strict = open_source(folder)
-    with pytest.raises(InputError, match=r"b\.parquet: row group 2: damaged"):
+    with pytest.raises(InputError, match=r"b\.parquet: row group 2: damaged.*input\.on_corrupt: skip"):
         rows_of(strict, cut_windows(strict, max_rows, BIG))
 
 
