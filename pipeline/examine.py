@@ -13,10 +13,11 @@ from typing import Any, Literal
 from pipeline.config import EMBEDDED_MODELS, FromColumn, JobConfig, Mistake, without_password
 from pipeline.data.columns import is_text
 from pipeline.data.parts import PartStore
-from pipeline.data.prompts import PromptSpec, render
+from pipeline.data.prompts import PromptSpec
 from pipeline.data.records import output_schema
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.data.storage import filesystem
+from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.report import money
 
@@ -30,6 +31,7 @@ _MODEL_KINDS = {
 }
 _MAX_PROMPT_SHOWN = 1500  # characters
 _MAX_LINES_SHOWN = 24
+_MAX_SKIPPED_SHOWN = 5
 _NUMBERS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty")  # fmt: skip
 
@@ -64,7 +66,8 @@ class _Examination:
     def run(self) -> None:
         self._model()
         try:
-            source = open_source(self.config.input.path, self.config.input.storage)
+            given = self.config.input
+            source = open_source(given.path, given.storage, given.on_corrupt)
         except PipelineError as error:
             self._mistake("input.path", error)
         else:
@@ -110,6 +113,7 @@ class _Examination:
             "rows": source.num_rows,
             "rows_to_do": sum(window.num_rows for window in windows),
             "windows": len(windows),
+            "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in source.skipped],
             "columns": {f.name: str(f.type) for f in source.schema},
         }
 
@@ -167,15 +171,17 @@ class _Examination:
         except PipelineError as error:
             self._mistake("input.path", error)
             return
-        rendered = render(table, self.spec)
-        prompt = rendered.prompts[0]
+        unit = next(iter(make_units(table, UnitSpec(self.spec))))
+        prompt, error, message, file, row = (
+            unit.own(name)[0].as_py() for name in ("_prompt", "_error", "_error_message", "source_file", "source_row")
+        )
         self.facts["first_prompt"] = {
-            "source_file": table.column("source_file")[0].as_py(),
-            "source_row": table.column("source_row")[0].as_py(),
+            "source_file": file,
+            "source_row": row,
             "bytes": len(prompt.encode()) if prompt is not None else 0,
             "text": prompt if prompt is None else prompt[:_MAX_PROMPT_SHOWN],
-            "error": rendered.errors[0],
-            "error_message": rendered.messages[0],
+            "error": error,
+            "error_message": message,
         }
 
     def _output(self) -> None:
@@ -238,8 +244,12 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
     there = facts["output"]["rows_there"]
     usd = config.cost.hourly_usd
+    skipped = source["skipped_files"]
+    more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
+    names = ", ".join(f"{f['file']} ({f['reason']})" for f in skipped[:_MAX_SKIPPED_SHOWN])
     return [
         ("Input", f"{without_password(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
+        *([("Skipped", f"{_plural(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
         ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
         ("Model", f"{facts['model']['path']} ({facts['model']['kind']})"),

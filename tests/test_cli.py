@@ -211,6 +211,18 @@ def test_validate_looks_at_data_model_and_output(work, pipe, setting: str, expec
         assert expected in err
 
 
+def test_validate_lists_the_files_that_a_job_skips(work, pipe):
+    (work / "data" / "b.parquet").write_bytes(b"")
+    code, _, err = pipe("validate", "job.yaml")
+    assert code == 2
+    assert "b.parquet" in err
+    code, out, err = pipe("validate", "job.yaml", "--set", "input.on_corrupt=skip")
+    assert code == 0, err
+    assert "Skipped   1 damaged file: b.parquet (" in out
+    found = json.loads(pipe("validate", "job.yaml", "--set", "input.on_corrupt=skip", "--json")[1])
+    assert [f["file"] for f in found["input"]["skipped_files"]] == ["b.parquet"]
+
+
 def test_a_store_that_does_not_answer_is_no_mistake_of_the_job(work, pipe, aws, monkeypatch):
     from pipeline.data.storage import RetryPolicy
 

@@ -13,8 +13,8 @@ import pytest
 
 from pipeline import cli
 from pipeline.engine.params import Completion, EngineConfig
-from pipeline.errors import ConfigError
-from pipeline.generate import is_dataset, read_prompts
+from pipeline.errors import ConfigError, OutputError
+from pipeline.generate import Saved, is_dataset, read_prompts
 from tests.job.fake_engine import FakeTokenizer
 
 
@@ -162,6 +162,14 @@ def test_output_is_written_whole_and_never_over_another(pipe, tmp_path):
     assert json.loads(out)["prompts"] == 1
     assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.jsonl"], "no temporary file is left"
+
+
+def test_a_file_that_comes_into_being_meanwhile_is_kept(tmp_path):
+    saved = Saved(str(tmp_path / "o.jsonl"), overwrite=False)
+    (tmp_path / "o.jsonl").write_text("mine")
+    with pytest.raises(OutputError, match="nothing was replaced"):
+        saved.write([], pa.schema([]))
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(
