@@ -349,11 +349,12 @@ def cluster_has_gpus(address: str) -> bool:
 
 def cluster_cpus(address: str, gpus: float) -> float:
     """The CPUs of one actor where the job does not say: with GPUs their share of its node's, else a whole node's;
-    of the node that has the fewest, since an actor must fit anywhere. 1 while there is no such node."""
+    of the node that has the fewest, since an actor must fit anywhere, and with room for the readers beside it.
+    1 while there is no such node."""
     _join(address)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     each = [
-        node["CPU"] * gpus / node["GPU"] if gpus else node["CPU"]
+        (node["CPU"] - NUM_READERS) * (gpus / node["GPU"] if gpus else 1.0)
         for node in nodes
         if node.get("CPU", 0) > 0 and (not gpus or node.get("GPU", 0) >= gpus)
     ]

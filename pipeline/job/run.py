@@ -18,6 +18,7 @@ from pipeline.config import JobConfig
 from pipeline.cost import RunReport
 from pipeline.data.parts import SUCCESS, PartStore
 from pipeline.data.records import PartTotals
+from pipeline.data.storage import retry_counts
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
 from pipeline.job.fingerprint import claim, record_numerics
@@ -63,6 +64,7 @@ def run_job(
     show = progress or (lambda status: None)
     show(Status(phase="planning"))
     began = time.monotonic_ns()
+    retries_before = retry_counts()
     device = resolve_device(config)
     plan = make_plan(config, device)
     store = PartStore(config.output.path, config.output.storage)
@@ -90,6 +92,7 @@ def run_job(
     if not retry_failed and done.num_units:
         before = store.totals()
     log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device})
+    log.retries_before = retries_before
     log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
     run = _Run(plan, store, log, before, show)
     with run.recorded():

@@ -153,10 +153,10 @@ def family(driver: int) -> dict[str, list[int]]:
             continue
         if "pipeline.job.engine_process" in line:
             found.setdefault("engine", []).append(pid)
+        elif "/raylet " in line or (line.startswith("ray::") and "Agent" in line):  # they end together
+            found.setdefault("node", []).append(pid)
         elif line.startswith("ray::") and "IDLE" not in line:
             found.setdefault("worker", []).append(pid)
-        elif "/raylet " in line:
-            found.setdefault("node", []).append(pid)
     return found
 
 

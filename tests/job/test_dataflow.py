@@ -66,9 +66,9 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
 @pytest.mark.parametrize(
     ("nodes", "gpus", "cpus"),
     [
-        ([{}, {"CPU": 8.0}, {"CPU": 4.0}], 0.0, 4.0),  # the head has none; an actor must fit on either of the others
-        ([{"CPU": 64.0, "GPU": 8.0}, {"CPU": 16.0}], 1.0, 8.0),
-        ([{"CPU": 12.0, "GPU": 1.0}], 0.5, 6.0),
+        ([{}, {"CPU": 8.0}, {"CPU": 6.0}], 0.0, 4.0),  # the head has none; it must fit on either of the others
+        ([{"CPU": 66.0, "GPU": 8.0}, {"CPU": 16.0}], 1.0, 8.0),
+        ([{"CPU": 14.0, "GPU": 1.0}], 0.5, 6.0),
         ([{"CPU": 2.0, "GPU": 8.0}], 1.0, 1.0),
         ([{}], 0.0, 1.0),
     ],
