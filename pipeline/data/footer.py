@@ -66,6 +66,11 @@ def read_footer(fs: Any, path: str, size: int, name: str) -> Footer:
     return Footer(digest(tail), metadata, schema)
 
 
+def metadata_of(footer: bytes) -> pq.FileMetaData:
+    """What a footer says that was read before and is known to be good."""
+    return pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+
+
 def digest(footer: bytes) -> str:
     return hashlib.sha256(footer).hexdigest()
 

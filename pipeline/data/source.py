@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -23,13 +23,14 @@ from pipeline.data.columns import did_you_mean, merge_schemas, plain_schema
 from pipeline.data.footer import DamagedFile, read_footer
 from pipeline.data.listing import find_files, is_local
 from pipeline.data.partitions import partition_array, partition_columns
-from pipeline.data.source_file import SourceFile, read_slices
+from pipeline.data.source_file import Slice, SourceFile, read_slices
 from pipeline.data.storage import filesystem, shown_url
 from pipeline.errors import InputError
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
 DAMAGED_KEY = b"pipeline.damaged"  # and its rows that could not be read, a JSON list of [start, stop, reason]
 FOOTERS_AT_ONCE = 16  # twice as many from a store, which is mostly waited for
+FILES_AT_ONCE = 8  # of a window, from a store
 
 OnCorrupt = Literal["fail", "skip"]
 
@@ -231,28 +232,19 @@ def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Ta
     EnvironmentFailed when a file cannot be read.
     """
     schema = pa.schema([source.schema.field(name) for name in dict.fromkeys(columns)])
-    stored = pa.schema([f for f in schema if f.name not in source.partitions])
-    fs, _ = filesystem(source.url, source.storage)
-    tables = [schema.empty_table()]
-    files: list[pa.Array] = []
-    rows: list[pa.Array] = []
+    tables, files, rows = [schema.empty_table()], [], []
     damaged: list[tuple[int, int, str]] = []
     done = 0
-    for file, start, stop in _stretches(source, window):
-        slices = list(file.slices(start, stop))
-        for piece, read in zip(slices, read_slices(fs, source.base, source.root, file, slices, stored), strict=True):
-            count = piece.num_rows
-            if isinstance(read, DamagedFile):
-                if source.on_corrupt == "fail":
-                    advice = "mend the file, or set input.on_corrupt: skip to have these rows as error rows"
-                    raise InputError(f"{read}; {advice}") from read
-                damaged.append((done, done + count, f"row group {piece.row_group}: {read.reason}"))
-                read = None
-            arrays = [_column(f, file, read, count, f.name in source.partitions) for f in schema]
-            tables.append(pa.Table.from_arrays(arrays, schema=schema))
-            files.append(pa.repeat(pa.scalar(file.relative, pa.string()), count))
-            rows.append(pa.array(range(piece.first_row, piece.first_row + count), pa.int64()))
-            done += count
+    for file, piece, read in _read_files(source, window, schema):
+        count = piece.num_rows
+        if isinstance(read, DamagedFile):
+            damaged.append((done, done + count, f"row group {piece.row_group}: {read.reason}"))
+            read = None
+        arrays = [_column(f, file, read, count, f.name in source.partitions) for f in schema]
+        tables.append(pa.Table.from_arrays(arrays, schema=schema))
+        files.append(pa.repeat(pa.scalar(file.relative, pa.string()), count))
+        rows.append(pa.array(range(piece.first_row, piece.first_row + count), pa.int64()))
+        done += count
     where = [pa.chunked_array(files, pa.string()), pa.chunked_array(rows, pa.int64())]
     notes = {WINDOW_KEY: str(window.index).encode()}
     return pa.Table.from_arrays(
@@ -262,6 +254,31 @@ def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Ta
             metadata={**notes, DAMAGED_KEY: json.dumps(damaged).encode()} if damaged else notes,
         ),
     )
+
+
+def _read_files(
+    source: Source, window: Window, schema: pa.Schema
+) -> Iterator[tuple[SourceFile, Slice, pa.Table | DamagedFile]]:
+    """The window's slices in order, each with the stored columns of `schema`. DamagedFile under skip only.
+
+    From a store several files at once: a window may be made of many small ones, and each is some requests.
+    """
+    fs, _ = filesystem(source.url, source.storage)
+    stored = pa.schema([f for f in schema if f.name not in source.partitions])
+
+    def read_file(stretch: tuple[SourceFile, int, int]) -> list[tuple[SourceFile, Slice, pa.Table | DamagedFile]]:
+        file, start, stop = stretch
+        slices = list(file.slices(start, stop))
+        out = []
+        for piece, read in zip(slices, read_slices(fs, source.base, source.root, file, slices, stored), strict=True):
+            if isinstance(read, DamagedFile) and source.on_corrupt == "fail":
+                advice = "mend the file, or set input.on_corrupt: skip to have these rows as error rows"
+                raise InputError(f"{read}; {advice}") from read
+            out.append((file, piece, read))
+        return out
+
+    with ThreadPoolExecutor(max_workers=1 if is_local(fs) else FILES_AT_ONCE) as pool:
+        yield from chain.from_iterable(pool.map(read_file, _stretches(source, window)))
 
 
 def _stretches(source: Source, window: Window) -> Iterator[tuple[SourceFile, int, int]]:

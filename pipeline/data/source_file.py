@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.footer import DamagedFile, Footer, decoding, digest, footer_bytes, reading
+from pipeline.data.footer import DamagedFile, Footer, decoding, digest, footer_bytes, metadata_of, reading
 from pipeline.data.listing import is_local
 from pipeline.data.storage import RemoteFile
 from pipeline.errors import InputError
@@ -98,10 +98,10 @@ def _open(fs: Any, path: str, name: str, file: SourceFile, whole: bool) -> Itera
     with reading(name):
         size = int(fs.info(path)["size"])
         try:
-            same = size == file.size and digest(footer_bytes(fs, path, size, name)) == file.digest
+            footer = footer_bytes(fs, path, size, name)
         except DamagedFile:  # it was whole when it was planned
-            same = False
-        if not same:
+            footer = b""
+        if size != file.size or digest(footer) != file.digest:
             raise InputError(
                 f"{name}: the file has changed since the job was planned; put it back, or start anew in another "
                 "output.path"
@@ -110,6 +110,7 @@ def _open(fs: Any, path: str, name: str, file: SourceFile, whole: bool) -> Itera
             with decoding(name):
                 parquet = pq.ParquetFile(
                     handle,
+                    metadata=metadata_of(footer),  # not asked of a store twice
                     page_checksum_verification=True,
                     # whole row groups: fetch their ranges at once; slices: stream, never hold a huge group
                     pre_buffer=whole,

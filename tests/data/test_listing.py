@@ -251,6 +251,9 @@ def test_a_file_in_a_store_costs_one_request_to_plan(store, write):
     source = open_source(store.bucket.url("cheap"), store.bucket.storage)
     assert len(source.files) == 20
     assert len(store.proxy.requests) - before <= 20 + 3
+    before = len(store.proxy.requests)
+    assert len(rows_of(source, cut_windows(source, 1000, BIG))) == 60
+    assert len(store.proxy.requests) - before <= 20 * 3  # is it the same, its footer, its data
     assert store.bucket.storage["secret"] not in repr(source)
 
 

@@ -246,6 +246,21 @@ def test_no_columns_still_says_which_rows(write):
     assert table.to_pydict() == {"source_file": ["a.parquet"] * 3, "source_row": [0, 1, 2]}
 
 
+def test_many_small_files_of_a_store_keep_their_order_and_end_with_the_first_failure(write):
+    memory = fsspec.filesystem("memory")
+    for i in range(40):
+        folder = write("a.parquet", texts(1 + i % 3, 10 * i))
+        memory.pipe_file(f"/many/f{i:02d}.parquet", Path(folder, "a.parquet").read_bytes())
+    source = open_source("memory://many")
+    expected = [(f"f{i:02d}.parquet", r, f"row {10 * i + r}") for i in range(40) for r in range(1 + i % 3)]
+    for max_rows in (1000, 7):
+        assert rows_of(source, cut_windows(source, max_rows, BIG)) == expected
+    for i in (7, 30):
+        memory.pipe_file(f"/many/f{i:02d}.parquet", b"")
+    with pytest.raises(InputError, match=r"f07\.parquet: the file has changed"):
+        rows_of(source, cut_windows(source, 1000, BIG))
+
+
 def test_what_is_kept_of_a_file_does_not_grow_with_its_columns_and_hardly_with_its_row_groups(write):
     def kept(columns: int, groups: int) -> int:
         table = pa.table({f"c{i}": list(range(groups)) for i in range(columns)})
