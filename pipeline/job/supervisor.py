@@ -31,6 +31,7 @@ from pipeline.job.timeline import Timeline
 from pipeline.metrics import Computed
 
 MAX_START_DEATHS = 3  # in a row, without a word why
+MAX_DEATHS_ALONE = 2  # one may come from outside: a kill by hand, the kernel's for another process's memory
 MAX_CONVICTIONS = 5  # rows found guilty in a row, without one completion between them: the engine is broken, not they
 LOAD_TIMEOUT_S = 3600.0
 MAX_REASONS = 10  # of restarts, kept for the report
@@ -55,6 +56,7 @@ class _Row:
     row_id: object  # the caller's
     ticket: Ticket
     deaths: int = 0  # processes that ended with this row inside
+    deaths_alone: int = 0  # of these, the ones with no other row inside
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,11 @@ class Supervisor:
             half = len(group) // 2
             self._trials += [part for part in (group[half:], group[:half]) if part]
             return
+        row = self._rows[group[0]]
+        row.deaths_alone += 1
+        if row.deaths_alone < MAX_DEATHS_ALONE:
+            self._trials.append(group)
+            return
         self._convictions += 1
         if self._convictions >= MAX_CONVICTIONS:
             raise EnvironmentFailed(
@@ -317,7 +324,6 @@ class Supervisor:
                 "The engine or its device is at fault, not the rows."
             )
         self._convicted_rows += 1
-        row = self._rows[group[0]]
         self._settle(
             group[0],
             Completion(

@@ -117,6 +117,21 @@ def test_interrupted_calls_return_what_is_finished(start):
     assert supervisor.generate(asked) == []
 
 
+def test_a_row_is_not_blamed_for_one_death_while_it_was_alone(start, tmp_path):
+    """A process may be killed from outside, by chance three times with the same row inside."""
+    cured = tmp_path / "cured"
+    supervisor = start(kill="row 0", cured_by=str(cured))
+    asked, done = requests(["row 0", "row 1"]), []
+    call = threading.Thread(target=lambda: done.extend(supervisor.generate(asked)))
+    call.start()
+    while supervisor.deaths().count < 3:  # in the first and second with row 1, in the third alone
+        time.sleep(0.005)
+    cured.touch()
+    call.join(timeout=30)
+    check(asked, done)
+    assert (supervisor.deaths().count, supervisor.deaths().convicted_rows) == (3, 0)
+
+
 @pytest.mark.parametrize("fault", ["kill", "crash"])
 def test_fault_2_the_row_that_ends_the_process_is_found_and_becomes_an_error_row(start, fault):
     supervisor = start(**{fault: "poison"})
