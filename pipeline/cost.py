@@ -80,6 +80,7 @@ class Work:
     actors_replaced: int = 0
     storage_retries: Mapping[str, int] = field(default_factory=dict)
     restart_reasons: Mapping[str, int] = field(default_factory=dict)  # how engine processes ended, the commonest
+    steps_out_of_memory: int = 0  # undone, and tried again with fewer tokens
 
 
 @dataclass(frozen=True)
@@ -317,6 +318,7 @@ def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]
         actors_replaced=sum(actor.replaces is not None for actor in actors),
         storage_retries=_summed([run.storage_retries for run in runs] + [a.storage_retries for a in actors]),
         restart_reasons=dict(reasons.most_common(MAX_REASONS)),
+        steps_out_of_memory=sum(run.stat("num_out_of_memory") for run in runs),
     )
 
 

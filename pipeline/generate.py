@@ -28,8 +28,9 @@ from pipeline.data.units import UnitSpec, make_units
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFailed, InputError, OutputError
 from pipeline.examine import printable
+from pipeline.job.actors import chat_of
 from pipeline.job.checkpoint import resolve_model
-from pipeline.job.stages import Chat, Tokenize
+from pipeline.job.stages import Tokenize
 
 MAX_BYTES = 64 * 2**20
 SAY_EVERY_S = 5.0
@@ -190,7 +191,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
     from pipeline.engine.engine import Engine
 
     with Engine(config.engine_config(str(folder)), say) as engine:
-        tokenize = Tokenize(engine.tokenizer, params, config.seed, _chat(config))
+        tokenize = Tokenize(engine.tokenizer, params, config.seed, chat_of(config))
         rendered: dict[int, str | None] = {}
         requests: list[Request] = []
         done: dict[int, Completion] = {}
@@ -277,13 +278,6 @@ class Saved:
         finally:
             with suppress(FileNotFoundError):
                 temporary.unlink()
-
-
-def _chat(config: JobConfig) -> Chat | None:
-    chat = config.prompt.chat
-    if chat is None:
-        return None
-    return Chat(config.prompt.messages is not None, chat.system, chat.add_generation_prompt, chat.template_kwargs)
 
 
 def _answer(prompt: str | None, values: dict[str, Any], completion: Completion) -> Answer:

@@ -145,6 +145,15 @@ class ActorRecord:
 
 
 @dataclass(frozen=True)
+class SkippedInput:
+    """A file of the input that was left out because it is damaged, as `input.on_corrupt: skip` asks."""
+
+    file: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """One run of a job, replaced in the output folder as the run goes on.
 
@@ -174,6 +183,7 @@ class RunRecord:
     row_stats: RowStats = field(default_factory=RowStats)  # of the rows it wrote
     storage_retries: dict[str, int] = field(default_factory=dict)  # of the driver's process, by kind
     units_found: int = 0  # handed out, but their part was there before any work
+    skipped_files: list[SkippedInput] = field(default_factory=list)
 
     @property
     def machine_us(self) -> int:
@@ -198,7 +208,8 @@ class RunRecord:
         """Also reads the records of earlier versions."""
         actors = [ActorRecord.from_json(actor) for actor in raw.get("actors", [])]
         stats = RowStats.from_json(raw.get("row_stats", {}))
-        run = _build(cls, {**raw, "actors": actors, "row_stats": stats})
+        skipped = [SkippedInput(**file) for file in raw.get("skipped_files", [])]
+        run = _build(cls, {**raw, "actors": actors, "row_stats": stats, "skipped_files": skipped})
         if any("delivered" not in actor for actor in raw.get("actors", [])):
             return replace(run, actors=_with_deliveries(run))
         return run

@@ -13,6 +13,7 @@ from pipeline.rowstats import HISTOGRAM_ERROR, ErrorExample
 
 if TYPE_CHECKING:
     from pipeline.cost import RunReport, Work
+    from pipeline.metrics import SkippedInput
 
 LATENCY_NOTE = "From when the engine took the row in, its queue included: a batch trades it for throughput"
 LATENCY_ERROR = f"From histograms: off by at most {HISTOGRAM_ERROR * 100:.1f} % of itself"
@@ -125,6 +126,9 @@ def markdown(report: "RunReport") -> str:
             for code, n in report.rows.errors_by_code.items()
         ]
         lines += _table(["code", "rows", "for example"], shown)
+    if skipped := _skipped(report):
+        lines += ["", "## Damaged files, left out as `input.on_corrupt: skip` asks", ""]
+        lines += _table(["file", "bytes", "why"], [(f.file, f"{f.bytes:,}", escape(f.reason)) for f in skipped])
     if report.faults:
         lines += ["", "## What faults cost, estimated", ""]
         lines += _table(["fault", "times", "tokens", "machine time", "US dollars"], _faults(report))
@@ -198,11 +202,17 @@ def money(usd: float | None) -> str:
     return f"${usd:.{2 - floor(log10(usd))}f}"
 
 
+def _skipped(report: "RunReport") -> "list[SkippedInput]":
+    return report.runs[-1].skipped_files if report.runs else []
+
+
 def _facts(report: "RunReport") -> list[tuple[str, str]]:
     rows, tokens, work = report.rows, report.tokens, report.work
     facts = [("Rows", f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors")]
     if rows.errors_by_code:
         facts.append(("Errors", ", ".join(f"{code} {n:,}" for code, n in rows.errors_by_code.items())))
+    if skipped := _skipped(report):
+        facts.append(("Left out", f"{len(skipped):,} damaged files, {sum(f.bytes for f in skipped):,} bytes"))
     facts.append(("Tokens", f"{tokens.input:,} in ({tokens.cached:,} from cache), {tokens.generated:,} out"))
     facts.append(
         (
@@ -249,6 +259,7 @@ def _counts(work: "Work") -> str:
         (work.actors_replaced, "actors replaced"),
         (work.preemptions, "preemptions"),
         (work.recomputed_tokens, "tokens computed again after them"),
+        (work.steps_out_of_memory, "steps that did not fit the memory"),
         (work.units_begun_again, "units begun again"),
         (work.units_lost, "units computed that were already written"),
         (work.units_found, "units found written before any work"),

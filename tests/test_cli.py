@@ -36,9 +36,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a small job that is valid."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    table = pa.table(
-        {"id": [1, 2, 3], "text": ["one \x1b[31mred", "two {id}", None], "error": ["a", "b", "c"]}
-    )
+    table = pa.table({"id": [1, 2, 3], "text": ["one \x1b[31mred", "two {id}", None], "error": ["a", "b", "c"]})
     pq.write_table(table, tmp_path / "data" / "a.parquet")
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path
@@ -91,9 +89,7 @@ def job_that(monkeypatch: pytest.MonkeyPatch):
 
 def finished_run(**changes) -> RunRecord:
     actor = ActorRecord(0, no_phases() | {"decode": 5_000_000}, {"generated_tokens": 20, "num_steps": 1})
-    run = RunRecord(
-        "run-1", "2026-01-01T00:00:00+00:00", "finished", 6_000_000, actors=[actor], hourly_usd=1.0
-    )
+    run = RunRecord("run-1", "2026-01-01T00:00:00+00:00", "finished", 6_000_000, actors=[actor], hourly_usd=1.0)
     return replace(run, **changes)
 
 
@@ -131,9 +127,7 @@ def test_help_imports_nothing_heavy():
         "heavy = {'torch', 'ray', 'pyarrow', 'pydantic', 'numpy', 'yaml', 'rich'} & set(sys.modules)\n"
         "sys.exit(', '.join(heavy) or 0)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -144,9 +138,7 @@ def test_validate_says_what_the_job_is(work, pipe):
     assert "data: 1 file, 3 rows" in out
     assert "max_tokens 9" in out
     assert "First prompt (a.parquet row 0, 21 bytes)" in out
-    assert "| Sum up:\n    | one \\x1b[31mred\n" in out, (
-        "control characters of the data never reach the terminal"
-    )
+    assert "| Sum up:\n    | one \\x1b[31mred\n" in out, "control characters of the data never reach the terminal"
     assert "\x1b" not in out
     assert not (work / "out").exists(), "looking must not write"
 
@@ -306,9 +298,7 @@ def test_a_defect_is_70_with_its_trace_and_ctrl_c_is_75(work, pipe, job_that):
     assert pipe("run", "job.yaml")[0] == 75
 
 
-@pytest.mark.parametrize(
-    "arguments", [["rn"], ["run"], ["run", "job.yaml", "--limit", "0"], ["run", "a", "--nope"]]
-)
+@pytest.mark.parametrize("arguments", [["rn"], ["run"], ["run", "job.yaml", "--limit", "0"], ["run", "a", "--nope"]])
 def test_wrong_usage_is_2(work, pipe, arguments):
     code, out, err = pipe(*arguments)
     assert (code, out) == (2, "")
@@ -502,9 +492,7 @@ def test_plain_progress_speaks_at_changes_every_few_seconds_and_seldom_when_noth
 def test_a_status_in_one_line():
     status = Status(phase="running", rows_total=2000, rows_done=1000, error_rows=3, input_tokens_per_s=1234.5,
                     generated_tokens_per_s=99, eta_s=300)  # fmt: skip
-    assert status_line(status) == (
-        "running: 50.0 %, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left"
-    )
+    assert status_line(status) == ("running: 50.0 %, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left")
     ended = replace(status, outcome="interrupted", phase="interrupted")
     assert status_line(ended) == "interrupted: 50.0 %, 1,000/2,000 rows (3 errors)"
     assert [eta(s) for s in (0, 40, 720, 11_100, 200_000)] == ["0 s", "40 s", "12 min", "3 h 05 min", "2 d 7 h"]

@@ -94,10 +94,7 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
 
 def test_off_and_false_both_switch_off(job):
     for word in ("off", "false", "no", "False"):
-        assert (
-            job(MINIMAL + f"engine: {{enable_prefix_caching: {word}}}\n").engine.enable_prefix_caching
-            is False
-        )
+        assert job(MINIMAL + f"engine: {{enable_prefix_caching: {word}}}\n").engine.enable_prefix_caching is False
     for word in ("off", "false"):
         assert job(MINIMAL + f"engine: {{speculation: {word}}}\n").engine.speculation == "off"
 
@@ -223,9 +220,7 @@ def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
 def test_settings_overlays_and_limit_in_this_order(job, tmp_path, mistakes):
     overlay = tmp_path / "gpu.yaml"
     overlay.write_text("engine: {max_num_seqs: 8}\nrun: {actors: 2}\n")
-    config = job(
-        overlays=[overlay], sets=["run.actors=3", "prompt.column=null", "prompt.template={a}: b"], limit=7
-    )
+    config = job(overlays=[overlay], sets=["run.actors=3", "prompt.column=null", "prompt.template={a}: b"], limit=7)
     assert (config.engine.max_num_seqs, config.run.actors, config.input.limit) == (8, 3, 7)
     assert config.prompt.template == "{a}: b", "a text key takes what follows the = as it stands"
     assert config.where("engine.max_num_seqs") == f"{overlay}:1"

@@ -76,7 +76,7 @@ class JobConfig(Section):
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed"})
         return {
-            "input": self.input.model_dump(mode="json", include={"columns", "on_corrupt", "limit"}),
+            "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
             "prompt": self.prompt.model_dump(mode="json"),
             "sampling": sampling,
             "seed": self.seed,
@@ -99,7 +99,7 @@ class JobConfig(Section):
         engine = self.engine.model_dump(exclude={"max_model_len", "seed", *self.numerics()})
         return {
             "name": self.name,
-            "input": {"path": without_password(self.input.path)},
+            "input": {"path": without_password(self.input.path), "on_corrupt": self.input.on_corrupt},
             "model": self.model.model_dump(exclude={"storage"}) | {"path": without_password(self.model.path)},
             "engine": {"device": self.engine.device, **engine},
             "output": {"path": without_password(self.output.path)},

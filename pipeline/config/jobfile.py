@@ -219,9 +219,7 @@ class _Builder:
             if key in mapping:
                 first = self.origins[here]
                 self.mistakes.append(
-                    self._mistake(
-                        key_event, here, f"written twice (first at {first})", "Keep one of the two."
-                    )
+                    self._mistake(key_event, here, f"written twice (first at {first})", "Keep one of the two.")
                 )
             self.origins[here] = self._where(key_event)
             mapping[key] = self._value(next(events), events, here, depth + 1)

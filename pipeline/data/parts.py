@@ -25,7 +25,8 @@ UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one
 SUCCESS = "_SUCCESS"
 
-_PART = re.compile(r"part-([0-9a-f]{8})-w(\d{5,})-u(\d{4,})of(\d{4,})-n(\d+)\.parquet")
+_FIVE, _FOUR = r"(\d{5}|[1-9]\d{5,})", r"(\d{4}|[1-9]\d{4,})"  # padded to so many digits, longer where it must be
+_PART = re.compile(rf"part-([0-9a-f]{{8}})-w{_FIVE}-u{_FOUR}of{_FOUR}-n(0|[1-9]\d*)\.parquet", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ class PartName:
         fingerprint8, window, unit, of, rows = match.groups()
         if int(unit) >= int(of):
             return None
-        name = cls(fingerprint8, int(window), int(unit), int(of), int(rows))
-        return name if str(name) == text else None
+        return cls(fingerprint8, int(window), int(unit), int(of), int(rows))
 
 
 class Progress:

@@ -45,12 +45,6 @@ def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry
     config, run = plan.config, plan.config.run
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
     cpus = run.cpus_per_actor or _cpus(run.actors, run.ray_address, gpus)
-    chat = None
-    if config.prompt.chat is not None:
-        given = config.prompt.chat
-        chat = Chat(
-            config.prompt.messages is not None, given.system, given.add_generation_prompt, given.template_kwargs
-        )
     threads = max(1, int(cpus))
     engine = config.engine_config(str(plan.model), threads)
     work = WorkSpec(
@@ -59,7 +53,7 @@ def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry
         engine,
         config.sampling_params(),
         config.seed,
-        chat,
+        chat_of(config),
         config.output.path if "://" in config.output.path else os.path.abspath(config.output.path),
         dict(config.output.storage),
         plan.fingerprint.short,
@@ -74,6 +68,14 @@ def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry
     return FlowSpec(
         plan.source, tasks, plan.units, work, run.actors, cpus, gpus, run.units_in_flight, run.ray_address, spot
     )
+
+
+def chat_of(config: JobConfig) -> Chat | None:
+    """How a prompt becomes a chat; None where it is sent as it is."""
+    given = config.prompt.chat
+    if given is None:
+        return None
+    return Chat(config.prompt.messages is not None, given.system, given.add_generation_prompt, given.template_kwargs)
 
 
 def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:

@@ -3,7 +3,7 @@
 job file -> source -> windows -> fingerprint -> the output is ours -> one listing -> the windows that are left
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +47,9 @@ class WindowTask:
     units_of: int | None  # as the parts that are there say
 
 
-def make_plan(config: JobConfig, device: str) -> Plan:
-    """Read footers and model files. `device`: what `engine.device` became. Raises UserError's kinds."""
+def make_plan(config: JobConfig, device: str, say: Callable[[str], None] | None = None) -> Plan:
+    """Read footers and model files. `device`: what `engine.device` became. `say`: told of a model's download.
+    Raises UserError's kinds."""
     source = open_source(config.input.path, config.input.storage, config.input.on_corrupt)
     everything = (*source.schema.names, *source.conflicts)  # a column that cannot be kept is refused, not left out
     kept = everything if config.input.columns is None else tuple(config.input.columns)
@@ -62,7 +63,7 @@ def make_plan(config: JobConfig, device: str) -> Plan:
     kept_schema = pa.schema([source.schema.field(name) for name in kept])
     schema = output_schema(kept_schema, config.output.rename, params.logprobs is not None)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
-    model = resolve_model(config.model.path, config.model.storage)
+    model = resolve_model(config.model.path, config.model.storage, say)
     kind = device.partition(":")[0]
     return Plan(
         config, source, windows, units, schema, model, fingerprint(config, source, model_digest(model), kind), device

@@ -24,7 +24,7 @@ from pipeline.data.records import PartTotals
 from pipeline.data.storage import retry_counts
 from pipeline.job.ledger import ActorState
 from pipeline.job.stages import UnitSummary
-from pipeline.metrics import Outcome, RunRecord
+from pipeline.metrics import Outcome, RunRecord, SkippedInput
 from pipeline.rowstats import RowStats
 
 RUNS = "_pipeline/runs"
@@ -72,6 +72,7 @@ class RunLog:
         self.row_stats = RowStats()  # of the parts this run made
         self.write_us = 0
         self.first_errors: list[str] = []  # to show when there are too many
+        self.skipped_files: list[SkippedInput] = []
         self.retries_before: dict[str, int] = {}  # of this process, for storage, before this run
 
     @property
@@ -120,6 +121,7 @@ class RunLog:
             self.row_stats,
             dict(Counter(retry_counts()) - Counter(self.retries_before)),
             self.found_units,
+            self.skipped_files,
         )
 
     def save(self) -> RunRecord:

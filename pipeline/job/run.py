@@ -32,6 +32,7 @@ from pipeline.job.stages import UnitSummary
 from pipeline.job.status import Status
 from pipeline.job.verify import verify, write_empty_part, write_success
 from pipeline.job.worker import Backend
+from pipeline.metrics import SkippedInput
 
 if TYPE_CHECKING:
     from pipeline.job.dataflow import Dataflow
@@ -66,7 +67,7 @@ def run_job(
     began = time.monotonic_ns()
     retries_before = retry_counts()
     device = resolve_device(config)
-    plan = make_plan(config, device)
+    plan = make_plan(config, device, lambda what: show(Status(phase=f"planning: {what}")))
     store = PartStore(config.output.path, config.output.storage)
     claim(store, config.name, plan.fingerprint, accept_numerics, versions())
     done = store.list(plan.fingerprint.short)
@@ -93,6 +94,7 @@ def run_job(
         before = store.totals()
     log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device})
     log.retries_before = retries_before
+    log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
     log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
     run = _Run(plan, store, log, before, show)
     with run.recorded():
