@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.store_errors import is_malformed
 from pipeline.errors import EnvironmentFailed, InputError, PipelineError
 
 _TAIL_BYTES = 64 * 1024  # holds most footers, so that most files cost one read
@@ -115,6 +116,8 @@ def reading(name: str) -> Iterator[None]:
         # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
         if isinstance(e, PipelineError) or type(e).__module__ == "builtins":
             raise
+        if is_malformed(e):
+            raise InputError(f"{name}: no place in a store: {e}") from e
         raise EnvironmentFailed(f"{name}: cannot be read: {type(e).__name__}: {e}") from e
 
 

@@ -73,12 +73,24 @@ def filesystem(
         fs, path = fsspec.core.url_to_fs(url, **(given if chained or not _names_s3(url) else _one_try_s3(given)))
         if _is_s3(fs):
             fs.retries = 1  # its class default is 5; the loop here is the only one
+            _open_session(fs)
         return fs, path
 
     fs, path = connect()
     if "file" in protocols(fs):
         return fs, path
     return RemoteFilesystem(fs, lambda: connect()[0], policy or RetryPolicy(), _secrets_of(given)), path
+
+
+def _open_session(fs: Any) -> None:
+    """What the first request would do. Options that s3fs does not take are a TypeError only here; whatever else is
+    wrong (a profile that is not there, say) the first request says again, where it is told with the place."""
+    try:
+        fs.connect()
+    except TypeError:
+        raise
+    except Exception:
+        return
 
 
 def protocols(fs: Any) -> tuple[str, ...]:

@@ -143,6 +143,13 @@ def _fault_of_class(error: BaseException) -> Fault | None:
     return None
 
 
+def is_malformed(error: BaseException) -> bool:
+    """Whether the request was never sent because its bucket or key cannot be one."""
+    from botocore.exceptions import ParamValidationError
+
+    return isinstance(error, ParamValidationError)
+
+
 def client_error(error: BaseException | None) -> Any:
     """The answer of an S3 store that the error was made from, by s3fs or by botocore; None for others."""
     from botocore.exceptions import ClientError

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.storage import RemoteFilesystem, filesystem, md5, shown_url
+from pipeline.data.store_errors import is_malformed
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.model.locate import PATTERNS
 
@@ -267,4 +268,6 @@ def _store(fs: RemoteFilesystem, shown: str) -> Iterator[None]:
         # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
         if isinstance(e, PipelineError) or (type(e).__module__ == "builtins" and not isinstance(e, OSError)):
             raise
+        if is_malformed(e):
+            raise ModelError(f"model.path {shown}: no place in a store ({fs.said(e)})") from e
         raise EnvironmentFailed(f"model.path {shown}: {fs.said(e)}; fix it, then run again") from e

@@ -10,9 +10,12 @@ import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 from s3fs.errors import translate_boto_error
 
+from pipeline.data.parts import PartStore
+from pipeline.data.source import open_source
 from pipeline.data.storage import RemoteFilesystem, RetryPolicy, filesystem, retry_counts, shown_url
 from pipeline.data.store_errors import Fault, PreconditionFailed, ShortRead, fault_of
-from pipeline.errors import EnvironmentFailed
+from pipeline.errors import EnvironmentFailed, InputError, ModelError, OutputError
+from pipeline.job.checkpoint import resolve_model
 from tests.faults.store import KEY, SECRET, FaultyStore
 
 QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.002)
@@ -344,3 +347,18 @@ def test_local_files_are_left_to_fsspec(tmp_path):
         fs.pipe_file(path, b"456", mode="create")
     assert fs.cat_file(path) == b"123"
     fs.rm_file(path)
+
+
+def test_options_and_names_that_cannot_be_are_the_users_mistake():
+    for mistake in ({"nonsense": 1, "secret": SECRET}, {"client_kwargs": {"nonsense": SECRET}}):
+        with pytest.raises(InputError, match="options"):
+            open_source("s3://bucket/in", mistake)
+        with pytest.raises(OutputError, match="are these its options") as refused:
+            PartStore("s3://bucket/out", mistake)
+        assert SECRET not in str(refused.value)
+    with pytest.raises(InputError, match="no place in a store"):
+        open_source("s3://Not_A_Bucket!/in", {"key": KEY, "secret": SECRET})
+    with pytest.raises(OutputError, match="Invalid bucket name"):
+        PartStore("s3://Not_A_Bucket!/out", {"key": KEY, "secret": SECRET}).list()
+    with pytest.raises(ModelError, match="no place in a store"):
+        resolve_model("s3://Not_A_Bucket!/model", {"key": KEY, "secret": SECRET})

@@ -84,8 +84,20 @@ def test_faults_24_25_26_what_is_damaged_is_told_and_the_rest_delivered(job):
         ("empty.parquet", False, "the file is empty"),
         ("half.parquet", True, "not a Parquet file, or a truncated one"),
     ]
+    assert "2 damaged files" in report.to_text()
+    assert "| half.parquet |" in (job.output / "_pipeline" / "report.md").read_text()
     run(job, input=SKIP)
     assert LocalFlow.started == 1
+
+
+def test_a_job_that_was_stopped_by_damage_goes_on_with_skip(job):
+    uncleaned(job)
+    for name in ("empty", "half"):
+        (job.folder / f"in/{name}.parquet").unlink()
+    with pytest.raises(InputError, match=r"b\.parquet"):
+        run(job)
+    report = run(job, input=SKIP)
+    assert (report.rows.written, report.rows.errors) == (55, 10)
 
 
 @pytest.mark.parametrize("change", ["mended", "spoilt", "gone"])
