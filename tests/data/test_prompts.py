@@ -37,7 +37,7 @@ def test_column_and_template():
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(min_size=1), st.text(alphabet="{}report.__class__[0]!r:>5", min_size=1))
-def test_values_are_never_rendered_again(text, hostile):
+def test_fault_45_values_are_never_rendered_again(text, hostile):
     columns = {"report": [text, hostile], "other": ["{report}", "{{report}}"]}
     rendered = render(pa.table(columns), PromptSpec(template="{{{other}}} <{report}>")).prompts
     assert rendered == ["{{report}} <" + text + ">", "{{{report}}} <" + hostile + ">"]

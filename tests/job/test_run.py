@@ -165,7 +165,7 @@ def test_no_rows_give_one_empty_part_with_all_columns(job):
     run(job)
 
 
-def test_another_prompt_is_refused_with_what_differs(job):
+def test_fault_53_another_prompt_is_refused_with_what_differs(job):
     run(job.rows(TEXTS))
     before = sorted(p.name for p in job.output.rglob("*"))
     with pytest.raises(FingerprintError) as refused:
@@ -176,7 +176,7 @@ def test_another_prompt_is_refused_with_what_differs(job):
     assert LocalFlow.started == 1
 
 
-def test_another_model_or_input_is_refused(job):
+def test_fault_53_another_model_or_input_is_refused(job):
     run(job.rows(TEXTS))
     job.fake(step_s=0.001)
     with pytest.raises(FingerprintError, match=r"model\.config\.json: "):
@@ -194,7 +194,7 @@ def test_moved_data_and_free_settings_are_the_same_job(job):
     assert statuses[-1].phase == "already complete"
 
 
-def test_other_numerics_are_refused_until_accepted_and_then_kept(job):
+def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
     run(job.rows(TEXTS))
     job.parts()[0].unlink()
     with pytest.raises(FingerprintError, match=r'dtype: "auto" -> "float32"(.|\n)*--accept-numerics'):
@@ -208,7 +208,7 @@ def test_other_numerics_are_refused_until_accepted_and_then_kept(job):
     ]
 
 
-def test_a_foreign_folder_is_refused_and_left_alone(job):
+def test_fault_54_a_foreign_folder_is_refused_and_left_alone(job):
     job.output.mkdir()
     (job.output / "thesis.doc").write_text("")
     with pytest.raises(OutputError, match=r"not empty \(thesis\.doc\)"):
@@ -216,7 +216,7 @@ def test_a_foreign_folder_is_refused_and_left_alone(job):
     assert [p.name for p in job.output.iterdir()] == ["thesis.doc"]
 
 
-def test_a_newer_format_is_refused(job):
+def test_fault_54_a_newer_format_is_refused(job):
     run(job.rows(TEXTS))
     path = job.output / "_pipeline" / "job.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
@@ -307,7 +307,7 @@ def test_a_second_signal_stops_at_once(job):
     assert time.monotonic() - started < 40
 
 
-def test_two_runs_at_once_deliver_each_row_once(job):
+def test_fault_52_two_runs_at_once_deliver_each_row_once(job):
     job.fake(step_s=0.005).rows(TEXTS)
     config = job.config()
     reports, threads = [], []
@@ -349,7 +349,7 @@ def test_a_damaged_input_page_ends_the_run_with_its_name(job):
         run(job)
 
 
-def test_an_output_that_cannot_be_written_is_refused(job):
+def test_fault_14_an_output_that_cannot_be_written_is_refused(job):
     job.rows(TEXTS)
     job.output.write_text("a file")
     with pytest.raises((OutputError, EnvironmentFailed)):
