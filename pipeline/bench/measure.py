@@ -1,0 +1,97 @@
+"""Figures that can be compared: medians with their spread, ratios of pairs, and the machine they were taken on."""
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from pipeline.job.machine import available_cores
+
+PACKAGES = ("torch", "transformers", "numba", "ray")
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+READ_BYTES = 256 << 20  # larger than any cache
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What some repetitions gave."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        assert len(values) > 0
+        return cls(median(values), min(values), max(values), len(values))
+
+    def to_text(self, digits: int = 2) -> str:
+        """`1.23 (1.10 to 1.31)`, without the bounds where there was one repetition."""
+        if self.count == 1:
+            return f"{self.median:,.{digits}f}"
+        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """ours / theirs, each pair taken in the same round: what slows the machine for a while slows both."""
+    assert len(ours) == len(theirs)
+    return Spread.of([a / b for a, b in zip(ours, theirs)])
+
+
+def alternating(names: Sequence[str], rounds: int) -> list[list[str]]:
+    """The order of each round: every other one backwards, so that none always runs on the warmer machine."""
+    return [list(names) if number % 2 == 0 else list(reversed(names)) for number in range(rounds)]
+
+
+def machine_facts() -> dict[str, str]:
+    """What a figure has to be read with: processor, cores, load, versions."""
+    model, flags = platform.machine(), set[str]()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = (part.strip() for part in line.partition(":"))
+            if key == "model name":
+                model = value
+            elif key == "flags":
+                flags = set(value.split())
+                break
+    facts = {
+        "cpu": f"{model} ({', '.join(flag for flag in FLAGS if flag in flags) or 'no AVX2'})",
+        "cores": f"{available_cores()} of {os.cpu_count()}",
+        "threads": str(torch.get_num_threads()),
+        "load before": f"{os.getloadavg()[0]:.1f}",
+        "python": platform.python_version(),
+    }
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            facts[name] = version(name)
+    return facts
+
+
+def facts_to_text(facts: dict[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def read_bandwidth(repeats: int = 5) -> float:
+    """Bytes a second that torch's threads read from memory, the best of some passes over one large tensor."""
+    block = torch.ones(READ_BYTES // 4)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        block.sum()
+        best = min(best, time.perf_counter() - start)
+    return READ_BYTES / best
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process held so far."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,277 @@
+"""Checkpoints of named shapes with random weights, for benchmarks where no real model is at hand.
+
+A shape's speed does not depend on what its weights say, so random ones serve; their completions mean nothing. Written
+once into a cache folder, shard by shard (no more than one shard is in memory), from fixed seeds, and renamed into place
+when whole. The vocabulary is 32,000 tokens in all shapes, less than the real models have; the tokenizer is the
+demonstration model's, filled up with numbered words.
+"""
+
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from pipeline.demo import demo_model
+from pipeline.errors import ConfigError, OutputError
+from pipeline.job.model_cache import cache_folder
+from pipeline.model.config import read_config, read_json
+from pipeline.model.load import Checkpoint
+from pipeline.model.locate import locate_model
+from pipeline.quant.awq import ORDER, SUFFIXES, read_linear
+
+SHARD_BYTES = 512 << 20
+GROUP = 128
+STD = 0.02
+SEED = 20_261_121
+VERSION = 1  # another number is another cache entry: raise it when what is written changes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder, and the checkpoint type that has them."""
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    rope_theta: float
+    norm_eps: float
+    max_position: int
+    vocab: int = 32_000
+
+    def config(self, awq: bool) -> dict[str, Any]:
+        """config.json as transformers 5 writes it."""
+        name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
+        config: dict[str, Any] = {
+            "architectures": [name],
+            "attention_bias": False,
+            "bos_token_id": 1,
+            "dtype": "bfloat16",
+            "eos_token_id": 2,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": self.max_position,
+            "model_type": self.model_type,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "pad_token_id": 0,
+            "rms_norm_eps": self.norm_eps,
+            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
+            "tie_word_embeddings": self.tied,
+            "vocab_size": self.vocab,
+        }
+        if awq:
+            config["quantization_config"] = {
+                "bits": 4,
+                "group_size": GROUP,
+                "modules_to_not_convert": None,
+                "quant_method": "awq",
+                "version": "gemm",
+                "zero_point": True,
+            }
+        return config
+
+    def linears(self) -> list[tuple[str, int, int]]:
+        """Name in the layer, inputs and outputs of each linear of a layer."""
+        q, kv, h, f = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden, self.intermediate
+        return [
+            ("self_attn.q_proj", h, q),
+            ("self_attn.k_proj", h, kv),
+            ("self_attn.v_proj", h, kv),
+            ("self_attn.o_proj", q, h),
+            ("mlp.gate_proj", h, f),
+            ("mlp.up_proj", h, f),
+            ("mlp.down_proj", f, h),
+        ]
+
+
+SHAPES = {
+    "tiny": Shape("llama", 256, 512, 2, 4, 2, 64, False, 10_000.0, 1e-5, 2_048, vocab=2_048),
+    "qwen3-0.6b": Shape("qwen3", 1024, 3072, 28, 16, 8, 128, True, 1_000_000.0, 1e-6, 40_960),
+    "llama-8b": Shape("llama", 4096, 14_336, 32, 32, 8, 128, False, 500_000.0, 1e-5, 131_072),
+}
+NAMES = (*SHAPES, *(f"{name}-awq" for name in SHAPES))
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A folder to measure, and what to say of it."""
+
+    folder: Path
+    about: str
+
+
+def bench_model(name: str, folder: str | None = None, say: Callable[[str], None] = lambda text: None) -> BenchModel:
+    """The checkpoint that `name` means: a shape of NAMES (written below `folder`, else the cache, where it is not there
+    already), `demo`, `demo:target-awq`, a path or a Hugging Face id.
+
+    Raises OutputError when the disk does not take it, ModelError for what is not there.
+    """
+    if name not in NAMES:
+        return BenchModel(locate_model(name), f"model {name}")
+    shape, awq = SHAPES[name.removesuffix("-awq")], name.endswith("-awq")
+    about = f"shape {name}, random weights{' (AWQ int4, groups of 128)' if awq else ''}, vocabulary {shape.vocab:,}"
+    root = Path(folder).expanduser() if folder is not None else cache_folder().parent / "bench"
+    place = root / f"{name}-{_digest(shape)}"
+    if not place.is_dir():
+        say(f"writing a random checkpoint of shape {name} to {place}")
+        _whole_or_not_at_all(place, lambda there: write_shape(there, shape, awq))
+    return BenchModel(place, about)
+
+
+def write_shape(folder: Path, shape: Shape, awq: bool) -> None:
+    """Write config, weights and tokenizer of a shape into an empty folder."""
+    folder.joinpath("config.json").write_text(json.dumps(shape.config(awq), indent=2))
+    folder.joinpath("generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    _write_tokenizer(folder, shape.vocab)
+    _write_shards(folder, _tensors(shape, awq))
+
+
+def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = lambda text: None) -> Path:
+    """The folder beside an AWQ checkpoint's that holds its weights as plain tensors of `dtype`, written once.
+
+    What a program without AWQ kernels computes the same model from. Lies in the cache when `folder` is not there.
+    """
+    awq = read_config(folder).awq
+    if awq is None:
+        raise ConfigError(f"{folder}: not an AWQ checkpoint")
+    tag = hashlib.sha256(f"{folder.resolve()} {VERSION}".encode()).hexdigest()[:8]
+    place = cache_folder().parent / "bench" / f"{folder.name}-{tag}-{str(dtype).removeprefix('torch.')}"
+    if place.is_dir():
+        return place
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        checkpoint = Checkpoint(folder)
+        for name in sorted(checkpoint.home):
+            prefix, _, suffix = name.rpartition(".")
+            if suffix == "qweight":
+                packed = checkpoint.take(name)
+                shape_NK = (packed.shape[1] * 8, packed.shape[0])
+                yield f"{prefix}.weight", read_linear(prefix, shape_NK, awq, checkpoint, None).dequantize(dtype)
+            elif suffix not in SUFFIXES:
+                yield name, checkpoint.take(name).to(dtype)
+
+    def write(there: Path) -> None:
+        config = read_json(folder / "config.json")
+        del config["quantization_config"]
+        there.joinpath("config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+        for file in folder.iterdir():
+            if file.is_file() and file.name != "config.json" and ".safetensors" not in file.name:
+                shutil.copy(file, there)
+        _write_shards(there, tensors())
+
+    say(f"writing the weights of {folder.name} as {dtype} to {place}")
+    _whole_or_not_at_all(place, write)
+    return place
+
+
+def pack_columns(q_RN: torch.Tensor) -> torch.Tensor:
+    """(rows, N) of values 0 to 15 -> (rows, N/8) int32 in AutoAWQ's order: the inverse of `awq.unpack_columns`."""
+    rows, columns = q_RN.shape
+    nibbles = q_RN.view(rows, columns // 8, 8)[:, :, list(ORDER)].to(torch.int64)
+    words = (nibbles << (4 * torch.arange(8))).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _tensors(shape: Shape, awq: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint in the order of the layers. Norms are about 1, as trained ones are."""
+    random = torch.Generator().manual_seed(SEED)
+
+    def normal(*size: int) -> torch.Tensor:
+        return (torch.randn(size, generator=random) * STD).to(torch.bfloat16)
+
+    def norm(size: int) -> torch.Tensor:
+        return (torch.rand(size, generator=random) + 0.5).to(torch.bfloat16)
+
+    def linear(name: str, inputs: int, outputs: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if not awq:
+            yield f"{name}.weight", normal(outputs, inputs)
+            return
+        groups = inputs // GROUP
+        q_KN = torch.randint(0, 16, (inputs, outputs), dtype=torch.uint8, generator=random)
+        zeros_GN = torch.randint(6, 10, (groups, outputs), dtype=torch.uint8, generator=random)
+        # values spread evenly over 0..15 have a deviation of 4.6
+        scales_GN = (0.5 + torch.rand((groups, outputs), generator=random)) * (STD / 4.6)
+        yield f"{name}.qweight", pack_columns(q_KN)
+        yield f"{name}.qzeros", pack_columns(zeros_GN)
+        yield f"{name}.scales", scales_GN.to(torch.float16)
+
+    yield "model.embed_tokens.weight", normal(shape.vocab, shape.hidden)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", norm(shape.hidden)
+        yield f"{prefix}.post_attention_layernorm.weight", norm(shape.hidden)
+        if shape.model_type == "qwen3":
+            yield f"{prefix}.self_attn.q_norm.weight", norm(shape.head_dim)
+            yield f"{prefix}.self_attn.k_norm.weight", norm(shape.head_dim)
+        for name, inputs, outputs in shape.linears():
+            yield from linear(f"{prefix}.{name}", inputs, outputs)
+    yield "model.norm.weight", norm(shape.hidden)
+    if not shape.tied:
+        yield "lm_head.weight", normal(shape.vocab, shape.hidden)
+
+
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    weight_map: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    total = held = 0
+
+    def flush() -> None:
+        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in tensors:
+        shard[name] = tensor.contiguous()
+        held += tensor.nbytes
+        total += tensor.nbytes
+        if held >= SHARD_BYTES:
+            flush()
+            held = 0
+    if shard:
+        flush()
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    folder.joinpath("model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_tokenizer(folder: Path, vocab: int) -> None:
+    source = demo_model("target")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    words: dict[str, int] = tokenizer["model"]["vocab"]
+    words |= {f"Ġ{number:05d}": number for number in range(max(words.values()) + 1, vocab)}
+    folder.joinpath("tokenizer.json").write_text(json.dumps(tokenizer))
+    shutil.copy(source / "tokenizer_config.json", folder)
+
+
+def _digest(shape: Shape) -> str:
+    told = json.dumps([VERSION, SEED, asdict(shape)])
+    return hashlib.sha256(told.encode()).hexdigest()[:8]
+
+
+def _whole_or_not_at_all(place: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder under another name and rename it; another process may have done so first."""
+    there = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+    try:
+        there.mkdir(parents=True)
+        write(there)
+        there.rename(place)
+    except OSError as error:
+        if not place.is_dir():
+            raise OutputError(f"{place}: the checkpoint cannot be written ({error})") from None
+    finally:
+        shutil.rmtree(there, ignore_errors=True)

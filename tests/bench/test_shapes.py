@@ -1,0 +1,80 @@
+"""Random checkpoints: transformers and the engine both read what is written, and AWQ has a dense twin."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pipeline.bench import shapes
+from pipeline.bench.shapes import BenchModel, bench_model, dequantized, pack_columns
+from pipeline.engine.tokenizer import Tokenizer
+from pipeline.errors import ConfigError
+from pipeline.model.config import read_config
+from pipeline.model.load import WeightReader
+from pipeline.quant.awq import unpack_columns
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
+
+
+def test_packing_is_the_inverse_of_unpacking():
+    q = torch.randint(0, 16, (5, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(unpack_columns(pack_columns(q)), q)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-awq"])
+def test_every_tensor_is_used_and_the_tokenizer_has_the_vocabulary(tmp_path, name):
+    model = bench_model(name, str(tmp_path))
+    config = read_config(model.folder)
+    assert (config.awq is not None) == name.endswith("awq")
+    assert "random weights" in model.about
+    reader = WeightReader(model.folder, config)
+    reader.embedding()
+    assert len(list(reader.layers())) == config.num_layers
+    reader.final_norm()
+    reader.lm_head()
+    reader.finish()
+    tokenizer = Tokenizer.from_folder(str(model.folder))
+    assert tokenizer.vocab_size == config.vocab_size
+    assert tokenizer.decode([1024, 2047]) == " 01024 02047"
+
+
+def test_a_shape_is_written_once_and_is_the_same_every_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "SHARD_BYTES", 1 << 20)
+    said = []
+    first = bench_model("tiny", str(tmp_path / "a"), said.append)
+    assert bench_model("tiny", str(tmp_path / "a"), said.append) == first
+    assert len(said) == 1
+    second = bench_model("tiny", str(tmp_path / "b"))
+    shards = sorted(file.name for file in first.folder.glob("*.safetensors"))
+    assert len(shards) > 1
+    for shard in shards:
+        one, other = load_file(first.folder / shard), load_file(second.folder / shard)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [first.folder.name]
+
+
+def test_the_dense_twin_of_an_awq_shape_holds_what_the_engine_dequantizes(tmp_path):
+    folder = bench_model("tiny-awq", str(tmp_path)).folder
+    dense = dequantized(folder, torch.float32)
+    assert dequantized(folder, torch.float32) == dense
+    packed, plain = (list(WeightReader(f, read_config(f)).layers()) for f in (folder, dense))
+    for ours, theirs in zip(packed, plain):
+        assert torch.equal(ours.qkv.dequantize(torch.float32), theirs.qkv.weight_NK)
+        assert torch.equal(ours.down.dequantize(torch.float32), theirs.down.weight_NK)
+        assert 0.015 < theirs.down.weight_NK.std() < 0.03
+    with pytest.raises(ConfigError, match="not an AWQ"):
+        dequantized(dense, torch.float32)
+    assert "quantization_config" not in json.loads((dense / "config.json").read_text())
+    assert next(AutoModelForCausalLM.from_pretrained(dense).parameters()).dtype == torch.float32
+
+
+def test_other_names_are_models():
+    found = bench_model("demo:target-awq")
+    assert isinstance(found, BenchModel)
+    assert found.folder.name == "target-awq"
+    assert set(shapes.NAMES) >= {"tiny", "qwen3-0.6b", "llama-8b", "qwen3-0.6b-awq", "llama-8b-awq"}
