@@ -184,6 +184,7 @@ class RunRecord:
     storage_retries: dict[str, int] = field(default_factory=dict)  # of the driver's process, by kind
     units_found: int = 0  # handed out, but their part was there before any work
     skipped_files: list[SkippedInput] = field(default_factory=list)
+    error_rows: dict[str, int] = field(default_factory=dict)  # of `rows_written`, by code
 
     @property
     def machine_us(self) -> int:

@@ -106,6 +106,18 @@ class PartTotals:
             self.num_generated_tokens + other.num_generated_tokens,
         )
 
+    def __sub__(self, other: "PartTotals") -> "PartTotals":
+        """Without what `other` counts; nothing falls below 0."""
+        errors = Counter(self.error_rows) - Counter(other.error_rows)
+        return PartTotals(
+            max(0, self.rows - other.rows),
+            max(0, self.units - other.units),
+            dict(sorted(errors.items())),
+            max(0, self.num_input_tokens - other.num_input_tokens),
+            max(0, self.num_cached_tokens - other.num_cached_tokens),
+            max(0, self.num_generated_tokens - other.num_generated_tokens),
+        )
+
     @classmethod
     def of_table(cls, table: pa.Table) -> "PartTotals":
         """The totals of one unit's output rows."""

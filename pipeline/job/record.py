@@ -19,7 +19,7 @@ from typing import Any
 
 import pipeline
 from pipeline.cost import RunReport, build_report
-from pipeline.data.parts import PartStore
+from pipeline.data.parts import PartStore, Progress
 from pipeline.data.records import PartTotals
 from pipeline.data.storage import retry_counts
 from pipeline.job.ledger import ActorState
@@ -122,6 +122,7 @@ class RunLog:
             dict(Counter(retry_counts()) - Counter(self.retries_before)),
             self.found_units,
             self.skipped_files,
+            dict(self.computed.error_rows),
         )
 
     def save(self) -> RunRecord:
@@ -142,6 +143,16 @@ def load_runs(store: PartStore) -> list[RunRecord]:
                 record = RunRecord.from_json({**record.to_json(), "outcome": "killed"})
             runs.append(record)
     return runs
+
+
+def totals_so_far(store: PartStore, done: Progress) -> PartTotals:
+    """About what the parts hold, without opening one: rows and units from their names, tokens and errors as the runs
+    recorded them. Of a killed run the last second or two is missing; what --retry-failed made anew is in it twice."""
+    totals = PartTotals()
+    for run in load_runs(store):
+        tokens = run.input_tokens, run.cached_tokens, run.generated_tokens
+        totals += PartTotals(0, 0, run.error_rows, *tokens)
+    return replace(totals, rows=done.num_rows, units=done.num_units)
 
 
 def _is_gone(where: Mapping[str, str]) -> bool:

@@ -25,12 +25,12 @@ from pipeline.job.fingerprint import claim, record_numerics
 from pipeline.job.ledger import ActorState, Order
 from pipeline.job.partial import remove_all
 from pipeline.job.plan import Plan, make_plan, what_is_left
-from pipeline.job.record import STATUS, RunLog, make_report, versions
+from pipeline.job.record import STATUS, RunLog, make_report, totals_so_far, versions
 from pipeline.job.retry import split_totals, tasks_with_failed
 from pipeline.job.spot import SpotNotice
 from pipeline.job.stages import UnitSummary
 from pipeline.job.status import Status
-from pipeline.job.verify import verify, write_empty_part, write_success
+from pipeline.job.verify import read_success, verify, write_empty_part, write_success
 from pipeline.job.worker import Backend
 from pipeline.metrics import SkippedInput
 
@@ -87,11 +87,12 @@ def run_job(
                 rows_written=plan.num_rows,
             )
         )
-        return make_report(store, config.name, plan.fingerprint.digest, store.totals(), plan.num_rows, finished=True)
+        totals = read_success(store) or store.totals()
+        return make_report(store, config.name, plan.fingerprint.digest, totals, plan.num_rows, finished=True)
     if accept_numerics:
         record_numerics(store, plan.fingerprint)
-    if not retry_failed and done.num_units:
-        before = store.totals()
+    if not retry_failed:
+        before = totals_so_far(store, done)
     log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device})
     log.retries_before = retries_before
     log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
@@ -322,8 +323,12 @@ class _Run:
 
     def check_error_rate(self, totals: PartTotals | None = None) -> None:
         """Raise TooManyRowErrors as soon as the limit cannot be kept any more, however the rest goes."""
-        failed = (totals or self._done()).num_error_rows
         limit, rows = self._plan.config.run.max_error_rate, self._plan.num_rows
+        failed = (totals or self._done()).num_error_rows
+        if totals is None and failed and failed / rows > limit:  # as far as is recorded: now look
+            there = self._store.totals()
+            self._before = there - self._log.written - self._log.lost
+            failed = there.num_error_rows
         if failed and failed / rows > limit:
             first = "".join(f"\n  {line}" for line in self._log.first_errors)
             raise TooManyRowErrors(

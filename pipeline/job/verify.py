@@ -3,7 +3,7 @@ say."""
 
 import json
 
-from pipeline.data.parts import PartName, PartStore
+from pipeline.data.parts import SUCCESS, PartName, PartStore
 from pipeline.data.records import PartTotals
 from pipeline.errors import OutputError, PipelineError
 from pipeline.job.plan import Plan, what_is_left
@@ -30,6 +30,20 @@ def verify(plan: Plan, store: PartStore) -> PartTotals:
             f"their names, the input has {plan.num_rows}; were parts added or removed by hand?"
         )
     return totals
+
+
+def read_success(store: PartStore) -> PartTotals | None:
+    """What `_SUCCESS` says the output holds; None where there is none, or one that says something else."""
+    try:
+        counts = json.loads(store.read(SUCCESS) or b"null")
+        return PartTotals(
+            counts["completed_rows"] + counts["error_rows"],
+            counts["parts"],
+            dict(counts["errors"]),
+            *(counts[name] for name in ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:

@@ -73,3 +73,10 @@ def test_totals_are_found_under_any_name():
     assert PartTotals.of_table(schema.empty_table()) == PartTotals(units=1)
     with pytest.raises(PipelineError, match="output_schema"):
         result_column(pa.table({"x": [1]}), "error")
+
+
+def test_totals_are_taken_away_again():
+    a = PartTotals(3, 1, {"null_prompt": 2}, 10, 4, 5)
+    b = PartTotals(4, 2, {"null_prompt": 1, "engine_failure": 3}, 20, 6, 7)
+    assert a + b - b == a
+    assert a - b == PartTotals(error_rows={"null_prompt": 1})

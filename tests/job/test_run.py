@@ -42,8 +42,11 @@ def run(job, signals=(), **sections):
     """Run the job with these sections changed. `signals`: (when, number), sent once each as `when(status)` holds."""
     statuses, to_send = [], list(signals)
 
+    seen = sections.pop("show", lambda status: None)
+
     def show(status):
         statuses.append(status)
+        seen(status)
         if to_send and to_send[0][0](status):
             os.kill(os.getpid(), to_send.pop(0)[1])
 
@@ -369,3 +372,28 @@ def test_kept_columns_keep_their_types_and_order(job):
     assert schema.names[:2] == ["a", "b"]
     assert schema.field("a").type == pa.list_(pa.float32())
     assert schema.field("b").type == pa.int16()
+
+
+def test_resuming_opens_no_part_before_the_count_at_the_end(job, monkeypatch):
+    """Names say what is there; a million footers would take an hour over a store."""
+    job.rows([None, *TEXTS[1:]])
+    run(job)
+    job.parts()[-1].unlink()
+    (job.output / "_SUCCESS").unlink()
+    opened, phase = [], ["planning"]
+    monkeypatch.setattr(PartStore, "_footer", _telling(PartStore._footer, lambda: opened.append(phase[0])))
+    _, statuses = run(job, show=lambda status: phase.__setitem__(0, status.phase))
+    assert set(opened) == {"verifying"}
+    assert statuses[1].error_rows == 1, "as the run before recorded it"
+    opened.clear()
+    report, _ = run(job)
+    assert not opened, "of a finished job _SUCCESS has the counts"
+    assert (report.rows.written, report.rows.errors) == (50, 1)
+
+
+def _telling(function, tell):
+    def told(*args):
+        tell()
+        return function(*args)
+
+    return told
