@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[2]
 WEIGHTS = {"driver": 35, "engine": 35, "worker": 25, "node": 5}
 RESUMABLE = (3, 75)  # exit codes after which the same command goes on
 LONGEST_RUN_S = 900.0
+SOON_AFTER_A_PART = 0.6  # of the kills
+PATIENCE_S = 120.0
 BUSY = {"lost_put": 0.05, "slow_down": 0.05, "server_error": 0.02, "conflict": 0.02, "error_body": 0.02,
         "truncated": 0.02, "reset": 0.02, "slow": 0.02}  # fmt: skip
 
@@ -223,11 +225,11 @@ def _one_job(
             began = time.monotonic()
             while driver.poll() is None:
                 assert time.monotonic() - began < LONGEST_RUN_S, f"a run hangs; {_words(complaints)}"
-                wait_s = draw.uniform(0.0, longest_s) if happened.kills.total() < kills else 5.0
-                try:
-                    driver.wait(timeout=wait_s)
-                except subprocess.TimeoutExpired:
-                    if happened.kills.total() < kills and (kind := strike(driver.pid, draw)) is not None:
+                if happened.kills.total() >= kills:
+                    _wait(driver, 5.0)
+                elif _wait_for_moment(driver, place, output, draw, longest_s):
+                    kind = strike(driver.pid, draw)
+                    if kind is not None:
                         happened.kills[kind] += 1
                         happened.parts_at_kill.append(len(place.parts(output)))
                         say(f"{time.monotonic() - began:6.1f} s: killed {kind}; {happened.parts_at_kill[-1]} parts")
@@ -240,12 +242,39 @@ def _one_job(
                 return json.loads(told.read())
             assert driver.returncode in (-signal.SIGKILL, *RESUMABLE), f"{driver.returncode}: {_words(complaints)}"
             if driver.returncode != -signal.SIGKILL:
-                say(f"a run ended with {driver.returncode}: {_words(complaints)[-300:]}")
+                say(f"a run ended with {driver.returncode}: {_reason(_words(complaints))}")
+
+
+def _wait(driver: subprocess.Popen, seconds: float) -> bool:
+    """Whether the driver still runs after so long."""
+    try:
+        driver.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _wait_for_moment(
+    driver: subprocess.Popen, place: Place, output: str, draw: random.Random, longest_s: float
+) -> bool:
+    """Wait for the next kill: most come soon after a new part stands, the others at any time, in the middle of a start
+    too. Without the first kind a slow machine would never get as far as a part. False: the driver has ended."""
+    if draw.random() < SOON_AFTER_A_PART:
+        stood, deadline = len(place.parts(output)), time.monotonic() + PATIENCE_S
+        while len(place.parts(output)) == stood and time.monotonic() < deadline:
+            if not _wait(driver, 0.5):
+                return False
+        return _wait(driver, draw.uniform(0.0, longest_s / 5))
+    return _wait(driver, draw.uniform(0.0, longest_s))
 
 
 def _words(file) -> str:
     file.seek(0)
     return file.read()[-3000:]
+
+
+def _reason(words: str) -> str:
+    return next((line for line in words.splitlines() if line.startswith("Error: ")), words[-300:])
 
 
 def main() -> None:
