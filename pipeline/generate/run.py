@@ -1,0 +1,161 @@
+"""Runs a handful of prompts through an engine in this process. A row is rendered, tokenized, seeded as a job's is."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.config import JobConfig, without_password
+from pipeline.data.prompts import PromptSpec
+from pipeline.data.records import RESULT_NAMES, output_schema
+from pipeline.data.units import UnitSpec, make_units
+from pipeline.engine.params import Completion, Request
+from pipeline.errors import ConfigError
+from pipeline.generate.answer import Answer, Saved
+from pipeline.generate.prompts import Prompts
+from pipeline.job.actors import chat_of
+from pipeline.job.checkpoint import resolve_model
+from pipeline.job.stages import Tokenize
+
+SAY_EVERY_S = 5.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of all prompts together."""
+
+    prompts: int
+    failed: int
+    num_input_tokens: int
+    num_generated_tokens: int
+    seconds: float
+
+    def to_text(self) -> str:
+        failed = f", {self.failed:,} failed" if self.failed else ""
+        return (
+            f"{self.prompts:,} prompt{'' if self.prompts == 1 else 's'}{failed}; {self.num_input_tokens:,} tokens in, "
+            f"{self.num_generated_tokens:,} out, {self.seconds:.1f} s"
+        )
+
+
+def complete(
+    config: JobConfig, prompts: Prompts, saved: Saved | None, show: Callable[[Answer], None], say: Say
+) -> Done:
+    """Run all prompts. Each answer is shown as its turn comes or, where there is a file, saved in the end.
+
+    A prompt that fails is counted and does not stop the others.
+    """
+    schema = _schema(prompts, say) if saved is not None else None
+    began, kept = time.monotonic(), []
+    count: Counter[str] = Counter()
+    for answer in answers(config, prompts, say):
+        done = answer.completion
+        count.update(failed=done.error is not None, read=done.num_prompt_tokens, generated=len(done.token_ids))
+        if saved is None:
+            show(answer)
+        else:
+            kept.append(answer)
+    if saved is not None and schema is not None:
+        saved.write(kept, schema)
+        say(f"wrote {saved.path}")
+    seconds = round(time.monotonic() - began, 3)
+    told = Done(prompts.num_rows, count["failed"], count["read"], count["generated"], seconds)
+    say(told.to_text())
+    return told
+
+
+def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
+    """Each prompt's answer, in the input's order, as soon as it and those before it are finished.
+
+    A prompt that fails is an answer with an error. Raises ModelError, ConfigError before the first one.
+    """
+    prompt, params = config.prompt, config.sampling_params()
+    spec = PromptSpec(prompt.column, prompt.template, prompt.messages, prompt.max_bytes)
+    inputs = prompts.table.select(list(range(prompts.table.num_columns - 2)))
+    spec.check(inputs.schema)
+    for option, column in config.sampling_columns().items():
+        if column not in inputs.schema.names:
+            raise ConfigError(f"sampling.{option}: the input has no column {column!r}")
+    run = config.run
+    units = make_units(
+        prompts.table,
+        UnitSpec(spec, (), config.sampling_columns(), params.max_tokens, run.unit_tokens, run.unit_rows),
+        window=0,
+    )
+    say(f"loading {without_password(config.model.path)}")
+    folder = resolve_model(config.model.path, config.model.storage, say)
+    from pipeline.engine.engine import Engine
+
+    with Engine(config.engine_config(str(folder)), say) as engine:
+        tokenize = Tokenize(engine.tokenizer, params, config.seed, chat_of(config))
+        rendered: dict[int, str | None] = {}
+        requests: list[Request] = []
+        done: dict[int, Completion] = {}
+        for unit in units:
+            lines = unit.own("source_row").to_pylist()
+            rendered |= zip(lines, unit.own("_prompt").to_pylist())
+            asked, failed = tokenize(unit)
+            requests += [replace(r, row_id=lines[r.row_id]) for r in asked]  # type: ignore[index]
+            done |= {lines[c.row_id]: c for c in failed}  # type: ignore[index]
+        requests.sort(key=lambda request: request.row_id)  # type: ignore[arg-type,return-value]
+        finished = engine.stream(requests)
+        told = _Told(say, prompts.num_rows)
+        for values in prompts.table.to_pylist():
+            line = values["source_row"]
+            while line not in done:
+                completion = next(finished)
+                done[completion.row_id] = completion  # type: ignore[index]
+                told(completion)
+            yield _answer(rendered[line], values, done.pop(line))
+
+
+class _Told:
+    """A line every few seconds: how many are done, and how fast."""
+
+    def __init__(self, say: Say, total: int) -> None:
+        self._say, self._total = say, total
+        self._began = self._said = time.monotonic()
+        self._done = self._tokens = 0
+
+    def __call__(self, completion: Completion) -> None:
+        now = time.monotonic()
+        self._done += 1
+        self._tokens += len(completion.token_ids)
+        if now >= self._said + SAY_EVERY_S:
+            self._said = now
+            rate = self._tokens / (now - self._began)
+            self._say(f"{self._done:,} of {self._total:,} prompts, {rate:,.0f} tok/s out")
+
+
+def _schema(prompts: Prompts, say: Say) -> pa.Schema:
+    """The columns of a saved result. Keys of the input that have a result's name are left out, aloud."""
+    names = prompts.table.schema.names[:-2]
+    clashes = [name for name in names if name in RESULT_NAMES]
+    if clashes:
+        say(f"left out of the output, as results have these names: {', '.join(clashes)}")
+    kept = pa.schema([prompts.table.schema.field(i) for i, name in enumerate(names) if name not in clashes])
+    return output_schema(kept, {}, logprobs=False)
+
+
+def _answer(prompt: str | None, values: dict[str, Any], completion: Completion) -> Answer:
+    result = {
+        "generated_text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "error_message": completion.error_message,
+        "num_input_tokens": completion.num_prompt_tokens,
+        "num_cached_tokens": completion.num_cached_tokens,
+        "num_generated_tokens": len(completion.token_ids),
+        "source_file": values["source_file"],
+        "source_row": values["source_row"],
+    }
+    where = values["source_file"]
+    if where != "--prompt":
+        where += f" line {values['source_row'] + 1}"
+    kept = {name: value for name, value in values.items() if name not in RESULT_NAMES}
+    return Answer(prompt, where, completion, {**kept, **result})
