@@ -63,6 +63,11 @@ class Workload:
             for prompt, output in self.lengths()
         ]
 
+    def one(self, name: str, output_tokens: int) -> BenchRequest:
+        """A single request of exactly `prompt_tokens` and `output_tokens`; another name has another prompt."""
+        rng = np.random.default_rng([self.seed, 3, zlib.crc32(name.encode())])
+        return BenchRequest(rng.integers(FIRST_TOKEN, self.vocab_size, self.prompt_tokens).tolist(), output_tokens)
+
     @property
     def num_prompt_tokens(self) -> int:
         return sum(prompt for prompt, _ in self.lengths())

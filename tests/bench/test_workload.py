@@ -19,6 +19,8 @@ def test_rounds_have_the_same_lengths_and_share_no_prefix():
     tokens = [token for r in one for token in r.prompt_token_ids]
     assert FIRST_TOKEN <= min(tokens) < max(tokens) < 32_000
     assert count_tokens(one) == (WORK.num_prompt_tokens, WORK.num_output_tokens)
+    assert WORK.one("1", 5) == WORK.one("1", 5) != WORK.one("2", 5)
+    assert (len(WORK.one("1", 5).prompt_token_ids), WORK.one("1", 5).max_tokens) == (120, 5)
     assert WORK.longest == max(prompt + output for prompt, output in WORK.lengths())
 
 

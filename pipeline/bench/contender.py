@@ -1,0 +1,160 @@
+"""What `bench engine` compares in this process: this engine with a record of its steps, and `transformers.generate` in
+static batches. Each completes a list of requests and says how long it took. Other environments' are `peer.Peer`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.bench.workload import BenchRequest
+from pipeline.engine.engine import Engine, Runner
+from pipeline.engine.step import StepInput
+from pipeline.errors import PipelineError
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of the engine. kv_tokens: the contexts of the sequences that computed a single token, added up.
+
+    wall_s is the whole step, model_s what of it the model took.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    num_logit_rows: int
+    kv_tokens: int
+    wall_s: float
+    model_s: float
+
+    @property
+    def decodes_only(self) -> bool:
+        return self.num_tokens == self.num_sequences
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The requests' tokens in their order, and the time from the first request to the last token."""
+
+    wall_s: float
+    token_ids: list[list[int]]
+    steps: list[StepTime] = field(default_factory=list)
+
+
+class _RecordingRunner:
+    """Passes steps on to the engine's runner and notes their sizes and the model's time."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.vocab_size = runner, runner.vocab_size
+        self.last: tuple[StepInput, float] | None = None
+
+    def execute(self, step: StepInput) -> torch.Tensor:
+        start = time.perf_counter()
+        logits = self.runner.execute(step)
+        self.last = (step, time.perf_counter() - start)
+        return logits
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        self.runner.zero_blocks(blocks)
+
+    def take(self, wall_s: float) -> StepTime | None:
+        if self.last is None:
+            return None
+        step, model_s = self.last
+        self.last = None
+        single_S = np.diff(step.query_start_S1) == 1
+        return StepTime(
+            len(step.context_len_S),
+            len(step.token_id_T),
+            len(step.logit_row_R),
+            int(step.context_len_S[single_S].sum()),
+            wall_s,
+            model_s,
+        )
+
+
+class ThisEngine:
+    """All requests are added at once; the engine's scheduler does the rest."""
+
+    name = "this engine"
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._recording = _RecordingRunner(engine.runner)
+        engine.runner = self._recording
+
+    def run(self, requests: Sequence[BenchRequest]) -> Ran:
+        """Raises PipelineError when a request fails or finds anything in the prefix cache."""
+        token_ids: list[list[int]] = [[] for _ in requests]
+        steps: list[StepTime] = []
+        start = time.perf_counter()
+        for index, request in enumerate(requests):
+            self.engine.add(request.to_request(index))
+        while self.engine.has_unfinished:
+            before = time.perf_counter()
+            completions = self.engine.step()
+            step = self._recording.take(time.perf_counter() - before)
+            if step is not None:
+                steps.append(step)
+            for completion in completions:
+                if completion.error is not None:
+                    raise PipelineError(f"request {completion.row_id} failed: {completion.error_message}")
+                if completion.num_cached_tokens:
+                    raise PipelineError(f"request {completion.row_id} was found in the prefix cache: not a fresh round")
+                assert isinstance(completion.row_id, int)
+                token_ids[completion.row_id] = completion.token_ids
+        return Ran(time.perf_counter() - start, token_ids, steps)
+
+
+class GenerateModel:
+    """A checkpoint loaded by transformers, for static batches of several sizes."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        self.model.eval().to(device)
+        self.device = device
+        # A new one: what the folder's says of EOS would end rows early.
+        self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
+
+    @torch.inference_mode()
+    def next_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits (vocabulary) of the token after `token_ids`."""
+        return self.model(torch.tensor([token_ids], device=self.device), logits_to_keep=1).logits[0, -1].float()
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
+        """One batch, padded on the left; as many tokens for all as the one that wants most."""
+        length = max(len(r.prompt_token_ids) for r in requests)
+        padding = [length - len(r.prompt_token_ids) for r in requests]
+        ids_BT = torch.tensor([[0] * pad + r.prompt_token_ids for pad, r in zip(padding, requests)])
+        mask_BT = torch.tensor([[0] * pad + [1] * (length - pad) for pad in padding])
+        most = max(r.max_tokens for r in requests)
+        out_BT = self.model.generate(
+            input_ids=ids_BT.to(self.device), attention_mask=mask_BT.to(self.device), max_new_tokens=most
+        )
+        assert out_BT.shape[1] == length + most, "no row ends by itself"
+        return [row[length : length + r.max_tokens].tolist() for row, r in zip(out_BT, requests)]
+
+
+class StaticBatches:
+    """`transformers.generate` over batches of `batch_size` requests, sorted by the prompts' lengths."""
+
+    def __init__(self, model: GenerateModel, batch_size: int) -> None:
+        self.model, self.batch_size = model, batch_size
+        self.name = f"transformers.generate, {batch_size} at once"
+
+    def run(self, requests: Sequence[BenchRequest]) -> Ran:
+        token_ids: list[list[int]] = [[] for _ in requests]
+        start = time.perf_counter()
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids))
+        for first in range(0, len(order), self.batch_size):
+            rows = order[first : first + self.batch_size]
+            for row, tokens in zip(rows, self.model.generate([requests[row] for row in rows])):
+                token_ids[row] = tokens
+        return Ran(time.perf_counter() - start, token_ids)

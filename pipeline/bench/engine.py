@@ -1,0 +1,311 @@
+"""This engine against `transformers.generate` and other engines: the same requests, in turn, in one run.
+
+Every contender gets the same checkpoint, token ids, output lengths, type and threads, and its own rounds alternate
+with the others'. Ratios are taken within a round. That the work was the same is checked by the tokens: in float32
+they are equal or part at a near-tie, else the run ends without a figure.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from pipeline.bench.agreement import Agreement, NextLogits, compare
+from pipeline.bench.contender import GenerateModel, Ran, StaticBatches, ThisEngine
+from pipeline.bench.floor import Phase, phases
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, read_bandwidth
+from pipeline.bench.peer import Peer, PeerTask
+from pipeline.bench.shapes import bench_model, dequantized
+from pipeline.bench.workload import BenchRequest, Workload
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.runner import ModelRunner
+from pipeline.errors import ConfigError
+from pipeline.model.config import ModelConfig, read_config
+
+NEAR_BEST = 0.9  # static batch sizes whose trial came this near to the best one's are all run in the rounds
+SINGLE_TOKENS = 64
+TRIAL = "trial"  # the round before the counted ones
+WARM_UP = [BenchRequest([16] * 8, 4), BenchRequest([17] * 5, 3)]
+
+Run = Callable[[str], Ran]
+"""Name of a set of requests -> what became of it."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one contender: wanted tokens a second of the whole set and of one request alone, over the rounds.
+
+    faster and single_faster: how many times as fast this engine was, round by round. agreement: its tokens with this
+    engine's.
+    """
+
+    name: str
+    tokens_per_s: Spread
+    single_tokens_per_s: Spread
+    faster: Spread | None
+    single_faster: Spread | None
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True)
+class EngineBench:
+    model: str
+    dtype: str
+    work: str
+    speeds: tuple[Speed, ...]
+    trials: dict[int, float]  # static batch size -> tokens a second in the round before the counted ones
+    rounds: int
+    phases: tuple[Phase, ...]
+    read_bytes_per_s: float
+    strict: bool
+    settings: dict[str, str | int]
+    peers: dict[str, dict[str, str]]
+    machine: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bench": "engine", **asdict(self), "shares": {p.name.strip(): p.share for p in self.phases}}
+
+    def to_text(self) -> str:
+        lines = [
+            "Greedy completions of the same requests by each in turn; each round new prompts of the same lengths.",
+            f"Model: {self.model}; {self.dtype} ({self.settings['weights']}).",
+            f"Work: {self.work}.",
+            facts_to_text(self.machine),
+            f"Medians of {self.rounds} rounds (least to most); ratios within a round. Only tokens that were asked for "
+            "count.",
+            "",
+            f"{'':<34} {'tokens/s':>24} {'one request alone':>24} {'this engine is':>24} {'for one alone':>24}",
+        ]
+        for s in self.speeds:
+            faster, single = (f"{v.to_text()} x" if v is not None else "" for v in (s.faster, s.single_faster))
+            lines.append(
+                f"{s.name:<34} {s.tokens_per_s.to_text(1):>24} {s.single_tokens_per_s.to_text(1):>24} "
+                f"{faster:>24} {single:>24}"
+            )
+        lines += ["", *self._about_others(), *self._about_floor()]
+        return "\n".join(lines)
+
+    def _about_others(self) -> Iterator[str]:
+        if self.trials:
+            trials = ", ".join(f"{size}: {speed:,.1f}" for size, speed in self.trials.items())
+            yield (
+                "transformers.generate: static batches of prompts sorted by length, padded on the left, each run as "
+                f"long as its longest row. Tokens/s in a trial by batch size: {trials}; the sizes near the best took part."
+            )
+        for speed in self.speeds:
+            if speed.agreement is not None:
+                yield f"Same tokens as {speed.name}: {speed.agreement.to_text()}."
+        if self.trials and not self.strict:
+            yield "In 16 bit a near-tie may go either way in every engine, and what follows it differs: counted only."
+        for name, about in self.peers.items():
+            yield f"Peer {name}: {facts_to_text(about)}."
+        if not self.peers:
+            yield "No other engine took part (--peer)."
+
+    def _about_floor(self) -> Iterator[str]:
+        if not self.phases:
+            yield "The floor is measured on processors only."
+            return
+        yield ""
+        yield (
+            "Where this engine's time went, all rounds, against its floor: its own linears alone, and in decoding keys "
+            f"and values read at {self.read_bytes_per_s / 1e9:.1f} GB/s, both measured after the rounds."
+        )
+        yield f"{'steps of':<22} {'steps':>7} {'tokens':>9} {'s':>8} {'model':>8} {'linears':>8} {'KV':>7} {'share':>7}"
+        for p in self.phases:
+            yield (
+                f"{p.name:<22} {p.steps:>7,} {p.tokens:>9,} {p.wall_s:>8.2f} {p.model_s:>8.2f} {p.gemm_s:>8.2f} "
+                f"{p.kv_s:>7.2f} {p.share:>7.0%}"
+            )
+        yield "model: part of s in the model; linears + KV: the floor; share: floor / s. Steps of prompts decode too."
+
+
+def bench_engine(
+    model: str = "qwen3-0.6b",
+    requests: int = 48,
+    rounds: int = 3,
+    prompt_tokens: int = 120,
+    output_tokens: tuple[int, int] = (16, 128),
+    batch_sizes: Sequence[int] = (4, 8, 16),
+    threads: int | None = None,
+    dtype: str = "auto",
+    peers: Sequence[tuple[str, str]] = (),
+    folder: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> EngineBench:
+    """Measure `model` (see `shapes.bench_model`). No `batch_sizes`: without transformers. `peers`: name and place.
+
+    Raises PipelineError when contenders do not do the same work, EnvironmentFailed when a peer fails.
+    """
+    if rounds < 1 or any(size < 1 for size in batch_sizes):
+        raise ConfigError(f"{rounds} rounds, batches of {list(batch_sizes)}: expected at least 1 of each")
+    found = bench_model(model, folder, say)
+    config = read_config(found.folder)
+    work = Workload(requests, prompt_tokens, *output_tokens, config.vocab_size)
+    sets = _sets(work, rounds)
+    longest = max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each)
+    with ExitStack() as stack:
+        options = EngineConfig(str(found.folder), dtype=dtype, num_threads=threads, max_model_len=longest)
+        engine = stack.enter_context(Engine(options, say))
+        engine.warm_up()
+        runner = engine.runner
+        assert isinstance(runner, ModelRunner)
+        machine, device = machine_facts(), runner.decoder.device
+        ours = ThisEngine(engine)
+        lineup = _Lineup(sets, {ours.name: lambda name: ours.run(sets[name])}, say)
+
+        dense = found.folder
+        if config.awq is not None and (batch_sizes or peers):
+            dense = dequantized(found.folder, runner.decoder.dtype, say)
+        about: dict[str, dict[str, str]] = {}
+        for name, place in peers:
+            say(f"starting {name}")
+            task = _peer_task(engine, found.folder, dense, config, sets)
+            peer = stack.enter_context(Peer(name, place, task))
+            lineup.runs[name], about[name] = peer.run_set, peer.about
+        if batch_sizes:
+            say("loading the model with transformers")
+            generate = GenerateModel(dense, runner.decoder.dtype, str(device))
+            lineup.add_statics([StaticBatches(generate, size) for size in batch_sizes], generate.next_logits)
+
+        lineup.trial(ours.name, strict=runner.decoder.dtype == torch.float32)
+        for number in range(1, rounds + 1):
+            lineup.round(number)
+        say("measuring the floor")
+        steps = [step for ran in lineup.ran(ours.name, "set") for step in ran.steps]
+        bandwidth = read_bandwidth()
+        on_cpu = device.type == "cpu"
+        return EngineBench(
+            model=found.about,
+            dtype=str(engine.resolved["dtype"]),
+            work=work.to_text(),
+            speeds=lineup.speeds(ours.name),
+            trials=lineup.trials,
+            rounds=rounds,
+            phases=tuple(phases(steps, runner.decoder, bandwidth)) if on_cpu else (),
+            read_bytes_per_s=bandwidth,
+            strict=lineup.strict,
+            settings=dict(engine.resolved),
+            peers=about,
+            machine=machine,
+        )
+
+
+class _Lineup:
+    """The contenders and what became of every set that each has run."""
+
+    def __init__(self, sets: dict[str, list[BenchRequest]], runs: dict[str, Run], say: Callable[[str], None]) -> None:
+        self.sets, self.runs, self.say = sets, runs, say
+        self.trials: dict[int, float] = {}
+        self.strict = False
+        self._statics: list[StaticBatches] = []
+        self._next_logits: NextLogits | None = None
+        self._results: dict[str, dict[str, Ran]] = {}
+        self._agreement: dict[str, Agreement] = {}
+
+    def add_statics(self, statics: list[StaticBatches], next_logits: NextLogits) -> None:
+        self._statics, self._next_logits = statics, next_logits
+
+    def trial(self, ours: str, strict: bool) -> None:
+        """A round that does not count: it warms all up, compares tokens and finds the static batch sizes worth it.
+
+        strict: whether tokens of static batches may differ at near-ties only.
+        """
+        self.strict = strict
+        self._ours = ours
+        for static in self._statics:
+            self.runs[static.name] = lambda name, static=static: static.run(self.sets[name])
+        for name in self.runs:
+            self._run(name, "set", TRIAL)
+        self._compare(TRIAL)
+        wanted = sum(request.max_tokens for request in self.sets[f"set {TRIAL}"])
+        self.trials = {s.batch_size: wanted / self._results[s.name][f"set {TRIAL}"].wall_s for s in self._statics}
+        for static in self._statics:
+            if self.trials[static.batch_size] < NEAR_BEST * max(self.trials.values()):
+                del self.runs[static.name]
+
+    def round(self, number: int) -> None:
+        for name in alternating(list(self.runs), number)[-1]:
+            self._run(name, "set", number)
+            self._run(name, "one", number)
+        self._compare(number)
+
+    def ran(self, name: str, kind: str) -> list[Ran]:
+        """Of the counted rounds."""
+        return [ran for key, ran in self._results[name].items() if key.startswith(kind) and not key.endswith(TRIAL)]
+
+    def speeds(self, ours: str) -> tuple[Speed, ...]:
+        """This engine first; of the static batches only the best."""
+        static = {
+            s.name: median(r.wall_s for r in self.ran(s.name, "set")) for s in self._statics if s.name in self.runs
+        }
+        best = min(static, key=lambda name: static[name]) if static else None
+        names = [name for name in self.runs if name not in static or name == best]
+        return tuple(self._speed(name, ours) for name in names)
+
+    def _speed(self, name: str, ours: str) -> Speed:
+        def walls(of: str, kind: str) -> list[float]:
+            return [ran.wall_s for ran in self.ran(of, kind)]
+
+        def speed(kind: str) -> Spread:
+            wanted = sum(request.max_tokens for request in self.sets[f"{kind} 1"])
+            return Spread.of([wanted / wall_s for wall_s in walls(name, kind)])
+
+        other = name != ours
+        return Speed(
+            name,
+            speed("set"),
+            speed("one"),
+            ratio(walls(name, "set"), walls(ours, "set")) if other else None,
+            ratio(walls(name, "one"), walls(ours, "one")) if other else None,
+            self._agreement[name] if other else None,
+        )
+
+    def _run(self, name: str, kind: str, number: int | str) -> None:
+        self.say(f"round {number}, {'all requests' if kind == 'set' else 'one request'}: {name}")
+        key = f"{kind} {number}"
+        self._results.setdefault(name, {})[key] = self.runs[name](key)
+
+    def _compare(self, number: int | str) -> None:
+        """Raises PipelineError where the work was not the same."""
+        static_names = {static.name for static in self._statics}
+        for name in self.runs:
+            if name == self._ours:
+                continue
+            next_logits = self._next_logits if self.strict and name in static_names else None
+            for key in (f"set {number}", f"one {number}"):
+                if key in self._results[name]:
+                    mine, other = self._results[self._ours][key].token_ids, self._results[name][key].token_ids
+                    found = compare(self.sets[key], mine, other, next_logits)
+                    self._agreement[name] = self._agreement.get(name, Agreement()) + found
+
+
+def _sets(work: Workload, rounds: int) -> dict[str, list[BenchRequest]]:
+    """The requests of every round by name, as all contenders get them."""
+    single = min(SINGLE_TOKENS, work.output_high)
+    sets = {"warm-up": WARM_UP, f"set {TRIAL}": work.round(TRIAL)}
+    for number in range(1, rounds + 1):
+        sets[f"set {number}"] = work.round(str(number))
+        sets[f"one {number}"] = [work.one(str(number), single)]
+    return sets
+
+
+def _peer_task(
+    engine: Engine, folder: Path, dense: Path, config: ModelConfig, sets: dict[str, list[BenchRequest]]
+) -> PeerTask:
+    return PeerTask(
+        model=str(folder.resolve()),
+        dense_model=str(dense.resolve()),
+        quantized=config.awq is not None,
+        dtype=str(engine.resolved["dtype"]),
+        threads=int(engine.resolved["num_threads"]),
+        max_model_len=engine.max_model_len,
+        max_num_seqs=int(engine.resolved["max_num_seqs"]),
+        work_folder=str(dense.resolve()),
+        sets=sets,
+    )

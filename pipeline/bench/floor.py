@@ -1,0 +1,129 @@
+"""How fast the engine's steps could have been: its own linears alone, and keys and values read from memory.
+
+The linears of the loaded model are timed at numbers of tokens that the steps had (between them: linear interpolation;
+from 64 tokens on, where weights are no longer what is waited for, two layers stand for all). Decoding also reads each
+sequence's keys and values; at the memory's measured bandwidth that takes its time too. Not in the floor: attention
+over a prompt, norms, rotations, sampling, the scheduler. Each floor is the least of some runs and the steps' time is
+not, so on a machine that others use too the share comes out too low, never too high.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.bench.contender import StepTime
+from pipeline.model.decoder import Decoder
+
+REPEATS = 5
+MANY_TOKENS = 64
+MAX_POINTS = 9
+DECODE_GROUPS = ((1, 4), (5, 16), (17, 32), (33, 64), (65, 1 << 30))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps of one kind: their time, the model's part of it, and the floor."""
+
+    name: str
+    steps: int
+    tokens: int
+    wall_s: float
+    model_s: float
+    gemm_s: float
+    kv_s: float
+
+    @property
+    def share(self) -> float:
+        """How much of the time the floor is; 1.0 is as fast as can be."""
+        return (self.gemm_s + self.kv_s) / self.wall_s
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by number of tokens."""
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, num_tokens: int) -> float:
+        return float(np.interp(num_tokens, self.tokens, self.seconds))
+
+
+def phases(steps: Sequence[StepTime], decoder: Decoder, bytes_per_s: float) -> list[Phase]:
+    """The time of `steps` by phase, beside the floor. Takes seconds to some ten of them."""
+    layers = measure_layers(decoder, _points([step.num_tokens for step in steps]))
+    head = measure_head(decoder, _points([step.num_logit_rows for step in steps if step.num_logit_rows]))
+    kv_bytes = decoder.config.kv_bytes_per_token(decoder.dtype)
+
+    def phase(name: str, chosen: list[StepTime]) -> Phase:
+        heads = [head.at(s.num_logit_rows) for s in chosen if s.num_logit_rows]
+        return Phase(
+            name,
+            len(chosen),
+            sum(s.num_tokens for s in chosen),
+            sum(s.wall_s for s in chosen),
+            sum(s.model_s for s in chosen),
+            sum(layers.at(s.num_tokens) for s in chosen) + sum(heads),
+            sum(s.kv_tokens for s in chosen) * kv_bytes / bytes_per_s,
+        )
+
+    decoding = [step for step in steps if step.decodes_only]
+    kinds = [("prompts", [step for step in steps if not step.decodes_only]), ("decoding", decoding)]
+    for low, high in DECODE_GROUPS:
+        name = f"  {low} to {high} at once" if high < 1 << 30 else f"  {low} and more"
+        kinds.append((name, [step for step in decoding if low <= step.num_sequences <= high]))
+    return [phase(name, chosen) for name, chosen in kinds if chosen]
+
+
+@torch.inference_mode()
+def measure_layers(decoder: Decoder, tokens: Sequence[int]) -> Curve:
+    """The linears of all layers, one after the other as in a step."""
+    c = decoder.config
+    widths = (c.hidden_size, c.num_heads * c.head_dim, c.hidden_size, c.intermediate_size)
+    seconds = []
+    for num_tokens in tokens:
+        layers = decoder.layers if num_tokens < MANY_TOKENS else decoder.layers[:2]
+        x_qkv, x_o, x_up, x_down = (torch.randn(num_tokens, width).to(decoder.dtype) for width in widths)
+
+        def run(layers: list[Any] = layers, x: tuple[torch.Tensor, ...] = (x_qkv, x_o, x_up, x_down)) -> None:
+            for layer in layers:
+                layer.qkv(x[0])
+                layer.o(x[1])
+                layer.gate_up(x[2])
+                layer.down(x[3])
+
+        seconds.append(_least_s(run) * len(decoder.layers) / len(layers))
+    return Curve(tuple(tokens), tuple(seconds))
+
+
+@torch.inference_mode()
+def measure_head(decoder: Decoder, rows: Sequence[int]) -> Curve:
+    """The output embedding."""
+    seconds = []
+    for num_rows in rows:
+        x_RH = torch.randn(num_rows, decoder.config.hidden_size).to(decoder.dtype)
+        seconds.append(_least_s(lambda x_RH=x_RH: decoder.lm_head(x_RH)))
+    return Curve(tuple(rows), tuple(seconds))
+
+
+def _points(sizes: Sequence[int]) -> list[int]:
+    """A few of the sizes, the ends among them, evenly spread over their ranks and over their logarithm."""
+    distinct = np.unique(sizes)
+    ranks = distinct[np.linspace(0, len(distinct) - 1, MAX_POINTS).round().astype(int)]
+    spread = np.geomspace(distinct[0], distinct[-1], MAX_POINTS)
+    nearest = distinct[np.abs(distinct[None, :] - spread[:, None]).argmin(1)]
+    return sorted({int(size) for size in (*ranks, *nearest)})
+
+
+def _least_s(run: Callable[[], object]) -> float:
+    run()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)

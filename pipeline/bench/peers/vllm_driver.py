@@ -1,0 +1,35 @@
+"""vLLM, its build for processors too. Written from its documentation; this file was not yet run against vLLM.
+
+`--peer vllm=/path/to/environment/bin/python`, in which `import vllm` works. AWQ checkpoints are given to it as they
+are. Prefix caching is off: every round's prompts are new, so it could only cost.
+"""
+
+import os
+
+
+def load(task):
+    threads = task["threads"]
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}" if threads > 1 else "0")
+
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    llm = vllm.LLM(
+        model=task["model"],
+        dtype=task["dtype"],
+        max_model_len=task["max_model_len"],
+        max_num_seqs=task["max_num_seqs"],
+        enable_prefix_caching=False,
+        seed=0,
+    )
+
+    def run(requests):
+        prompts = [{"prompt_token_ids": request["prompt_token_ids"]} for request in requests]
+        params = [
+            vllm.SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True)
+            for request in requests
+        ]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    return run, {"vllm": vllm.__version__, "kv_cache_gb": os.environ["VLLM_CPU_KVCACHE_SPACE"]}
