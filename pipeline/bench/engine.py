@@ -95,7 +95,7 @@ class EngineBench:
             trials = ", ".join(f"{size}: {speed:,.1f}" for size, speed in self.trials.items())
             yield (
                 "transformers.generate: static batches of prompts sorted by length, padded on the left, each run as "
-                f"long as its longest row. Tokens/s in a trial by batch size: {trials}; the sizes near the best took part."
+                f"long as its longest row. Tokens/s in a trial by batch size: {trials}; those near the best took part."
             )
         for speed in self.speeds:
             if speed.agreement is not None:

@@ -55,13 +55,12 @@ def parse_peer(text: str) -> tuple[str, str]:
 class Peer:
     """One peer's process. `place` is its Python, or for llama.cpp the folder of its programs."""
 
-    def __init__(self, name: str, place: str, task: PeerTask, driver: Path | None = None) -> None:
-        """Starts it and waits until its model is loaded and warm. `driver`: a file in the place of the shipped one's.
+    def __init__(self, name: str, place: str, task: PeerTask) -> None:
+        """Starts it and waits until its model is loaded and warm.
 
         Raises EnvironmentFailed with its last words when it ends before.
         """
         self.name = name
-        module = driver.stem if driver is not None else DRIVERS[name]
         python = sys.executable if name == "llama.cpp" else place
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self._folder = tempfile.TemporaryDirectory(prefix="bench-peer-")
@@ -71,10 +70,8 @@ class Peer:
         told["sets"] = {key: [asdict(request) for request in requests] for key, requests in task.sets.items()}
         path.write_text(json.dumps(told))
         environment = os.environ | {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"}
-        if driver is not None:
-            environment["PYTHONPATH"] = str(driver.parent)
         self._process = subprocess.Popen(
-            [python, str(PEERS / "serve.py"), module, str(path)],
+            [python, str(PEERS / "serve.py"), DRIVERS[name], str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
