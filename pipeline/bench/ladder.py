@@ -1,0 +1,293 @@
+"""Why the engine is built as it is: one workload of ragged lengths, served in five ways and more, each a rung higher.
+
+Every rung is this engine, on the same prompts, giving the same tokens; what changes is which requests it has at a time.
+All rungs above the first have the same KV memory, enough for `batch` requests of the longest length:
+
+    one request at a time     the next begins when the last has ended
+    static batches            `batch` requests, each with room for the longest; the next when all of them have ended
+    dynamic batches           sorted by length; as many as fit with room for the longest of their own batch
+    continuous batching       a request begins as soon as blocks for what it is expected to need are free
+    + prefix sharing          the prompts' common beginning is computed and held once
+    + int4 weights            where the machine has kernels for them
+
+Static and dynamic batches here pad nothing: a batch of this engine computes no token that nobody asked for, so the
+first rungs are better than an engine that pads would make them. Sorting is by the prompt's and the wanted output's
+length together, which a real job does not know: the dynamic rung is the best that one can do.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio
+from pipeline.bench.shapes import SHAPES, bench_model, dequantized
+from pipeline.bench.workload import Workload
+from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+from pipeline.engine.resolve import resolve
+from pipeline.errors import PipelineError
+from pipeline.kernels.select import select_kernels
+from pipeline.model.config import read_config
+
+ONE, STATIC, DYNAMIC, CONTINUOUS, SHARING, INT4 = (
+    "one request at a time",
+    "static batches",
+    "dynamic batches, sorted",
+    "continuous batching",
+    "+ prefix sharing",
+    "+ int4 weights",
+)
+BLOCK_SIZE = 16
+SLOTS_PER_BATCH = 4  # continuous batching may have so many times `batch` requests at once, if the memory does
+
+Drive = Callable[[Engine, list[Request]], Iterator[Completion]]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way, over the rounds. `at_once`: sequences in a step, on average. `computed_tokens`: of a round's prompts."""
+
+    name: str
+    tokens_per_s: tuple[float, ...]
+    at_once: float
+    computed_tokens: int
+    equal: int  # completions that are those of the first rung, over all rounds
+
+
+@dataclass(frozen=True)
+class LadderBench:
+    about: str
+    requests: int
+    batch: int
+    prompt_tokens: int
+    shared_tokens: int
+    generated_tokens: int
+    kv_tokens: int
+    dtype: str
+    rounds: int
+    rungs: tuple[Rung, ...]
+    left_out: str  # why a rung is not there; empty when all are
+    machine: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bench": "ladder", **asdict(self)}
+
+    def to_text(self) -> str:
+        lines = [
+            f"The same engine, driven in {len(self.rungs)} ways: {self.about}, {self.dtype}.",
+            f"A round: {self.requests} requests, {self.prompt_tokens:,} tokens in (each begins with the same "
+            f"{self.shared_tokens}), {self.generated_tokens:,} out, greedy. KV memory of {self.kv_tokens:,} tokens: "
+            f"{self.batch} requests of the longest length.",
+            f"Generated tokens per second of the whole set: median of {self.rounds} rounds (lowest to highest), "
+            "in alternating order, new prompts each round.",
+            facts_to_text(self.machine),
+            "",
+            f"{'':<26}{'tokens/s':>26}{'by rung before':>26}{'by first':>10}{'at once':>9}{'prompt computed':>17}",
+        ]
+        for before, rung in zip((None, *self.rungs), self.rungs):
+            step = "" if before is None else ratio(rung.tokens_per_s, before.tokens_per_s).to_text()
+            first = ratio(rung.tokens_per_s, self.rungs[0].tokens_per_s).median
+            lines.append(
+                f"{rung.name:<26}{Spread.of(rung.tokens_per_s).to_text(0):>26}{step:>26}{first:>10.2f}"
+                f"{rung.at_once:>9.1f}{rung.computed_tokens:>17,}"
+            )
+        asked = self.requests * self.rounds
+        fewest = min(rung.equal for rung in self.rungs)
+        lines += ["", f"Tokens equal to the first rung's: {fewest} of {asked} requests in every rung."]
+        if self.left_out:
+            lines.append(self.left_out)
+        return "\n".join(lines)
+
+
+def bench_ladder(
+    model: str = "demo",
+    requests: int = 48,
+    batch: int = 8,
+    rounds: int = 3,
+    output_tokens: tuple[int, int] = (16, 128),
+    dtype: str = "auto",
+    threads: int | None = None,
+    folder: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> LadderBench:
+    """Measure `model`: `demo`, a shape of `shapes.NAMES`, or a path. Of one that there is in int4 too, all rungs
+    compute the values of its int4 weights, and the last holds them as int4 where that is served.
+
+    Raises PipelineError when a rung gives other float32 tokens than the first.
+    """
+    assert min(requests, batch, rounds) >= 1
+    machine = machine_facts()
+    found = bench_model(
+        {"demo": "demo:target-awq"}.get(model, f"{model}-awq" if model in SHAPES else model), folder, say
+    )
+    own = read_config(found.folder)
+    resolved = resolve(EngineConfig(str(found.folder), dtype=dtype), own)
+    name = str(resolved.dtype).removeprefix("torch.")
+    is_served = own.awq is not None and "int4" in select_kernels(resolved.device, resolved.dtype).served_by["linear"]
+    plain = dequantized(found.folder, resolved.dtype, say) if is_served else found.folder
+    prompts = _Prompts(plain, requests, output_tokens)
+    longest = prompts.longest(rounds)
+    kv_tokens = batch * _in_blocks(longest)
+
+    def engine(place: Path) -> Engine:
+        say(f"loading {place.name}")
+        made = Engine(
+            EngineConfig(
+                str(place),
+                dtype=name,
+                max_model_len=longest,
+                max_num_seqs=SLOTS_PER_BATCH * batch,
+                block_size=BLOCK_SIZE,
+                kv_cache_memory_bytes=kv_tokens * own.kv_bytes_per_token(resolved.dtype),
+                num_threads=threads,
+            )
+        )
+        made.warm_up()
+        return made
+
+    dense = engine(plain)
+    ways: dict[str, tuple[Engine, bool, Drive]] = {
+        ONE: (dense, False, lambda e, r: _waves(e, [[one] for one in r])),
+        STATIC: (dense, False, lambda e, r: _waves(e, [r[i : i + batch] for i in range(0, len(r), batch)])),
+        DYNAMIC: (dense, False, lambda e, r: _waves(e, _by_length(r, kv_tokens))),
+        CONTINUOUS: (dense, False, lambda e, r: _waves(e, [r])),
+        SHARING: (dense, True, lambda e, r: _waves(e, [r])),
+    }
+    if is_served:
+        ways[INT4] = (engine(found.folder), True, lambda e, r: _waves(e, [r]))
+    runs: dict[str, list[_Run]] = {way: [] for way in ways}
+    for number, order in enumerate(alternating(list(ways), rounds)):
+        asked = prompts.round(number)
+        for way in order:
+            say(f"round {number + 1} of {rounds}: {way}")
+            runs[way].append(_run(*ways[way], asked))
+    rungs = tuple(_rung(way, runs[way], runs[ONE]) for way in ways)
+    for rung in rungs:
+        if name == "float32" and rung.equal < requests * rounds:
+            raise PipelineError(f"{rung.name}: {requests * rounds - rung.equal} float32 completions are not {ONE}'s")
+    return LadderBench(
+        found.about,
+        requests,
+        batch,
+        sum(len(r.prompt_token_ids) for r in prompts.round(0)),
+        prompts.num_shared,
+        prompts.num_output_tokens,
+        kv_tokens,
+        name,
+        rounds,
+        rungs,
+        "" if is_served else _why_no_int4(own.awq is not None, name),
+        machine,
+    )
+
+
+class _Prompts:
+    """Reports to summarize after the same solved example; each request wants its own number of tokens."""
+
+    def __init__(self, folder: Path, requests: int, output_tokens: tuple[int, int]) -> None:
+        from pipeline.engine.tokenizer import Tokenizer
+
+        self._tokenizer = Tokenizer.from_folder(str(folder))
+        solved = make_report("train", 0, fillers=False)
+        self._head = f"{solved.prompt} {solved.summary}\n\n"
+        lengths = Workload(requests, 1, *output_tokens, vocab_size=32_000).lengths()
+        self._outputs = [output for _, output in lengths]
+        self.num_output_tokens = sum(self._outputs)
+        first, second = (self._tokenizer.encode(self._head + PROMPT_TEMPLATE.format(report=text)) for text in "AB")
+        self.num_shared = next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)
+
+    def round(self, number: int) -> list[Request]:
+        first = number * len(self._outputs)
+        texts = [self._head + make_report("job", first + i).prompt for i in range(len(self._outputs))]
+        return [
+            Request(i, ids, SamplingParams(max_tokens=output, ignore_eos=True))
+            for i, (ids, output) in enumerate(zip(self._tokenizer.encode_batch(texts), self._outputs))
+        ]
+
+    def longest(self, rounds: int) -> int:
+        return max(_length(request) for number in range(rounds) for request in self.round(number))
+
+
+@dataclass(frozen=True)
+class _Run:
+    seconds: float
+    generated_tokens: int
+    computed_tokens: int
+    at_once: float
+    token_ids: dict[object, list[int]]
+
+
+def _run(engine: Engine, shares: bool, drive: Drive, requests: list[Request]) -> _Run:
+    """One round of one way, on an engine that remembers nothing."""
+    engine.scheduler.enable_prefix_caching = shares
+    engine.pool.forget(range(engine.pool.num_blocks))
+    engine.scheduler.forget_history()
+    before = asdict(engine.stats)
+    began = perf_counter()
+    done = list(drive(engine, requests))
+    seconds = perf_counter() - began
+    after = asdict(engine.stats)
+    grew = {name: after[name] - before[name] for name in after}
+    wrong = next((c for c in done if c.error is not None), None)
+    if wrong is not None or len(done) != len(requests):
+        raise PipelineError(
+            f"{len(done)} of {len(requests)} requests completed{f': {wrong.error_message}' if wrong else ''}"
+        )
+    return _Run(
+        seconds,
+        grew["generated_tokens"],
+        grew["prompt_tokens"] - grew["cached_tokens"],
+        grew["batch_sum"] / grew["num_steps"],
+        {c.row_id: c.token_ids for c in done},
+    )
+
+
+def _waves(engine: Engine, waves: Sequence[list[Request]]) -> Iterator[Completion]:
+    """Each wave is begun when the one before has ended whole."""
+    for wave in waves:
+        for request in wave:
+            engine.add(request)
+        while engine.has_unfinished:
+            yield from engine.step()
+
+
+def _by_length(requests: list[Request], kv_tokens: int) -> list[list[Request]]:
+    """The longest first, each batch as large as its longest request lets it be."""
+    left = sorted(requests, key=_length, reverse=True)
+    waves = []
+    while left:
+        size = kv_tokens // _in_blocks(_length(left[0]))
+        waves.append(left[:size])
+        left = left[size:]
+    return waves
+
+
+def _length(request: Request) -> int:
+    return len(request.prompt_token_ids) + request.params.max_tokens
+
+
+def _in_blocks(tokens: int) -> int:
+    """Rounded up to whole blocks."""
+    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def _why_no_int4(is_awq: bool, dtype: str) -> str:
+    if not is_awq:
+        return "No rung of int4 weights: the checkpoint has none."
+    return (
+        f"No rung of int4 weights: this machine has no kernels for them in {dtype}. They are dequantized at load, so "
+        "that rung is the one before it. Weights of int8 are not served at all."
+    )
+
+
+def _rung(name: str, runs: list[_Run], first: list[_Run]) -> Rung:
+    return Rung(
+        name,
+        tuple(run.generated_tokens / run.seconds for run in runs),
+        sum(run.at_once for run in runs) / len(runs),
+        runs[0].computed_tokens,
+        sum(run.token_ids[i] == ids for run, other in zip(runs, first) for i, ids in other.token_ids.items()),
+    )

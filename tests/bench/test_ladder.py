@@ -1,0 +1,50 @@
+"""The ladder at a small size: every rung the same tokens, each rung what its name says."""
+
+import json
+
+import pytest
+
+from pipeline.bench import ladder
+from pipeline.bench.ladder import BLOCK_SIZE, CONTINUOUS, DYNAMIC, ONE, SHARING, STATIC, bench_ladder
+from pipeline.engine.params import Request, SamplingParams
+from pipeline.errors import PipelineError
+
+
+def test_every_rung_gives_the_same_tokens(tmp_path):
+    said = []
+    found = bench_ladder("demo", 6, 2, 1, (2, 6), "float32", 1, str(tmp_path), said.append)
+    rungs = {rung.name: rung for rung in found.rungs}
+    assert list(rungs) == [ONE, STATIC, DYNAMIC, CONTINUOUS, SHARING]
+    assert [rung.equal for rung in found.rungs] == [6] * 5
+    assert rungs[ONE].at_once == 1.0
+    assert 1.0 < rungs[STATIC].at_once <= 2.0
+    assert {rungs[name].computed_tokens for name in (ONE, STATIC, DYNAMIC, CONTINUOUS)} == {found.prompt_tokens}
+    saved = found.prompt_tokens - rungs[SHARING].computed_tokens
+    assert saved == 5 * (found.shared_tokens // BLOCK_SIZE) * BLOCK_SIZE  # all but the first request's
+    assert found.kv_tokens % (2 * BLOCK_SIZE) == 0
+    assert json.loads(json.dumps(found.to_json()))["rungs"][0]["name"] == ONE
+    assert "Tokens equal to the first rung's: 6 of 6 requests in every rung.\nNo rung of int4" in found.to_text()
+    assert said[-1] == f"round 1 of 1: {SHARING}"
+
+
+def test_sorted_batches_hold_their_longest_in_the_memory_there_is():
+    lengths = [100, 10, 50, 49, 12, 11, 90]
+    requests = [Request(i, [1] * (n - 5), SamplingParams(max_tokens=5)) for i, n in enumerate(lengths)]
+    waves = ladder._by_length(requests, kv_tokens=2 * 112)
+    assert [[lengths[r.row_id] for r in wave] for wave in waves] == [[100, 90], [50, 49, 12], [11, 10]]
+
+
+def test_other_tokens_are_no_comparison(tmp_path, monkeypatch):
+    run = ladder._run
+
+    def wrong(engine, shares, drive, requests):
+        done = run(engine, shares, drive, requests)
+        if shares:
+            done.token_ids[0][-1] += 1
+        return done
+
+    monkeypatch.setattr(ladder, "_run", wrong)
+    with pytest.raises(
+        PipelineError, match=r"\+ prefix sharing: 1 float32 completions are not one request at a time's"
+    ):
+        bench_ladder("demo", 3, 2, 1, (2, 3), "float32", 1, str(tmp_path))
