@@ -14,9 +14,20 @@ import numpy as np
 ROOT = b""
 
 
-def chain_hash(parent: bytes, token_ids: np.ndarray) -> bytes:
-    """The identity of a full block: its tokens and everything before it (16 bytes of BLAKE2b)."""
-    return hashlib.blake2b(parent + token_ids.astype(np.int32).tobytes(), digest_size=16).digest()
+def chain_hashes(parent: bytes, token_ids: np.ndarray, block_size: int) -> list[bytes]:
+    """The identities of the full blocks that `token_ids` fill: each is made of a block's tokens and of everything
+    before it (16 bytes of BLAKE2b)."""
+    content, width = token_ids.astype(np.int32, copy=False).tobytes(), 4 * block_size
+    hashes = []
+    for at in range(0, len(content), width):
+        parent = chain_hash(parent, content[at : at + width])
+        hashes.append(parent)
+    return hashes
+
+
+def chain_hash(parent: bytes, block: bytes) -> bytes:
+    """The identity of one full block from its parent's and its own tokens as the bytes of int32."""
+    return hashlib.blake2b(parent + block, digest_size=16).digest()
 
 
 class BlockPool:

@@ -23,7 +23,7 @@ from pipeline.engine.memory import is_out_of_memory, kv_budget_bytes, release_ca
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, FinishReason, Request, SamplingParams
 from pipeline.engine.resolve import Resolved, resolve, set_threads
 from pipeline.engine.runner import ModelRunner
-from pipeline.engine.sampler import SamplerOutput, SamplingBatch, sample
+from pipeline.engine.sampler import SamplerOutput, SamplingBatch, greedy, sample
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence, SlotTable
 from pipeline.engine.step import StepInput, StepPlan, build_input
@@ -158,6 +158,9 @@ class Engine:
         self._order += 1
         if request.params.stop:
             sequence.stop_checker = StopChecker(self.tokenizer, request.params.stop, request.params.min_tokens)
+        if request.params.min_tokens > 0:
+            eos = frozenset() if request.params.ignore_eos else self.tokenizer.eos_token_ids
+            sequence.ending_ids = np.array(sorted(eos.union(request.params.stop_token_ids)), dtype=np.int64)
         outside = (sequence.token_ids < 0) | (sequence.token_ids >= self.runner.vocab_size)
         if outside.any():
             self.scheduler.reject(
@@ -211,11 +214,10 @@ class Engine:
         self.scheduler.append(slot_R[finite_R], output.token_ids[finite_R])
         now_us = _now_us()
         self._note_first_tokens(slot_R[finite_R], now_us)
-        for slot, logprobs in zip(slot_R.tolist(), output.logprobs):
-            if logprobs is not None:
-                kept = self.table.at(slot).logprobs
-                assert kept is not None
-                kept.append(logprobs)
+        for row, logprobs in output.logprobs.items():
+            kept = self.table.at(int(slot_R[row])).logprobs
+            assert kept is not None
+            kept.append(logprobs)
         completions += [self._non_finite(slot) for slot in slot_R[~finite_R].tolist()]
         completions += self._finish_ended(slot_R[finite_R], output.token_ids[finite_R], now_us)
         self.stats.generated_tokens += int(finite_R.sum())
@@ -295,6 +297,8 @@ class Engine:
         """The next tokens of the rows that sample; None when the memory does not suffice."""
         try:
             logits_RV = self.runner.execute(build_input(plan, self.table))
+            if self.table.is_plain[slot_R].all():
+                return greedy(logits_RV)
             return sample(logits_RV, self._sampling_batch(slot_R))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -329,20 +333,15 @@ class Engine:
 
     def _sampling_batch(self, slot_R: np.ndarray) -> SamplingBatch:
         table = self.table
-        params = [table.at(slot).request.params for slot in slot_R.tolist()]
-        prompts: list[np.ndarray] = []
-        outputs: list[np.ndarray] = []
-        for slot in slot_R.tolist():
-            prompt, known = int(table.num_prompt[slot]), int(table.num_known[slot])
-            prompts.append(table.token_ids[slot, :prompt])
-            outputs.append(table.token_ids[slot, prompt:known])
         return SamplingBatch(
-            params=params,
+            options=table.sampling[slot_R],
             seeds=table.seed[slot_R],
             positions=table.num_known[slot_R] - table.num_prompt[slot_R],
-            output_token_ids=outputs,
-            prompt_token_ids=prompts,
-            eos_token_ids=self.tokenizer.eos_token_ids,
+            ending_ids=table.ending_ids[slot_R],
+            token_ids=table.token_ids,
+            slots=slot_R,
+            num_prompt=table.num_prompt[slot_R],
+            num_known=table.num_known[slot_R],
         )
 
     def _note_first_tokens(self, slot_R: np.ndarray, now_us: int) -> None:
@@ -415,7 +414,7 @@ class Engine:
         """End a sequence whose logits are not numbers; blocks only it holds are cleaned, none stays findable."""
         sequence = self.table.at(slot)
         generated = int(self.table.num_known[slot]) - sequence.num_prompt
-        own = self.pool.held_once(sequence.blocks)
+        own = self.pool.held_once(self.table.blocks_of(slot))
         self.scheduler.finish(slot, keep_blocks=False)
         self.runner.zero_blocks(own)
         return self._failed(

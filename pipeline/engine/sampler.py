@@ -12,77 +12,99 @@ the lowest id. Log-probabilities are those of the raw logits.
 
 A draw uses one uniform number that depends on the row's seed and the token's position alone (`uniforms`), and
 every step works row by row, so a row draws the same token in any batch. Rows that need a feature are copied
-out and worked on; a batch of plain greedy rows costs one pass over the logits.
+out and worked on; a batch of plain greedy rows costs one pass over the logits. Options come as arrays, so no row costs
+Python of its own, but for the masks of min_tokens and the log-probabilities that are reported.
 
 Shapes: R rows, V vocabulary, K best values, B blocks of the cumulative sum, W tokens of one block.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pipeline.engine.params import SamplingParams, TokenLogprobs
+from pipeline.engine.params import TokenLogprobs
 
 _BLOCK = 512  # tokens of one block of the two-level cumulative sum
 _BEST = 1024  # values sorted for top_p, unless a row is flatter than that
 
 
-@dataclass
+@dataclass(frozen=True)
 class SamplingBatch:
     """The rows of one step that need a token, in the order of the logits.
 
-    seeds (uint64) and positions (int64; how many tokens the row has generated so far) key the draw. The token
-    ids are only read for rows with penalties: output_token_ids for all three, prompt_token_ids for the
-    repetition penalty.
+    options: of SAMPLING_OPTIONS. seeds (uint64) and positions (int64; how many tokens the row has generated so far)
+    key the draw. ending_ids (object): the tokens that would end the row (int64), masked before its min_tokens, or None.
+    token_ids is a table of known tokens, read only for rows with penalties: row r has the first num_known[r] of
+    token_ids[slots[r]], and the first num_prompt[r] of those are its prompt.
     """
 
-    params: Sequence[SamplingParams]
+    options: np.ndarray
     seeds: np.ndarray
     positions: np.ndarray
-    output_token_ids: Sequence[np.ndarray] = field(default_factory=list)
-    prompt_token_ids: Sequence[np.ndarray] = field(default_factory=list)
-    eos_token_ids: frozenset[int] = frozenset()
+    ending_ids: np.ndarray
+    token_ids: np.ndarray
+    slots: np.ndarray
+    num_prompt: np.ndarray
+    num_known: np.ndarray
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One token per row. Where `finite` is False the row's logits hold NaN or +inf, or nothing above -inf;
-    its token id is then 0 and means nothing."""
+    """One token per row, and log-probabilities by row where they were asked for. Where `finite` is False the row's
+    logits hold NaN or +inf, or nothing above -inf; its token id is then 0 and means nothing."""
 
     token_ids: np.ndarray  # int64 [R]
     finite: np.ndarray  # bool [R]
-    logprobs: list[TokenLogprobs | None]
+    logprobs: dict[int, TokenLogprobs]
+
+
+def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
+    """What `sample` gives where all rows are greedy and want nothing else: one pass and one transfer to the host."""
+    best_R, token_ids_R = _best(logits_RV)
+    token_ids, finite = _on_host(token_ids_R, torch.isfinite(best_R))
+    return SamplerOutput(token_ids, finite, {})
 
 
 def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
-    """The next token of each row. `logits_RV` may have any float dtype, on any device, and is not changed.
-
-    Plain greedy rows take one pass and one transfer to the host; other rows also a few transfers of their
-    options.
-    """
+    """The next token of each row. `logits_RV` may have any float dtype, on any device, and is not changed."""
     plan = _Plan.of(batch)
-    # torch.max hands NaN on, so one pass gives the greedy token and whether the row can be used.
-    best_R, token_ids_R = logits_RV.max(dim=-1)
-    if plan.changed:
+    best_R, token_ids_R = _best(logits_RV)
+    if len(plan.changed):
         rows = _on(plan.changed, logits_RV)
         z_RV = _adjusted(logits_RV, batch, plan.changed)
         best_R, token_ids_R = best_R.float(), token_ids_R.clone()
-        best_changed_R, token_ids_R[rows] = z_RV.max(dim=-1)
+        best_changed_R, token_ids_R[rows] = _best(z_RV)
         # a mask or penalty may leave nothing, but never makes a broken row good
         best_R[rows] = torch.where(torch.isfinite(best_R[rows]), best_changed_R, best_R[rows])
     finite_R = torch.isfinite(best_R)
-    if plan.drawn:
+    if len(plan.drawn):
         rows = _on(plan.drawn, logits_RV)
         w_RV = _weights(logits_RV, batch, plan.drawn)
         u_R = uniforms(batch.seeds[plan.drawn], batch.positions[plan.drawn])
         token_ids_R = token_ids_R.clone()
         token_ids_R[rows] = _draw(w_RV, torch.from_numpy(u_R).to(w_RV.device))
-    ids_and_finite = torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)]).cpu().numpy()
-    finite = ids_and_finite[1].astype(bool)
-    token_ids = np.where(finite, ids_and_finite[0], 0)
+    token_ids, finite = _on_host(token_ids_R, finite_R)
     return SamplerOutput(token_ids, finite, _logprobs(logits_RV, batch, plan, token_ids, finite))
+
+
+def _best(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest value of each row and the lowest id that has it. NaN is the largest of all, so one pass also says
+    whether a row can be used.
+
+    On CPU torch looks for the index value by value; numpy's search is vectorised, at the speed of reading.
+    """
+    if logits_RV.device.type != "cpu" or logits_RV.dtype != torch.float32:
+        return logits_RV.max(dim=-1)
+    token_ids_R = torch.from_numpy(logits_RV.numpy().argmax(axis=-1))
+    return logits_RV.gather(1, token_ids_R[:, None])[:, 0], token_ids_R
+
+
+def _on_host(token_ids_R: torch.Tensor, finite_R: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and whether they mean something, as numpy arrays, in one transfer."""
+    both = torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)]).cpu().numpy()
+    finite = both[1].astype(bool)
+    return np.where(finite, both[0], 0), finite
 
 
 def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -91,14 +113,15 @@ def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """
     plan = _Plan.of(batch)
     p_RV = torch.zeros(logits_RV.shape, dtype=torch.float32, device=logits_RV.device)
-    greedy = sorted(set(range(len(batch.params))) - set(plan.drawn))
-    if greedy:
-        z_RV = _adjusted(logits_RV, batch, greedy)
-        p_RV[_on(greedy, logits_RV)] = torch.zeros_like(z_RV).scatter_(1, z_RV.argmax(-1, keepdim=True), 1.0)
-    if plan.drawn:
+    every = np.arange(len(batch.options))
+    undrawn = np.setdiff1d(every, plan.drawn)
+    if len(undrawn):
+        z_RV = _adjusted(logits_RV, batch, undrawn)
+        p_RV[_on(undrawn, logits_RV)] = torch.zeros_like(z_RV).scatter_(1, z_RV.argmax(-1, keepdim=True), 1.0)
+    if len(plan.drawn):
         w_RV = _weights(logits_RV, batch, plan.drawn)
         p_RV[_on(plan.drawn, logits_RV)] = w_RV / w_RV.sum(dim=-1, keepdim=True)
-    best_R = _adjusted(logits_RV, batch, range(len(batch.params))).amax(dim=-1)  # a mask may leave nothing
+    best_R = _adjusted(logits_RV, batch, every).amax(dim=-1)  # a mask may leave nothing
     usable_R = torch.isfinite(best_R) & torch.isfinite(logits_RV.amax(dim=-1))
     return torch.where(usable_R[:, None], p_RV, 0.0)
 
@@ -132,103 +155,91 @@ class _Plan:
     and drawn rows with a mask, which may leave them nothing. reported: those that want log-probabilities. All
     ascending."""
 
-    changed: list[int]
-    drawn: list[int]
-    reported: list[int]
+    changed: np.ndarray
+    drawn: np.ndarray
+    reported: np.ndarray
 
     @classmethod
     def of(cls, batch: SamplingBatch) -> "_Plan":
-        changed, drawn, reported = [], [], []
-        for row, params in enumerate(batch.params):
-            if params.temperature > 0.0:
-                drawn.append(row)
-            elif _has_penalty(params) or _masks(params, batch, row):
-                changed.append(row)
-            if params.logprobs is not None:
-                reported.append(row)
-        masked = [row for row in drawn if _masks(batch.params[row], batch, row)]
-        return cls(sorted(changed + masked), drawn, reported)
+        options = batch.options
+        drawn = options["temperature"] > 0.0
+        penalised = (options["repetition_penalty"] != 1.0) | _counts(options)
+        changed = (penalised & ~drawn) | (options["min_tokens"] > batch.positions)
+        return cls(np.flatnonzero(changed), np.flatnonzero(drawn), np.flatnonzero(options["logprobs"] >= 0))
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+def _counts(options: np.ndarray) -> np.ndarray:
+    """Which rows have a penalty that counts output tokens."""
+    return (options["presence_penalty"] != 0.0) | (options["frequency_penalty"] != 0.0)
 
 
-def _masks(params: SamplingParams, batch: SamplingBatch, row: int) -> bool:
-    """Whether the row may not end yet."""
-    return params.min_tokens > 0 and params.min_tokens > batch.positions[row]
-
-
-def _adjusted(logits_RV: torch.Tensor, batch: SamplingBatch, rows: Sequence[int]) -> torch.Tensor:
+def _adjusted(logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> torch.Tensor:
     """fp32 copy of `rows` of the logits with masks and penalties applied."""
     z_RV = logits_RV[_on(rows, logits_RV)].to(torch.float32, copy=True)
     num_tokens = z_RV.shape[1]
-    params = [batch.params[row] for row in rows]
+    options = batch.options[rows]
 
-    masked = [
-        np.array(sorted(_stop_ids(p, batch.eos_token_ids)), dtype=np.int64) if _masks(p, batch, row) else _NONE
-        for row, p in zip(rows, params)
-    ]
-    if any(len(ids) for ids in masked):
-        z_RV[_places(masked, num_tokens, z_RV)] = float("-inf")
+    early = np.flatnonzero(options["min_tokens"] > batch.positions[rows])
+    if len(early):
+        ids_of_rows = batch.ending_ids[rows[early]].tolist()
+        row_N = np.repeat(early, [len(ids) for ids in ids_of_rows])
+        z_RV[_places(row_N, np.concatenate(ids_of_rows), z_RV)] = float("-inf")
 
-    if any(p.repetition_penalty != 1.0 for p in params):
-        seen = [
-            np.concatenate([batch.prompt_token_ids[row], batch.output_token_ids[row]]).astype(np.int64)
-            if p.repetition_penalty != 1.0
-            else _NONE
-            for row, p in zip(rows, params)
-        ]
-        places = _places(seen, num_tokens, z_RV)
-        penalty = _column((max(p.repetition_penalty, 1 / _LARGE) for p in params), z_RV)[places[0], 0]
+    repeating = np.flatnonzero(options["repetition_penalty"] != 1.0)
+    if len(repeating):
+        row_N, id_N = _known_tokens(batch, rows[repeating], with_prompt=True)
+        places = _places(repeating[row_N], id_N, z_RV)
+        penalty = _column(np.maximum(options["repetition_penalty"], 1 / _LARGE), z_RV)[places[0], 0]
         z = z_RV[places]
         # a token seen twice is written twice with the same value
         z_RV[places] = torch.where(z < 0, z * penalty, z / penalty).clamp_(max=_LARGE)
 
-    counted = [i for i, p in enumerate(params) if p.presence_penalty != 0.0 or p.frequency_penalty != 0.0]
-    if counted:
-        output = [np.asarray(batch.output_token_ids[rows[i]], dtype=np.int64) for i in counted]
-        count_RV = torch.zeros((len(counted), num_tokens), dtype=torch.float32, device=z_RV.device)
-        places = _places(output, num_tokens, z_RV)
-        ones = torch.ones(places[0].shape, dtype=torch.float32, device=z_RV.device)
-        count_RV.index_put_(places, ones, accumulate=True)
-        frequency = _column((params[i].frequency_penalty for i in counted), z_RV)
-        presence = _column((params[i].presence_penalty for i in counted), z_RV)
-        z_RV[_on(counted, z_RV)] -= frequency * count_RV + presence * (count_RV > 0)
+    counted = np.flatnonzero(_counts(options))
+    if len(counted):
+        row_N, id_N = _known_tokens(batch, rows[counted], with_prompt=False)
+        inside = (id_N >= 0) & (id_N < num_tokens)
+        key_N, count_N = np.unique(row_N[inside] * num_tokens + id_N[inside], return_counts=True)
+        places = _places(counted[key_N // num_tokens], key_N % num_tokens, z_RV)
+        frequency = _column(options["frequency_penalty"], z_RV)[places[0], 0]
+        presence = _column(options["presence_penalty"], z_RV)[places[0], 0]
+        z_RV[places] -= frequency * torch.from_numpy(count_N).to(z_RV) + presence
     return z_RV
 
 
 _LARGE = 1e30  # options and penalised logits stay below: far from fp32's end, and 1 / _LARGE is no denormal
-_NONE = np.empty(0, dtype=np.int64)
 
 
-def _stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
-    return set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+def _known_tokens(batch: SamplingBatch, rows: np.ndarray, with_prompt: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Every known token of `rows`, or every generated one: its place among `rows`, and its id."""
+    begin_R = np.zeros(len(rows), dtype=np.int64) if with_prompt else batch.num_prompt[rows]
+    count_R = batch.num_known[rows] - begin_R
+    row_N = np.repeat(np.arange(len(rows)), count_R)
+    column_N = np.arange(len(row_N)) + np.repeat(begin_R - np.cumsum(count_R) + count_R, count_R)
+    return row_N, batch.token_ids[batch.slots[rows][row_N], column_N].astype(np.int64)
 
 
-def _weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: Sequence[int]) -> torch.Tensor:
+def _weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> torch.Tensor:
     """Unnormalised fp32 probabilities of `rows`, the best token at 1, what is left out at exactly 0."""
-    params = [batch.params[row] for row in rows]
+    options = batch.options[rows]
     z_RV = _adjusted(logits_RV, batch, rows)
     z_RV -= z_RV.amax(dim=-1, keepdim=True)
     # The best token now stands at 0 and stays there, however small the temperature is.
-    z_RV /= _column((max(p.temperature, 1 / _LARGE) for p in params), z_RV)
+    z_RV /= _column(np.maximum(options["temperature"], 1 / _LARGE), z_RV)
 
-    with_top_k = [i for i, p in enumerate(params) if 0 < p.top_k < z_RV.shape[1]]
-    if with_top_k:
-        picked = _on(with_top_k, z_RV)
-        k_R = torch.tensor([params[i].top_k for i in with_top_k], device=z_RV.device)
-        best_RK = z_RV[picked].topk(int(max(params[i].top_k for i in with_top_k)), dim=-1).values
-        kth_R1 = best_RK.gather(1, k_R[:, None] - 1)
+    with_top_k = np.flatnonzero((options["top_k"] > 0) & (options["top_k"] < z_RV.shape[1]))
+    if len(with_top_k):
+        picked, top_k = _on(with_top_k, z_RV), options["top_k"][with_top_k]
+        best_RK = z_RV[picked].topk(int(top_k.max()), dim=-1).values
+        kth_R1 = best_RK.gather(1, torch.from_numpy(top_k).to(z_RV.device)[:, None] - 1)
         z_RV[picked] = torch.where(z_RV[picked] < kth_R1, float("-inf"), z_RV[picked])
 
     w_RV = z_RV.exp_()
-    if any(p.min_p > 0.0 for p in params):
-        w_RV.masked_fill_(w_RV < _column((p.min_p for p in params), w_RV), 0.0)
-    with_top_p = [i for i, p in enumerate(params) if p.top_p < 1.0]
-    if with_top_p:
+    if (options["min_p"] > 0.0).any():
+        w_RV.masked_fill_(w_RV < _column(options["min_p"], w_RV), 0.0)
+    with_top_p = np.flatnonzero(options["top_p"] < 1.0)
+    if len(with_top_p):
         picked = _on(with_top_p, w_RV)
-        w_RV[picked] = _cut_top_p(w_RV[picked], _column((params[i].top_p for i in with_top_p), w_RV).double())
+        w_RV[picked] = _cut_top_p(w_RV[picked], _column(options["top_p"][with_top_p], w_RV).double())
     return w_RV
 
 
@@ -242,14 +253,13 @@ def _cut_top_p(w_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
     # V tokens of less than a V-th of the last mass cannot reach into the kept part; half of that covers
     # rounding
     unlikely_R1 = 0.5 * (1.0 - top_p_R1) * total_R1 / w_RV.shape[1]
-    num_likely_R = (w_RV >= unlikely_R1).sum(dim=-1).tolist()
+    num_likely_R = (w_RV >= unlikely_R1).sum(dim=-1).cpu().numpy()
     cut_RV = torch.empty_like(w_RV)
-    peaked = [row for row, count in enumerate(num_likely_R) if count <= _BEST]
-    flat = [row for row, count in enumerate(num_likely_R) if count > _BEST]
-    for rows in filter(None, (peaked, flat)):
-        on = _on(rows, w_RV)
-        num_sorted = max(1, max(num_likely_R[row] for row in rows))
-        cut_RV[on] = _keep_best(w_RV[on], top_p_R1[on] * total_R1[on], num_sorted)
+    for rows in (np.flatnonzero(num_likely_R <= _BEST), np.flatnonzero(num_likely_R > _BEST)):
+        if len(rows):
+            on = _on(rows, w_RV)
+            num_sorted = max(1, int(num_likely_R[rows].max()))
+            cut_RV[on] = _keep_best(w_RV[on], top_p_R1[on] * total_R1[on], num_sorted)
     return cut_RV
 
 
@@ -297,41 +307,36 @@ def _first_past(w_RN: torch.Tensor, target_R: torch.Tensor) -> tuple[torch.Tenso
 
 def _logprobs(
     logits_RV: torch.Tensor, batch: SamplingBatch, plan: _Plan, token_ids: np.ndarray, finite: np.ndarray
-) -> list[TokenLogprobs | None]:
-    reported: list[TokenLogprobs | None] = [None] * len(batch.params)
-    rows = [row for row in plan.reported if finite[row]]
-    if not rows:
-        return reported
+) -> dict[int, TokenLogprobs]:
+    rows = plan.reported[finite[plan.reported]]
+    if not len(rows):
+        return {}
     logprobs_RV = logits_RV[_on(rows, logits_RV)].float().log_softmax(dim=-1)
     chosen_R1 = torch.from_numpy(token_ids[rows]).to(logprobs_RV.device)[:, None]
-    chosen = logprobs_RV.gather(1, chosen_R1)[:, 0].cpu().numpy()
-    widths = [min(batch.params[row].logprobs or 0, logprobs_RV.shape[1]) for row in rows]
-    top = logprobs_RV.topk(max(widths), dim=-1)
-    values, ids = top.values.cpu().numpy(), top.indices.cpu().numpy()
-    for i, (row, width) in enumerate(zip(rows, widths)):
-        best = tuple((int(ids[i, j]), float(values[i, j])) for j in range(width))
-        reported[row] = TokenLogprobs(int(token_ids[row]), float(chosen[i]), best)
-    return reported
+    chosen = logprobs_RV.gather(1, chosen_R1)[:, 0].tolist()
+    widths = np.minimum(batch.options["logprobs"][rows], logprobs_RV.shape[1])
+    top = logprobs_RV.topk(int(widths.max()), dim=-1)
+    values, ids = top.values.tolist(), top.indices.tolist()
+    return {
+        row: TokenLogprobs(token_id, chosen[i], tuple(zip(ids[i][:width], values[i][:width])))
+        for i, (row, token_id, width) in enumerate(zip(rows.tolist(), token_ids[rows].tolist(), widths.tolist()))
+    }
 
 
-def _on(rows: Sequence[int], like: torch.Tensor) -> torch.Tensor | slice:
+def _on(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor | slice:
     """Index of ascending `rows`: all of them cost no copy."""
     if len(rows) == like.shape[0]:
         return slice(None)
-    return torch.tensor(rows, dtype=torch.int64, device=like.device)
+    return torch.from_numpy(rows).to(like.device)
 
 
-def _column(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
+def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """One fp32 number per row, [R, 1]; kept far from the ends of fp32, where inf * 0 would make NaN."""
-    inside = [min(max(value, -_LARGE), _LARGE) for value in values]
-    return torch.tensor(inside, dtype=torch.float32, device=like.device)[:, None]
+    inside = np.clip(values, -_LARGE, _LARGE).astype(np.float32)
+    return torch.from_numpy(inside).to(like.device)[:, None]
 
 
-def _places(
-    ids_of_rows: Sequence[np.ndarray], num_tokens: int, like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column index of every id; ids outside the vocabulary have no logit and are left out."""
-    ids = np.concatenate(ids_of_rows)
-    rows = np.repeat(np.arange(len(ids_of_rows)), [len(row_ids) for row_ids in ids_of_rows])
-    inside = (ids >= 0) & (ids < num_tokens)
-    return torch.from_numpy(rows[inside]).to(like.device), torch.from_numpy(ids[inside]).to(like.device)
+def _places(row_N: np.ndarray, id_N: np.ndarray, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of every id in its row; ids outside the vocabulary have no logit and are left out."""
+    inside = (id_N >= 0) & (id_N < like.shape[1])
+    return torch.from_numpy(row_N[inside]).to(like.device), torch.from_numpy(id_N[inside]).to(like.device)

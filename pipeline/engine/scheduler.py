@@ -12,12 +12,11 @@ waited longest, so a sequence that fits no step is soon alone in one. Who has to
 the cache was allocated at the start, and giving them up would free no memory.
 """
 
-from bisect import insort
 from collections import deque
 
 import numpy as np
 
-from pipeline.engine.block_pool import BlockPool
+from pipeline.engine.block_pool import ROOT, BlockPool, chain_hash
 from pipeline.engine.params import EngineStats
 from pipeline.engine.sequence import Sequence, SlotTable
 from pipeline.engine.step import StepPlan
@@ -47,11 +46,12 @@ class Scheduler:
         self.table, self.pool, self.stats = table, pool, stats
         self.max_num_batched_tokens, self.enable_prefix_caching = max_num_batched_tokens, enable_prefix_caching
         self.waiting: deque[Sequence] = deque()
-        self.running: list[int] = []  # slots, oldest sequence first
+        self.running = np.zeros(0, dtype=np.int64)  # slots, oldest sequence first
         self.step_tokens = max_num_batched_tokens  # most tokens of a step for now; lower after one ran out of memory
         self._num_steps = 0
         self._rejected: list[Rejected] = []
-        self._history: deque[int] = deque(maxlen=HISTORY)
+        self._history = np.zeros(HISTORY, dtype=np.int64)  # generated tokens of those that finished last, a ring
+        self._num_history = 0
         self._expected: int | None = None  # generated tokens, from the history; None: unknown
         self._history_changed = False
 
@@ -89,18 +89,17 @@ class Scheduler:
 
     def forget_history(self) -> None:
         """Expect nothing of coming sequences from those that finished so far."""
-        self._history.clear()
+        self._num_history = 0
         self._expected, self._history_changed = None, False
 
     def finish(self, slot: int, keep_blocks: bool = True) -> Sequence:
         """Take a running sequence out. Its full blocks stay findable unless `keep_blocks` is false."""
-        self.running.remove(slot)
-        sequence = self.table.vacate(slot)
         if not keep_blocks:
-            self.pool.forget(sequence.blocks)
-        self._release(sequence)
+            self.pool.forget(self.table.blocks_of(slot))
+        sequence = self.drop(slot)
         if keep_blocks:
-            self._history.append(len(sequence.token_ids) - sequence.num_prompt)
+            self._history[self._num_history % HISTORY] = len(sequence.token_ids) - sequence.num_prompt
+            self._num_history += 1
             self._history_changed = True
         return sequence
 
@@ -110,7 +109,7 @@ class Scheduler:
             if sequence.request.row_id == row_id:
                 self.waiting.remove(sequence)
                 return sequence
-        for slot in self.running:
+        for slot in self.running.tolist():
             if self.table.at(slot).request.row_id == row_id:
                 return self.drop(slot)
         return None
@@ -122,8 +121,9 @@ class Scheduler:
         slot_S, count_S, preempted = self._plan_running()
         if self.waiting and not preempted:
             admitted, counts = self._admit(self.step_tokens - int(count_S.sum()))
-            slot_S = np.concatenate([slot_S, np.array(admitted, dtype=np.int64)])
-            count_S = np.concatenate([count_S, np.array(counts, dtype=np.int64)])
+            if admitted:
+                slot_S = np.concatenate([slot_S, admitted])
+                count_S = np.concatenate([count_S, counts])
         used = count_S > 0
         slot_S, count_S = slot_S[used], count_S[used]
         if not len(slot_S):
@@ -142,12 +142,22 @@ class Scheduler:
             self.step_tokens = min(2 * self.step_tokens, self.max_num_batched_tokens)
         if not self.enable_prefix_caching:
             return
-        for s in np.flatnonzero(end_S // size > plan.start_S // size).tolist():
-            slot, full = int(plan.slot_S[s]), int(end_S[s]) // size
-            sequence = table.at(slot)
-            sequence.extend_hashes(table.token_ids[slot], full, size)
-            for index in range(int(plan.start_S[s]) // size, full):
-                self.pool.register(sequence.blocks[index], sequence.hashes[index])
+        first_S = plan.start_S // size
+        filled_S = np.flatnonzero(end_S // size > first_S)
+        slot_F, first_F = plan.slot_S[filled_S], first_S[filled_S]
+        count_F = end_S[filled_S] // size - first_F
+        # one gather of all tokens of all blocks that became full, then one hash for each that has none yet
+        index_B = np.arange(int(count_F.sum())) + np.repeat(first_F - np.cumsum(count_F) + count_F, count_F)
+        slot_B = np.repeat(slot_F, count_F)
+        content = table.token_ids[slot_B[:, None], index_B[:, None] * size + np.arange(size)].tobytes()
+        sequences, register, width = table.sequences, self.pool.register, 4 * size
+        blocks = table.block_table[slot_B, index_B].tolist()
+        for b, (slot, index, block) in enumerate(zip(slot_B.tolist(), index_B.tolist(), blocks)):
+            hashes = sequences[slot].hashes
+            if len(hashes) == index:
+                parent = hashes[-1] if hashes else ROOT
+                hashes.append(chain_hash(parent, content[b * width : (b + 1) * width]))
+            register(block, hashes[index])
 
     def undo(self, plan: StepPlan) -> None:
         """The plan did not fit the memory: nothing of it counts, and the next ones are at most half as large.
@@ -164,33 +174,35 @@ class Scheduler:
 
     def drop(self, slot: int) -> Sequence:
         """Take out a running sequence that did not finish. Its full blocks stay findable."""
-        self.running.remove(slot)
-        sequence = self.table.vacate(slot)
-        self._release(sequence)
-        return sequence
+        self.running = self.running[self.running != slot]
+        self.pool.release(self.table.blocks_of(slot))
+        return self.table.vacate(slot)
 
     def append(self, slot_R: np.ndarray, token_R: np.ndarray) -> None:
         """Each of these sequences, all computed, comes to know one more token."""
-        self.table.token_ids[slot_R, self.table.num_known[slot_R]] = token_R
-        self.table.num_known[slot_R] += 1
+        known_R = self.table.num_known[slot_R]
+        self.table.token_ids[slot_R, known_R] = token_R
+        self.table.num_known[slot_R] = known_R + 1
 
     # -- running sequences
 
     def _plan_running(self) -> tuple[np.ndarray, np.ndarray, bool]:
         preempted = False
         while True:
-            slot_S = np.array(self.running, dtype=np.int64)
+            slot_S = self.running
             count_S = self._chunks(slot_S)
             missing_S = self._missing_blocks(slot_S, count_S)
-            if int(missing_S.sum()) <= self.pool.num_free:
+            num_missing = int(missing_S.sum())
+            if num_missing <= self.pool.num_free:
                 break
-            if len(self.running) == 1:
-                self._fail(self.running[0])
+            if len(slot_S) == 1:
+                self._fail(int(slot_S[0]))
             else:
                 preempted = True
                 self._preempt(slot_S)
-        for s in np.flatnonzero(missing_S).tolist():
-            self.table.append_blocks(int(slot_S[s]), self.pool.allocate(int(missing_S[s])))
+        if num_missing:
+            grown_S = np.flatnonzero(missing_S)
+            self.table.append_blocks(slot_S[grown_S], missing_S[grown_S], self.pool.allocate(num_missing))
         return slot_S, count_S, preempted
 
     def _chunks(self, slot_S: np.ndarray) -> np.ndarray:
@@ -247,34 +259,35 @@ class Scheduler:
                 deferred.append(sequence)
                 continue
             need = self._expected_blocks(sequence) - sum(not self.pool.is_free(block) for block in hits)
-            if self.running and reserved + need > self.pool.num_free:
+            if (len(self.running) or slots) and reserved + need > self.pool.num_free:
                 self.waiting.appendleft(sequence)
                 break
-            slot = self._start(sequence, hits)
-            count = min(int(self.table.num_known[slot] - self.table.num_computed[slot]), budget)
-            end = int(self.table.num_computed[slot]) + count
-            fresh = self.pool.allocate(-(-end // self.pool.block_size) - len(sequence.blocks))
-            self.table.append_blocks(slot, fresh)
-            reserved += max(self._expected_blocks(sequence) - len(sequence.blocks), 0)
+            computed = len(hits) * self.pool.block_size
+            count = min(len(sequence.token_ids) - computed, budget)
+            slot, num_blocks = self._start(sequence, hits, computed + count)
+            reserved += max(self._expected_blocks(sequence) - num_blocks, 0)
             in_progress.update(sequence.hashes[len(hits) :])
             budget -= count
             slots.append(slot)
             counts.append(count)
         self.waiting.extendleft(reversed(deferred))
+        if slots:
+            self.running = np.concatenate([self.running, np.array(slots, dtype=np.int64)])
+            self.running = self.running[np.argsort(self.table.order[self.running], kind="stable")]
         return slots, counts
 
-    def _start(self, sequence: Sequence, hits: list[int]) -> int:
+    def _start(self, sequence: Sequence, hits: list[int], end: int) -> tuple[int, int]:
+        """Give it a slot, the known blocks of its prefix and fresh ones up to `end`; returns slot and blocks held."""
         self.pool.share(hits)
-        slot = self.table.occupy(sequence)
-        self.table.append_blocks(slot, hits)
+        blocks = hits + self.pool.allocate(-(-end // self.pool.block_size) - len(hits))
+        slot = self.table.occupy(sequence, blocks)
         computed = len(hits) * self.pool.block_size
         self.table.num_computed[slot] = computed
         if sequence.num_cached < 0:
             sequence.num_cached = min(computed, sequence.num_prompt)
             self.stats.cached_tokens += sequence.num_cached
             self.stats.prompt_tokens += sequence.num_cached
-        insort(self.running, slot, key=lambda s: self.table.at(s).order)
-        return slot
+        return slot, len(blocks)
 
     def _prefix(self, sequence: Sequence, in_progress: set[bytes]) -> tuple[list[int], bool]:
         """Known blocks of its prefix, and whether the block after them is being computed by another sequence."""
@@ -291,7 +304,7 @@ class Scheduler:
         """Hashes of prompt blocks that running sequences still have to compute."""
         if not self.enable_prefix_caching:
             return set()
-        slot_S = np.array(self.running, dtype=np.int64)
+        slot_S = self.running
         long_S = self.table.num_known[slot_S] - self.table.num_computed[slot_S] > 1
         hashes: set[bytes] = set()
         for slot in slot_S[long_S].tolist():
@@ -302,8 +315,8 @@ class Scheduler:
     # -- expectations
 
     def _expected_output(self) -> int | None:
-        if self._history_changed and len(self._history) >= MIN_HISTORY:
-            self._expected = int(np.percentile(np.array(self._history), EXPECTED_PERCENTILE))
+        if self._history_changed and self._num_history >= MIN_HISTORY:
+            self._expected = int(np.percentile(self._history[: self._num_history], EXPECTED_PERCENTILE))
             self._history_changed = False
         return self._expected
 
@@ -316,7 +329,7 @@ class Scheduler:
 
     def _expected_blocks_of_running(self) -> int:
         table, size = self.table, self.pool.block_size
-        slot_S = np.array(self.running, dtype=np.int64)
+        slot_S = self.running
         final_S = table.limit[slot_S]
         expected = self._expected_output()
         if expected is not None:
@@ -325,10 +338,6 @@ class Scheduler:
         return int(np.maximum(-(-final_S // size) - table.num_blocks[slot_S], 0).sum())
 
     # -- small parts
-
-    def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
 
     def _too_long_alone(self, tokens: int) -> str:
         return (

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pipeline.engine.block_pool import ROOT, BlockPool, chain_hash
+from pipeline.engine.block_pool import ROOT, BlockPool, chain_hash, chain_hashes
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -32,7 +32,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(0, 3))
     def register(self, data: st.DataObject, token: int) -> None:
         block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.held))))
-        key = chain_hash(ROOT, np.array([token] * 4))
+        key = chain_hash(ROOT, bytes([token] * 4))
         self.pool.register(block, key)
         if key not in self.known and block not in self.known.values():
             self.known[key] = block
@@ -75,9 +75,15 @@ TestPool = PoolMachine.TestCase
 
 
 def test_chain_hash_depends_on_everything_before() -> None:
-    first, second = np.array([1, 2]), np.array([3, 4])
+    first, second = b"\x01\x02", b"\x03\x04"
     assert chain_hash(chain_hash(ROOT, first), second) != chain_hash(chain_hash(ROOT, second), second)
-    assert chain_hash(ROOT, first) == chain_hash(ROOT, first.astype(np.int64))
+    tokens = np.arange(12, dtype=np.int32)
+    one_by_one = [ROOT]
+    for at in (0, 4, 8):
+        one_by_one.append(chain_hash(one_by_one[-1], tokens[at : at + 4].tobytes()))
+    assert chain_hashes(ROOT, tokens, 4) == one_by_one[1:]
+    assert chain_hashes(ROOT, tokens.astype(np.int64), 4) == one_by_one[1:]
+    assert chain_hashes(one_by_one[1], tokens[4:], 4) == one_by_one[2:]
 
 
 def test_releasing_what_nobody_holds_is_caught() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipeline.engine import sampler
 from pipeline.engine.params import SamplingParams
-from pipeline.engine.sampler import SamplingBatch, distribution, sample, uniforms
+from pipeline.engine.sampler import SamplingBatch, distribution, greedy, sample, uniforms
+from pipeline.engine.sequence import SAMPLING_OPTIONS, is_plain, sampling_options
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EOS = frozenset({2})
@@ -25,14 +26,29 @@ def device(request):
 
 
 def batch_of(params, *, seeds=None, positions=None, output=None, prompt=None, eos=EOS):
+    """What the engine hands over for rows with these options; their known tokens lie in a table in reversed order."""
     count = len(params)
+    output = output or [np.empty(0, dtype=np.int32)] * count
+    prompt = prompt or [np.empty(0, dtype=np.int32)] * count
+    slots = np.arange(count)[::-1].copy()
+    num_prompt = np.array([len(ids) for ids in prompt], dtype=np.int64)
+    num_known = num_prompt + [len(ids) for ids in output]
+    token_ids = np.zeros((count, num_known.max() + 3), dtype=np.int32)
+    ending_ids = np.full(count, None, dtype=object)
+    for row, slot in enumerate(slots):
+        token_ids[slot, : num_known[row]] = [*prompt[row], *output[row]]
+        if params[row].min_tokens:
+            ids = {*params[row].stop_token_ids, *(() if params[row].ignore_eos else eos)}
+            ending_ids[row] = np.array(sorted(ids), dtype=np.int64)
     return SamplingBatch(
-        params=params,
+        options=np.array([sampling_options(p) for p in params], dtype=SAMPLING_OPTIONS),
         seeds=np.arange(count, dtype=np.uint64) if seeds is None else np.asarray(seeds, dtype=np.uint64),
         positions=np.zeros(count, dtype=np.int64) if positions is None else np.asarray(positions),
-        output_token_ids=output or [np.empty(0, dtype=np.int32)] * count,
-        prompt_token_ids=prompt or [np.empty(0, dtype=np.int32)] * count,
-        eos_token_ids=eos,
+        ending_ids=ending_ids,
+        token_ids=token_ids,
+        slots=slots,
+        num_prompt=num_prompt,
+        num_known=num_known,
     )
 
 
@@ -178,14 +194,8 @@ def mixed_rows(num_rows, num_tokens, seed=0):
 
 
 def rows_of(logits, batch, rows):
-    return logits[rows], SamplingBatch(
-        params=[batch.params[r] for r in rows],
-        seeds=batch.seeds[rows],
-        positions=batch.positions[rows],
-        output_token_ids=[batch.output_token_ids[r] for r in rows],
-        prompt_token_ids=[batch.prompt_token_ids[r] for r in rows],
-        eos_token_ids=batch.eos_token_ids,
-    )
+    shared = {"token_ids": batch.token_ids}
+    return logits[rows], SamplingBatch(**{name: values[rows] for name, values in vars(batch).items()} | shared)
 
 
 def test_draws_follow_the_distribution_of_their_row():
@@ -270,22 +280,13 @@ def test_draws_over_a_vocabulary_of_many_blocks(device):
     batch = batch_of([SamplingParams(temperature=1.0)] * num_draws)
     ids = np.concatenate(
         [
-            sample(logits.expand(5000, -1), replace_rows(batch, start, start + 5000)).token_ids
+            sample(*rows_of(logits.expand(num_draws, -1), batch, np.arange(start, start + 5000))).token_ids
             for start in range(0, num_draws, 5000)
         ]
     )
     expected = np.zeros(num_tokens)
     expected[alive] = p
     assert chi_square_fits(np.bincount(ids, minlength=num_tokens), expected)
-
-
-def replace_rows(batch, start, stop):
-    return replace(
-        batch,
-        params=batch.params[start:stop],
-        seeds=batch.seeds[start:stop],
-        positions=batch.positions[start:stop],
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -300,6 +301,7 @@ def test_greedy_takes_the_lowest_of_equal_ids(dtype, num_tokens, device):
     out = sample(logits, batch_of([plain, penalised, ignores]))
     assert out.token_ids.tolist() == [first] * 3
     assert sample(logits, batch_of([plain] * 3)).token_ids.tolist() == [first] * 3
+    assert greedy(logits).token_ids.tolist() == [first] * 3
     assert out.finite.all()
 
 
@@ -338,11 +340,13 @@ def test_rows_that_are_not_finite_are_flagged_and_touch_nobody(device):
     good = np.setdiff1d(np.arange(30), bad)
     assert (got.token_ids[good] == clean.token_ids[good]).all()
     assert (got.token_ids[bad] == 0).all()
-    assert all(got.logprobs[row] is None for row in bad)
+    assert set(clean.logprobs) - set(got.logprobs) == set(bad) & set(clean.logprobs)
+    assert not set(bad) & set(got.logprobs)
     assert not distribution(broken, batch)[bad].any()
     rows = [3, 10, 14, 16, 0]
-    plain = sample(broken[rows], batch_of([SamplingParams()] * 5))  # the fast path
-    assert plain.finite.tolist() == [False, False, False, False, True]
+    for plain in (sample(broken[rows], batch_of([SamplingParams()] * 5)), greedy(broken[rows])):
+        assert plain.finite.tolist() == [False, False, False, False, True]
+        assert plain.token_ids.tolist() == [0, 0, 0, 0, int(logits[0].argmax())]
     hidden = torch.tensor([[0.0, 1.0, float("inf")]], device=device)  # where the mask of min_tokens would hide it
     assert not sample(hidden, batch_of([SamplingParams(min_tokens=1)])).finite.any()
     assert not sample(hidden, batch_of([SamplingParams(min_tokens=1, temperature=1.0)])).finite.any()
@@ -371,7 +375,7 @@ def test_logprobs_are_those_of_the_raw_logits(device):
     rows = [SamplingParams(**base, logprobs=n) for n in (0, 5, None, 100)]
     out = sample(logits, batch_of(rows, output=[np.arange(50)] * 4))
     exact = logits.float().log_softmax(-1).cpu()
-    assert out.logprobs[2] is None
+    assert list(out.logprobs) == [0, 1, 3]
     for row, width in ((0, 0), (1, 5), (3, 100)):
         got = out.logprobs[row]
         assert got.token_id == out.token_ids[row]
@@ -410,3 +414,23 @@ def test_the_logits_are_not_changed():
     sample(logits, batch)
     distribution(logits, batch)
     assert torch.equal(logits, before)
+
+
+def test_only_rows_that_want_nothing_are_plain():
+    assert is_plain(SamplingParams(max_tokens=3, top_k=3, top_p=0.1, min_p=0.9, stop=("x",), stop_token_ids=(3,)))
+    for change in OPTIONS.values():
+        assert is_plain(SamplingParams(max_tokens=9, **change)) == (set(change) <= {"top_k", "top_p", "min_p"})
+    assert not is_plain(SamplingParams(logprobs=0))
+
+
+def test_options_of_any_size_fit_their_row():
+    params = SamplingParams(max_tokens=2**70, min_tokens=2**65, top_k=2**64, temperature=1.0)
+    batch = batch_of([params])
+    assert batch.options["top_k"][0] == batch.options["min_tokens"][0] == 2**63 - 1
+    assert sample(torch.tensor([[0.0, 1.0, 99.0]]), batch).token_ids[0] != 2
+
+
+def test_a_step_without_rows_gives_no_tokens():
+    none = torch.zeros(0, 7)
+    assert greedy(none).token_ids.tolist() == []
+    assert sample(none, rows_of(none, batch_of([SamplingParams()]), np.arange(0))[1]).token_ids.tolist() == []

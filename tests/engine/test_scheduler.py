@@ -43,7 +43,7 @@ def run(
             for slot in engine.scheduler.running:
                 known, computed = int(table.num_known[slot]), int(table.num_computed[slot])
                 assert 0 <= computed < known <= int(table.limit[slot])
-                held = len(table.at(slot).blocks) * size
+                held = len(table.blocks_of(slot)) * size
                 assert computed <= held < computed + size + 1, "more than one partial block is wasted"
         steps += 1
         assert steps < 20_000, "no progress"

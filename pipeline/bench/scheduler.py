@@ -1,0 +1,358 @@
+"""Host time of a step: what the engine does around the model, with no model.
+
+The runner gives made logits, so greedy tokens are the same on every run and its own time is taken out. Rows have
+ragged lengths: at each moment some finish, others are admitted and their prompts are computed in chunks beside those
+that generate. The tokenizer is the demonstration model's, so that text of finished rows is made as in a job.
+"""
+
+import gc
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.step import StepInput
+from pipeline.engine.tokenizer import Tokenizer
+from pipeline.model.locate import locate_model
+
+HOST_VOCAB = 256  # small, so that a step's time is the host's and not that of reading logits
+SAMPLING_VOCAB = 32_000
+MOST_SAMPLED = 1024  # rows of the part with a real vocabulary: 131 MB of logits
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 512
+STEM_TOKENS, NUM_STEMS = 32, 8  # each prompt begins with one of a few shared stems
+PROMPT_TOKENS = (48, 240)
+OUTPUT_TOKENS = (16, 240)
+CHUNK_TOKENS = 2048  # of a step's tokens, beside one for each sequence
+PARTS = ("plan", "build", "sample", "handle", "detokenize")
+KINDS = {
+    "greedy": {},
+    "top_p": {"temperature": 0.8, "top_p": 0.95},
+    "repetition": {"repetition_penalty": 1.1},
+    "logprobs": {"logprobs": 5},
+}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """At one number of running sequences, medians over steps in microseconds; `step_us` is the sum of the parts.
+
+    finished and prompt_tokens: means of a step. add_us: of one row, which is queued outside of the steps.
+    """
+
+    sequences: int
+    plan_us: float
+    build_us: float
+    sample_us: float
+    handle_us: float
+    detokenize_us: float
+    step_us: float
+    step_p95_us: float
+    finished: float
+    prompt_tokens: float
+    add_us: float
+
+
+@dataclass(frozen=True)
+class SampleCost:
+    """Tokens from logits of `SAMPLING_VOCAB` in milliseconds; read_ms: finding each row's maximum and nothing else."""
+
+    rows: int
+    read_ms: float
+    kinds_ms: dict[str, float]
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """A step of a fresh engine and of one that finished `rows`; memory of the process before and after those."""
+
+    sequences: int
+    rows: int
+    fresh_step_us: float
+    old_step_us: float
+    early_bytes: int
+    late_bytes: int
+
+
+@dataclass(frozen=True)
+class SchedulerBench:
+    costs: tuple[StepCost, ...]
+    sampling: tuple[SampleCost, ...]
+    long_run: LongRun
+    steps: int
+    rounds: int
+    machine: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bench": "scheduler", **asdict(self)}
+
+    def to_text(self) -> str:
+        lines = [
+            "Host time of a step, without the model's. All rows greedy; made logits over "
+            f"{HOST_VOCAB} tokens, so that reading them is next to nothing.",
+            f"Prompts of {PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]} tokens, {STEM_TOKENS} of them shared, outputs of "
+            f"{OUTPUT_TOKENS[0]}-{OUTPUT_TOKENS[1]}; rows that finish are replaced, their prompts computed in chunks.",
+            f"Medians over {self.rounds} rounds of {self.steps} steps, sizes in turn; microseconds. handle: counters, "
+            "blocks made findable, ends; detokenize: text of rows that finished; add: to queue one row.",
+            "  ".join(f"{key} {value}" for key, value in self.machine.items()),
+            "",
+            f"{'running':>8} {'finished':>9} {'prompt tokens':>14} {'plan':>8} {'build':>8} {'sample':>8} "
+            f"{'handle':>8} {'detok.':>8} {'step':>9} {'p95':>9} {'add':>6}",
+        ]
+        for c in self.costs:
+            lines.append(
+                f"{c.sequences:>8,} {c.finished:>9.1f} {c.prompt_tokens:>14,.0f} {c.plan_us:>8,.0f} "
+                f"{c.build_us:>8,.0f} {c.sample_us:>8,.0f} {c.handle_us:>8,.0f} {c.detokenize_us:>8,.0f} "
+                f"{c.step_us:>9,.0f} {c.step_p95_us:>9,.0f} {c.add_us:>6,.0f}"
+            )
+        run = self.long_run
+        lines += [
+            "",
+            f"A step of {run.sequences:,} running in a fresh engine and in one after {run.rows:,} finished rows: "
+            f"{run.fresh_step_us:,.0f} and {run.old_step_us:,.0f} us;",
+            f"memory of the process before and after those rows: {run.early_bytes / 1e6:,.1f} and "
+            f"{run.late_bytes / 1e6:,.1f} MB.",
+        ]
+        if self.sampling:
+            lines += [
+                "",
+                f"Tokens from logits over {SAMPLING_VOCAB:,} tokens, all rows of one kind; milliseconds.",
+                "read: each row's maximum by torch.amax, the least that any of them does.",
+                f"{'rows':>8} {'read':>8} " + " ".join(f"{kind:>11}" for kind in KINDS),
+            ]
+        for s in self.sampling:
+            kinds = " ".join(f"{s.kinds_ms[kind]:>11,.2f}" for kind in KINDS)
+            lines.append(f"{s.rows:>8,} {s.read_ms:>8,.2f} {kinds}")
+        return "\n".join(lines)
+
+
+def bench_scheduler(
+    sequences: Sequence[int] = (64, 256, 1024, 4096),
+    steps: int = 100,
+    rounds: int = 3,
+    rows: int = 10_000,
+    sampling: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> SchedulerBench:
+    """Measure steps of each number of running sequences, sampling at those up to `MOST_SAMPLED`, and a run of `rows`.
+
+    `say` is told what goes on.
+    """
+    assert min(*sequences, steps, rounds, rows) >= 1
+    tokenizer = Tokenizer.from_folder(str(locate_model("demo:target")))
+    long_run = _long_run(min(256, max(sequences)), rows, steps, rounds, tokenizer, say)
+    costs = _step_costs(sorted(sequences), steps, rounds, tokenizer, say)
+    sampled = [n for n in sorted(sequences) if n <= MOST_SAMPLED] if sampling else []
+    sample_costs = tuple(_sample_cost(n, rounds, tokenizer, say) for n in sampled)
+    machine = {
+        "cores": str(len(os.sched_getaffinity(0))),
+        "threads": str(torch.get_num_threads()),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+    }
+    return SchedulerBench(costs, sample_costs, long_run, steps, rounds, machine)
+
+
+class _NoModel:
+    """The runner of an engine: a row of made logits for each that wants one. Notes when it was called."""
+
+    def __init__(self, num_rows: int, vocab_size: int, ending: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        generator = torch.Generator().manual_seed(num_rows)
+        # probabilities that fall as a power of the rank, as a model's roughly do: a few tokens hold most of a row
+        self.logits_RV = 1.5 * torch.empty(num_rows, vocab_size).exponential_(generator=generator)
+        self.logits_RV[:, list(ending)] = -1.0
+        self.entered_ns = self.left_ns = 0
+
+    def execute(self, step: StepInput) -> torch.Tensor:
+        self.entered_ns = perf_counter_ns()
+        logits_RV = self.logits_RV[: len(step.logit_row_R)]
+        self.left_ns = perf_counter_ns()
+        return logits_RV
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        raise AssertionError("made logits are finite")
+
+
+class _TimedTokenizer:
+    """A tokenizer that adds up the time of its `decode`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.eos_token_ids, self.spent_ns = tokenizer, tokenizer.eos_token_ids, 0
+
+    def decode(self, ids: list[int]) -> str:
+        start_ns = perf_counter_ns()
+        text = self._tokenizer.decode(ids)
+        self.spent_ns += perf_counter_ns() - start_ns
+        return text
+
+
+class _Load:
+    """An engine that is kept full with rows of ragged lengths, and the time of the parts of its steps."""
+
+    def __init__(
+        self, num_running: int, vocab_size: int, tokenizer: Tokenizer, max_tokens: int | None = None, **options: float
+    ) -> None:
+        self.num_running, self.max_tokens, self.options = num_running, max_tokens, options
+        self.rng = np.random.default_rng(num_running)
+        self.stems = self.rng.integers(5, HOST_VOCAB, (NUM_STEMS, STEM_TOKENS))
+        self.tokenizer = _TimedTokenizer(tokenizer)
+        self.runner = _NoModel(num_running, vocab_size, sorted(tokenizer.eos_token_ids))
+        self.engine = Engine.from_parts(
+            self.runner,
+            self.tokenizer,  # type: ignore[arg-type]
+            num_blocks=num_running * -(-MAX_MODEL_LEN // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=num_running,
+            max_num_batched_tokens=num_running + CHUNK_TOKENS,
+        )
+        scheduler, self.planned_ns, self.sampled_ns = self.engine.scheduler, 0, 0
+        plan, advance = scheduler.plan, scheduler.advance
+
+        def timed_plan() -> Any:
+            found = plan()
+            self.planned_ns = perf_counter_ns()
+            return found
+
+        def timed_advance(step: Any) -> None:
+            self.sampled_ns = perf_counter_ns()
+            advance(step)
+
+        scheduler.plan, scheduler.advance = timed_plan, timed_advance  # type: ignore[method-assign]
+        self.num_added = self.num_finished = self.adding_ns = 0
+
+    def refill(self) -> None:
+        """Queue so many rows that none of the next step's places stays empty."""
+        missing = self.num_running + self.num_running // 8 + 16 - self.engine.num_unfinished
+        requests = [self._request() for _ in range(missing)]
+        start_ns = perf_counter_ns()
+        for request in requests:
+            self.engine.add(request)
+        self.adding_ns += perf_counter_ns() - start_ns
+
+    def _request(self) -> Request:
+        stem = self.stems[int(self.rng.integers(NUM_STEMS))]
+        own = self.rng.integers(5, HOST_VOCAB, int(self.rng.integers(*PROMPT_TOKENS)) - STEM_TOKENS)
+        max_tokens = self.max_tokens or int(self.rng.integers(*OUTPUT_TOKENS))
+        params = SamplingParams(max_tokens=max_tokens, **self.options)  # type: ignore[arg-type]
+        self.num_added += 1
+        return Request(self.num_added, [*stem.tolist(), *own.tolist()], params)
+
+    def step(self) -> tuple[int, ...]:
+        """Nanoseconds of `PARTS` in one step."""
+        self.refill()
+        self.tokenizer.spent_ns = 0
+        start_ns = perf_counter_ns()
+        completions = self.engine.step()
+        end_ns = perf_counter_ns()
+        assert all(completion.error is None for completion in completions)
+        self.num_finished += len(completions)
+        runner, text_ns = self.runner, self.tokenizer.spent_ns
+        return (
+            self.planned_ns - start_ns,
+            runner.entered_ns - self.planned_ns,
+            self.sampled_ns - runner.left_ns,
+            end_ns - self.sampled_ns - text_ns,
+            text_ns,
+        )
+
+    def fill(self) -> None:
+        """Step until all places were taken and given up about once, so that ages are mixed."""
+        while self.num_finished < self.num_running:
+            self.step()
+
+
+def _step_costs(
+    sequences: Sequence[int], steps: int, rounds: int, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> tuple[StepCost, ...]:
+    loads = [_Load(n, HOST_VOCAB, tokenizer) for n in sequences]
+    for load in loads:
+        say(f"{load.num_running:,} sequences: filling")
+        load.fill()
+        load.num_added = load.num_finished = load.adding_ns = 0
+    prompt_tokens = [load.engine.stats.prompt_tokens - load.engine.stats.cached_tokens for load in loads]
+    parts: list[list[tuple[int, ...]]] = [[] for _ in loads]
+    for round in range(rounds):
+        say(f"round {round + 1} of {rounds}")
+        for at in range(len(loads)) if round % 2 == 0 else reversed(range(len(loads))):
+            parts[at] += [loads[at].step() for _ in range(steps)]
+    costs = []
+    for load, taken, before in zip(loads, parts, prompt_tokens):
+        part_us = np.array(taken) / 1e3
+        step_us = part_us.sum(axis=1)
+        stats = load.engine.stats
+        middle = np.median(part_us, axis=0).tolist()
+        costs.append(
+            StepCost(
+                load.num_running,
+                **{f"{part}_us": value for part, value in zip(PARTS, middle)},
+                step_us=float(np.median(step_us)),
+                step_p95_us=float(np.percentile(step_us, 95)),
+                finished=load.num_finished / len(taken),
+                prompt_tokens=(stats.prompt_tokens - stats.cached_tokens - before) / len(taken),
+                add_us=load.adding_ns / max(load.num_added, 1) / 1e3,
+            )
+        )
+    return tuple(costs)
+
+
+def _sample_cost(rows: int, rounds: int, tokenizer: Tokenizer, say: Callable[[str], None]) -> SampleCost:
+    """No row ends while it is measured: what is timed is the sampler alone."""
+    say(f"{rows:,} rows: sampling")
+    room = MAX_MODEL_LEN - PROMPT_TOKENS[1]
+    loads = {kind: _Load(rows, SAMPLING_VOCAB, tokenizer, room, **options) for kind, options in KINDS.items()}
+    logits_RV = loads["greedy"].runner.logits_RV
+    sample = PARTS.index("sample")
+    for load in loads.values():
+        load.runner.logits_RV = logits_RV  # one copy of them
+        full_steps = 0
+        while full_steps < 2:
+            load.step()
+            full_steps += bool((load.engine.table.num_known > load.engine.table.num_prompt).all())
+    taken: dict[str, list[int]] = {kind: [] for kind in ("read", *KINDS)}
+    for _ in range(rounds):
+        for kind, load in loads.items():
+            taken[kind] += [load.step()[sample] for _ in range(2)]
+            start_ns = perf_counter_ns()
+            logits_RV.amax(dim=-1)
+            taken["read"].append(perf_counter_ns() - start_ns)
+    median_ms = {kind: median(values) / 1e6 for kind, values in taken.items()}
+    return SampleCost(rows, median_ms["read"], {kind: median_ms[kind] for kind in KINDS})
+
+
+def _long_run(
+    sequences: int, rows: int, steps: int, rounds: int, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> LongRun:
+    """The steps of an old engine beside those of a fresh one, in turn, so that both meet the same machine."""
+    say(f"{sequences:,} sequences: {rows:,} rows")
+    old = _Load(sequences, HOST_VOCAB, tokenizer)
+    old.fill()
+    gc.collect()
+    early_bytes = _resident_bytes()
+    while old.num_finished < sequences + rows:
+        old.step()
+    gc.collect()
+    late_bytes = _resident_bytes()
+    fresh = _Load(sequences, HOST_VOCAB, tokenizer)
+    fresh.fill()
+    taken: dict[_Load, list[float]] = {fresh: [], old: []}
+    for _ in range(rounds):
+        for load, step_us in taken.items():
+            step_us += [sum(load.step()) / 1e3 for _ in range(steps)]
+    return LongRun(sequences, rows, median(taken[fresh]), median(taken[old]), early_bytes, late_bytes)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
