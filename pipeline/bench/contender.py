@@ -114,8 +114,9 @@ class GenerateModel:
     """A checkpoint loaded by transformers, for static batches of several sizes."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import AutoModelForCausalLM, GenerationConfig, logging
 
+        logging.disable_progress_bar()
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         self.model.eval().to(device)
         self.device = device

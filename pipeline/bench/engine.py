@@ -76,8 +76,7 @@ class EngineBench:
             f"Model: {self.model}; {self.dtype} ({self.settings['weights']}).",
             f"Work: {self.work}.",
             facts_to_text(self.machine),
-            f"Medians of {self.rounds} rounds (least to most); ratios within a round. Only tokens that were asked for "
-            "count.",
+            f"Rounds: {self.rounds}; medians (least to most), ratios within a round. Only tokens asked for count.",
             "",
             f"{'':<34} {'tokens/s':>24} {'one request alone':>24} {'this engine is':>24} {'for one alone':>24}",
         ]

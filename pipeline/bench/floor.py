@@ -1,16 +1,16 @@
 """How fast the engine's steps could have been: its own linears alone, and keys and values read from memory.
 
 The linears of the loaded model are timed at numbers of tokens that the steps had (between them: linear interpolation;
-from 64 tokens on, where weights are no longer what is waited for, two layers stand for all). Decoding also reads each
-sequence's keys and values; at the memory's measured bandwidth that takes its time too. Not in the floor: attention
-over a prompt, norms, rotations, sampling, the scheduler. Each floor is the least of some runs and the steps' time is
-not, so on a machine that others use too the share comes out too low, never too high.
+from 64 tokens on, where weights are no longer what is waited for, two layers stand for all). After the last layer's
+keys and values only the rows that sample are needed, so the rest of that layer and the head count for those alone.
+Decoding also reads each sequence's keys and values, which takes its time at the memory's measured bandwidth. Not in the
+floor: attention over a prompt, norms, rotations, sampling, the scheduler. Each floor is the least of some runs and the
+steps' time is not, so on a machine that others use too the share comes out too low, never too high.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,30 +44,36 @@ class Phase:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by number of tokens."""
+    """Seconds by number of tokens; none take none."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def at(self, num_tokens: int) -> float:
-        return float(np.interp(num_tokens, self.tokens, self.seconds))
+        return float(np.interp(num_tokens, self.tokens, self.seconds)) if num_tokens else 0.0
 
 
 def phases(steps: Sequence[StepTime], decoder: Decoder, bytes_per_s: float) -> list[Phase]:
     """The time of `steps` by phase, beside the floor. Takes seconds to some ten of them."""
-    layers = measure_layers(decoder, _points([step.num_tokens for step in steps]))
-    head = measure_head(decoder, _points([step.num_logit_rows for step in steps if step.num_logit_rows]))
+    tokens = _points([step.num_tokens for step in steps])
+    rows = _points([step.num_logit_rows for step in steps])
+    before, after = measure_layers(decoder, sorted({*tokens, *rows}))
+    head = measure_head(decoder, rows)
+    num_layers = len(decoder.layers)
     kv_bytes = decoder.config.kv_bytes_per_token(decoder.dtype)
 
+    def linears_s(step: StepTime) -> float:
+        layers_s = before.at(step.num_tokens) + after.at(step.num_tokens) * (num_layers - 1) / num_layers
+        return layers_s + after.at(step.num_logit_rows) / num_layers + head.at(step.num_logit_rows)
+
     def phase(name: str, chosen: list[StepTime]) -> Phase:
-        heads = [head.at(s.num_logit_rows) for s in chosen if s.num_logit_rows]
         return Phase(
             name,
             len(chosen),
             sum(s.num_tokens for s in chosen),
             sum(s.wall_s for s in chosen),
             sum(s.model_s for s in chosen),
-            sum(layers.at(s.num_tokens) for s in chosen) + sum(heads),
+            sum(linears_s(s) for s in chosen),
             sum(s.kv_tokens for s in chosen) * kv_bytes / bytes_per_s,
         )
 
@@ -80,24 +86,32 @@ def phases(steps: Sequence[StepTime], decoder: Decoder, bytes_per_s: float) -> l
 
 
 @torch.inference_mode()
-def measure_layers(decoder: Decoder, tokens: Sequence[int]) -> Curve:
-    """The linears of all layers, one after the other as in a step."""
+def measure_layers(decoder: Decoder, tokens: Sequence[int]) -> tuple[Curve, Curve]:
+    """Of all layers, run one after the other as in a step: the linears before attention, and those after it."""
     c = decoder.config
     widths = (c.hidden_size, c.num_heads * c.head_dim, c.hidden_size, c.intermediate_size)
-    seconds = []
+    before, after = [], []
     for num_tokens in tokens:
         layers = decoder.layers if num_tokens < MANY_TOKENS else decoder.layers[:2]
         x_qkv, x_o, x_up, x_down = (torch.randn(num_tokens, width).to(decoder.dtype) for width in widths)
-
-        def run(layers: list[Any] = layers, x: tuple[torch.Tensor, ...] = (x_qkv, x_o, x_up, x_down)) -> None:
+        passes = []
+        for _ in range(REPEATS + 1):
+            before_s = after_s = 0.0
             for layer in layers:
-                layer.qkv(x[0])
-                layer.o(x[1])
-                layer.gate_up(x[2])
-                layer.down(x[3])
-
-        seconds.append(_least_s(run) * len(decoder.layers) / len(layers))
-    return Curve(tuple(tokens), tuple(seconds))
+                start = time.perf_counter()
+                layer.qkv(x_qkv)
+                between = time.perf_counter()
+                layer.o(x_o)
+                layer.gate_up(x_up)
+                layer.down(x_down)
+                before_s += between - start
+                after_s += time.perf_counter() - between
+            passes.append((before_s, after_s))
+        scale = len(decoder.layers) / len(layers)
+        least = min(passes[1:], key=sum)  # the first one warms up
+        before.append(least[0] * scale)
+        after.append(least[1] * scale)
+    return Curve(tuple(tokens), tuple(before)), Curve(tuple(tokens), tuple(after))
 
 
 @torch.inference_mode()
@@ -106,24 +120,19 @@ def measure_head(decoder: Decoder, rows: Sequence[int]) -> Curve:
     seconds = []
     for num_rows in rows:
         x_RH = torch.randn(num_rows, decoder.config.hidden_size).to(decoder.dtype)
-        seconds.append(_least_s(lambda x_RH=x_RH: decoder.lm_head(x_RH)))
+        passes = []
+        for _ in range(REPEATS + 1):
+            start = time.perf_counter()
+            decoder.lm_head(x_RH)
+            passes.append(time.perf_counter() - start)
+        seconds.append(min(passes[1:]))
     return Curve(tuple(rows), tuple(seconds))
 
 
 def _points(sizes: Sequence[int]) -> list[int]:
-    """A few of the sizes, the ends among them, evenly spread over their ranks and over their logarithm."""
-    distinct = np.unique(sizes)
+    """A few of the sizes above 0, the ends among them, evenly spread over their ranks and over their logarithm."""
+    distinct = np.unique([size for size in sizes if size])
     ranks = distinct[np.linspace(0, len(distinct) - 1, MAX_POINTS).round().astype(int)]
     spread = np.geomspace(distinct[0], distinct[-1], MAX_POINTS)
     nearest = distinct[np.abs(distinct[None, :] - spread[:, None]).argmin(1)]
     return sorted({int(size) for size in (*ranks, *nearest)})
-
-
-def _least_s(run: Callable[[], object]) -> float:
-    run()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)

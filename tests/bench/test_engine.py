@@ -1,4 +1,4 @@
-"""The engine's benchmark at a small size: same work proven, rounds in turn, the floor, and peers over their protocol."""
+"""The benchmark of the engine at a small size: same work proven, rounds in turn, the floor, peers by their protocol."""
 
 import json
 import sys
@@ -145,7 +145,7 @@ def test_the_floor_is_the_linears_and_what_decoding_reads():
     assert (found["decoding"].wall_s, found["decoding"].steps, found["decoding"].tokens) == (0.75, 2, 9)
     assert found["decoding"].share == pytest.approx((found["decoding"].gemm_s + found["decoding"].kv_s) / 0.75)
     assert found["prompts"].gemm_s > 0
-    assert Curve((1, 3), (1.0, 2.0)).at(2) == 1.5
+    assert [Curve((1, 3), (1.0, 2.0)).at(tokens) for tokens in (0, 2)] == [0.0, 1.5]
     points = _points([*range(1, 49), 500, 2000])
     assert {1, 48, 500, 2000} <= set(points)
     assert len(points) <= 18
