@@ -32,8 +32,8 @@ class ModelRunner:
         token_ids_T = torch.from_numpy(step.token_id_T).to(device)
         positions_T = torch.from_numpy(step.position_T).to(device)
         cos_TD2, sin_TD2 = self.cos_PD2[positions_T], self.sin_PD2[positions_T]
-        hidden_TH = self.decoder.forward(token_ids_T, cos_TD2, sin_TD2, where, self.kv)
-        return self.decoder.logits(hidden_TH[torch.from_numpy(step.logit_row_R).to(device)])
+        hidden_RH = self.decoder.forward(token_ids_T, cos_TD2, sin_TD2, where, step.logit_row_R, self.kv)
+        return self.decoder.logits(hidden_RH)
 
     def zero_blocks(self, blocks: list[int]) -> None:
         self.kv.fill(blocks, 0.0)

@@ -1,7 +1,8 @@
 """What a set of kernels must offer: signatures, shapes, aliasing. `reference.py` is the oracle of each.
 
-Shape suffixes: T tokens of a step, S sequences of a step, H hidden, N query heads, K KV heads, D head size,
-B block size, C number of blocks, M most blocks of a sequence in the step.
+Shape suffixes: T tokens of a step, S sequences of a step, R rows of a step (some of its tokens), H hidden, F width
+between up and down, N query heads, K KV heads, M heads of all kinds (N + 2 K) in a projection, D head size, B block size,
+C number of blocks, M most blocks of a sequence in a block table.
 """
 
 from collections.abc import Callable
@@ -31,26 +32,51 @@ class AttentionInput:
     slot_mapping_T: torch.Tensor  # int64: block * B + offset, where this token's key and value are written
     block_size: int
 
+    def rows(self, row_R: np.ndarray) -> "AttentionInput":
+        """The same for some tokens of the step alone, in any order: each becomes a sequence of one query.
+
+        Their keys and values have been written by then.
+        """
+        sequence_R = np.searchsorted(self.query_start_S1, row_R, side="right") - 1
+        behind_R = self.query_start_S1[sequence_R + 1] - 1 - row_R
+        return AttentionInput(
+            query_start_S1=np.arange(len(row_R) + 1, dtype=np.int32),
+            context_len_S=(self.context_len_S[sequence_R] - behind_R).astype(np.int32),
+            block_table_SM=self.block_table_SM[sequence_R],
+            slot_mapping_T=self.slot_mapping_T[torch.from_numpy(row_R).to(self.slot_mapping_T.device)],
+            block_size=self.block_size,
+        )
+
 
 @dataclass(frozen=True)
 class Kernels:
     """A frozen set of functions for one device and type, and who serves each.
 
     prepare_linear(weight) -> Linear: packs once at load; the caller drops its own copy.
-    rms_norm(x, weight, eps) -> y: over the last dimension (hidden states; query and key heads).
     add_rms_norm(x_TH, residual_TH, weight_H, eps) -> (y_TH, residual_TH + x_TH); may write into its inputs.
-    rope(x_TND, cos_TD2, sin_TD2) -> rotated halves, the layout of Hugging Face checkpoints ("neox").
-    write_kv(k_TKD, v_TKD, k_cache_CBKD, v_cache_CBKD, slot_mapping_T) -> None: writes the caches in place.
+    norm_rope_write(qkv_TMD, cos_TD2, sin_TD2, (q_norm_D, k_norm_D) or None, eps, k_cache_CBKD, v_cache_CBKD,
+      slot_mapping_T) -> q_TND: norms each query and key head where the family does, rotates halves, the layout of
+      Hugging Face checkpoints ("neox"), and writes keys and values into the caches in place.
     attention(q_TND, k_cache_CBKD, v_cache_CBKD, AttentionInput, scale, window) -> o_TND; window None is full
       causal attention, else a query at position p sees keys p - window + 1 .. p.
     silu_mul(gate_up_T2F) -> silu(first half) * second half.
     """
 
     prepare_linear: Callable[[LinearWeight], Linear]
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    write_kv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    norm_rope_write: Callable[
+        [
+            torch.Tensor,
+            torch.Tensor,
+            torch.Tensor,
+            tuple[torch.Tensor, torch.Tensor] | None,
+            float,
+            torch.Tensor,
+            torch.Tensor,
+            torch.Tensor,
+        ],
+        torch.Tensor,
+    ]
     attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionInput, float, int | None], torch.Tensor]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     served_by: dict[str, str]

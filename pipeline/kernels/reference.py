@@ -51,6 +51,24 @@ def write_kv(
     v_cache_CBKD.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKD.to(v_cache_CBKD.dtype))
 
 
+def norm_rope_write(
+    qkv_TMD: torch.Tensor,
+    cos_TD2: torch.Tensor,
+    sin_TD2: torch.Tensor,
+    qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    k_cache_CBKD: torch.Tensor,
+    v_cache_CBKD: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+) -> torch.Tensor:
+    num_kv_heads = k_cache_CBKD.shape[2]
+    q_TND, k_TKD, v_TKD = qkv_TMD.split((qkv_TMD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    if qk_norm_D is not None:
+        q_TND, k_TKD = rms_norm(q_TND, qk_norm_D[0], eps), rms_norm(k_TKD, qk_norm_D[1], eps)
+    write_kv(rope(k_TKD, cos_TD2, sin_TD2), v_TKD, k_cache_CBKD, v_cache_CBKD, slot_mapping_T)
+    return rope(q_TND, cos_TD2, sin_TD2)
+
+
 def attention(
     q_TND: torch.Tensor,
     k_cache_CBKD: torch.Tensor,
@@ -90,13 +108,11 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     return Kernels(
         prepare_linear=lambda weight: prepare_linear(weight, dtype, device),
-        rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
-        rope=rope,
-        write_kv=write_kv,
+        norm_rope_write=norm_rope_write,
         attention=attention,
         silu_mul=silu_mul,
         served_by=dict.fromkeys(
-            ("linear", "rms_norm", "add_rms_norm", "rope", "write_kv", "attention", "silu_mul"), "torch (reference)"
+            ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul"), "torch (reference)"
         ),
     )

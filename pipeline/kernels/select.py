@@ -19,16 +19,28 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     linear = "oneDNN, packed" if dtype == torch.bfloat16 and supports_bf16() else "torch (BLAS)"
     if dtype == torch.bfloat16:
         linear += "; int4 weights: int4pack for few tokens"
-    attention, served_attention = kernels.attention, "torch (reference): numba is not installed, decoding is slower"
-    if find_spec("numba") is not None:
-        from pipeline.kernels.cpu.attention import attention
+    kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype))
+    if find_spec("numba") is None:
+        slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
+        return replace(kernels, served_by=slow | {"linear": linear})
+    from pipeline.kernels.cpu.attention import attention
+    from pipeline.kernels.cpu.compiled import own_threads
+    from pipeline.kernels.cpu.fused import add_rms_norm, norm_rope_write, silu_mul
 
-        served_attention = "numba for single queries, torch for longer ones"
+    own_threads()
     return replace(
         kernels,
-        prepare_linear=lambda weight: prepare_linear(weight, dtype),
+        add_rms_norm=add_rms_norm,
+        norm_rope_write=norm_rope_write,
         attention=attention,
-        served_by=kernels.served_by | {"linear": linear, "attention": served_attention},
+        silu_mul=silu_mul,
+        served_by={
+            "linear": linear,
+            "add_rms_norm": "numba, one pass",
+            "norm_rope_write": "numba, one pass",
+            "attention": "numba for single queries, torch for longer ones",
+            "silu_mul": "numba, one pass",
+        },
     )
 
 

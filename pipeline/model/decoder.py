@@ -1,12 +1,13 @@
 """One decoder for all served families, driven by `ModelConfig` fields and a set of kernels.
 
-Shape suffixes: T tokens of the step, R rows that want logits, H hidden, N query heads, K KV heads, M both, D head size,
-B block size, C blocks.
+Shape suffixes: T tokens of the step, R rows that want logits, H hidden, N query heads, K KV heads, M heads of a fused
+projection (N + 2 K), D head size, B block size, C blocks.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -54,30 +55,31 @@ class _Layer:
         self.window = config.windows[index]
         self.input_norm_H = weights.input_norm_H.to(device, dtype)
         self.post_norm_H = weights.post_norm_H.to(device, dtype)
-        self.q_norm_D = None if weights.q_norm_D is None else weights.q_norm_D.to(device, dtype)
-        self.k_norm_D = None if weights.k_norm_D is None else weights.k_norm_D.to(device, dtype)
+        self.qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None = None
+        if config.qk_norm:
+            assert weights.q_norm_D is not None
+            assert weights.k_norm_D is not None
+            self.qk_norm_D = weights.q_norm_D.to(device, dtype), weights.k_norm_D.to(device, dtype)
         self.qkv: Linear = kernels.prepare_linear(weights.qkv)
         self.o: Linear = kernels.prepare_linear(weights.o)
         self.gate_up: Linear = kernels.prepare_linear(weights.gate_up)
         self.down: Linear = kernels.prepare_linear(weights.down)
 
-    def attend(
-        self, x_TH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, where: AttentionInput, kv: KVCache
+    def write(
+        self, x_TH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slot_mapping_T: torch.Tensor, kv: KVCache
     ) -> torch.Tensor:
-        c, k = self.config, self.kernels
-        qkv = self.qkv(x_TH).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        qk_TMD, v_TKD = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
-        if c.qk_norm:
-            assert self.q_norm_D is not None
-            assert self.k_norm_D is not None
-            q_TND, k_TKD = qk_TMD.split((c.num_heads, c.num_kv_heads), dim=1)
-            q_TND, k_TKD = k.rms_norm(q_TND, self.q_norm_D, c.norm_eps), k.rms_norm(k_TKD, self.k_norm_D, c.norm_eps)
-            qk_TMD = torch.cat([q_TND, k_TKD], dim=1)
-        q_TND, k_TKD = k.rope(qk_TMD, cos, sin).split((c.num_heads, c.num_kv_heads), dim=1)
+        """Write the tokens' keys and values; return their queries (T, N, D)."""
+        c = self.config
+        qkv_TMD = self.qkv(x_TH).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         keys, values = kv.keys[self.index], kv.values[self.index]
-        k.write_kv(k_TKD, v_TKD, keys, values, where.slot_mapping_T)
-        o_TND = k.attention(q_TND, keys, values, where, c.head_dim**-0.5, self.window)
-        return self.o(o_TND.flatten(1))
+        return self.kernels.norm_rope_write(
+            qkv_TMD, cos, sin, self.qk_norm_D, c.norm_eps, keys, values, slot_mapping_T
+        )
+
+    def attend(self, q_TND: torch.Tensor, where: AttentionInput, kv: KVCache) -> torch.Tensor:
+        keys, values = kv.keys[self.index], kv.values[self.index]
+        scale = self.config.head_dim**-0.5
+        return self.o(self.kernels.attention(q_TND, keys, values, where, scale, self.window).flatten(1))
 
     def feed_forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.down(self.kernels.silu_mul(self.gate_up(x_TH)))
@@ -107,23 +109,35 @@ class Decoder:
         reader.finish()
 
     def forward(
-        self, token_ids_T: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, where: AttentionInput, kv: KVCache
+        self,
+        token_ids_T: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        where: AttentionInput,
+        row_R: np.ndarray,
+        kv: KVCache,
     ) -> torch.Tensor:
-        """Compute the step's tokens, write their keys and values into `kv`, return the last hidden states (T, H).
+        """Compute the step's tokens, write their keys and values into `kv`, return the last hidden states (R, H) of
+        the tokens `row_R`.
 
-        cos and sin (T, D / 2) are the rotations of the tokens' positions.
+        cos and sin (T, D / 2) are the rotations of the tokens' positions. Of the last layer, only the keys and values
+        are of use to later steps: what comes after them is computed for `row_R` alone.
         """
         k, eps = self.kernels, self.config.norm_eps
-        residual_TH = F.embedding(token_ids_T, self.embedding_VH)
-        x_TH = k.rms_norm(residual_TH, self.layers[0].input_norm_H, eps)
-        for index, layer in enumerate(self.layers):
-            x_TH = layer.attend(x_TH, cos, sin, where, kv)
+        x_TH = F.embedding(token_ids_T, self.embedding_VH)
+        residual_TH = torch.zeros_like(x_TH)
+        for layer in self.layers:
+            x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, layer.input_norm_H, eps)
+            q_TND = layer.write(x_TH, cos, sin, where.slot_mapping_T, kv)
+            if layer is self.layers[-1] and len(row_R) < len(q_TND):
+                if len(row_R) == 0:
+                    return x_TH[:0]
+                rows = torch.from_numpy(row_R).to(self.device)
+                q_TND, residual_TH, where = q_TND[rows], residual_TH[rows], where.rows(row_R)
+            x_TH = layer.attend(q_TND, where, kv)
             x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, layer.post_norm_H, eps)
             x_TH = layer.feed_forward(x_TH)
-            last = index + 1 == len(self.layers)
-            norm_H = self.final_norm_H if last else self.layers[index + 1].input_norm_H
-            x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, norm_H, eps)
-        return x_TH
+        return k.add_rms_norm(x_TH, residual_TH, self.final_norm_H, eps)[0]
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """(R, vocabulary) float32."""

@@ -1,10 +1,14 @@
 """The CPU kernels against the reference, on ragged batches over a cache whose unused slots are NaN."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels import reference
+from pipeline.kernels.cpu import compiled, fused
 from pipeline.kernels.cpu.attention import attention
 from pipeline.kernels.cpu.linear import DenseLinear, padded_tokens, prepare_linear
 from pipeline.kernels.reference import attention as reference_attention
@@ -12,6 +16,7 @@ from pipeline.kernels.select import select_kernels
 from pipeline.quant.packed import DenseWeight
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of one elementwise pass; the oracle is float32, rounded at the end
 
 
 def ragged_step(rng: np.random.Generator, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
@@ -107,5 +112,119 @@ def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
 
 def test_selection_says_who_serves_each_operation() -> None:
     kernels = select_kernels(torch.device("cpu"), torch.float32)
-    assert set(kernels.served_by) == {"linear", "rms_norm", "add_rms_norm", "rope", "write_kv", "attention", "silu_mul"}
-    assert "numba" in kernels.served_by["attention"]
+    assert set(kernels.served_by) == {"linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul"}
+    assert all("numba" in origin for operation, origin in kernels.served_by.items() if operation != "linear")
+
+
+def close(ours: torch.Tensor, oracle: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Of the type asked for, and within rounding of the oracle in float32; sums may cancel, so not of each value alone."""
+    assert ours.dtype == dtype
+    assert torch.isfinite(ours).all()
+    error = (ours.float() - oracle.float()).abs()
+    return bool((error <= RELATIVE[dtype] * (oracle.float().abs() + oracle.float().square().mean().sqrt())).all())
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TOKENS = pytest.mark.parametrize("tokens", [1, 5, 700])  # on one thread, and on all
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("hidden", [8, 61, 256])
+def test_add_rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    x, residual, weight = torch.randn(tokens, hidden), 3 * torch.randn(tokens, hidden), torch.rand(hidden) + 0.5
+    x, residual, weight = x.to(dtype), residual.to(dtype), weight.to(dtype)
+    total = (x.float() + residual.float()).to(dtype)
+    expected = reference.rms_norm(total.float(), weight.float(), 1e-5)
+    ours, summed = fused.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(summed, total)
+    assert close(ours, expected, dtype)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 3, 10), (8, 1, 16)])
+def test_norm_rope_write(
+    heads: int, kv_heads: int, head_dim: int, with_norm: bool, tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(tokens + heads)
+    block_size, num_blocks = 7, 110
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
+    angle = 100 * torch.rand(tokens, head_dim // 2)
+    norms = tuple((torch.rand(head_dim) + 0.5).to(dtype) for _ in range(2)) if with_norm else None
+    slots = torch.randperm(num_blocks * block_size)[:tokens]
+    caches = [torch.full((num_blocks, block_size, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
+    wide = [cache.float() for cache in caches]
+    wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
+    oracle = reference.norm_rope_write(qkv.float(), angle.cos(), angle.sin(), wide_norms, 1e-6, *wide, slots)
+    ours = fused.norm_rope_write(qkv, angle.cos(), angle.sin(), norms, 1e-6, *caches, slots)  # type: ignore[arg-type]
+    assert close(ours, oracle, dtype)
+    assert close(caches[0], wide[0], dtype)
+    assert torch.equal(caches[1], wide[1].to(dtype))
+    untouched = torch.ones(num_blocks * block_size, dtype=torch.bool).index_fill(0, slots, False)
+    assert all(bool((cache.flatten(0, 1)[untouched] == 7.0).all()) for cache in caches)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("width", [3, 64, 201])
+def test_silu_mul(tokens: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    gate_up = (8 * torch.randn(tokens, 2 * width)).to(dtype)
+    assert close(fused.silu_mul(gate_up), reference.silu_mul(gate_up.float()), dtype)
+
+
+def test_silu_of_what_exp_cannot_hold() -> None:
+    gate = torch.tensor([[-1e30, -1000.0, -89.0, -88.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 88.0, 1000.0, 1e30]])
+    ours = fused.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    assert float((ours[:, 1:] - torch.nn.functional.silu(gate[:, 1:])).abs().max()) < 1e-6
+    assert abs(float(ours[0, 0])) < 1e-6
+
+
+@DTYPES
+def test_what_is_no_number_comes_out_as_none(dtype: torch.dtype) -> None:
+    """Where a row was broken, the logits must show it; a bfloat16 NaN must not round to infinity or to a number."""
+    for broken in (math.nan, math.inf):
+        x = torch.ones(3, 16).to(dtype)
+        x[1, 3] = broken
+        assert torch.isfinite(fused.silu_mul(x.clone())).all(dim=1).tolist() == [True, False, True]
+        norm, residual = fused.add_rms_norm(x.clone(), torch.zeros_like(x), torch.ones(16).to(dtype), 1e-5)
+        assert torch.isfinite(norm).all(dim=1).tolist() == [True, False, True]
+        assert torch.isfinite(residual).all(dim=1).tolist() == [True, False, True]
+    payload = torch.tensor([[0x7F80_0001, 0x3F80_0000]], dtype=torch.int32).view(torch.float32)
+    sums = payload.to(dtype) if dtype == torch.float32 else torch.tensor([[0x7F81, 0x3F80]]).to(torch.int16).view(dtype)
+    assert fused.silu_mul(sums).isnan().all()
+
+
+@DTYPES
+def test_some_rows_of_a_step_attend_as_in_the_whole_step(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(8)
+    torch.manual_seed(8)
+    where, keys, values = ragged_step(rng, 2, 16, 4, dtype)
+    tokens = int(where.query_start_S1[-1])
+    q_TND = torch.randn(tokens, 4, 16).to(dtype)
+    rows = rng.permutation(tokens)[: tokens // 2]
+    whole = reference_attention(q_TND.float(), keys.float(), values.float(), where, 0.3, 9)
+    ours = attention(q_TND[rows], keys, values, where.rows(rows), 0.3, 9)
+    assert float((ours.float() - whole[rows]).abs().max()) < TOLERANCE[dtype]
+    assert torch.equal(where.rows(rows).slot_mapping_T, where.slot_mapping_T[rows])
+
+
+def test_the_compiled_kernels_are_found_in_the_cache() -> None:
+    fused.silu_mul(torch.ones(1, 4))
+    folder = compiled.silu_mul.stats.cache_path
+    assert folder
+    assert compiled.is_cached() in (True, False)
+
+
+def test_selecting_kernels_leaves_the_number_of_threads_alone() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        kernels = select_kernels(torch.device("cpu"), torch.float32)
+        kernels.silu_mul(torch.ones(2000, 64))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
