@@ -7,7 +7,6 @@ that generate. The tokenizer is the demonstration model's, so that text of finis
 
 import gc
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.bench.measure import alternating, facts_to_text, machine_facts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.step import StepInput
@@ -103,7 +103,7 @@ class SchedulerBench:
             f"{OUTPUT_TOKENS[0]}-{OUTPUT_TOKENS[1]}; rows that finish are replaced, their prompts computed in chunks.",
             f"Medians over {self.rounds} rounds of {self.steps} steps, sizes in turn; microseconds. handle: counters, "
             "blocks made findable, ends; detokenize: text of rows that finished; add: to queue one row.",
-            "  ".join(f"{key} {value}" for key, value in self.machine.items()),
+            facts_to_text(self.machine),
             "",
             f"{'running':>8} {'finished':>9} {'prompt tokens':>14} {'plan':>8} {'build':>8} {'sample':>8} "
             f"{'handle':>8} {'detok.':>8} {'step':>9} {'p95':>9} {'add':>6}",
@@ -148,19 +148,12 @@ def bench_scheduler(
     `say` is told what goes on.
     """
     assert min(*sequences, steps, rounds, rows) >= 1
+    machine = machine_facts()
     tokenizer = Tokenizer.from_folder(str(locate_model("demo:target")))
     long_run = _long_run(min(256, max(sequences)), rows, steps, rounds, tokenizer, say)
     costs = _step_costs(sorted(sequences), steps, rounds, tokenizer, say)
     sampled = [n for n in sorted(sequences) if n <= MOST_SAMPLED] if sampling else []
     sample_costs = tuple(_sample_cost(n, rounds, tokenizer, say) for n in sampled)
-    machine = {
-        "cores": str(len(os.sched_getaffinity(0))),
-        "threads": str(torch.get_num_threads()),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torch": torch.__version__,
-    }
     return SchedulerBench(costs, sample_costs, long_run, steps, rounds, machine)
 
 
@@ -233,6 +226,11 @@ class _Load:
         scheduler.plan, scheduler.advance = timed_plan, timed_advance  # type: ignore[method-assign]
         self.num_added = self.num_finished = self.adding_ns = 0
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Computed so far, those of shared blocks not."""
+        return self.engine.stats.prompt_tokens - self.engine.stats.cached_tokens
+
     def refill(self) -> None:
         """Queue so many rows that none of the next step's places stays empty."""
         missing = self.num_running + self.num_running // 8 + 16 - self.engine.num_unfinished
@@ -277,22 +275,21 @@ class _Load:
 def _step_costs(
     sequences: Sequence[int], steps: int, rounds: int, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> tuple[StepCost, ...]:
-    loads = [_Load(n, HOST_VOCAB, tokenizer) for n in sequences]
-    for load in loads:
+    loads = {str(n): _Load(n, HOST_VOCAB, tokenizer) for n in sequences}
+    for load in loads.values():
         say(f"{load.num_running:,} sequences: filling")
         load.fill()
         load.num_added = load.num_finished = load.adding_ns = 0
-    prompt_tokens = [load.engine.stats.prompt_tokens - load.engine.stats.cached_tokens for load in loads]
-    parts: list[list[tuple[int, ...]]] = [[] for _ in loads]
-    for round in range(rounds):
-        say(f"round {round + 1} of {rounds}")
-        for at in range(len(loads)) if round % 2 == 0 else reversed(range(len(loads))):
-            parts[at] += [loads[at].step() for _ in range(steps)]
+    prompt_tokens = [load.num_prompt_tokens for load in loads.values()]
+    parts: dict[str, list[tuple[int, ...]]] = {name: [] for name in loads}
+    for number, order in enumerate(alternating(list(loads), rounds)):
+        say(f"round {number + 1} of {rounds}")
+        for name in order:
+            parts[name] += [loads[name].step() for _ in range(steps)]
     costs = []
-    for load, taken, before in zip(loads, parts, prompt_tokens):
+    for load, taken, before in zip(loads.values(), parts.values(), prompt_tokens):
         part_us = np.array(taken) / 1e3
         step_us = part_us.sum(axis=1)
-        stats = load.engine.stats
         middle = np.median(part_us, axis=0).tolist()
         costs.append(
             StepCost(
@@ -301,7 +298,7 @@ def _step_costs(
                 step_us=float(np.median(step_us)),
                 step_p95_us=float(np.percentile(step_us, 95)),
                 finished=load.num_finished / len(taken),
-                prompt_tokens=(stats.prompt_tokens - stats.cached_tokens - before) / len(taken),
+                prompt_tokens=(load.num_prompt_tokens - before) / len(taken),
                 add_us=load.adding_ns / max(load.num_added, 1) / 1e3,
             )
         )

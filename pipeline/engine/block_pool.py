@@ -5,9 +5,9 @@ its content and its hash until it is handed out again, so a prefix that nobody h
 are O(1) a block.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 import numpy as np
 
@@ -20,14 +20,9 @@ def chain_hashes(parent: bytes, token_ids: np.ndarray, block_size: int) -> list[
     content, width = token_ids.astype(np.int32, copy=False).tobytes(), 4 * block_size
     hashes = []
     for at in range(0, len(content), width):
-        parent = chain_hash(parent, content[at : at + width])
+        parent = blake2b(parent + content[at : at + width], digest_size=16).digest()
         hashes.append(parent)
     return hashes
-
-
-def chain_hash(parent: bytes, block: bytes) -> bytes:
-    """The identity of one full block from its parent's and its own tokens as the bytes of int32."""
-    return hashlib.blake2b(parent + block, digest_size=16).digest()
 
 
 class BlockPool:
@@ -51,12 +46,10 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks, forgetting what they held. The caller has checked `num_free`."""
         assert count <= len(self._free), "allocate more blocks than are free"
-        blocks = []
-        for _ in range(count):
-            block, _ = self._free.popitem(last=False)
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
             self._forget(block)
             self._ref_count[block] = 1
-            blocks.append(block)
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:

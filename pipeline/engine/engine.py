@@ -415,7 +415,7 @@ class Engine:
         sequence = self.table.at(slot)
         generated = int(self.table.num_known[slot]) - sequence.num_prompt
         own = self.pool.held_once(self.table.blocks_of(slot))
-        self.scheduler.finish(slot, keep_blocks=False)
+        self.scheduler.drop(slot, keep_blocks=False)
         self.runner.zero_blocks(own)
         return self._failed(
             sequence,

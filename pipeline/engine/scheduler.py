@@ -16,7 +16,7 @@ from collections import deque
 
 import numpy as np
 
-from pipeline.engine.block_pool import ROOT, BlockPool, chain_hash
+from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.params import EngineStats
 from pipeline.engine.sequence import Sequence, SlotTable
 from pipeline.engine.step import StepPlan
@@ -92,16 +92,30 @@ class Scheduler:
         self._num_history = 0
         self._expected, self._history_changed = None, False
 
-    def finish(self, slot: int, keep_blocks: bool = True) -> Sequence:
-        """Take a running sequence out. Its full blocks stay findable unless `keep_blocks` is false."""
-        if not keep_blocks:
-            self.pool.forget(self.table.blocks_of(slot))
-        sequence = self.drop(slot)
+    def finish(self, slot: int) -> Sequence:
+        """Take out a running sequence that came to its end, and expect such lengths of others."""
+        generated = int(self.table.num_known[slot] - self.table.num_prompt[slot])
+        self._history[self._num_history % HISTORY] = generated
+        self._num_history += 1
+        self._history_changed = True
+        return self.drop(slot)
+
+    def drop(self, slot: int, keep_blocks: bool = True) -> Sequence:
+        """Take out a running sequence, ended or not. Its full blocks can be found from now on, or no more if
+        `keep_blocks` is false.
+
+        Blocks that it generated were not findable before: no prompt that waits beside it goes on from there, and so
+        generating costs no hashes on the way.
+        """
+        blocks = self.table.blocks_of(slot)
         if keep_blocks:
-            self._history[self._num_history % HISTORY] = len(sequence.token_ids) - sequence.num_prompt
-            self._num_history += 1
-            self._history_changed = True
-        return sequence
+            prompt, computed = int(self.table.num_prompt[slot]), int(self.table.num_computed[slot])
+            self._make_findable(slot, prompt // self.pool.block_size, computed // self.pool.block_size)
+        else:
+            self.pool.forget(blocks)
+        self.running = self.running[self.running != slot]
+        self.pool.release(blocks)
+        return self.table.vacate(slot)
 
     def abort(self, row_id: object) -> Sequence | None:
         """Drop a sequence wherever it is; None when it is not here."""
@@ -132,7 +146,7 @@ class Scheduler:
         return StepPlan(slot_S, start_S, count_S, start_S + count_S == self.table.num_known[slot_S])
 
     def advance(self, plan: StepPlan) -> None:
-        """The plan's tokens have been computed: raise the counters and make full blocks findable."""
+        """The plan's tokens have been computed: raise the counters and make full blocks of prompts findable."""
         table, size = self.table, self.pool.block_size
         end_S = plan.start_S + plan.count_S
         table.num_computed[plan.slot_S] = end_S
@@ -140,24 +154,9 @@ class Scheduler:
         table.last_step[plan.slot_S] = self._num_steps
         if self.step_tokens < self.max_num_batched_tokens and self._num_steps % RECOVERY_STEPS == 0:
             self.step_tokens = min(2 * self.step_tokens, self.max_num_batched_tokens)
-        if not self.enable_prefix_caching:
-            return
-        first_S = plan.start_S // size
-        filled_S = np.flatnonzero(end_S // size > first_S)
-        slot_F, first_F = plan.slot_S[filled_S], first_S[filled_S]
-        count_F = end_S[filled_S] // size - first_F
-        # one gather of all tokens of all blocks that became full, then one hash for each that has none yet
-        index_B = np.arange(int(count_F.sum())) + np.repeat(first_F - np.cumsum(count_F) + count_F, count_F)
-        slot_B = np.repeat(slot_F, count_F)
-        content = table.token_ids[slot_B[:, None], index_B[:, None] * size + np.arange(size)].tobytes()
-        sequences, register, width = table.sequences, self.pool.register, 4 * size
-        blocks = table.block_table[slot_B, index_B].tolist()
-        for b, (slot, index, block) in enumerate(zip(slot_B.tolist(), index_B.tolist(), blocks)):
-            hashes = sequences[slot].hashes
-            if len(hashes) == index:
-                parent = hashes[-1] if hashes else ROOT
-                hashes.append(chain_hash(parent, content[b * width : (b + 1) * width]))
-            register(block, hashes[index])
+        prefilling = np.flatnonzero(plan.start_S < table.num_prompt[plan.slot_S])
+        for slot, start, end in zip(*(of_S[prefilling].tolist() for of_S in (plan.slot_S, plan.start_S, end_S))):
+            self._make_findable(slot, start // size, min(end, table.at(slot).num_prompt) // size)
 
     def undo(self, plan: StepPlan) -> None:
         """The plan did not fit the memory: nothing of it counts, and the next ones are at most half as large.
@@ -171,12 +170,6 @@ class Scheduler:
     def lift_limit(self) -> None:
         """Allow full steps again: what did not fit has been taken out."""
         self.step_tokens = self.max_num_batched_tokens
-
-    def drop(self, slot: int) -> Sequence:
-        """Take out a running sequence that did not finish. Its full blocks stay findable."""
-        self.running = self.running[self.running != slot]
-        self.pool.release(self.table.blocks_of(slot))
-        return self.table.vacate(slot)
 
     def append(self, slot_R: np.ndarray, token_R: np.ndarray) -> None:
         """Each of these sequences, all computed, comes to know one more token."""
@@ -338,6 +331,15 @@ class Scheduler:
         return int(np.maximum(-(-final_S // size) - table.num_blocks[slot_S], 0).sum())
 
     # -- small parts
+
+    def _make_findable(self, slot: int, first: int, end: int) -> None:
+        """Register its blocks number `first` to `end`, all computed."""
+        if first >= end or not self.enable_prefix_caching:
+            return
+        sequence = self.table.at(slot)
+        sequence.extend_hashes(self.table.token_ids[slot], end, self.pool.block_size)
+        for block, key in zip(self.table.block_table[slot, first:end].tolist(), sequence.hashes[first:end]):
+            self.pool.register(block, key)
 
     def _too_long_alone(self, tokens: int) -> str:
         return (

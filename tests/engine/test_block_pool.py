@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pipeline.engine.block_pool import ROOT, BlockPool, chain_hash, chain_hashes
+from pipeline.engine.block_pool import ROOT, BlockPool, chain_hashes
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -32,7 +32,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(0, 3))
     def register(self, data: st.DataObject, token: int) -> None:
         block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.held))))
-        key = chain_hash(ROOT, bytes([token] * 4))
+        (key,) = chain_hashes(ROOT, np.array([token] * 4), 4)
         self.pool.register(block, key)
         if key not in self.known and block not in self.known.values():
             self.known[key] = block
@@ -74,16 +74,14 @@ PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestPool = PoolMachine.TestCase
 
 
-def test_chain_hash_depends_on_everything_before() -> None:
-    first, second = b"\x01\x02", b"\x03\x04"
-    assert chain_hash(chain_hash(ROOT, first), second) != chain_hash(chain_hash(ROOT, second), second)
-    tokens = np.arange(12, dtype=np.int32)
-    one_by_one = [ROOT]
-    for at in (0, 4, 8):
-        one_by_one.append(chain_hash(one_by_one[-1], tokens[at : at + 4].tobytes()))
-    assert chain_hashes(ROOT, tokens, 4) == one_by_one[1:]
-    assert chain_hashes(ROOT, tokens.astype(np.int64), 4) == one_by_one[1:]
-    assert chain_hashes(one_by_one[1], tokens[4:], 4) == one_by_one[2:]
+def test_a_hash_depends_on_its_block_and_everything_before() -> None:
+    first, second = np.array([1, 2]), np.array([3, 4])
+    (of_first,), (of_second,) = chain_hashes(ROOT, first, 2), chain_hashes(ROOT, second, 2)
+    assert chain_hashes(of_first, second, 2) != chain_hashes(of_second, second, 2)
+    both = chain_hashes(ROOT, np.array([1, 2, 3, 4], dtype=np.int32), 2)
+    assert both == [of_first, *chain_hashes(of_first, second, 2)]
+    assert chain_hashes(ROOT, np.array([1, 2, 3, 5]), 2) == [of_first, *chain_hashes(of_first, np.array([3, 5]), 2)]
+    assert chain_hashes(ROOT, first[:0], 2) == []
 
 
 def test_releasing_what_nobody_holds_is_caught() -> None:

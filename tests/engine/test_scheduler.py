@@ -157,6 +157,54 @@ def test_a_shared_prompt_is_computed_once_even_by_requests_that_arrive_together(
         assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 4, 64, False)
 
 
+def test_what_a_sequence_generated_is_shared_once_it_has_left_and_never_before() -> None:
+    engine = hash_engine(64, 4, max_num_seqs=8, max_num_batched_tokens=64)
+    first = Request("first", list(range(10)), SamplingParams(max_tokens=11, ignore_eos=True))
+    text = run(engine, [first])["first"].token_ids
+    turn = [*first.prompt_token_ids, *text]  # 21 tokens, of which the last was never computed: five blocks
+    again = run(engine, [Request("again", [*turn, 1, 2], SamplingParams(max_tokens=3, ignore_eos=True))])["again"]
+    assert again.num_cached_tokens == 20
+    assert again.token_ids == expected_tokens([*turn, 1, 2], 3, 64, False)
+
+    engine.add(Request("long", list(range(30, 40)), SamplingParams(max_tokens=50, ignore_eos=True)))
+    for _ in range(14):
+        engine.step()
+    known = engine.table.token_ids[int(engine.scheduler.running[0]), :23].tolist()
+    engine.add(Request("beside", known, SamplingParams(max_tokens=3, ignore_eos=True)))
+    done = run(engine, [])
+    assert done["beside"].num_cached_tokens == 8, "blocks of the prompt are shared at once"
+    assert done["beside"].token_ids == expected_tokens(known, 3, 64, False)
+
+
+def test_a_preempted_sequence_finds_what_it_generated() -> None:
+    engine = hash_engine(64, 4, max_num_seqs=8, max_num_batched_tokens=64)
+    engine.add(Request(0, [1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True)))
+    engine.add(Request(1, [4, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)))
+    for _ in range(20):
+        engine.step()
+    engine.scheduler._preempt(engine.scheduler.running)
+    done = run(engine, [])
+    assert engine.stats.num_preemptions == 1
+    assert engine.stats.recomputed_tokens < 4, "only its last block, which was not full"
+    assert done[1].token_ids == expected_tokens([4, 5, 6], 40, 64, False)
+
+
+def test_the_oldest_come_first_also_after_a_preempted_one_is_back() -> None:
+    engine = hash_engine(64, 4, max_num_seqs=3, max_num_batched_tokens=64)
+    for row in range(6):
+        engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=9 + row % 2, ignore_eos=True)))
+    engine.step()
+    engine.scheduler._preempt(engine.scheduler.running)  # of the younger two, both as far
+    steps = 0
+    while engine.has_unfinished:
+        running = engine.scheduler.running.tolist()
+        order = [engine.table.at(slot).order for slot in running]
+        assert order == sorted(order) == engine.table.order[running].tolist()
+        engine.step()
+        steps += 1
+    assert steps > 9
+
+
 def test_a_deferred_sequence_runs_when_the_one_computing_its_prefix_is_aborted() -> None:
     engine = hash_engine(64, 4, max_num_batched_tokens=8)
     prompt = list(range(40))
