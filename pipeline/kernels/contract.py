@@ -1,8 +1,8 @@
 """What a set of kernels must offer: signatures, shapes, aliasing. `reference.py` is the oracle of each.
 
-Shape suffixes: T tokens of a step, S sequences of a step, R rows of a step (some of its tokens), H hidden, F width
-between up and down, N query heads, K KV heads, M heads of all kinds (N + 2 K) in a projection, D head size, B block size,
-C number of blocks, M most blocks of a sequence in a block table.
+Shape suffixes: T tokens of a step, S sequences of a step, R rows of a step (some of its tokens), H hidden,
+F width between up and down, N query heads, K KV heads, M heads of all kinds (N + 2 K) in a projection, D head size,
+B block size, C number of blocks, M most blocks of a sequence in a block table.
 """
 
 from collections.abc import Callable

@@ -72,9 +72,7 @@ class _Layer:
         c = self.config
         qkv_TMD = self.qkv(x_TH).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         keys, values = kv.keys[self.index], kv.values[self.index]
-        return self.kernels.norm_rope_write(
-            qkv_TMD, cos, sin, self.qk_norm_D, c.norm_eps, keys, values, slot_mapping_T
-        )
+        return self.kernels.norm_rope_write(qkv_TMD, cos, sin, self.qk_norm_D, c.norm_eps, keys, values, slot_mapping_T)
 
     def attend(self, q_TND: torch.Tensor, where: AttentionInput, kv: KVCache) -> torch.Tensor:
         keys, values = kv.keys[self.index], kv.values[self.index]

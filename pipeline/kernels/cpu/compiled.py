@@ -4,8 +4,8 @@ All of them stand in this one file because numba's cache on disk looks only at t
 function elsewhere could change under kernels that are not compiled again.
 
 Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent.
-Everything is computed in float32 and rounded once. A NaN comes out as one: broken rows must be found. Suffixes are those
-of `kernels/contract.py`.
+Everything is computed in float32 and rounded once. A NaN comes out as one: broken rows must be found.
+Suffixes are those of `kernels/contract.py`.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from numba.extending import intrinsic, overload
 PARALLEL_ELEMENTS = 1 << 15
 """Elementwise work below this stays on one thread: waking another one would take longer than it saves."""
 
-_AHEAD_ELEMENTS = 256
+_AHEAD_ELEMENTS = 256  # of a row that is read ahead at most: measured, longer ones lose by it
 
 # Sums may be reordered, as in any vectorised sum; NaN and infinity keep their meaning.
 # Of numba's parallel transforms only `prange` is wanted: the others split array fills into loops of their own.
@@ -221,7 +221,7 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
             for offset in range(max(first - start, 0), min(context - start, block_size)):
                 next_row = ((following * block_size + offset) * num_kv_heads + kv) * head_dim
                 for i in range(0, ahead, 16):
-                    _prefetch(k_flat, next_row + i)
+                    _prefetch(k_flat, next_row + i)  # pyright: ignore[reportCallIssue]
                 for h in range(span):
                     for g in range(h * group, (h + 1) * group):
                         dot = np.float32(0.0)
@@ -244,7 +244,7 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
             for offset in range(max(first - start, 0), min(context - start, block_size)):
                 next_row = ((following * block_size + offset) * num_kv_heads + kv) * head_dim
                 for i in range(0, ahead, 16):
-                    _prefetch(v_flat, next_row + i)
+                    _prefetch(v_flat, next_row + i)  # pyright: ignore[reportCallIssue]
                 for h in range(span):
                     for g in range(h * group, (h + 1) * group):
                         weight = score[g, start + offset]
@@ -275,7 +275,8 @@ def own_threads() -> None:
 
 def use_threads(parallel: bool) -> int:
     """The next kernel runs on as many threads as torch, or on one; returns how many."""
-    num_threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS) if parallel else 1
+    most = config.NUMBA_NUM_THREADS  # pyright: ignore[reportAttributeAccessIssue]
+    num_threads = min(torch.get_num_threads(), most) if parallel else 1
     set_num_threads(num_threads)
     return num_threads
 
@@ -287,8 +288,8 @@ def is_cached() -> bool:
     """
     changed = Path(__file__).stat().st_mtime
     for kernel in (add_rms_norm, norm_rope_write, silu_mul, paged_decode):
-        folder = Path(kernel.stats.cache_path)
-        indexes = folder.glob(f"{Path(__file__).stem}.{kernel.__name__}-*.nbi")
+        assert kernel.stats.cache_path is not None
+        indexes = Path(kernel.stats.cache_path).glob(f"compiled.{kernel.__name__}-*.nbi")
         if not any(index.stat().st_mtime >= changed for index in indexes):
             return False
     return True
