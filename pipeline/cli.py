@@ -532,6 +532,7 @@ def _print_bench(told: Any, as_json: bool) -> None:
 @_bench_options(output_tokens="16-128")
 @click.option("--batch-sizes", metavar="N,N", default="4,8,16", show_default=True, callback=_parse_sizes,
               help="Static batches to try with transformers.generate; none leaves it out.")  # fmt: skip
+@click.option("--reports", is_flag=True, help="The demonstration job's rows instead of random prompts (--model demo).")
 @_bench_options(threads=None, dtype="auto", peers=(), folder=None)
 @_json_flag
 @_answers
@@ -541,7 +542,7 @@ def engine_against_others(peers: tuple[str, ...], as_json: bool, **options: Any)
     \b
     Examples:
       pipeline bench engine
-      pipeline bench engine --model demo --requests 256 --prompt-tokens 160 --batch-sizes 16,32,64
+      pipeline bench engine --model demo --reports --requests 256 --batch-sizes 16,32,64
       pipeline bench engine --model qwen3-0.6b-awq --peer vllm=/envs/vllm/bin/python
       pipeline bench engine --model tiny --requests 6 --rounds 1 --prompt-tokens 20 --output-tokens 4-16
 

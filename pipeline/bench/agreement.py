@@ -49,12 +49,13 @@ def compare(
     """
     found = Agreement()
     for index, (request, mine, other) in enumerate(zip(requests, ours, theirs, strict=True)):
-        if not len(mine) == len(other) == request.max_tokens:
+        first = next((at for at, (a, b) in enumerate(zip(mine, other)) if a != b), None)
+        wanted = {request.max_tokens} if request.ignore_eos else range(1, request.max_tokens + 1)
+        if len(mine) not in wanted or len(other) not in wanted or (first is None and len(mine) != len(other)):
             raise PipelineError(
                 f"request {index}: {request.max_tokens} tokens were asked for, this engine gave {len(mine)} and the "
                 f"other {len(other)}: unequal work is not compared"
             )
-        first = next((at for at, (a, b) in enumerate(zip(mine, other)) if a != b), None)
         if first is None:
             found += Agreement(1, 1, len(mine))
             continue

@@ -44,6 +44,10 @@ class Ran:
     token_ids: list[list[int]]
     steps: list[StepTime] = field(default_factory=list)
 
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(len(tokens) for tokens in self.token_ids) / self.wall_s
+
 
 class _RecordingRunner:
     """Passes steps on to the engine's runner and notes their sizes and the model's time."""
@@ -78,17 +82,21 @@ class _RecordingRunner:
 
 
 class ThisEngine:
-    """All requests are added at once; the engine's scheduler does the rest."""
+    """All requests are added at once; the engine's scheduler does the rest.
+
+    shared_prefixes: whether prompts may be found in the prefix cache; of random ones it would mean that a round was
+    not fresh.
+    """
 
     name = "this engine"
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, shared_prefixes: bool = False) -> None:
+        self.engine, self.shared_prefixes = engine, shared_prefixes
         self._recording = _RecordingRunner(engine.runner)
         engine.runner = self._recording
 
     def run(self, requests: Sequence[BenchRequest]) -> Ran:
-        """Raises PipelineError when a request fails or finds anything in the prefix cache."""
+        """Raises PipelineError when a request fails, or is found in the prefix cache where it must not be."""
         token_ids: list[list[int]] = [[] for _ in requests]
         steps: list[StepTime] = []
         start = time.perf_counter()
@@ -103,7 +111,7 @@ class ThisEngine:
             for completion in completions:
                 if completion.error is not None:
                     raise PipelineError(f"request {completion.row_id} failed: {completion.error_message}")
-                if completion.num_cached_tokens:
+                if completion.num_cached_tokens and not self.shared_prefixes:
                     raise PipelineError(f"request {completion.row_id} was found in the prefix cache: not a fresh round")
                 assert isinstance(completion.row_id, int)
                 token_ids[completion.row_id] = completion.token_ids
@@ -113,13 +121,13 @@ class ThisEngine:
 class GenerateModel:
     """A checkpoint loaded by transformers, for static batches of several sizes."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str, eos_token_ids: frozenset[int]) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig, logging
 
         logging.disable_progress_bar()
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         self.model.eval().to(device)
-        self.device = device
+        self.device, self.eos_token_ids = device, eos_token_ids
         # A new one: what the folder's says of EOS would end rows early.
         self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
 
@@ -130,17 +138,26 @@ class GenerateModel:
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
-        """One batch, padded on the left; as many tokens for all as the one that wants most."""
+        """One batch, padded on the left; it runs until its last row has all tokens or, where that counts, EOS."""
+        ignore_eos = requests[0].ignore_eos
+        assert all(request.ignore_eos == ignore_eos for request in requests)
         length = max(len(r.prompt_token_ids) for r in requests)
         padding = [length - len(r.prompt_token_ids) for r in requests]
         ids_BT = torch.tensor([[0] * pad + r.prompt_token_ids for pad, r in zip(padding, requests)])
         mask_BT = torch.tensor([[0] * pad + [1] * (length - pad) for pad in padding])
         most = max(r.max_tokens for r in requests)
         out_BT = self.model.generate(
-            input_ids=ids_BT.to(self.device), attention_mask=mask_BT.to(self.device), max_new_tokens=most
+            input_ids=ids_BT.to(self.device),
+            attention_mask=mask_BT.to(self.device),
+            max_new_tokens=most,
+            eos_token_id=None if ignore_eos else sorted(self.eos_token_ids),
         )
-        assert out_BT.shape[1] == length + most, "no row ends by itself"
-        return [row[length : length + r.max_tokens].tolist() for row, r in zip(out_BT, requests)]
+        rows = [row[length : length + r.max_tokens].tolist() for row, r in zip(out_BT, requests)]
+        return rows if ignore_eos else [self._until_eos(row) for row in rows]
+
+    def _until_eos(self, tokens: list[int]) -> list[int]:
+        end = next((at for at, token in enumerate(tokens) if token in self.eos_token_ids), len(tokens))
+        return tokens[: end + 1]
 
 
 class StaticBatches:

@@ -20,18 +20,20 @@ from pipeline.bench.floor import Phase, phases
 from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, read_bandwidth
 from pipeline.bench.peer import Peer, PeerTask
 from pipeline.bench.shapes import bench_model, dequantized
-from pipeline.bench.workload import BenchRequest, Workload
+from pipeline.bench.workload import BenchRequest, Reports, Workload
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.runner import ModelRunner
+from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig, read_config
 
 NEAR_BEST = 0.9  # static batch sizes whose trial came this near to the best one's are all run in the rounds
 SINGLE_TOKENS = 64
-TRIAL = "trial"  # the round before the counted ones
+TRIAL = 0  # the number of the round before the counted ones
 WARM_UP = [BenchRequest([16] * 8, 4), BenchRequest([17] * 5, 3)]
 
+Work = Workload | Reports
 Run = Callable[[str], Ran]
 """Name of a set of requests -> what became of it."""
 
@@ -133,11 +135,13 @@ def bench_engine(
     batch_sizes: Sequence[int] = (4, 8, 16),
     threads: int | None = None,
     dtype: str = "auto",
+    reports: bool = False,
     peers: Sequence[tuple[str, str]] = (),
     folder: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> EngineBench:
     """Measure `model` (see `shapes.bench_model`). No `batch_sizes`: without transformers. `peers`: name and place.
+    reports: the rows of the demonstration job instead of random prompts; lengths are then the rows' own.
 
     Raises PipelineError when contenders do not do the same work, EnvironmentFailed when a peer fails.
     """
@@ -145,7 +149,9 @@ def bench_engine(
         raise ConfigError(f"{rounds} rounds, batches of {list(batch_sizes)}: expected at least 1 of each")
     found = bench_model(model, folder, say)
     config = read_config(found.folder)
-    work = Workload(requests, prompt_tokens, *output_tokens, config.vocab_size)
+    work: Work = Workload(requests, prompt_tokens, *output_tokens, config.vocab_size)
+    if reports:
+        work = Reports(requests, Tokenizer.from_folder(str(found.folder)).encode_batch)
     sets = _sets(work, rounds)
     longest = max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each)
     with ExitStack() as stack:
@@ -155,7 +161,7 @@ def bench_engine(
         runner = engine.runner
         assert isinstance(runner, ModelRunner)
         machine, device = machine_facts(), runner.decoder.device
-        ours = ThisEngine(engine)
+        ours = ThisEngine(engine, shared_prefixes=reports)
         lineup = _Lineup(sets, {ours.name: lambda name: ours.run(sets[name])}, say)
 
         dense = found.folder
@@ -164,12 +170,12 @@ def bench_engine(
         about: dict[str, dict[str, str]] = {}
         for name, place in peers:
             say(f"starting {name}")
-            task = _peer_task(engine, found.folder, dense, config, sets)
+            task = _peer_task(engine, found.folder, dense, config, sets, reports)
             peer = stack.enter_context(Peer(name, place, task))
             lineup.runs[name], about[name] = peer.run_set, peer.about
         if batch_sizes:
             say("loading the model with transformers")
-            generate = GenerateModel(dense, runner.decoder.dtype, str(device))
+            generate = GenerateModel(dense, runner.decoder.dtype, str(device), engine.tokenizer.eos_token_ids)
             lineup.add_statics([StaticBatches(generate, size) for size in batch_sizes], generate.next_logits)
 
         lineup.trial(ours.name, strict=runner.decoder.dtype == torch.float32)
@@ -222,8 +228,7 @@ class _Lineup:
         for name in self.runs:
             self._run(name, "set", TRIAL)
         self._compare(TRIAL)
-        wanted = sum(request.max_tokens for request in self.sets[f"set {TRIAL}"])
-        self.trials = {s.batch_size: wanted / self._results[s.name][f"set {TRIAL}"].wall_s for s in self._statics}
+        self.trials = {s.batch_size: self._results[s.name][f"set {TRIAL}"].tokens_per_s for s in self._statics}
         for static in self._statics:
             if self.trials[static.batch_size] < NEAR_BEST * max(self.trials.values()):
                 del self.runs[static.name]
@@ -235,42 +240,37 @@ class _Lineup:
         self._compare(number)
 
     def ran(self, name: str, kind: str) -> list[Ran]:
-        """Of the counted rounds."""
-        return [ran for key, ran in self._results[name].items() if key.startswith(kind) and not key.endswith(TRIAL)]
+        """Of the counted rounds, in their order."""
+        return [ran for key, ran in self._results[name].items() if key.startswith(kind) and key != f"set {TRIAL}"]
 
     def speeds(self, ours: str) -> tuple[Speed, ...]:
         """This engine first; of the static batches only the best."""
-        static = {
-            s.name: median(r.wall_s for r in self.ran(s.name, "set")) for s in self._statics if s.name in self.runs
-        }
-        best = min(static, key=lambda name: static[name]) if static else None
+        static = [static.name for static in self._statics if static.name in self.runs]
+        best = max(static, key=lambda name: median(ran.tokens_per_s for ran in self.ran(name, "set")), default=None)
         names = [name for name in self.runs if name not in static or name == best]
         return tuple(self._speed(name, ours) for name in names)
 
     def _speed(self, name: str, ours: str) -> Speed:
-        def walls(of: str, kind: str) -> list[float]:
-            return [ran.wall_s for ran in self.ran(of, kind)]
-
-        def speed(kind: str) -> Spread:
-            wanted = sum(request.max_tokens for request in self.sets[f"{kind} 1"])
-            return Spread.of([wanted / wall_s for wall_s in walls(name, kind)])
+        def speeds(of: str, kind: str) -> list[float]:
+            return [ran.tokens_per_s for ran in self.ran(of, kind)]
 
         other = name != ours
         return Speed(
             name,
-            speed("set"),
-            speed("one"),
-            ratio(walls(name, "set"), walls(ours, "set")) if other else None,
-            ratio(walls(name, "one"), walls(ours, "one")) if other else None,
+            Spread.of(speeds(name, "set")),
+            Spread.of(speeds(name, "one")),
+            ratio(speeds(ours, "set"), speeds(name, "set")) if other else None,
+            ratio(speeds(ours, "one"), speeds(name, "one")) if other else None,
             self._agreement[name] if other else None,
         )
 
-    def _run(self, name: str, kind: str, number: int | str) -> None:
-        self.say(f"round {number}, {'all requests' if kind == 'set' else 'one request'}: {name}")
+    def _run(self, name: str, kind: str, number: int) -> None:
+        when = "trial" if number == TRIAL else f"round {number}"
+        self.say(f"{when}, {'all requests' if kind == 'set' else 'one request'}: {name}")
         key = f"{kind} {number}"
         self._results.setdefault(name, {})[key] = self.runs[name](key)
 
-    def _compare(self, number: int | str) -> None:
+    def _compare(self, number: int) -> None:
         """Raises PipelineError where the work was not the same."""
         static_names = {static.name for static in self._statics}
         for name in self.runs:
@@ -284,10 +284,11 @@ class _Lineup:
                     self._agreement[name] = self._agreement.get(name, Agreement()) + found
 
 
-def _sets(work: Workload, rounds: int) -> dict[str, list[BenchRequest]]:
+def _sets(work: Work, rounds: int) -> dict[str, list[BenchRequest]]:
     """The requests of every round by name, as all contenders get them."""
-    single = min(SINGLE_TOKENS, work.output_high)
-    sets = {"warm-up": WARM_UP, f"set {TRIAL}": work.round(TRIAL)}
+    trial = work.round(str(TRIAL))
+    single = min(SINGLE_TOKENS, max(request.max_tokens for request in trial))
+    sets = {"warm-up": WARM_UP, f"set {TRIAL}": trial}
     for number in range(1, rounds + 1):
         sets[f"set {number}"] = work.round(str(number))
         sets[f"one {number}"] = [work.one(str(number), single)]
@@ -295,7 +296,12 @@ def _sets(work: Workload, rounds: int) -> dict[str, list[BenchRequest]]:
 
 
 def _peer_task(
-    engine: Engine, folder: Path, dense: Path, config: ModelConfig, sets: dict[str, list[BenchRequest]]
+    engine: Engine,
+    folder: Path,
+    dense: Path,
+    config: ModelConfig,
+    sets: dict[str, list[BenchRequest]],
+    shared_prefixes: bool,
 ) -> PeerTask:
     return PeerTask(
         model=str(folder.resolve()),
@@ -306,5 +312,7 @@ def _peer_task(
         max_model_len=engine.max_model_len,
         max_num_seqs=int(engine.resolved["max_num_seqs"]),
         work_folder=str(dense.resolve()),
+        shared_prefixes=shared_prefixes,
+        eos_token_ids=tuple(sorted(engine.tokenizer.eos_token_ids)),
         sets=sets,
     )

@@ -29,7 +29,11 @@ LAST_WORDS = 2000  # characters of what a peer said before it failed
 
 @dataclass(frozen=True)
 class PeerTask:
-    """What every peer gets. dense_model: the folder with plain weights; the model's own unless it is AWQ."""
+    """What every peer gets. dense_model: the folder with plain weights; the model's own unless it is AWQ.
+
+    shared_prefixes: whether prompts begin alike, so that a prefix cache is of use. eos_token_ids: what ends requests
+    that do not ignore EOS.
+    """
 
     model: str
     dense_model: str
@@ -39,6 +43,8 @@ class PeerTask:
     max_model_len: int
     max_num_seqs: int
     work_folder: str
+    shared_prefixes: bool
+    eos_token_ids: tuple[int, ...]
     sets: Mapping[str, Sequence[BenchRequest]]
 
 

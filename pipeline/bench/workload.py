@@ -1,32 +1,36 @@
-"""Requests for benchmarks: ragged lengths as real jobs have, drawn from fixed seeds, new prompts every round.
+"""Requests for benchmarks, new prompts every round: random tokens in ragged lengths, or the demonstration job's rows.
 
-Lengths are drawn once and every round has the same, so rounds can be compared; the tokens of the prompts are drawn
-anew for each round and name, so nothing computed before can be found in a prefix cache.
+Random ones: lengths are drawn once from a fixed seed and every round has the same, so rounds can be compared; the
+tokens of the prompts are drawn anew for each round, so nothing computed before can be found in a prefix cache.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.demo.reports import make_report
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.errors import ConfigError
 
 PROMPT_SIGMA = 0.5  # of the lengths' logarithm: the longest of 48 has about 3 times the median
 MIN_PROMPT, MAX_PROMPT_FACTOR = 4, 6
+REPORT_TOKENS = 96  # as in the demonstration job
 FIRST_TOKEN = 16  # below lie the control tokens of usual tokenizers
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """Exactly `max_tokens` tokens are wanted: EOS does not end it."""
+    """Exactly `max_tokens` tokens are wanted; unless `ignore_eos` is false, when EOS ends it before."""
 
     prompt_token_ids: list[int]
     max_tokens: int
+    ignore_eos: bool = True
 
     def to_request(self, row_id: object) -> Request:
-        return Request(row_id, self.prompt_token_ids, SamplingParams(max_tokens=self.max_tokens, ignore_eos=True))
+        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
+        return Request(row_id, self.prompt_token_ids, params)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,34 @@ class Workload:
             f"{self.requests} requests: prompts of {min(prompts)} to {max(prompts)} tokens (lognormal around "
             f"{self.prompt_tokens}), {sum(prompts):,} in; {self.output_low} to {self.output_high} out each, "
             f"{self.num_output_tokens:,} out; greedy, EOS ignored, seed {self.seed}"
+        )
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Rows of the demonstration job, which begin with the same words and end by themselves; each round has others.
+
+    `encode` is the tokenizer's. Only for the demonstration model: another would not end, or know the words.
+    """
+
+    requests: int
+    encode: Callable[[Sequence[str]], list[list[int]]]
+
+    def round(self, name: str) -> list[BenchRequest]:
+        """The rows of round `name`, a number."""
+        first = int(name) * self.requests
+        texts = [make_report("job", index).prompt for index in range(first, first + self.requests)]
+        return [BenchRequest(tokens, REPORT_TOKENS, ignore_eos=False) for tokens in self.encode(texts)]
+
+    def one(self, name: str, output_tokens: int) -> BenchRequest:
+        """A single row that is in no round; `output_tokens` at most."""
+        tokens = self.encode([make_report("job", 1_000_000 + int(name)).prompt])[0]
+        return BenchRequest(tokens, output_tokens, ignore_eos=False)
+
+    def to_text(self) -> str:
+        return (
+            f"{self.requests} rows of the demonstration job a round, other ones each round; their shared first words "
+            f"may be cached; greedy, until EOS or {REPORT_TOKENS} tokens"
         )
 
 

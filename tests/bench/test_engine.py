@@ -39,7 +39,7 @@ def _in_cache(cache, monkeypatch):
 def task(**other):
     fields = {
         "model": "m", "dense_model": "m", "quantized": False, "dtype": "float32", "threads": 1, "max_model_len": 16,
-        "max_num_seqs": 2, "work_folder": "w", "sets": SETS,
+        "max_num_seqs": 2, "work_folder": "w", "shared_prefixes": False, "eos_token_ids": (2,), "sets": SETS,
     }  # fmt: skip
     return PeerTask(**(fields | other))
 
@@ -107,9 +107,17 @@ def test_the_engine_notes_its_steps_and_refuses_what_was_seen_before():
             ours.run([BenchRequest([5_000], 1)])
 
 
+def test_rows_of_the_demonstration_job_end_by_themselves():
+    told = bench_engine("demo", 4, rounds=1, batch_sizes=(4,), dtype="float32", reports=True)
+    static = told.speeds[1]
+    assert static.agreement.equal_requests + static.agreement.near_ties == 9
+    assert 9 * 20 < static.agreement.compared_tokens < 9 * 96
+    assert "4 rows of the demonstration job" in told.to_text()
+
+
 def test_static_batches_give_each_row_its_own_tokens():
     folder = dequantized(bench_model("tiny-awq").folder, torch.float32)
-    model = GenerateModel(folder, torch.float32, "cpu")
+    model = GenerateModel(folder, torch.float32, "cpu", frozenset({2}))
     requests = Workload(5, 12, 2, 6, 2048).round("x")
     one, all_ = (StaticBatches(model, size).run(requests).token_ids for size in (1, 5))
     assert [len(tokens) for tokens in one] == [r.max_tokens for r in requests]
@@ -129,6 +137,10 @@ def test_tokens_are_equal_or_part_at_a_near_tie():
     assert compare(requests, [[5, 0, 1]], [[5, 2, 2]]) == Agreement(1, 0, 2)
     with pytest.raises(PipelineError, match="token 1 is 0 here and 2 there, whose logit is -1"):
         compare(requests, [[5, 0, 1]], [[5, 2, 2]], next_logits)
+    ends = [BenchRequest([1, 2], 3, ignore_eos=False)]
+    assert compare(ends, [[5, 2]], [[5, 2]]) == Agreement(1, 1, 2)
+    with pytest.raises(PipelineError, match="unequal work"):
+        compare(ends, [[5]], [[5, 2]])
     with pytest.raises(PipelineError, match="unequal work"):
         compare(requests, [[5, 0, 1]], [[5, 0]])
 

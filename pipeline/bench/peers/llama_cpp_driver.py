@@ -41,8 +41,8 @@ def load(task):
             "prompt": request["prompt_token_ids"],
             "n_predict": request["max_tokens"],
             "temperature": 0.0,
-            "ignore_eos": True,
-            "cache_prompt": False,
+            "ignore_eos": request["ignore_eos"],
+            "cache_prompt": task["shared_prefixes"],
             "return_tokens": True,
         }
         asked = urllib.request.Request(

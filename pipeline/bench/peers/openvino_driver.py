@@ -25,7 +25,7 @@ def load(task):
     scheduler.cache_size = 4
     scheduler.max_num_seqs = task["max_num_seqs"]
     scheduler.max_num_batched_tokens = 2048
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = task["shared_prefixes"]
     properties = {
         "INFERENCE_PRECISION_HINT": precision,
         "KV_CACHE_PRECISION": precision,
@@ -39,7 +39,9 @@ def load(task):
             inputs.append(openvino.Tensor(numpy.array([request["prompt_token_ids"]], dtype=numpy.int64)))
             config = openvino_genai.GenerationConfig()
             config.max_new_tokens = request["max_tokens"]
-            config.ignore_eos = True
+            config.ignore_eos = request["ignore_eos"]
+            if not request["ignore_eos"]:
+                config.stop_token_ids = set(task["eos_token_ids"])
             config.do_sample = False
             configs.append(config)
         return [list(result.m_generation_ids[0]) for result in pipe.generate(inputs, configs)]

@@ -1,7 +1,7 @@
 """Runs in a peer's environment: `python serve.py DRIVER TASK.json`, told and telling by lines.
 
 The task is a JSON object with the fields of `peer.PeerTask` and `place`, what the user gave for the peer. Its `sets`
-are name -> a list of {"prompt_token_ids": [...], "max_tokens": n}. Greedy, EOS ignored. The driver module has
+are name -> a list of {"prompt_token_ids": [...], "max_tokens": n, "ignore_eos": true}. Greedy. The driver module has
 
     load(task) -> (run, about)    run(requests) -> their generated token ids;  about: versions and settings
 

@@ -1,7 +1,7 @@
 """vLLM, its build for processors too. Written from its documentation; this file was not yet run against vLLM.
 
 `--peer vllm=/path/to/environment/bin/python`, in which `import vllm` works. AWQ checkpoints are given to it as they
-are. Prefix caching is off: every round's prompts are new, so it could only cost.
+are. Prefix caching is on where prompts begin alike; where all are new it could only cost.
 """
 
 import os
@@ -20,14 +20,19 @@ def load(task):
         dtype=task["dtype"],
         max_model_len=task["max_model_len"],
         max_num_seqs=task["max_num_seqs"],
-        enable_prefix_caching=False,
+        enable_prefix_caching=task["shared_prefixes"],
         seed=0,
     )
 
     def run(requests):
         prompts = [{"prompt_token_ids": request["prompt_token_ids"]} for request in requests]
         params = [
-            vllm.SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True)
+            vllm.SamplingParams(
+                temperature=0.0,
+                max_tokens=request["max_tokens"],
+                ignore_eos=request["ignore_eos"],
+                stop_token_ids=None if request["ignore_eos"] else task["eos_token_ids"],
+            )
             for request in requests
         ]
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
