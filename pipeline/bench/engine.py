@@ -19,7 +19,7 @@ from pipeline.bench.contender import GenerateModel, Ran, StaticBatches, ThisEngi
 from pipeline.bench.floor import Phase, phases
 from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, read_bandwidth
 from pipeline.bench.peer import Peer, PeerTask
-from pipeline.bench.shapes import bench_model, dequantized
+from pipeline.bench.shapes import bench_model, dequantized, derived
 from pipeline.bench.workload import BenchRequest, Reports, Workload
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
@@ -311,7 +311,7 @@ def _peer_task(
         threads=int(engine.resolved["num_threads"]),
         max_model_len=engine.max_model_len,
         max_num_seqs=int(engine.resolved["max_num_seqs"]),
-        work_folder=str(dense.resolve()),
+        work_folder=str(derived(dense, "peers")),
         shared_prefixes=shared_prefixes,
         eos_token_ids=tuple(sorted(engine.tokenizer.eos_token_ids)),
         sets=sets,

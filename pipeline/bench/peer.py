@@ -29,7 +29,8 @@ LAST_WORDS = 2000  # characters of what a peer said before it failed
 
 @dataclass(frozen=True)
 class PeerTask:
-    """What every peer gets. dense_model: the folder with plain weights; the model's own unless it is AWQ.
+    """What every peer gets. dense_model: the folder with plain weights; the model's own unless it is AWQ. work_folder:
+    where it may keep what it makes of the checkpoint.
 
     shared_prefixes: whether prompts begin alike, so that a prefix cache is of use. eos_token_ids: what ends requests
     that do not ignore EOS.

@@ -141,15 +141,14 @@ def write_shape(folder: Path, shape: Shape, awq: bool) -> None:
 
 
 def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = lambda text: None) -> Path:
-    """The folder beside an AWQ checkpoint's that holds its weights as plain tensors of `dtype`, written once.
+    """The folder in the cache that holds an AWQ checkpoint's weights as plain tensors of `dtype`, written once.
 
-    What a program without AWQ kernels computes the same model from. Lies in the cache when `folder` is not there.
+    What a program without AWQ kernels computes the same model from.
     """
     awq = read_config(folder).awq
     if awq is None:
         raise ConfigError(f"{folder}: not an AWQ checkpoint")
-    tag = hashlib.sha256(f"{folder.resolve()} {VERSION}".encode()).hexdigest()[:8]
-    place = cache_folder().parent / "bench" / f"{folder.name}-{tag}-{str(dtype).removeprefix('torch.')}"
+    place = derived(folder, str(dtype).removeprefix("torch."))
     if place.is_dir():
         return place
 
@@ -176,6 +175,12 @@ def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = l
     say(f"writing the weights of {folder.name} as {dtype} to {place}")
     _whole_or_not_at_all(place, write)
     return place
+
+
+def derived(folder: Path, kind: str) -> Path:
+    """Where in the cache something made of a checkpoint lies, or is to be made."""
+    tag = hashlib.sha256(f"{folder.resolve()} {VERSION}".encode()).hexdigest()[:8]
+    return cache_folder().parent / "bench" / f"{folder.name}-{tag}-{kind}"
 
 
 def pack_columns(q_RN: torch.Tensor) -> torch.Tensor:

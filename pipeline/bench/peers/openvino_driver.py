@@ -20,6 +20,7 @@ def load(task):
     weights = "int4" if task["quantized"] else {"f32": "fp32"}.get(precision, "fp16")
     folder = os.path.join(task["work_folder"], f"openvino-{weights}")
     if not os.path.exists(os.path.join(folder, "openvino_model.xml")):
+        os.makedirs(task["work_folder"], exist_ok=True)
         _export(task["dense_model"], weights, folder)
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 4
