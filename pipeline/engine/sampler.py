@@ -26,7 +26,8 @@ import torch
 from pipeline.engine.params import TokenLogprobs
 
 _BLOCK = 512  # tokens of one block of the two-level cumulative sum
-_BEST = 1024  # values sorted for top_p, unless a row is flatter than that
+_FEW = 64  # best values looked at for top_p; rows that are flatter are looked at again
+_GROUPS = 256  # of tokens, whose maxima tell how large the best values are at least
 
 
 @dataclass(frozen=True)
@@ -229,9 +230,9 @@ def _weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) ->
     with_top_k = np.flatnonzero((options["top_k"] > 0) & (options["top_k"] < z_RV.shape[1]))
     if len(with_top_k):
         picked, top_k = _on(with_top_k, z_RV), options["top_k"][with_top_k]
-        best_RK = z_RV[picked].topk(int(top_k.max()), dim=-1).values
-        kth_R1 = best_RK.gather(1, torch.from_numpy(top_k).to(z_RV.device)[:, None] - 1)
-        z_RV[picked] = torch.where(z_RV[picked] < kth_R1, float("-inf"), z_RV[picked])
+        best_RC, _ = _best_values(z_RV[picked], int(top_k.max()), torch.finfo(torch.float32).min)
+        kth_R1 = best_RC.gather(1, torch.from_numpy(top_k).to(z_RV.device)[:, None] - 1)
+        z_RV[picked] = z_RV[picked].masked_fill(z_RV[picked] < kth_R1, float("-inf"))
 
     w_RV = z_RV.exp_()
     if (options["min_p"] > 0.0).any():
@@ -244,35 +245,77 @@ def _weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) ->
 
 
 def _cut_top_p(w_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """`w_RV` with 0 wherever the better tokens alone reach top_p of the row's sum.
+    """`w_RV` with 0 wherever the better tokens alone reach top_p of the row's sum; of equal ones the lowest ids stay.
 
-    Tokens that together cannot hold the last 1 - top_p of a row are left out before anything is sorted; what
-    is sorted are the values alone, and the row is then cut at the value of the last token kept.
+    Mostly a few tokens reach it. Rows where they do not are looked at again with every token that can matter: V
+    tokens of less than a V-th of the last mass cannot reach into the kept part; half of that covers rounding.
     """
-    total_R1 = w_RV.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    # V tokens of less than a V-th of the last mass cannot reach into the kept part; half of that covers
-    # rounding
-    unlikely_R1 = 0.5 * (1.0 - top_p_R1) * total_R1 / w_RV.shape[1]
-    num_likely_R = (w_RV >= unlikely_R1).sum(dim=-1).cpu().numpy()
-    cut_RV = torch.empty_like(w_RV)
-    for rows in (np.flatnonzero(num_likely_R <= _BEST), np.flatnonzero(num_likely_R > _BEST)):
-        if len(rows):
-            on = _on(rows, w_RV)
-            num_sorted = max(1, int(num_likely_R[rows].max()))
-            cut_RV[on] = _keep_best(w_RV[on], top_p_R1[on] * total_R1[on], num_sorted)
+    total_R1 = _sums(w_RV)[:, None]
+    wanted_R1 = top_p_R1 * total_R1
+    few = _best_values(w_RV, min(_FEW, w_RV.shape[1]), torch.finfo(torch.float32).tiny)
+    last_R1, num_equal_R1, is_tied_R, reached_R = _last_kept(*few, wanted_R1)
+    flat = np.flatnonzero(~reached_R.cpu().numpy())
+    if len(flat):
+        on = _on(flat, w_RV)
+        unlikely_R1 = 0.5 * (1.0 - top_p_R1[on]) * total_R1[on] / w_RV.shape[1]
+        likely = _values_from(w_RV[on], unlikely_R1.float())
+        last_R1[on], num_equal_R1[on], is_tied_R[on], _ = _last_kept(*likely, wanted_R1[on])
+    cut_RV = w_RV.masked_fill(w_RV < last_R1, 0.0)
+    tied = np.flatnonzero(is_tied_R.cpu().numpy())
+    if len(tied):
+        on = _on(tied, w_RV)
+        equal_RV = w_RV[on] == last_R1[on]
+        cut_RV[on] = cut_RV[on].masked_fill(equal_RV & (equal_RV.cumsum(dim=-1) > num_equal_R1[on]), 0.0)
     return cut_RV
 
 
-def _keep_best(w_RV: torch.Tensor, wanted_R1: torch.Tensor, num_sorted: int) -> torch.Tensor:
-    """Per row the fewest best tokens that reach `wanted`, of equal ones the lowest ids; 0 elsewhere."""
-    best_RK = w_RV.topk(num_sorted, dim=-1).values
-    before_RK = best_RK.double().cumsum(dim=-1) - best_RK
-    num_kept_R1 = (before_RK < wanted_R1).sum(dim=-1, keepdim=True).clamp_(min=1)
-    last_R1 = best_RK.gather(1, num_kept_R1 - 1)
-    num_equal_R1 = num_kept_R1 - (best_RK > last_R1).sum(dim=-1, keepdim=True)
-    equal_RV = w_RV == last_R1
-    keep_RV = (w_RV > last_R1) | (equal_RV & (equal_RV.cumsum(dim=-1) <= num_equal_R1))
-    return w_RV.masked_fill(~keep_RV, 0.0)
+def _last_kept(best_RC: torch.Tensor, num_best_R: torch.Tensor, wanted_R1: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of each row the value of the last token that is needed to reach `wanted`, how many of that value are needed and
+    whether there are more, and whether the row's `num_best` values reach it at all."""
+    best_RC = best_RC.clamp(min=0.0)
+    sum_RC = best_RC.double().cumsum(dim=-1)
+    num_kept_R1 = (sum_RC - best_RC < wanted_R1).sum(dim=-1, keepdim=True).clamp_(min=1)
+    last_R1 = best_RC.gather(1, num_kept_R1 - 1)
+    num_equal_R1 = num_kept_R1 - (best_RC > last_R1).sum(dim=-1, keepdim=True)
+    is_tied_R = (best_RC == last_R1).sum(dim=-1) > num_equal_R1[:, 0]
+    reached_R = (sum_RC[:, -1] >= wanted_R1[:, 0]) & (num_kept_R1[:, 0] <= num_best_R)
+    return last_R1, num_equal_R1, is_tied_R, reached_R
+
+
+def _best_values(x_RV: torch.Tensor, num: int, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_values_from` a value that at least `num` of a row reach: the num-th of the maxima of groups of tokens. Values
+    below `floor` are left out."""
+    width = max(x_RV.shape[1] // _GROUPS, 1)
+    num_groups = x_RV.shape[1] // width
+    if num <= num_groups:
+        best_RG = x_RV[:, : num_groups * width].unflatten(1, (num_groups, width)).amax(dim=-1)
+    else:
+        best_RG = x_RV
+    least_R1 = best_RG.topk(num, dim=-1).values[:, -1:].clamp(min=floor)
+    return _values_from(x_RV, least_R1, num)
+
+
+def _values_from(x_RV: torch.Tensor, least_R1: torch.Tensor, num: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's values of at least `least`, the largest first, and how many they are; in at least `num` columns, of
+    which the last ones may hold smaller values or -inf."""
+    if x_RV.device.type != "cpu":
+        count_R = (x_RV >= least_R1).sum(dim=-1)
+        return x_RV.topk(max(int(count_R.max()), num), dim=-1).values, count_R
+    x, num_tokens = x_RV.numpy(), x_RV.shape[1]
+    at_N = np.flatnonzero(x >= least_R1.numpy())
+    row_N = at_N // num_tokens
+    count_R = np.bincount(row_N, minlength=len(x))
+    best_RC = np.full((len(x), max(int(count_R.max()), num)), -np.inf, dtype=np.float32)
+    best_RC[row_N, np.arange(len(at_N)) - (np.cumsum(count_R) - count_R)[row_N]] = x.ravel()[at_N]
+    best_RC.sort(axis=-1)
+    return torch.from_numpy(best_RC[:, ::-1].copy()), torch.from_numpy(count_R)
+
+
+def _sums(w_RN: torch.Tensor) -> torch.Tensor:
+    """fp64 sums over the last dimension. On CPU torch would write a copy in fp64 first."""
+    if w_RN.device.type != "cpu":
+        return w_RN.sum(dim=-1, dtype=torch.float64)
+    return torch.from_numpy(np.add.reduce(w_RN.numpy(), axis=-1, dtype=np.float64))
 
 
 def _draw(w_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
@@ -285,7 +328,7 @@ def _draw(w_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
     num_blocks = -(-num_tokens // _BLOCK)
     padded_RV = torch.nn.functional.pad(w_RV, (0, num_blocks * _BLOCK - num_tokens))
     w_RBW = padded_RV.view(num_rows, num_blocks, _BLOCK)
-    w_RB = w_RBW.sum(dim=-1, dtype=torch.float64)
+    w_RB = _sums(w_RBW)
     block_R, rest_R = _first_past(w_RB, u_R * w_RB.sum(dim=-1))
     w_RW = w_RBW[torch.arange(num_rows, device=w_RV.device), block_R].double()
     within_R, _ = _first_past(w_RW, rest_R)

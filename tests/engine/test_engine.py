@@ -99,6 +99,35 @@ def test_fault_47_stop_strings_survive_preemption(folder: Path) -> None:
     assert [c.finish_reason for c in tight] == [c.finish_reason for c in roomy]
 
 
+KINDS = [
+    {},
+    {"temperature": 0.9},
+    {"temperature": 1.2, "top_p": 0.8, "top_k": 40},
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.3},
+    {"logprobs": 3},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "min_p": 0.02, "logprobs": 0},
+    {"min_tokens": 9, "ignore_eos": False, "stop_token_ids": (5, 7, 11)},
+]
+
+
+def test_rows_of_all_kinds_in_one_batch_give_the_tokens_they_give_alone(folder: Path) -> None:
+    prompts = prompts_of(24, seed=21)
+    params = [
+        SamplingParams(**{"max_tokens": 10 + row % 7, "ignore_eos": True, "seed": row} | KINDS[row % len(KINDS)])
+        for row in range(24)
+    ]
+    with float32_engine(folder, enable_prefix_caching=False) as engine:
+        together = engine.generate(prompts, params)
+        for row in range(len(KINDS)):
+            alone = engine.generate([prompts[row]], params[row])[0]
+            assert alone.token_ids == together[row].token_ids
+            assert (alone.logprobs is None) == (together[row].logprobs is None) == (params[row].logprobs is None)
+            for ours, theirs in zip(alone.logprobs or [], together[row].logprobs or []):
+                assert ours.token_id == theirs.token_id
+                assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
 def _kv_bytes(folder: Path, tokens: int) -> int:
     with float32_engine(folder) as engine:
         keys = engine.runner.kv.keys

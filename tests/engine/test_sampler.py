@@ -326,6 +326,42 @@ def test_top_p_over_a_large_vocabulary(spread, top_p, device):
             np.testing.assert_allclose(got[row], expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("num_tokens", [3, 64, 65, 255, 256, 700, 5000])
+def test_the_fewest_best_tokens_that_reach_top_p_are_kept(num_tokens, device):
+    """Rows of every flatness, with equal values, with few values above 0, and all sorts of them in one batch."""
+    rng = np.random.default_rng(num_tokens)
+    spread = np.array([0.0, 0.1, 1.0, 3.0, 10.0, 80.0])
+    z = rng.normal(0, 1, (60, num_tokens)) * np.tile(spread, 10)[:, None]
+    z[20:40] = z[20:40].round()
+    z[:, num_tokens // 2 :][40:50] = -np.inf
+    w = np.exp(z - z.max(axis=1, keepdims=True)).astype(np.float32)
+    top_p = rng.choice([0.001, 0.5, 0.9, 0.999], 60)
+    got = sampler._cut_top_p(torch.from_numpy(w).to(device), torch.from_numpy(top_p)[:, None].to(device))
+    for row, kept in enumerate(got.cpu().numpy()):
+        order = np.lexsort((np.arange(num_tokens), -w[row]))
+        before = w[row][order].astype(np.float64).cumsum() - w[row][order]
+        wanted = top_p[row] * w[row].sum(dtype=np.float64)
+        expected = np.zeros(num_tokens, dtype=np.float32)
+        expected[order[before < wanted]] = w[row][order[before < wanted]]
+        if np.abs(before - wanted).min() > 1e-9:
+            np.testing.assert_array_equal(kept, expected)
+
+
+@pytest.mark.parametrize("num", [1, 5, 64, 300])
+def test_best_values_are_the_best_in_order_and_with_all_their_equals(num, device):
+    rng = np.random.default_rng(num)
+    x = rng.normal(0, 3, (20, 777)).astype(np.float32)
+    x[10:] = x[10:].round()
+    x[4, :700] = -np.inf
+    best, count = sampler._best_values(torch.from_numpy(x).to(device), num, torch.finfo(torch.float32).min)
+    for row in range(20):
+        expected = np.sort(x[row])[::-1]
+        enough = int(count[row])
+        np.testing.assert_array_equal(best[row, :enough].cpu().numpy(), expected[:enough])
+        assert enough >= min(num, int(np.isfinite(x[row]).sum()))
+        assert enough == int((x[row] >= expected[enough - 1]).sum())
+
+
 def test_rows_that_are_not_finite_are_flagged_and_touch_nobody(device):
     logits, batch = mixed_rows(30, 50)
     logits = logits.to(device)
