@@ -5,6 +5,7 @@ with the others'. Ratios are taken within a round. That the work was the same is
 they are equal or part at a near-tie, else the run ends without a figure.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -184,6 +185,7 @@ def bench_engine(
         say("measuring the floor")
         steps = [step for ran in lineup.ran(ours.name, "set") for step in ran.steps]
         bandwidth = read_bandwidth()
+        machine["load after"] = f"{os.getloadavg()[0]:.1f}"
         on_cpu = device.type == "cpu"
         return EngineBench(
             model=found.about,
