@@ -89,7 +89,8 @@ class Place:
             for section, name in (("input", "in"), ("model", "model"), ("output", output)):
                 job[section] |= {"path": self.url(name), "storage": self.bucket.storage}
         job["engine"] = {"dtype": "float32"}
-        job["run"] = {"unit_rows": 16, "window_rows": 256}
+        # one thread: on a machine that others use too, two wait for each other at every step
+        job["run"] = {"unit_rows": 16, "window_rows": 256, "cpus_per_actor": 1}
         path = self.folder / f"{output}.yaml"
         path.write_text(json.dumps(job))  # which is YAML; its own writer would write what is there twice by reference
         return path
