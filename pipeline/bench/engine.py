@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from pipeline.bench.agreement import Agreement, NextLogits, compare
-from pipeline.bench.contender import GenerateModel, Ran, StaticBatches, ThisEngine
+from pipeline.bench.contender import GenerateModel, StaticBatches, ThisEngine
 from pipeline.bench.floor import Phase, phases
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, read_bandwidth
+from pipeline.bench.lineup import TRIAL, Lineup, Speed
+from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth
 from pipeline.bench.peer import Peer, PeerTask
 from pipeline.bench.shapes import bench_model, dequantized, derived
 from pipeline.bench.workload import BenchRequest, Reports, Workload
@@ -28,31 +27,12 @@ from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.decoder import Decoder
 
-NEAR_BEST = 0.9  # static batch sizes whose trial came this near to the best one's are all run in the rounds
 SINGLE_TOKENS = 64
-TRIAL = 0  # the number of the round before the counted ones
 WARM_UP = [BenchRequest([16] * 8, 4), BenchRequest([17] * 5, 3)]
 
 Work = Workload | Reports
-Run = Callable[[str], Ran]
-"""Name of a set of requests -> what became of it."""
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Of one contender: wanted tokens a second of the whole set and of one request alone, over the rounds.
-
-    faster and single_faster: how many times as fast this engine was, round by round. agreement: its tokens with this
-    engine's.
-    """
-
-    name: str
-    tokens_per_s: Spread
-    single_tokens_per_s: Spread
-    faster: Spread | None
-    single_faster: Spread | None
-    agreement: Agreement | None
 
 
 @dataclass(frozen=True)
@@ -159,43 +139,41 @@ def bench_engine(
         options = EngineConfig(str(found.folder), dtype=dtype, num_threads=threads, max_model_len=longest)
         engine = stack.enter_context(Engine(options, say))
         engine.warm_up()
+        machine = machine_facts()
         runner = engine.runner
         assert isinstance(runner, ModelRunner)
-        machine, device = machine_facts(), runner.decoder.device
+        decoder = runner.decoder
         ours = ThisEngine(engine, shared_prefixes=reports)
-        lineup = _Lineup(sets, {ours.name: lambda name: ours.run(sets[name])}, say)
-
+        lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), decoder.dtype == torch.float32, say)
         dense = found.folder
         if config.awq is not None and (batch_sizes or peers):
-            dense = dequantized(found.folder, runner.decoder.dtype, say)
+            dense = dequantized(found.folder, decoder.dtype, say)
         about: dict[str, dict[str, str]] = {}
         for name, place in peers:
             say(f"starting {name}")
             task = _peer_task(engine, found.folder, dense, config, sets, reports)
             peer = stack.enter_context(Peer(name, place, task))
-            lineup.runs[name], about[name] = peer.run_set, peer.about
+            lineup.add(name, peer.run_set)
+            about[name] = peer.about
         if batch_sizes:
             say("loading the model with transformers")
-            generate = GenerateModel(dense, runner.decoder.dtype, str(device), engine.tokenizer.eos_token_ids)
+            generate = GenerateModel(dense, decoder.dtype, str(decoder.device), engine.tokenizer.eos_token_ids)
             lineup.add_statics([StaticBatches(generate, size) for size in batch_sizes], generate.next_logits)
 
-        lineup.trial(ours.name, strict=runner.decoder.dtype == torch.float32)
+        lineup.trial()
         for number in range(1, rounds + 1):
             lineup.round(number)
-        say("measuring the floor")
-        steps = [step for ran in lineup.ran(ours.name, "set") for step in ran.steps]
-        bandwidth = read_bandwidth()
         machine["load after"] = f"{os.getloadavg()[0]:.1f}"
-        on_cpu = device.type == "cpu"
+        floor = _floor(lineup, decoder, say)
         return EngineBench(
             model=found.about,
             dtype=str(engine.resolved["dtype"]),
             work=work.to_text(),
-            speeds=lineup.speeds(ours.name),
+            speeds=lineup.speeds(),
             trials=lineup.trials,
             rounds=rounds,
-            phases=tuple(phases(steps, runner.decoder, bandwidth)) if on_cpu else (),
-            read_bytes_per_s=bandwidth,
+            phases=floor[0],
+            read_bytes_per_s=floor[1],
             strict=lineup.strict,
             settings=dict(engine.resolved),
             peers=about,
@@ -203,87 +181,14 @@ def bench_engine(
         )
 
 
-class _Lineup:
-    """The contenders and what became of every set that each has run."""
-
-    def __init__(self, sets: dict[str, list[BenchRequest]], runs: dict[str, Run], say: Callable[[str], None]) -> None:
-        self.sets, self.runs, self.say = sets, runs, say
-        self.trials: dict[int, float] = {}
-        self.strict = False
-        self._statics: list[StaticBatches] = []
-        self._next_logits: NextLogits | None = None
-        self._results: dict[str, dict[str, Ran]] = {}
-        self._agreement: dict[str, Agreement] = {}
-
-    def add_statics(self, statics: list[StaticBatches], next_logits: NextLogits) -> None:
-        self._statics, self._next_logits = statics, next_logits
-
-    def trial(self, ours: str, strict: bool) -> None:
-        """A round that does not count: it warms all up, compares tokens and finds the static batch sizes worth it.
-
-        strict: whether tokens of static batches may differ at near-ties only.
-        """
-        self.strict = strict
-        self._ours = ours
-        for static in self._statics:
-            self.runs[static.name] = lambda name, static=static: static.run(self.sets[name])
-        for name in self.runs:
-            self._run(name, "set", TRIAL)
-        self._compare(TRIAL)
-        self.trials = {s.batch_size: self._results[s.name][f"set {TRIAL}"].tokens_per_s for s in self._statics}
-        for static in self._statics:
-            if self.trials[static.batch_size] < NEAR_BEST * max(self.trials.values()):
-                del self.runs[static.name]
-
-    def round(self, number: int) -> None:
-        for name in alternating(list(self.runs), number)[-1]:
-            self._run(name, "set", number)
-            self._run(name, "one", number)
-        self._compare(number)
-
-    def ran(self, name: str, kind: str) -> list[Ran]:
-        """Of the counted rounds, in their order."""
-        return [ran for key, ran in self._results[name].items() if key.startswith(kind) and key != f"set {TRIAL}"]
-
-    def speeds(self, ours: str) -> tuple[Speed, ...]:
-        """This engine first; of the static batches only the best."""
-        static = [static.name for static in self._statics if static.name in self.runs]
-        best = max(static, key=lambda name: median(ran.tokens_per_s for ran in self.ran(name, "set")), default=None)
-        names = [name for name in self.runs if name not in static or name == best]
-        return tuple(self._speed(name, ours) for name in names)
-
-    def _speed(self, name: str, ours: str) -> Speed:
-        def speeds(of: str, kind: str) -> list[float]:
-            return [ran.tokens_per_s for ran in self.ran(of, kind)]
-
-        other = name != ours
-        return Speed(
-            name,
-            Spread.of(speeds(name, "set")),
-            Spread.of(speeds(name, "one")),
-            ratio(speeds(ours, "set"), speeds(name, "set")) if other else None,
-            ratio(speeds(ours, "one"), speeds(name, "one")) if other else None,
-            self._agreement[name] if other else None,
-        )
-
-    def _run(self, name: str, kind: str, number: int) -> None:
-        when = "trial" if number == TRIAL else f"round {number}"
-        self.say(f"{when}, {'all requests' if kind == 'set' else 'one request'}: {name}")
-        key = f"{kind} {number}"
-        self._results.setdefault(name, {})[key] = self.runs[name](key)
-
-    def _compare(self, number: int) -> None:
-        """Raises PipelineError where the work was not the same."""
-        static_names = {static.name for static in self._statics}
-        for name in self.runs:
-            if name == self._ours:
-                continue
-            next_logits = self._next_logits if self.strict and name in static_names else None
-            for key in (f"set {number}", f"one {number}"):
-                if key in self._results[name]:
-                    mine, other = self._results[self._ours][key].token_ids, self._results[name][key].token_ids
-                    found = compare(self.sets[key], mine, other, next_logits)
-                    self._agreement[name] = self._agreement.get(name, Agreement()) + found
+def _floor(lineup: Lineup, decoder: Decoder, say: Callable[[str], None]) -> tuple[tuple[Phase, ...], float]:
+    """This engine's phases over the counted rounds, and the memory's bandwidth; nothing and 0 on a GPU."""
+    if decoder.device.type != "cpu":
+        return (), 0.0
+    say("measuring the floor")
+    bytes_per_s = read_bandwidth()
+    steps = [step for ran in lineup.ran(lineup.ours, "set") for step in ran.steps]
+    return tuple(phases(steps, decoder, bytes_per_s)), bytes_per_s
 
 
 def _sets(work: Work, rounds: int) -> dict[str, list[BenchRequest]]:
