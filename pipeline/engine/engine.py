@@ -137,7 +137,7 @@ class Engine:
         self.pool = BlockPool(num_blocks, block_size)
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
-        self._eos = np.array(sorted(tokenizer.eos_token_ids), dtype=np.int64)
+        self._is_eos = np.isin(np.arange(runner.vocab_size), sorted(tokenizer.eos_token_ids))
         self._suspects: list[Sequence] = []  # did not fit the memory alone; nothing was computed since
         self._order = 0
         self._closed = False
@@ -353,7 +353,7 @@ class Engine:
         table = self.table
         known_R = table.num_known[slot_R]
         may_stop_R = known_R >= table.min_known[slot_R]
-        stop_R = may_stop_R & table.stops_at_eos[slot_R] & np.isin(token_R, self._eos)
+        stop_R = may_stop_R & table.stops_at_eos[slot_R] & self._is_eos[token_R]
         length_R = known_R >= table.limit[slot_R]
         completions = []
         for r in np.flatnonzero(stop_R | length_R | table.has_stops[slot_R]).tolist():

@@ -62,9 +62,12 @@ class SamplerOutput:
 
 def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
     """What `sample` gives where all rows are greedy and want nothing else: one pass and one transfer to the host."""
-    best_R, token_ids_R = _best(logits_RV)
-    token_ids, finite = _on_host(token_ids_R, torch.isfinite(best_R))
-    return SamplerOutput(token_ids, finite, {})
+    if _is_quick_in_numpy(logits_RV):
+        best, token_ids = _best_in_numpy(logits_RV.numpy())
+        finite = np.isfinite(best)
+        return SamplerOutput(np.where(finite, token_ids, 0), finite, {})
+    best_R, token_ids_R = logits_RV.max(dim=-1)
+    return SamplerOutput(*_on_host(token_ids_R, torch.isfinite(best_R)), {})
 
 
 def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
@@ -91,14 +94,21 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
 
 def _best(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest value of each row and the lowest id that has it. NaN is the largest of all, so one pass also says
-    whether a row can be used.
-
-    On CPU torch looks for the index value by value; numpy's search is vectorised, at the speed of reading.
-    """
-    if logits_RV.device.type != "cpu" or logits_RV.dtype != torch.float32:
+    whether a row can be used."""
+    if not _is_quick_in_numpy(logits_RV):
         return logits_RV.max(dim=-1)
-    token_ids_R = torch.from_numpy(logits_RV.numpy().argmax(axis=-1))
-    return logits_RV.gather(1, token_ids_R[:, None])[:, 0], token_ids_R
+    best, token_ids = _best_in_numpy(logits_RV.numpy())
+    return torch.from_numpy(best), torch.from_numpy(token_ids)
+
+
+def _is_quick_in_numpy(logits_RV: torch.Tensor) -> bool:
+    """On CPU torch looks for the place of a maximum value by value; numpy's search runs at the speed of reading."""
+    return logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32
+
+
+def _best_in_numpy(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    token_ids = logits.argmax(axis=-1)
+    return logits[np.arange(len(token_ids)), token_ids], token_ids
 
 
 def _on_host(token_ids_R: torch.Tensor, finite_R: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

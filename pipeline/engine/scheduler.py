@@ -202,11 +202,12 @@ class Scheduler:
         need_S = self.table.num_known[slot_S] - self.table.num_computed[slot_S]
         if self.step_tokens < self.max_num_batched_tokens:
             return self._turns(slot_S, need_S)
-        long_S = need_S > 1
-        budget = self.max_num_batched_tokens - int((~long_S).sum())
-        before = np.cumsum(need_S[long_S]) - need_S[long_S]
         count_S = np.ones_like(need_S)
-        count_S[long_S] = np.clip(budget - before, 0, need_S[long_S])
+        long = np.flatnonzero(need_S > 1)
+        if len(long):
+            budget = self.max_num_batched_tokens - (len(need_S) - len(long))
+            before = np.cumsum(need_S[long]) - need_S[long]
+            count_S[long] = np.clip(budget - before, 0, need_S[long])
         return count_S
 
     def _turns(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
@@ -309,7 +310,9 @@ class Scheduler:
 
     def _expected_output(self) -> int | None:
         if self._history_changed and self._num_history >= MIN_HISTORY:
-            self._expected = int(np.percentile(self._history[: self._num_history], EXPECTED_PERCENTILE))
+            history = self._history[: self._num_history]
+            rank = len(history) * EXPECTED_PERCENTILE // 100
+            self._expected = int(np.partition(history, rank)[rank])
             self._history_changed = False
         return self._expected
 
