@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ PROMPT_TOKENS = (48, 240)
 OUTPUT_TOKENS = (16, 240)
 CHUNK_TOKENS = 2048  # of a step's tokens, beside one for each sequence
 PARTS = ("plan", "build", "sample", "handle", "detokenize")
+TIMES = (*PARTS, "cpu")
 KINDS = {
     "greedy": {},
     "top_p": {"temperature": 0.8, "top_p": 0.95},
@@ -44,7 +45,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """At one number of running sequences, medians over steps in microseconds; `step_us` is the sum of the parts.
+    """At one number of running sequences, medians over steps in microseconds; `step_us` is the sum of the parts,
+    `cpu_us` the processor time of the same steps.
 
     finished and prompt_tokens: means of a step. add_us: of one row, which is queued outside of the steps.
     """
@@ -55,6 +57,7 @@ class StepCost:
     sample_us: float
     handle_us: float
     detokenize_us: float
+    cpu_us: float
     step_us: float
     step_p95_us: float
     finished: float
@@ -73,12 +76,13 @@ class SampleCost:
 
 @dataclass(frozen=True)
 class LongRun:
-    """A step of a fresh engine and of one that finished `rows`; memory of the process before and after those."""
+    """Processor time of a step of a fresh engine and of one that finished `rows`; memory of the process before and
+    after those."""
 
     sequences: int
     rows: int
-    fresh_step_us: float
-    old_step_us: float
+    fresh_cpu_us: float
+    old_cpu_us: float
     early_bytes: int
     late_bytes: int
 
@@ -102,23 +106,24 @@ class SchedulerBench:
             f"Prompts of {PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]} tokens, {STEM_TOKENS} of them shared, outputs of "
             f"{OUTPUT_TOKENS[0]}-{OUTPUT_TOKENS[1]}; rows that finish are replaced, their prompts computed in chunks.",
             f"Medians over {self.rounds} rounds of {self.steps} steps, sizes in turn; microseconds. handle: counters, "
-            "blocks made findable, ends; detokenize: text of rows that finished; add: to queue one row.",
+            "blocks made findable, ends; detokenize: text of rows that finished; add: to queue one row;",
+            "cpu: processor time of the step, which does not count what other programs take.",
             facts_to_text(self.machine),
             "",
             f"{'running':>8} {'finished':>9} {'prompt tokens':>14} {'plan':>8} {'build':>8} {'sample':>8} "
-            f"{'handle':>8} {'detok.':>8} {'step':>9} {'p95':>9} {'add':>6}",
+            f"{'handle':>8} {'detok.':>8} {'step':>9} {'p95':>9} {'cpu':>9} {'add':>6}",
         ]
         for c in self.costs:
             lines.append(
                 f"{c.sequences:>8,} {c.finished:>9.1f} {c.prompt_tokens:>14,.0f} {c.plan_us:>8,.0f} "
                 f"{c.build_us:>8,.0f} {c.sample_us:>8,.0f} {c.handle_us:>8,.0f} {c.detokenize_us:>8,.0f} "
-                f"{c.step_us:>9,.0f} {c.step_p95_us:>9,.0f} {c.add_us:>6,.0f}"
+                f"{c.step_us:>9,.0f} {c.step_p95_us:>9,.0f} {c.cpu_us:>9,.0f} {c.add_us:>6,.0f}"
             )
         run = self.long_run
         lines += [
             "",
             f"A step of {run.sequences:,} running in a fresh engine and in one after {run.rows:,} finished rows: "
-            f"{run.fresh_step_us:,.0f} and {run.old_step_us:,.0f} us;",
+            f"{run.fresh_cpu_us:,.0f} and {run.old_cpu_us:,.0f} us of processor time;",
             f"memory of the process before and after those rows: {run.early_bytes / 1e6:,.1f} and "
             f"{run.late_bytes / 1e6:,.1f} MB.",
         ]
@@ -249,12 +254,12 @@ class _Load:
         return Request(self.num_added, [*stem.tolist(), *own.tolist()], params)
 
     def step(self) -> tuple[int, ...]:
-        """Nanoseconds of `PARTS` in one step."""
+        """Nanoseconds of `TIMES` in one step."""
         self.refill()
         self.tokenizer.spent_ns = 0
-        start_ns = perf_counter_ns()
+        start_ns, start_cpu_ns = perf_counter_ns(), process_time_ns()
         completions = self.engine.step()
-        end_ns = perf_counter_ns()
+        end_ns, cpu_ns = perf_counter_ns(), process_time_ns() - start_cpu_ns
         assert all(completion.error is None for completion in completions)
         self.num_finished += len(completions)
         runner, text_ns = self.runner, self.tokenizer.spent_ns
@@ -264,6 +269,7 @@ class _Load:
             self.sampled_ns - runner.left_ns,
             end_ns - self.sampled_ns - text_ns,
             text_ns,
+            cpu_ns,
         )
 
     def fill(self) -> None:
@@ -288,13 +294,13 @@ def _step_costs(
             parts[name] += [loads[name].step() for _ in range(steps)]
     costs = []
     for load, taken, before in zip(loads.values(), parts.values(), prompt_tokens):
-        part_us = np.array(taken) / 1e3
-        step_us = part_us.sum(axis=1)
-        middle = np.median(part_us, axis=0).tolist()
+        time_us = np.array(taken) / 1e3
+        step_us = time_us[:, : len(PARTS)].sum(axis=1)
+        middle = np.median(time_us, axis=0).tolist()
         costs.append(
             StepCost(
                 load.num_running,
-                **{f"{part}_us": value for part, value in zip(PARTS, middle)},
+                **{f"{name}_us": value for name, value in zip(TIMES, middle)},
                 step_us=float(np.median(step_us)),
                 step_p95_us=float(np.percentile(step_us, 95)),
                 finished=load.num_finished / len(taken),
@@ -345,9 +351,10 @@ def _long_run(
     fresh = _Load(sequences, HOST_VOCAB, tokenizer)
     fresh.fill()
     taken: dict[_Load, list[float]] = {fresh: [], old: []}
+    cpu = TIMES.index("cpu")
     for _ in range(rounds):
-        for load, step_us in taken.items():
-            step_us += [sum(load.step()) / 1e3 for _ in range(steps)]
+        for load, cpu_us in taken.items():
+            cpu_us += [load.step()[cpu] / 1e3 for _ in range(steps)]
     return LongRun(sequences, rows, median(taken[fresh]), median(taken[old]), early_bytes, late_bytes)
 
 
