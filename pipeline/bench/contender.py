@@ -38,10 +38,14 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Ran:
-    """The requests' tokens in their order, and the time from the first request to the last token."""
+    """The requests' tokens in their order, and the time from the first request to the last token.
+
+    cpu_s: processor time of all threads, waiting in a spin included; None where it is another process's.
+    """
 
     wall_s: float
     token_ids: list[list[int]]
+    cpu_s: float | None = None
     steps: list[StepTime] = field(default_factory=list)
 
     @property
@@ -99,7 +103,7 @@ class ThisEngine:
         """Raises PipelineError when a request fails, or is found in the prefix cache where it must not be."""
         token_ids: list[list[int]] = [[] for _ in requests]
         steps: list[StepTime] = []
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         for index, request in enumerate(requests):
             self.engine.add(request.to_request(index))
         while self.engine.has_unfinished:
@@ -115,7 +119,7 @@ class ThisEngine:
                     raise PipelineError(f"request {completion.row_id} was found in the prefix cache: not a fresh round")
                 assert isinstance(completion.row_id, int)
                 token_ids[completion.row_id] = completion.token_ids
-        return Ran(time.perf_counter() - start, token_ids, steps)
+        return Ran(time.perf_counter() - start, token_ids, time.process_time() - start_cpu, steps)
 
 
 class GenerateModel:
@@ -169,10 +173,10 @@ class StaticBatches:
 
     def run(self, requests: Sequence[BenchRequest]) -> Ran:
         token_ids: list[list[int]] = [[] for _ in requests]
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids))
         for first in range(0, len(order), self.batch_size):
             rows = order[first : first + self.batch_size]
             for row, tokens in zip(rows, self.model.generate([requests[row] for row in rows])):
                 token_ids[row] = tokens
-        return Ran(time.perf_counter() - start, token_ids)
+        return Ran(time.perf_counter() - start, token_ids, time.process_time() - start_cpu)

@@ -80,6 +80,8 @@ class EngineBench:
                 f"long as its longest row. Tokens/s in a trial by batch size: {trials}; those near the best took part."
             )
         for speed in self.speeds:
+            if speed.cpu_ratio is not None:
+                yield f"Processor time of {speed.name}: {speed.cpu_ratio.to_text()} times this engine's."
             if speed.agreement is not None:
                 yield f"Same tokens as {speed.name}: {speed.agreement.to_text()}."
         if self.trials and not self.strict:

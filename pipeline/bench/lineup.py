@@ -23,8 +23,9 @@ Run = Callable[[str], Ran]
 class Speed:
     """Of one contender: wanted tokens a second of the whole set and of one request alone, over the rounds.
 
-    faster and single_faster: how many times as fast this engine was, round by round. agreement: its tokens with this
-    engine's.
+    faster and single_faster: how many times as fast this engine was, round by round. cpu_ratio: how many times as much
+    processor time as this engine the set took; other programs on the machine disturb it less. None for another process.
+    agreement: its tokens with this engine's.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Speed:
     single_tokens_per_s: Spread
     faster: Spread | None
     single_faster: Spread | None
+    cpu_ratio: Spread | None
     agreement: Agreement | None
 
 
@@ -97,8 +99,18 @@ class Lineup:
             Spread.of(speeds(name, "one")),
             ratio(speeds(self.ours, "set"), speeds(name, "set")) if other else None,
             ratio(speeds(self.ours, "one"), speeds(name, "one")) if other else None,
+            self._cpu_ratio(name) if other else None,
             self._agreement[name] if other else None,
         )
+
+    def _cpu_ratio(self, name: str) -> Spread | None:
+        """Processor time a token, theirs over this engine's."""
+
+        def tokens_per_cpu_s(of: str) -> list[float]:
+            return [ran.tokens_per_s * ran.wall_s / ran.cpu_s for ran in self.ran(of, "set") if ran.cpu_s is not None]
+
+        theirs = tokens_per_cpu_s(name)
+        return ratio(tokens_per_cpu_s(self.ours), theirs) if theirs else None
 
     def _run(self, name: str, kind: str, number: int) -> None:
         when = "trial" if number == TRIAL else f"round {number}"

@@ -74,6 +74,9 @@ def test_the_whole_at_a_small_size():
     assert by_name["fake"].agreement.equal_requests < 13
     assert static.faster.count == static.single_faster.count == 1
     assert static.faster.median == pytest.approx(ours.tokens_per_s.median / static.tokens_per_s.median)
+    assert static.cpu_ratio.median > 0
+    assert by_name["fake"].cpu_ratio is None
+    assert "Processor time of transformers.generate" in told.to_text()
     assert set(told.trials) == {2, 6}
     assert told.strict
     prompts, decoding = told.phases[:2]
