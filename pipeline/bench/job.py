@@ -48,11 +48,13 @@ Row = tuple[str, int]  # source file, source row
 @dataclass(frozen=True)
 class Times:
     """One run, in seconds. `whole_s` is the process from start to end; what the others leave of it is Python's own
-    start and end. `tokens_per_s`: generated ones, during the work. `load_s` None: not told apart from start-up."""
+    start and end. `idle_s`: of the work, when no engine stepped. `tokens_per_s`: generated ones, during the work.
+    None: not told by a peer."""
 
     startup_s: float
     load_s: float | None
     work_s: float
+    idle_s: float | None
     end_s: float
     whole_s: float
     tokens_per_s: float
@@ -97,6 +99,7 @@ class JobBench:
             ("start-up (Ray, processes, imports)", "startup_s"),
             ("load and warm-up", "load_s"),
             ("work", "work_s"),
+            ("  of it no step (no rows, last part)", "idle_s"),
             ("end (counting, Ray's end)", "end_s"),
             ("whole process", "whole_s"),
         ):
@@ -181,7 +184,7 @@ class _Run:
 
 def _cell(seconds: list[float | None]) -> str:
     known = [value for value in seconds if value is not None]
-    return Spread.of(known).to_text() if known else "in start-up"
+    return Spread.of(known).to_text() if known else "not told"
 
 
 def answer_digest(text: str, num_tokens: int, finish_reason: str) -> str:
@@ -245,8 +248,9 @@ def _times_of(run: RunRecord, whole_s: float) -> Times:
     assert len(run.actors) == 1
     startup_us, load_us = run.phase_us("startup"), run.phase_us("load")
     work_s = (run.machine_us - startup_us - load_us) / 1e6
+    idle_s = (run.phase_us("waiting") + run.phase_us("tail")) / 1e6
     end_s = sum(run.driver_us[name] for name in ("ray_stop", "verify")) / 1e6
-    return Times(startup_us / 1e6, load_us / 1e6, work_s, end_s, whole_s, run.generated_tokens / work_s)
+    return Times(startup_us / 1e6, load_us / 1e6, work_s, idle_s, end_s, whole_s, run.generated_tokens / work_s)
 
 
 def _run_engine(job_file: Path) -> _Run:
@@ -258,7 +262,7 @@ def _run_engine(job_file: Path) -> _Run:
     startup_s = whole_s - told["load_s"] - told["tokenize_s"] - told["work_s"] - told["end_s"]
     rate = told["generated_tokens"] / told["work_s"]
     return _Run(
-        Times(startup_s, told["load_s"], told["work_s"], told["end_s"], whole_s, rate),
+        Times(startup_s, told["load_s"], told["work_s"], told["idle_s"], told["end_s"], whole_s, rate),
         told["prompt_tokens"],
         told["cached_tokens"],
         told["generated_tokens"],
@@ -290,7 +294,7 @@ def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _Ru
             f"{ours.generated_tokens}: they cannot be compared"
         )
     startup_s, work_s = told["startup_s"], told["work_s"]
-    times = Times(startup_s, None, work_s, max(0.0, whole_s - startup_s - work_s), whole_s, tokens / work_s)
+    times = Times(startup_s, None, work_s, None, max(0.0, whole_s - startup_s - work_s), whole_s, tokens / work_s)
     return _Run(times, told["prompt_tokens"], 0, tokens, told["dtype"], {})
 
 

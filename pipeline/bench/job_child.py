@@ -55,11 +55,13 @@ def main(job: str) -> None:
         done += engine.step()
     marks.append(time.perf_counter())
     load_s, tokenize_s, work_s = (after - before for before, after in pairwise(marks))
+    steps_us = engine.stats.prefill_us + engine.stats.decode_us + engine.stats.repeated_us
     answers = [[*c.row_id, answer_digest(c.text, len(c.token_ids), c.finish_reason)] for c in done]
     told = {
         "load_s": load_s,
         "tokenize_s": tokenize_s,
         "work_s": work_s,
+        "idle_s": max(0.0, work_s - steps_us / 1e6),
         "prompt_tokens": engine.stats.prompt_tokens,
         "cached_tokens": engine.stats.cached_tokens,
         "generated_tokens": engine.stats.generated_tokens,
