@@ -106,6 +106,8 @@ class EngineBench:
                 f"{p.name:<22} {p.steps:>7,} {p.tokens:>9,} {p.wall_s:>8.2f} {p.model_s:>8.2f} {p.gemm_s:>8.2f} "
                 f"{p.kv_s:>7.2f} {p.share:>7.0%}"
             )
+        if float(self.machine["load before"]) > 1:
+            yield f"Other programs ran (load {self.machine['load before']} before): shares and seconds say little."
         yield "model: part of s in the model; linears + KV: the floor; share: floor / s. Steps of prompts decode too."
 
 

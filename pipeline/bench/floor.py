@@ -4,8 +4,8 @@ The linears of the loaded model are timed at numbers of tokens that the steps ha
 from 64 tokens on, where weights are no longer what is waited for, two layers stand for all). After the last layer's
 keys and values only the rows that sample are needed, so the rest of that layer and the head count for those alone.
 Decoding also reads each sequence's keys and values, which takes its time at the memory's measured bandwidth. Not in the
-floor: attention over a prompt, norms, rotations, sampling, the scheduler. Each floor is the least of some runs and the
-steps' time is not, so on a machine that others use too the share comes out too low, never too high.
+floor: attention over a prompt, norms, rotations, sampling, the scheduler. Each floor is the least of some passes and
+the steps' time is a sum, so a little disturbance makes the share too low; on a busy machine it says nothing.
 """
 
 import time
@@ -18,7 +18,7 @@ import torch
 from pipeline.bench.contender import StepTime
 from pipeline.model.decoder import Decoder
 
-REPEATS = 5
+MIN_PASSES, MIN_S = 5, 0.1
 MANY_TOKENS = 64
 MAX_POINTS = 9
 DECODE_GROUPS = ((1, 4), (5, 16), (17, 32), (33, 64), (65, 1 << 30))
@@ -94,8 +94,8 @@ def measure_layers(decoder: Decoder, tokens: Sequence[int]) -> tuple[Curve, Curv
     for num_tokens in tokens:
         layers = decoder.layers if num_tokens < MANY_TOKENS else decoder.layers[:2]
         x_qkv, x_o, x_up, x_down = (torch.randn(num_tokens, width).to(decoder.dtype) for width in widths)
-        passes = []
-        for _ in range(REPEATS + 1):
+        passes: list[tuple[float, float]] = []
+        while _wants_more([sum(each) for each in passes]):
             before_s = after_s = 0.0
             for layer in layers:
                 start = time.perf_counter()
@@ -120,13 +120,18 @@ def measure_head(decoder: Decoder, rows: Sequence[int]) -> Curve:
     seconds = []
     for num_rows in rows:
         x_RH = torch.randn(num_rows, decoder.config.hidden_size).to(decoder.dtype)
-        passes = []
-        for _ in range(REPEATS + 1):
+        passes: list[float] = []
+        while _wants_more(passes):
             start = time.perf_counter()
             decoder.lm_head(x_RH)
             passes.append(time.perf_counter() - start)
         seconds.append(min(passes[1:]))
     return Curve(tuple(rows), tuple(seconds))
+
+
+def _wants_more(passes: Sequence[float]) -> bool:
+    """One pass to warm up, then some, and more where they are so short that a few may all be disturbed."""
+    return len(passes) <= MIN_PASSES or sum(passes) < MIN_S
 
 
 def _points(sizes: Sequence[int]) -> list[int]:
