@@ -29,7 +29,7 @@ from pipeline.engine.sequence import Sequence, SlotTable
 from pipeline.engine.step import StepInput, StepPlan, build_input
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, EnvironmentFailed, RowError
-from pipeline.kernels.select import select_kernels
+from pipeline.kernels.select import must_compile, select_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.locate import locate_model
@@ -49,6 +49,8 @@ class Runner(Protocol):
 class Engine:
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
 
+    _warming_up = "warming up"  # what takes its time there
+
     def __init__(self, config: EngineConfig, say: Callable[[str], None] | None = None) -> None:
         """Load the model. `say` is told what takes long while it does, here and in `warm_up`.
 
@@ -62,6 +64,8 @@ class Engine:
         kernels = select_kernels(resolved.device, resolved.dtype)
         self._say = say or _say_nothing
         self._say("reading weights")
+        if must_compile(resolved.device):
+            self._warming_up = "compiling CPU kernels (first time on this machine)"
         decoder = Decoder(folder, model, kernels, resolved.dtype, resolved.device)
         num_blocks = _num_kv_blocks(config, resolved, model.kv_bytes_per_token(resolved.dtype))
         kv = KVCache.allocate(model, num_blocks, resolved.block_size, resolved.dtype, resolved.device)
@@ -268,7 +272,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run one short request, so that the first real one does not pay for lazy initialisation."""
-        self._say("warming up (the first time on a machine, CPU kernels are compiled: about 10 s)")
+        self._say(self._warming_up)
         saved = replace(self.stats)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
         self.add(Request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))

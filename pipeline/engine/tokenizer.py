@@ -103,7 +103,10 @@ class Tokenizer:
         config = _read_json(folder / "config.json")
         try:
             loaded: Any = AutoTokenizer.from_pretrained(
-                str(folder), config=_bare_config(config), local_files_only=True, trust_remote_code=False
+                str(folder),
+                config=_bare_config(config, _read_json(folder / "tokenizer_config.json")),
+                local_files_only=True,
+                trust_remote_code=False,
             )
             backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
         except Exception as error:  # tokenizers raises bare Exception for a malformed file
@@ -297,12 +300,19 @@ def _check_files(folder: Path) -> None:
                 raise ModelError(f"{file}: a link to a file that does not exist") from None
 
 
-def _bare_config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """What of config.json chooses a tokenizer's class, and nothing that transformers would build lists from."""
+def _bare_config(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> PreTrainedConfig:
+    """What of config.json chooses a tokenizer's class, and nothing that transformers would build lists from.
+
+    A family's own config class is needed only where tokenizer_config.json names no class: to import it takes as long
+    as torch does, since it brings the compiler and much else with it.
+    """
     model_type, tokenizer_class = config.get("model_type"), config.get("tokenizer_class")
     bare = PreTrainedConfig()
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        bare = CONFIG_MAPPING[model_type]()
+        if isinstance(tokenizer_config.get("tokenizer_class"), str) and "auto_map" not in tokenizer_config:
+            bare.model_type = model_type
+        else:
+            bare = CONFIG_MAPPING[model_type]()
     if isinstance(tokenizer_class, str):
         bare.tokenizer_class = tokenizer_class
     return bare

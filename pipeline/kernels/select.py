@@ -44,6 +44,15 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     )
 
 
+def must_compile(device: torch.device) -> bool:
+    """Whether kernels are compiled before the first step, which takes some seconds, once on a machine."""
+    if device.type != "cpu" or find_spec("numba") is None:
+        return False
+    from pipeline.kernels.cpu.compiled import is_cached
+
+    return not is_cached()
+
+
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
     """`dtype: auto`: the checkpoint's type on a GPU; on CPU bfloat16 where it is native, else float32."""
     if device.type == "cpu":
