@@ -310,7 +310,7 @@ def _bare_config(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any])
     bare = PreTrainedConfig()
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         if isinstance(tokenizer_config.get("tokenizer_class"), str) and "auto_map" not in tokenizer_config:
-            bare.model_type = model_type
+            bare.model_type = model_type  # pyright: ignore[reportAttributeAccessIssue] - on this instance alone
         else:
             bare = CONFIG_MAPPING[model_type]()
     if isinstance(tokenizer_class, str):

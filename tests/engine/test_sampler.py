@@ -147,7 +147,8 @@ def test_chi_square_tells_near_distributions_apart():
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.floats(-8, 8, width=32), min_size=3, max_size=24, unique=True),
+    # steps of 1/64: two that differ by less than float32's exp can tell are a tie, whose order is nobody's promise
+    st.lists(st.integers(-512, 512).map(lambda n: n / 64), min_size=3, max_size=24, unique=True),
     st.builds(
         SamplingParams,
         max_tokens=st.just(50),
