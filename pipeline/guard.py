@@ -8,6 +8,7 @@ failure: exit code 3, resumable. Signals are passed on; a guard that is killed t
 
 import ctypes
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import NoReturn
 from pipeline.errors import EnvironmentFailed
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WAIT_S = 0.25
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -29,17 +31,19 @@ def guarded(command: Callable[[], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     guard = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until there is somebody to pass them on
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         os.close(reading)
         os.setpgid(0, 0)  # a terminal's Ctrl-C comes to the guard alone, and to us once
         _end_with(guard)
         _leave(writing, command)
     os.close(writing)
     old = {number: signal.signal(number, lambda n, _: os.kill(child, n)) for number in _PASSED_ON}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     try:
-        with os.fdopen(reading, "rb") as pipe:
-            word = pipe.read()
+        word = _read(reading)
         _, status = os.waitpid(child, 0)
     finally:
         for number, handler in old.items():
@@ -48,6 +52,18 @@ def guarded(command: Callable[[], None]) -> None:
         raise EnvironmentFailed(f"The run ended without a word: {_how(status)}")
     if int(word) != 0:
         sys.exit(int(word))
+
+
+def _read(pipe: int) -> bytes:
+    """All that comes. In short waits: a signal that arrives just before one is handled after it."""
+    word = b""
+    while True:
+        if select.select([pipe], [], [], WAIT_S)[0]:
+            data = os.read(pipe, 64)
+            if not data:
+                os.close(pipe)
+                return word
+            word += data
 
 
 def _leave(writing: int, command: Callable[[], None]) -> NoReturn:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import boto3
 from moto.server import ThreadedMotoServer
@@ -64,6 +65,8 @@ class FaultyStore:
     def __enter__(self) -> "FaultyStore":
         self._server.start()
         host, port = self._server.get_host_and_port()
+        # moto keeps one state for all servers of a process: begin without what an earlier one was given
+        urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"), timeout=30).close()
         self.proxy = FaultProxy(port, self._seed, self._chances).__enter__()
         client = boto3.client(
             "s3",
