@@ -43,26 +43,6 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    """Runs the console script in this process: exit code, standard output, standard error."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pipeline", *arguments])
-        monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
-        monkeypatch.setattr(sys.stderr, "reconfigure", lambda **_: None, raising=False)
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as leave:
-            code = leave.code or 0
-        out, err = capsys.readouterr()
-        assert isinstance(code, int)
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch):
     """Sets the environment that botocore reads, for filesystems that are made afterwards."""
     from s3fs import S3FileSystem
@@ -113,7 +93,8 @@ def test_help_teaches_with_examples(pipe):
     assert code == 0
     assert "pipeline run jobs/summarize.yaml" in out
     assert "75  interrupted" in out
-    for command in ("run", "validate", "generate", "status", "report", "compact", "doctor", "bench plan"):
+    benchmarks = ("bench engine", "bench job", "bench scheduler", "bench ladder", "bench plan")
+    for command in ("run", "validate", "generate", "status", "report", "compact", "doctor", *benchmarks):
         code, out, _ = pipe(*command.split(), "--help")
         assert code == 0
         assert f"Examples:\n    pipeline {command}" in out

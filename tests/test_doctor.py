@@ -3,7 +3,6 @@
 import importlib
 import json
 import shutil
-import sys
 from collections import namedtuple
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -12,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import cli
 from pipeline.data.storage import RetryPolicy
 from pipeline.demo import demo_model
 from pipeline.doctor import Check, Subject, diagnose, exit_code, machine
@@ -33,24 +31,6 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pq.write_table(pa.table({"text": ["one"]}), tmp_path / "data" / "a.parquet")
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path
-
-
-@pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pipeline", *arguments])
-        for stream in (sys.stdout, sys.stderr):
-            monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as leave:
-            code = leave.code or 0
-        out, err = capsys.readouterr()
-        assert isinstance(code, int)
-        return code, out, err
-
-    return call
 
 
 def checks(group: str, **subject) -> dict[str, Check]:

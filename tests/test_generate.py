@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import cli
 from pipeline.engine.params import Completion, EngineConfig
 from pipeline.errors import ConfigError, OutputError
 from pipeline.generate import Saved, is_dataset, read_prompts
@@ -40,26 +39,11 @@ class Echo:
 
 
 @pytest.fixture
-def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    """Runs the console script in this process over the echo engine: exit code, standard output, standard error."""
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe):
+    """`pipeline generate` in this process, over the echo engine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pipeline.engine.engine.Engine", Echo)
-
-    def call(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pipeline", "generate", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        for stream in (sys.stdout, sys.stderr):
-            monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as leave:
-            code = leave.code or 0
-        out, err = capsys.readouterr()
-        assert isinstance(code, int)
-        return code, out, err
-
-    return call
+    return lambda *arguments, stdin=b"": pipe("generate", *arguments, stdin=stdin)
 
 
 def rows_of(out: str) -> list[dict]:

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from pipeline.job.machine import available_cores
+from pipeline.job.machine import VECTOR_FLAGS, available_cores, processor
 
 PACKAGES = ("torch", "transformers", "numba", "ray")
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 READ_BYTES = 256 << 20  # larger than any cache
 
 
@@ -53,17 +51,9 @@ def alternating(names: Sequence[str], rounds: int) -> list[list[str]]:
 
 def machine_facts() -> dict[str, str]:
     """What a figure has to be read with: processor, cores, load, versions."""
-    model, flags = platform.machine(), set[str]()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = (part.strip() for part in line.partition(":"))
-            if key == "model name":
-                model = value
-            elif key == "flags":
-                flags = set(value.split())
-                break
+    model, flags = processor()
     facts = {
-        "cpu": f"{model} ({', '.join(flag for flag in FLAGS if flag in flags) or 'no AVX2'})",
+        "cpu": f"{model} ({', '.join(flag for flag in VECTOR_FLAGS if flag in flags) or 'no AVX2'})",
         "cores": f"{available_cores()} of {os.cpu_count()}",
         "threads": str(torch.get_num_threads()),
         "load before": f"{os.getloadavg()[0]:.1f}",

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from pipeline import __version__
 from pipeline.doctor.check import Check, State, Subject, shown_bytes
-from pipeline.job.machine import available_cores
+from pipeline.job.machine import VECTOR_FLAGS, available_cores, processor
 from pipeline.job.model_cache import cache_folder
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
 OPTIONAL = ("triton",)
-_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _POOLS = {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}  # numba's layers and their modules
 _MIN_FREE_BYTES = 2**30
 _RAY_FULL = 0.95  # of a disk: above it Ray stores nothing more
@@ -45,9 +44,9 @@ def devices(subject: Subject) -> Iterator[Check]:
 
     from pipeline.kernels.cpu.linear import supports_bf16
 
-    model, flags = _cpu()
+    model, flags = processor()
     cores = available_cores()
-    named = ", ".join(flag for flag in _FLAGS if flag in flags) or "no AVX2"
+    named = ", ".join(flag for flag in VECTOR_FLAGS if flag in flags) or "no AVX2"
     yield Check("devices", "cpu", "ok", f"{model}; this process may use {cores} of {os.cpu_count()} cores; {named}")
     if "avx2" not in flags and platform.machine() in ("x86_64", "AMD64"):
         yield Check("devices", "cpu flags", "warning", "no AVX2", "Linears and attention will be slow here.")
@@ -65,19 +64,6 @@ def devices(subject: Subject) -> Iterator[Check]:
         yield Check("devices", "cuda", state, f"no device can be used ({why})", todo)
     else:
         yield Check("devices", "cuda", "ok", "no device; cpu is used")
-
-
-def _cpu() -> tuple[str, set[str]]:
-    model, flags = platform.processor() or platform.machine(), set[str]()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = (part.strip() for part in line.partition(":"))
-            if key == "model name":
-                model = value
-            elif key == "flags":
-                flags = set(value.split())
-                break
-    return model, flags
 
 
 def memory(subject: Subject) -> Iterator[Check]:

@@ -1,7 +1,12 @@
-"""This machine's clock and cores."""
+"""This machine's clock, cores and processor."""
 
 import os
+import platform
 import time
+from contextlib import suppress
+from pathlib import Path
+
+VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # of a processor: what its matrix products can use
 
 
 def now_us() -> int:
@@ -14,3 +19,17 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processor() -> tuple[str, set[str]]:
+    """The processor's name and its flags (avx2, ...), as far as the system tells."""
+    model, flags = platform.processor() or platform.machine(), set[str]()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = (part.strip() for part in line.partition(":"))
+            if key == "model name":
+                model = value
+            elif key == "flags":
+                flags = set(value.split())
+                break
+    return model, flags

@@ -1,0 +1,194 @@
+"""The commands of `pipeline bench`: options, and which benchmark they go to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from pipeline.console import answers, json_flag, print_json, print_result, say
+from pipeline.errors import ConfigError
+
+
+@click.group()
+def bench() -> None:
+    """Measure this program on this machine."""
+
+
+@bench.command("plan")
+@click.option(
+    "--scale",
+    "scales",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(1, 10, 100),
+    show_default=True,
+    metavar="N",
+    help="How many times --files. May be repeated.",
+)
+@click.option("--files", type=click.IntRange(min=1), default=100, show_default=True, help="Files at scale 1.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Fresh processes each.")
+@click.option("--folder", metavar="DIR", help="Where the files are made and removed; else the temporary folder.")
+@json_flag
+@answers
+def plan_of_a_large_job(scales: tuple[int, ...], files: int, repeats: int, folder: str | None, as_json: bool) -> None:
+    """Time and memory to plan a large job, and to find out what is left of it.
+
+    \b
+    Examples:
+      pipeline bench plan
+      pipeline bench plan --scale 1 --repeats 1 --json
+
+    Makes Parquet files whose footers claim as many rows as large files have, up to 10,000 files of 10^9 rows, and
+    removes them again. Takes some minutes, and about 1 GB of disk.
+    """
+    from pipeline.bench.plan import bench_plan
+
+    _print_bench(bench_plan(scales=scales, files=files, repeats=repeats, folder=folder, say=say), as_json)
+
+
+def _parse_range(context: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    try:
+        return int(low), int(high or low)
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: expected two numbers, such as 16-128") from None
+
+
+def _parse_sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        return () if text == "none" else tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: expected numbers, such as 4,8,16, or none") from None
+
+
+_BENCH_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("--model", {"metavar": "SHAPE|PATH", "help": "tiny, qwen3-0.6b or llama-8b (random weights, written when "
+              "first asked for), each also as qwen3-0.6b-awq; demo, demo:target-awq; a folder or a Hugging Face id."}),
+    "requests": ("--requests", {"type": click.IntRange(min=1), "help": "Requests of the workload."}),
+    "rows": ("--rows", {"type": click.IntRange(min=1), "help": "Rows of the workload."}),
+    "rounds": ("--rounds", {"type": click.IntRange(min=1), "help": "Counted rounds, in turn."}),
+    "output_tokens": ("--output-tokens", {"metavar": "N-M", "callback": _parse_range,
+                      "help": "Tokens that each request asks for."}),
+    "threads": ("--threads", {"type": click.IntRange(min=1), "help": "Of each contender; else torch's own choice."}),
+    "dtype": ("--dtype", {"type": click.Choice(["auto", "float32", "bfloat16", "float16"])}),
+    "peers": ("--peer", {"metavar": "NAME=PATH", "multiple": True, "show_default": False,
+              "help": "Another engine in an environment of its own. May be repeated."}),
+    "folder": ("--folder", {"metavar": "DIR", "help": "Where checkpoints of shapes are written; else the cache."}),
+}  # fmt: skip
+
+
+def _bench_options(**defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options that benchmarks share, each with this one's default."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name, default in reversed(defaults.items()):
+            flag, about = _BENCH_OPTIONS[name]
+            command = click.option(name, flag, default=default, **{"show_default": True, **about})(command)
+        return command
+
+    return decorate
+
+
+def _print_bench(told: Any, as_json: bool) -> None:
+    """A table for people and JSON as the last line; with --json that line alone."""
+    if not as_json:
+        print_result(told.to_text() + "\n")
+    print_json(told.to_json())
+
+
+@bench.command("engine")
+@_bench_options(model="qwen3-0.6b", requests=48, rounds=3)
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=120, show_default=True,
+              help="Median length of the prompts; the longest have some times as many.")  # fmt: skip
+@_bench_options(output_tokens="16-128")
+@click.option("--batch-sizes", metavar="N,N", default="4,8,16", show_default=True, callback=_parse_sizes,
+              help="Static batches to try with transformers.generate; none leaves it out.")  # fmt: skip
+@click.option("--reports", is_flag=True, help="The demonstration job's rows instead of random prompts (--model demo).")
+@_bench_options(threads=None, dtype="auto", peers=(), folder=None)
+@json_flag
+@answers
+def engine_against_others(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """This engine against transformers.generate and other engines, and against its own floor.
+
+    \b
+    Examples:
+      pipeline bench engine
+      pipeline bench engine --model demo --reports --requests 256 --batch-sizes 16,32,64
+      pipeline bench engine --model qwen3-0.6b-awq --peer vllm=/envs/vllm/bin/python
+      pipeline bench engine --model tiny --requests 6 --rounds 1 --prompt-tokens 20 --output-tokens 4-16
+
+    All get the same checkpoint, prompts, lengths, type and threads, in turn, with new prompts each round. Static
+    batches are tried in several sizes and the best counts. In float32 the tokens of both must be equal, or part at
+    a near-tie. The floor is the time of the model's linears alone and of reading keys and values.
+
+    --peer takes vllm and openvino with the Python of their environment, and llama.cpp with a folder of its server
+    and a *.gguf of the same checkpoint. These drivers were written from documentation and not yet run.
+    """
+    from pipeline.bench.engine import bench_engine
+    from pipeline.bench.peer import parse_peer
+
+    _print_bench(bench_engine(peers=[parse_peer(peer) for peer in peers], say=say, **options), as_json)
+
+
+@bench.command("scheduler")
+@click.option("sequences", "--sequences", multiple=True, type=click.IntRange(min=1), metavar="N", show_default=True,
+              default=(64, 256, 1024, 4096), help="Sequences that run at once. May be repeated.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Steps of a round.")
+@_bench_options(rounds=3)
+@click.option("--rows", type=click.IntRange(min=1), default=10_000, show_default=True, help="Rows of the long run.")
+@json_flag
+@answers
+def host_time_of_a_step(as_json: bool, **options: Any) -> None:
+    """Time of a step outside of the model: planning, building its input, sampling, handling what came out.
+
+    \b
+    Examples:
+      pipeline bench scheduler
+      pipeline bench scheduler --sequences 1024 --rounds 1
+    """
+    from pipeline.bench.scheduler import bench_scheduler
+
+    _print_bench(bench_scheduler(say=say, **options), as_json)
+
+
+@bench.command("job")
+@_bench_options(
+    model="demo:target-awq", rows=512, rounds=3, dtype="auto", output_tokens="16-128", peers=(), folder=None
+)
+@json_flag
+@answers
+def job_against_the_engine(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """A whole job, Parquet to Parquet, against the engine alone on the same rows.
+
+    \b
+    Examples:
+      pipeline bench job
+      pipeline bench job --model qwen3-0.6b --rows 64 --rounds 1
+
+    --peer takes ray-llm with the Python of its environment; that driver was written from documentation.
+    """
+    from pipeline.bench.job import bench_job
+
+    if unnamed := [peer for peer in peers if "=" not in peer]:
+        raise ConfigError(f"--peer {unnamed[0]}: expected NAME=PATH")
+    named = dict(peer.split("=", 1) for peer in peers)
+    _print_bench(bench_job(peers=named, say=say, **options), as_json)
+
+
+@bench.command("ladder")
+@_bench_options(model="demo", requests=48)
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Requests of a static batch.")
+@_bench_options(rounds=3, output_tokens="16-128", dtype="auto", threads=None, folder=None)
+@json_flag
+@answers
+def ladder_of_batching(as_json: bool, **options: Any) -> None:
+    """What each idea of the engine is worth: one request at a time, static, dynamic and continuous batching, prefixes.
+
+    \b
+    Examples:
+      pipeline bench ladder
+      pipeline bench ladder --model qwen3-0.6b --requests 16 --rounds 1
+    """
+    from pipeline.bench.ladder import bench_ladder
+
+    _print_bench(bench_ladder(say=say, **options), as_json)
