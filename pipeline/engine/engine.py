@@ -63,9 +63,11 @@ class Engine:
         tokenizer = Tokenizer.from_folder(str(folder))
         kernels = select_kernels(resolved.device, resolved.dtype)
         self._say = say or _say_nothing
-        self._say("reading weights")
         if must_compile(resolved.device):
-            self._warming_up = "compiling CPU kernels (first time on this machine)"
+            self._say("reading weights, compiling CPU kernels (first time on this machine)")
+            self._warming_up = "compiling more CPU kernels (first time on this machine)"
+        else:
+            self._say("reading weights")
         decoder = Decoder(folder, model, kernels, resolved.dtype, resolved.device)
         num_blocks = _num_kv_blocks(config, resolved, model.kv_bytes_per_token(resolved.dtype))
         kv = KVCache.allocate(model, num_blocks, resolved.block_size, resolved.dtype, resolved.device)

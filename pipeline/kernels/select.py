@@ -16,9 +16,11 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         return kernels
     from pipeline.kernels.cpu.linear import prepare_linear, supports_bf16
 
-    linear = "oneDNN, packed" if dtype == torch.bfloat16 and supports_bf16() else "torch (BLAS)"
     if dtype == torch.bfloat16:
+        linear = "oneDNN, packed" if supports_bf16() else "torch (BLAS)"
         linear += "; int4 weights: int4pack for few tokens"
+    else:
+        linear = "torch (BLAS)"
     kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype))
     if find_spec("numba") is None:
         slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
@@ -28,6 +30,8 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     from pipeline.kernels.cpu.fused import add_rms_norm, norm_rope_write, silu_mul
 
     own_threads()
+    if dtype == torch.float32:
+        linear = "numba on bfloat16 and int4 weights, with BLAS for many tokens; BLAS on float32 weights"
     return replace(
         kernels,
         add_rms_norm=add_rms_norm,
@@ -48,9 +52,11 @@ def must_compile(device: torch.device) -> bool:
     """Whether kernels are compiled before the first step, which takes some seconds, once on a machine."""
     if device.type != "cpu" or find_spec("numba") is None:
         return False
-    from pipeline.kernels.cpu.compiled import is_cached
+    from pipeline.kernels.cpu import compiled, compiled_linear
 
-    return not is_cached()
+    elementwise = (compiled.add_rms_norm, compiled.norm_rope_write, compiled.silu_mul, compiled.paged_decode)
+    linears = (compiled_linear.multiply_bfloat16, compiled_linear.widen_bfloat16)
+    return not all(compiled.is_cached(kernel) for kernel in (*elementwise, *linears))
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:

@@ -98,7 +98,8 @@ class Decoder:
         self.config, self.kernels, self.dtype, self.device = config, kernels, dtype, device
         reader = WeightReader(folder, config)
         embedding = reader.embedding()
-        self.embedding_VH = embedding.to(device, dtype)
+        narrower = embedding.dtype.itemsize < dtype.itemsize  # widened row by row, it takes half the memory
+        self.embedding_VH = embedding.to(device, embedding.dtype if narrower else dtype)
         self.layers = [
             _Layer(config, index, weights, kernels, dtype, device) for index, weights in enumerate(reader.layers())
         ]
@@ -122,7 +123,7 @@ class Decoder:
         are of use to later steps: what comes after them is computed for `row_R` alone.
         """
         k, eps = self.kernels, self.config.norm_eps
-        x_TH = F.embedding(token_ids_T, self.embedding_VH)
+        x_TH = F.embedding(token_ids_T, self.embedding_VH).to(self.dtype)
         residual_TH = torch.zeros_like(x_TH)
         for layer in self.layers:
             x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, layer.input_norm_H, eps)

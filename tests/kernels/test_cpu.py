@@ -1,6 +1,9 @@
 """The CPU kernels against the reference, on ragged batches over a cache whose unused slots are NaN."""
 
 import math
+import os
+import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -210,7 +213,7 @@ def test_some_rows_of_a_step_attend_as_in_the_whole_step(dtype: torch.dtype) -> 
     assert torch.equal(where.rows(rows).slot_mapping_T, where.slot_mapping_T[rows])
 
 
-def test_it_is_known_whether_the_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_known_whether_the_kernels_are_compiled(tmp_path: Path) -> None:
     cache, q = torch.zeros(1, 4, 1, 4), torch.ones(1, 3, 4)
     fused.add_rms_norm(q[0], q[0], q[0, 0], 1e-5)
     fused.norm_rope_write(q, q[:, 0, :2], q[:, 0, :2], None, 1e-5, cache, cache, torch.tensor([2]))
@@ -223,11 +226,18 @@ def test_it_is_known_whether_the_kernels_are_compiled(monkeypatch: pytest.Monkey
         4,
     )
     attention(q, cache, cache, where, 1.0, None)
-    assert compiled.is_cached()
-    changed = tmp_path / "compiled.py"
-    changed.write_text("a newer file")
-    monkeypatch.setattr(compiled, "__file__", str(changed))
-    assert not compiled.is_cached()
+    kernels = (compiled.add_rms_norm, compiled.norm_rope_write, compiled.silu_mul, compiled.paged_decode)
+    assert all(compiled.is_cached(kernel) for kernel in kernels)
+    newer = tmp_path / "compiled.py"
+    newer.write_text("a newer file")
+    later = time.time() + 60
+    os.utime(newer, (later, later))
+
+    class Changed:
+        stats, __name__ = compiled.silu_mul.stats, "silu_mul"
+        py_func = types.FunctionType(compiled.silu_mul.py_func.__code__.replace(co_filename=str(newer)), {})
+
+    assert not compiled.is_cached(Changed())  # type: ignore[arg-type]
 
 
 def test_selecting_kernels_leaves_the_number_of_threads_alone() -> None:

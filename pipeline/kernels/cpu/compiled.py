@@ -1,6 +1,6 @@
 """The loops that numba compiles: elementwise work of a layer in one pass each, and attention of single queries.
 
-All of them stand in this one file because numba's cache on disk looks only at the file a kernel stands in: a shared
+All of them stand in this one file (those of linears in `compiled_linear.py`) because numba's cache on disk looks only at the file a kernel stands in: a shared
 function elsewhere could change under kernels that are not compiled again.
 
 Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent.
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import config, get_num_threads, njit, prange, set_num_threads, types
+from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic, overload
 
 PARALLEL_ELEMENTS = 1 << 15
@@ -23,7 +24,7 @@ _AHEAD_ELEMENTS = 256  # of a row that is read ahead at most: measured, longer o
 
 # Sums may be reordered, as in any vectorised sum; NaN and infinity keep their meaning.
 # Of numba's parallel transforms only `prange` is wanted: the others split array fills into loops of their own.
-_options = {
+options = {
     "parallel": {"prange": True}
     | dict.fromkeys(("numpy", "comprehension", "reduction", "setitem", "stencil", "fusion", "inplace_binop"), False),
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
@@ -133,7 +134,7 @@ def _exp(x):
 # -- kernels
 
 
-@njit(**_options)
+@njit(**options)
 def add_rms_norm(x_TH, residual_TH, weight_H, eps):
     """residual += x; x = norm of the residual as it was rounded."""
     num_tokens, hidden = x_TH.shape
@@ -148,7 +149,7 @@ def add_rms_norm(x_TH, residual_TH, weight_H, eps):
             x[i] = _as_in(x, _wide(residual[i]) * scale * _wide(weight_H[i]))
 
 
-@njit(**_options)
+@njit(**options)
 def norm_rope_write(qkv_TMD, cos_TD2, sin_TD2, with_norm, q_norm_D, k_norm_D, eps, slot_T, k_CBKD, v_CBKD, q_TND):
     """Each head of the queries to `q_TND`, of the keys and values to their slots, normed and rotated on the way.
 
@@ -182,7 +183,7 @@ def norm_rope_write(qkv_TMD, cos_TD2, sin_TD2, with_norm, q_norm_D, k_norm_D, ep
                 v_CBKD[block, offset, h, i] = qkv_TMD[t, num_heads + num_kv_heads + h, i]
 
 
-@njit(**_options)
+@njit(**options)
 def silu_mul(gate_up_T2F, out_TF):
     num_tokens, width = out_TF.shape
     for t in prange(num_tokens):
@@ -192,7 +193,7 @@ def silu_mul(gate_up_T2F, out_TF):
             out[i] = _as_in(out, g / (np.float32(1.0) + _exp(-g)) * _wide(up[i]))
 
 
-@njit(**_options)
+@njit(**options)
 def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, parts, out_SND):
     """One query a sequence over the paged cache; blocks are read where they lie.
 
@@ -281,15 +282,12 @@ def use_threads(parallel: bool) -> int:
     return num_threads
 
 
-def is_cached() -> bool:
-    """Whether these kernels were compiled on this machine before, so that they load in no time.
+def is_cached(kernel: Dispatcher) -> bool:
+    """Whether this kernel was compiled on this machine before, so that it loads in no time.
 
-    Looks for numba's index files; a type that was not used so far is compiled all the same.
+    Looks for numba's index file; a type that was not used so far is compiled all the same.
     """
-    changed = Path(__file__).stat().st_mtime
-    for kernel in (add_rms_norm, norm_rope_write, silu_mul, paged_decode):
-        assert kernel.stats.cache_path is not None
-        indexes = Path(kernel.stats.cache_path).glob(f"compiled.{kernel.__name__}-*.nbi")
-        if not any(index.stat().st_mtime >= changed for index in indexes):
-            return False
-    return True
+    source = Path(kernel.py_func.__code__.co_filename)
+    assert kernel.stats.cache_path is not None
+    indexes = Path(kernel.stats.cache_path).glob(f"{source.stem}.{kernel.__name__}-*.nbi")
+    return any(index.stat().st_mtime >= source.stat().st_mtime for index in indexes)

@@ -1,22 +1,20 @@
-"""Linears on CPU: BLAS in float32, oneDNN's packed weights in native bfloat16, two paths for grouped integers.
+"""Which linear serves a weight on CPU, and oneDNN's packed weights in native bfloat16.
 
-oneDNN compiles a kernel for each number of tokens it meets (some milliseconds on every new one), and a step's number of
-tokens is never the same twice; so float32, where BLAS is as fast without that, is left to BLAS, and the packed product
-pads its tokens to one of a few numbers. A 4-bit weight in bfloat16 keeps two forms: int4 for few tokens, where reading
-the weights is all the time there is, and bfloat16 of the same dequantized values for many, where the multiply is; the
-border is measured at load for each shape. In float32 the int4 product is scalar code, 25 times slower, so float32 keeps
-the dequantized form only.
+In float32, weights that were stored narrow stay so (`narrow.py`); others are plain matrices for BLAS. In bfloat16, where
+native, weights are packed once by oneDNN, which compiles a kernel for each number of tokens it meets (some milliseconds on
+every new one), and a step's number of tokens is never the same twice: so tokens are padded to one of a few numbers. A 4-bit
+weight in bfloat16 keeps two forms: int4 for few tokens, where reading the weights is all the time there is, and
+packed bfloat16 of the same values for many, where the multiply is; the border is measured at load for each shape.
 """
 
-import time
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import Linear
+from pipeline.kernels.cpu.crossover import crossover
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
-
-CROSSOVER_TOKENS = (1, 2, 4, 8, 16, 32)
 
 
 def supports_bf16() -> bool:
@@ -69,7 +67,8 @@ class Int4Linear:
         zeros_GN = (8.0 - weight.zeros_NG.t()) * scales_GN
         self.scale_zero_GN2 = torch.stack([scales_GN, zeros_GN], dim=-1).to(torch.bfloat16).contiguous()
         self.dense = DenseLinear(weight.dequantize(torch.bfloat16), weight.bias_N, torch.bfloat16)
-        self.crossover = _measure_crossover(self, weight.in_features)
+        key = "int4pack", weight.out_features, weight.in_features
+        self.crossover = crossover(key, self.int4, self.dense, weight.in_features, torch.bfloat16)
 
     def int4(self, x_TK: torch.Tensor) -> torch.Tensor:
         y_TN = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TK, self.packed, self.group_size, self.scale_zero_GN2)
@@ -85,6 +84,10 @@ def serves_int4(weight: GroupIntWeight, dtype: torch.dtype) -> bool:
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
     """Pack one weight for CPU. The caller can drop its own copy."""
+    if dtype == torch.float32 and find_spec("numba") is not None:
+        narrow = _narrow(weight)
+        if narrow is not None:
+            return narrow
     if isinstance(weight, GroupIntWeight):
         if serves_int4(weight, dtype):
             return Int4Linear(weight)
@@ -92,22 +95,10 @@ def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
     return DenseLinear(weight.weight_NK, weight.bias_N, dtype)
 
 
-def _measure_crossover(linear: Int4Linear, in_features: int) -> int:
-    """The largest token count up to which int4 is the faster path, by the best of a few short runs."""
-    crossover = 0
-    for num_tokens in CROSSOVER_TOKENS:
-        x_TK = torch.randn(num_tokens, in_features, dtype=torch.bfloat16)
-        if _best_time_s(linear.int4, x_TK) > _best_time_s(linear.dense, x_TK):
-            break
-        crossover = num_tokens
-    return crossover
+def _narrow(weight: LinearWeight) -> Linear | None:
+    from pipeline.kernels.cpu.narrow import Bfloat16Linear, GroupInt4Linear, as_bfloat16
 
-
-def _best_time_s(function: Linear, x_TK: torch.Tensor, repeats: int = 4) -> float:
-    function(x_TK)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function(x_TK)
-        best = min(best, time.perf_counter() - start)
-    return best
+    if isinstance(weight, GroupIntWeight):
+        return GroupInt4Linear(weight).prepared()
+    weight_NK = as_bfloat16(weight.weight_NK)
+    return None if weight_NK is None else Bfloat16Linear(weight_NK, weight.bias_N).prepared()
