@@ -120,11 +120,11 @@ def test_a_tensor_of_the_index_that_is_nowhere(tmp_path):
 
 def test_too_little_memory_and_too_small_a_vocabulary(tmp_path, monkeypatch):
     folder = copied(tmp_path / "m", vocab_size=1000)
-    monkeypatch.setattr("pipeline.engine.memory.free_cpu_bytes", lambda: 9_000_000)
+    monkeypatch.setattr("pipeline.engine.memory.free_cpu_bytes", lambda: 2_000_000)
     found = checks("model", model=str(folder), device="cpu", dtype="float32")
     assert (found["memory"].state, found["memory"].exit_code) == ("failed", 3)
     assert found["tokenizer"].state == "warning"
-    monkeypatch.setattr("pipeline.engine.memory.free_cpu_bytes", lambda: 12_000_000)
+    monkeypatch.setattr("pipeline.engine.memory.free_cpu_bytes", lambda: 2_600_000)
     assert checks("model", model=str(folder), device="cpu", dtype="float32")["memory"].state == "warning"
 
 

@@ -80,7 +80,7 @@ def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
     """What config.json says, and whether the machine has the memory for it."""
     import torch
 
-    from pipeline.engine.memory import free_cpu_bytes
+    from pipeline.engine.memory import free_cpu_bytes, weight_bytes
     from pipeline.kernels.select import default_dtype
     from pipeline.model.config import DTYPES, read_config
 
@@ -91,7 +91,7 @@ def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
     yield Check("model", "architecture", "ok", f"{size}, {config.num_layers} layers, {kind}")
     device = torch.device("cuda" if torch.cuda.is_available() and subject.device != "cpu" else "cpu")
     dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
-    need = config.num_parameters() * dtype.itemsize
+    need = weight_bytes(config, device, dtype)
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_cpu_bytes()
     kv = config.kv_bytes_per_token(dtype)
     context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"

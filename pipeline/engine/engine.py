@@ -19,7 +19,7 @@ import torch
 from pipeline.engine.accounting import classify, record
 from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.detokenizer import StopChecker
-from pipeline.engine.memory import is_out_of_memory, kv_budget_bytes, release_cached_memory
+from pipeline.engine.memory import is_out_of_memory, keeps_dense, kv_budget_bytes, release_cached_memory
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, FinishReason, Request, SamplingParams
 from pipeline.engine.resolve import Resolved, resolve, set_threads
 from pipeline.engine.runner import ModelRunner
@@ -61,7 +61,8 @@ class Engine:
         resolved = resolve(config, model)
         threads = set_threads(config.num_threads)
         tokenizer = Tokenizer.from_folder(str(folder))
-        kernels = select_kernels(resolved.device, resolved.dtype)
+        keep_dense = keeps_dense(model, resolved.device, resolved.dtype)
+        kernels = select_kernels(resolved.device, resolved.dtype, keep_dense)
         self._say = say or _say_nothing
         if must_compile(resolved.device):
             self._say("reading weights, compiling CPU kernels (first time on this machine)")

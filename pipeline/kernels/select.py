@@ -9,8 +9,11 @@ from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
 
 
-def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest set that serves `device` and `dtype`; `Kernels.served_by` names each one's origin."""
+def select_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool = True) -> Kernels:
+    """The fastest set that serves `device` and `dtype`; `Kernels.served_by` names each one's origin.
+
+    `keep_dense`: on CPU, there is the memory for float32 copies beside narrow weights.
+    """
     kernels = reference_kernels(dtype, device)
     if device.type != "cpu":
         return kernels
@@ -21,7 +24,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         linear += "; int4 weights: int4pack for few tokens"
     else:
         linear = "torch (BLAS)"
-    kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype))
+    kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype, keep_dense))
     if find_spec("numba") is None:
         slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
         return replace(kernels, served_by=slow | {"linear": linear})
@@ -31,7 +34,8 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
     own_threads()
     if dtype == torch.float32:
-        linear = "numba on bfloat16 and int4 weights, with BLAS for many tokens; BLAS on float32 weights"
+        dense = "a dense copy" if keep_dense else "widened columns"
+        linear = f"bfloat16 and int4 weights: numba for few tokens, BLAS on {dense} for many; float32: BLAS"
     return replace(
         kernels,
         add_rms_norm=add_rms_norm,

@@ -49,10 +49,12 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """Of the linears and embeddings; norms and biases left out."""
+        return self.num_linear_parameters() + self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+
+    def num_linear_parameters(self) -> int:
+        """Of the layers' linears."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        per_layer = attention + 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * per_layer + embeddings
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
 
 class _Fields:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
+from pipeline.kernels.cpu.pages import ask_for_huge_pages
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import LayerWeights, WeightReader
 from pipeline.quant.packed import DenseWeight
@@ -30,10 +31,14 @@ class KVCache:
     ) -> "KVCache":
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         layers = range(config.num_layers)
-        return cls(
+        kv = cls(
             [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
             [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
         )
+        if device.type == "cpu":
+            for cache in (*kv.keys, *kv.values):
+                ask_for_huge_pages(cache)
+        return kv
 
     def fill(self, blocks: list[int], value: float) -> None:
         """Overwrite whole blocks in every layer (after non-finite values; by tests)."""

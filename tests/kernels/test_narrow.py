@@ -114,15 +114,26 @@ def test_a_weight_stays_as_narrow_as_it_was_stored() -> None:
         torch.float32: DenseLinear,
     }
     for dtype, kind in kinds.items():
-        linear = prepare_linear(DenseWeight(stored.to(dtype)), torch.float32)
+        linear = prepare_linear(DenseWeight(stored.to(dtype)), torch.float32, keep_dense=False)
         assert type(linear) is kind
         x_MK = torch.randn(2, 128)
         assert torch.allclose(linear(x_MK), x_MK @ stored.to(dtype).float().T, atol=1e-5)
     short = stored.to(torch.bfloat16)
-    assert type(prepare_linear(DenseWeight(short.float()), torch.float32)) is Bfloat16Linear
-    assert type(prepare_linear(DenseWeight(short[:, :60]), torch.float32)) is DenseLinear
+    assert type(prepare_linear(DenseWeight(short.float()), torch.float32, True)) is Bfloat16Linear
+    assert type(prepare_linear(DenseWeight(short[:, :60]), torch.float32, True)) is DenseLinear
     quantized = GroupIntWeight(torch.ones(8, 32, dtype=torch.uint8), torch.ones(8, 1), torch.zeros(8, 1), 32)
-    assert type(prepare_linear(quantized, torch.float32)) is GroupInt4Linear
+    assert type(prepare_linear(quantized, torch.float32, True)) is GroupInt4Linear
+
+
+@pytest.mark.parametrize("keep_dense", [True, False])
+def test_many_tokens_go_through_the_dense_copy_where_one_is_kept(keep_dense: bool) -> None:
+    stored = torch.randn(65, 128).to(torch.bfloat16)
+    bias_N = torch.randn(65)
+    linear = prepare_linear(DenseWeight(stored, bias_N), torch.float32, keep_dense)
+    assert isinstance(linear, Bfloat16Linear)
+    assert (linear.weight_NK is not None) == keep_dense
+    x_MK = torch.randn(200, 128)
+    assert torch.allclose(linear(x_MK), x_MK @ stored.float().T + bias_N, atol=1e-4)
 
 
 def test_the_faster_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
 """The loops that numba compiles: elementwise work of a layer in one pass each, and attention of single queries.
 
-All of them stand in this one file (those of linears in `compiled_linear.py`) because numba's cache on disk looks only at the file a kernel stands in: a shared
-function elsewhere could change under kernels that are not compiled again.
+All of them stand in this one file (those of linears in `compiled_linear.py`) because numba's cache on disk looks only
+at the file a kernel stands in: a shared function elsewhere could change under kernels that are not compiled again.
 
 Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent.
-Everything is computed in float32 and rounded once. A NaN comes out as one: broken rows must be found.
-Suffixes are those of `kernels/contract.py`.
+Everything is computed in float32 and rounded once. A NaN comes out as one: broken rows must be found. Suffixes are
+those of `kernels/contract.py`.
 """
 
 from pathlib import Path
@@ -131,6 +131,15 @@ def _exp(x):
     return (p * r * r + r + np.float32(1.0)) * _float_of_bits(np.uint32(power))  # pyright: ignore[reportCallIssue]
 
 
+@njit(inline="always")
+def add_products(sum_L, x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7):
+    """sum += x0 * w0 + .. + x7 * w7, for each of L: so that the sum is read and written once for eight products."""
+    for n in range(len(sum_L)):
+        sum_L[n] += (
+            x0 * w0[n] + x1 * w1[n] + x2 * w2[n] + x3 * w3[n] + x4 * w4[n] + x5 * w5[n] + x6 * w6[n] + x7 * w7[n]
+        )
+
+
 # -- kernels
 
 
@@ -232,13 +241,14 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
         acc = np.zeros((span * group, head_dim), np.float32)
         total = np.empty(span * group, np.float32)
         for g in range(span * group):
+            # A view that begins at 0: then indices are seen to be no negative ones, and the loops become vector code.
+            weight = score[g, first:context]
             best, summed = np.float32(-np.inf), np.float32(0.0)
-            for position in range(first, context):
-                # written so that a NaN replaces the maximum
-                best = best if score[g, position] <= best else score[g, position]
-            for position in range(first, context):
-                score[g, position] = _exp(score[g, position] - best)
-                summed += score[g, position]
+            for i in range(len(weight)):
+                best = best if weight[i] <= best else weight[i]  # written so that a NaN replaces the maximum
+            for i in range(len(weight)):
+                weight[i] = _exp(weight[i] - best)
+                summed += weight[i]
             total[g] = summed
         for m in range(first_block, num_blocks):
             block, start, following = table_SM[s, m], m * block_size, table_SM[s, min(m + 1, num_blocks - 1)]
@@ -248,9 +258,9 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
                     _prefetch(v_flat, next_row + i)  # pyright: ignore[reportCallIssue]
                 for h in range(span):
                     for g in range(h * group, (h + 1) * group):
-                        weight = score[g, start + offset]
+                        share = score[g, start + offset]
                         for i in range(head_dim):
-                            acc[g, i] += weight * _wide(v_CBKD[block, offset, kv + h, i])
+                            acc[g, i] += share * _wide(v_CBKD[block, offset, kv + h, i])
         for g in range(span * group):
             for i in range(head_dim):
                 out_SND[s, kv * group + g, i] = _as_in(out_SND, acc[g, i] / total[g])

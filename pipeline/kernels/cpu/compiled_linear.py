@@ -1,18 +1,20 @@
-"""The loops of a linear whose weight stays narrow in memory, compiled by numba: widened in registers, computed in
+"""The loops of linears whose weight stays narrow in memory, compiled by numba: widened in registers, computed in
 float32.
 
-A weight (N, K) lies in tiles of L outputs ("lanes"): words_TWL[tile, w] holds, for each lane, a few consecutive inputs in 32 bits:
-two bfloat16 (the even input in the low half) or eight 4-bit integers (input 8 w + j in bits 4 j to 4 j + 3). So a tile is
-read from memory front to back once, whatever the number of tokens, and every loop over lanes becomes vector code.
-The last tile is filled up with zeros. Apart from `compiled.py`, since numba's cache on disk looks at whole files.
+A weight (N, K) lies in tiles of L outputs ("lanes"): words_TWL[tile, w] holds a few consecutive inputs of each lane
+in 32 bits: two of bfloat16 (the even one in the low half) or eight of 4 bits (input 8 w + j in bits 4 j to 4 j + 3).
+So a tile is read from memory front to back once, whatever the number of tokens, and every loop over lanes becomes
+vector code. The last tile is filled up with zeros. Apart from `compiled.py`, since numba's cache on disk looks at
+whole files.
 
-Suffixes: M tokens, K inputs, N outputs, G groups of inputs, T tiles, W words of a lane, L lanes, C outputs of some tiles.
+Suffixes: M tokens, K inputs, N outputs, G groups of inputs, T tiles, W words of a lane, L lanes, C outputs of some
+tiles.
 """
 
 import numpy as np
 from numba import njit, prange
 
-from pipeline.kernels.cpu.compiled import options
+from pipeline.kernels.cpu.compiled import add_products, options
 
 INPUTS = 8  # taken together: their products are summed in registers before the sum so far is read and written
 
@@ -21,16 +23,6 @@ _NIBBLES = tuple(np.uint32(0xF << 4 * j) for j in range(INPUTS))
 _INVERSES = tuple(np.float32(16.0**-j) for j in range(INPUTS))
 _HIGH_HALF = np.uint32(0xFFFF0000)
 _HALF = np.uint32(16)
-
-
-@njit(inline="always")
-def _add_products(sum_L, x_MK, m, k, w0, w1, w2, w3, w4, w5, w6, w7):
-    x0, x1, x2, x3 = x_MK[m, k], x_MK[m, k + 1], x_MK[m, k + 2], x_MK[m, k + 3]
-    x4, x5, x6, x7 = x_MK[m, k + 4], x_MK[m, k + 5], x_MK[m, k + 6], x_MK[m, k + 7]
-    for n in range(len(sum_L)):
-        sum_L[n] += (
-            x0 * w0[n] + x1 * w1[n] + x2 * w2[n] + x3 * w3[n] + x4 * w4[n] + x5 * w5[n] + x6 * w6[n] + x7 * w7[n]
-        )
 
 
 @njit(**options)
@@ -50,7 +42,10 @@ def multiply_bfloat16(x_MK, words_TWL, out_MN):
                     low[n] = word[n] << _HALF
                     high[n] = word[n] & _HIGH_HALF
             for m in range(num_tokens):
-                _add_products(sum_ML[m], x_MK, m, k, w0, w1, w2, w3, w4, w5, w6, w7)
+                add_products(
+                    sum_ML[m], x_MK[m, k], x_MK[m, k + 1], x_MK[m, k + 2], x_MK[m, k + 3], x_MK[m, k + 4],
+                    x_MK[m, k + 5], x_MK[m, k + 6], x_MK[m, k + 7], w0, w1, w2, w3, w4, w5, w6, w7,
+                )  # fmt: skip
         count = min(lanes, num_outputs - t * lanes)
         for m in range(num_tokens):
             for n in range(count):
@@ -61,8 +56,8 @@ def multiply_bfloat16(x_MK, words_TWL, out_MN):
 def multiply_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, out_MN):
     """out = x @ ((q - zero) * scale).T; x and out float32.
 
-    Integers are masked, not shifted: q * 16^j is exact in float32, and so is the fused multiply and subtract that makes q - zero of
-    it. The scale is multiplied to the sum of a group.
+    Integers are masked, not shifted: q * 16^j is exact in float32, and so is the fused multiply and subtract that makes
+    q - zero of it. The scale is multiplied to the sum of a group.
     """
     (num_tokens, num_inputs), lanes, num_outputs = x_MK.shape, words_TWL.shape[2], out_MN.shape[1]
     num_groups = scales_TGL.shape[1]
@@ -91,7 +86,10 @@ def multiply_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, out_MN):
                     w6[n] = np.float32(np.int32(bits & _NIBBLES[6])) * _INVERSES[6] - z
                     w7[n] = np.float32(np.int32(bits >> np.uint32(28))) - z  # masked it would be negative
                 for m in range(num_tokens):
-                    _add_products(sum_ML[m], x_MK, m, k, w0, w1, w2, w3, w4, w5, w6, w7)
+                    add_products(
+                        sum_ML[m], x_MK[m, k], x_MK[m, k + 1], x_MK[m, k + 2], x_MK[m, k + 3], x_MK[m, k + 4],
+                        x_MK[m, k + 5], x_MK[m, k + 6], x_MK[m, k + 7], w0, w1, w2, w3, w4, w5, w6, w7,
+                    )  # fmt: skip
             for m in range(num_tokens):
                 for n in range(lanes):
                     out_ML[m, n] += scale[n] * sum_ML[m, n]

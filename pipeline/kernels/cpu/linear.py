@@ -1,10 +1,11 @@
 """Which linear serves a weight on CPU, and oneDNN's packed weights in native bfloat16.
 
-In float32, weights that were stored narrow stay so (`narrow.py`); others are plain matrices for BLAS. In bfloat16, where
-native, weights are packed once by oneDNN, which compiles a kernel for each number of tokens it meets (some milliseconds on
-every new one), and a step's number of tokens is never the same twice: so tokens are padded to one of a few numbers. A 4-bit
-weight in bfloat16 keeps two forms: int4 for few tokens, where reading the weights is all the time there is, and
-packed bfloat16 of the same values for many, where the multiply is; the border is measured at load for each shape.
+In float32, weights that were stored narrow are read so (`narrow.py`); others are plain matrices for BLAS. In
+bfloat16, where native, weights are packed once by oneDNN, which compiles a kernel for each number of tokens it meets
+(some milliseconds on every new one), and a step's number of tokens is never the same twice: so tokens are padded to
+one of a few numbers. A 4-bit weight in bfloat16 keeps two forms: int4 for few tokens, where reading the weights is
+all the time there is, and packed bfloat16 of the same values for many, where the multiply is; the border is measured
+at load for each shape.
 """
 
 from importlib.util import find_spec
@@ -82,10 +83,13 @@ def serves_int4(weight: GroupIntWeight, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and weight.out_features % 64 == 0 and weight.in_features % 32 == 0
 
 
-def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
-    """Pack one weight for CPU. The caller can drop its own copy."""
+def prepare_linear(weight: LinearWeight, dtype: torch.dtype, keep_dense: bool) -> Linear:
+    """Pack one weight for CPU. The caller can drop its own copy.
+
+    `keep_dense`: there is the memory for float32 copies beside narrow weights.
+    """
     if dtype == torch.float32 and find_spec("numba") is not None:
-        narrow = _narrow(weight)
+        narrow = _narrow(weight, keep_dense)
         if narrow is not None:
             return narrow
     if isinstance(weight, GroupIntWeight):
@@ -95,10 +99,12 @@ def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
     return DenseLinear(weight.weight_NK, weight.bias_N, dtype)
 
 
-def _narrow(weight: LinearWeight) -> Linear | None:
+def _narrow(weight: LinearWeight, keep_dense: bool) -> Linear | None:
     from pipeline.kernels.cpu.narrow import Bfloat16Linear, GroupInt4Linear, as_bfloat16
 
     if isinstance(weight, GroupIntWeight):
-        return GroupInt4Linear(weight).prepared()
+        return GroupInt4Linear(weight).prepared(weight.dequantize(torch.float32) if keep_dense else None)
     weight_NK = as_bfloat16(weight.weight_NK)
-    return None if weight_NK is None else Bfloat16Linear(weight_NK, weight.bias_N).prepared()
+    if weight_NK is None:
+        return None
+    return Bfloat16Linear(weight_NK, weight.bias_N).prepared(weight_NK.to(torch.float32) if keep_dense else None)

@@ -1,8 +1,10 @@
-"""float32 linears whose weight stays as narrow in memory as it was stored: bfloat16, or 4-bit integers in groups.
+"""float32 linears whose weight is read as narrow as it was stored: bfloat16, or 4-bit integers in groups.
 
-Widening either to float32 rounds nothing, so these compute what the dense float32 weight would. With few tokens the time of a
-linear is that of reading its weight, and a half or an eighth of the bytes takes as much less of it. With many
-tokens it is the multiply: then some columns at a time are widened into a buffer that stays in the processor's cache, and BLAS multiplies them.
+Widening either to float32 rounds nothing, so these compute what the dense float32 weight would. With few tokens the
+time of a linear is that of reading its weight, and a half or an eighth of the bytes takes as much less of it. With
+many tokens it is the multiply, and that is BLAS's: on a dense float32 copy where there is the memory for one, else on
+some columns at a time, widened into a buffer that stays in the processor's cache. The border is measured at load for
+each shape.
 """
 
 import threading
@@ -10,6 +12,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from pipeline.kernels.cpu import compiled_linear
 from pipeline.kernels.cpu.compiled import use_threads
@@ -28,13 +31,17 @@ _local = threading.local()
 class NarrowLinear(ABC):
     """y = x @ weight.T + bias in float32, the weight in tiles of `lanes` outputs."""
 
+    most_tokens: int  # that `few` is the faster way for
+    weight_NK: torch.Tensor | None = None  # the dense copy
+
     def __init__(self, shape_NK: tuple[int, int], bias_N: torch.Tensor | None, lanes: int) -> None:
         self.shape_NK, self.lanes = shape_NK, lanes
         self.bias_N = None if bias_N is None else bias_N.to(torch.float32)
 
-    def prepared(self) -> "NarrowLinear":
-        """To be called once, when the weight is packed."""
-        key = type(self).__name__, self.shape_NK, self.lanes
+    def prepared(self, weight_NK: torch.Tensor | None) -> "NarrowLinear":
+        """To be called once, when the weight is packed; `weight_NK` is the dense copy to keep."""
+        self.weight_NK = weight_NK
+        key = type(self).__name__, self.shape_NK, self.lanes, weight_NK is None
         self.most_tokens = crossover(key, self.few, self.many, self.shape_NK[1], torch.float32)
         return self
 
@@ -50,7 +57,9 @@ class NarrowLinear(ABC):
         return out_MN if self.bias_N is None else out_MN.add_(self.bias_N)
 
     def many(self, x_MK: torch.Tensor) -> torch.Tensor:
-        """Widened some columns at a time, for BLAS."""
+        """By BLAS: the dense copy, or some columns at a time."""
+        if self.weight_NK is not None:
+            return F.linear(x_MK, self.weight_NK, self.bias_N)
         num_outputs, num_inputs = self.shape_NK
         out_MN = x_MK.new_empty(len(x_MK), num_outputs)
         tiles = max(1, BUFFER_ELEMENTS // (num_inputs * self.lanes))
