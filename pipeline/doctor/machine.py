@@ -120,8 +120,8 @@ def kernels(subject: Subject) -> Iterator[Check]:
     for operation, origin in sorted(kernels.served_by.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cpu":
-        module = importlib.import_module("pipeline.kernels.cpu.paged_decode")
-        cache = next(value.stats.cache_path for value in vars(module).values() if hasattr(value, "stats"))
+        module = importlib.import_module("pipeline.kernels.cpu.compiled")
+        cache = module.paged_decode.stats.cache_path
         yield Check("kernels", "numba cache", "ok", f"{cache}: compiled kernels are kept there")
 
 

@@ -19,7 +19,7 @@ import torch
 from pipeline.engine.accounting import classify, record
 from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.detokenizer import StopChecker
-from pipeline.engine.memory import is_out_of_memory, keeps_dense, kv_budget_bytes, release_cached_memory
+from pipeline.engine.memory import is_out_of_memory, kv_budget_bytes, release_cached_memory
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, FinishReason, Request, SamplingParams
 from pipeline.engine.resolve import Resolved, resolve, set_threads
 from pipeline.engine.runner import ModelRunner
@@ -61,14 +61,11 @@ class Engine:
         resolved = resolve(config, model)
         threads = set_threads(config.num_threads)
         tokenizer = Tokenizer.from_folder(str(folder))
-        keep_dense = keeps_dense(model, resolved.device, resolved.dtype)
-        kernels = select_kernels(resolved.device, resolved.dtype, keep_dense)
+        kernels = select_kernels(resolved.device, resolved.dtype)
         self._say = say or _say_nothing
+        self._say("reading weights")
         if must_compile(resolved.device):
-            self._say("reading weights, compiling CPU kernels (first time on this machine)")
-            self._warming_up = "compiling more CPU kernels (first time on this machine)"
-        else:
-            self._say("reading weights")
+            self._warming_up = "compiling CPU kernels (first time on this machine)"
         decoder = Decoder(folder, model, kernels, resolved.dtype, resolved.device)
         num_blocks = _num_kv_blocks(config, resolved, model.kv_bytes_per_token(resolved.dtype))
         kv = KVCache.allocate(model, num_blocks, resolved.block_size, resolved.dtype, resolved.device)

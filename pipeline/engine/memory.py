@@ -8,7 +8,6 @@ from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig
 
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
-DENSE_SHARE = 0.25  # of the free memory, for float32 copies of narrow weights
 GPU_RESERVE_BYTES = 2 << 30  # activations and workspace of a step
 
 
@@ -24,26 +23,18 @@ def free_cpu_bytes() -> int:
     return available
 
 
-def keeps_dense(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether float32 copies of narrow weights, faster with many tokens, fit beside them on the CPU."""
-    if device.type != "cpu" or dtype != torch.float32:
-        return False
-    return config.num_parameters() * dtype.itemsize <= DENSE_SHARE * free_cpu_bytes()
-
-
 def weight_bytes(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
     """What linears and embeddings take once loaded, about; norms and biases left out."""
-    dense = config.num_parameters() * dtype.itemsize
     if device.type != "cpu":
-        return dense
-    width = min(config.dtype.itemsize, dtype.itemsize)
-    embeddings = 2 * config.vocab_size * config.hidden_size  # a table to look up and a linear, tied or not
+        return config.num_parameters() * dtype.itemsize
+    width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
+    embeddings = 2 * config.vocab_size * config.hidden_size * width  # a table to look up and a linear, tied or not
     if config.awq is None:
-        narrow = (config.num_linear_parameters() + embeddings) * width
-        return narrow + (dense if keeps_dense(config, device, dtype) and width < dtype.itemsize else 0)
-    packed = config.num_linear_parameters() * (0.5 + 8 / config.awq.group_size)  # scale and zero in float32
-    keeps = dtype != torch.float32 or keeps_dense(config, device, dtype)
-    return int(packed) + embeddings * width + (dense if keeps else 0)
+        return config.num_linear_parameters() * width + embeddings
+    packed = 0.5 + 8 / config.awq.group_size  # bytes, a scale and a zero in float32 for each group
+    if dtype != torch.float32:
+        packed += dtype.itemsize  # the dense form for many tokens
+    return int(config.num_linear_parameters() * packed) + embeddings
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,11 +9,8 @@ from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
 
 
-def select_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool = True) -> Kernels:
-    """The fastest set that serves `device` and `dtype`; `Kernels.served_by` names each one's origin.
-
-    `keep_dense`: on CPU, there is the memory for float32 copies beside narrow weights.
-    """
+def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The fastest set that serves `device` and `dtype`; `Kernels.served_by` names each one's origin."""
     kernels = reference_kernels(dtype, device)
     if device.type != "cpu":
         return kernels
@@ -24,7 +21,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool = 
         linear += "; int4 weights: int4pack for few tokens"
     else:
         linear = "torch (BLAS)"
-    kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype, keep_dense))
+    kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype))
     if find_spec("numba") is None:
         slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
         return replace(kernels, served_by=slow | {"linear": linear})
@@ -34,8 +31,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool = 
 
     own_threads()
     if dtype == torch.float32:
-        dense = "a dense copy" if keep_dense else "widened columns"
-        linear = f"bfloat16 and int4 weights: numba for few tokens, BLAS on {dense} for many; float32: BLAS"
+        linear = "numba on bfloat16 and int4 weights; torch (BLAS) on float32 weights"
     return replace(
         kernels,
         add_rms_norm=add_rms_norm,
@@ -46,7 +42,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool = 
             "linear": linear,
             "add_rms_norm": "numba, one pass",
             "norm_rope_write": "numba, one pass",
-            "attention": "numba for single queries, torch for longer ones",
+            "attention": "numba",
             "silu_mul": "numba, one pass",
         },
     )
@@ -58,9 +54,9 @@ def must_compile(device: torch.device) -> bool:
         return False
     from pipeline.kernels.cpu import compiled, compiled_linear
 
-    elementwise = (compiled.add_rms_norm, compiled.norm_rope_write, compiled.silu_mul, compiled.paged_decode)
-    linears = (compiled_linear.multiply_bfloat16, compiled_linear.widen_bfloat16)
-    return not all(compiled.is_cached(kernel) for kernel in (*elementwise, *linears))
+    elementwise = (compiled.add_rms_norm, compiled.norm_rope_write, compiled.silu_mul)
+    others = (compiled.paged_decode, compiled.paged_prefill, compiled_linear.multiply_bfloat16)
+    return not all(compiled.is_cached(kernel) for kernel in (*elementwise, *others))
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:

@@ -94,7 +94,7 @@ def test_dense_linear(dtype: torch.dtype, tokens: int) -> None:
     torch.manual_seed(1)
     weight, bias = torch.randn(48, 80), torch.randn(48)
     x_TK = torch.randn(tokens, 80).to(dtype)
-    ours = prepare_linear(DenseWeight(weight, bias), dtype, keep_dense=True)(x_TK)
+    ours = prepare_linear(DenseWeight(weight, bias), dtype)(x_TK)
     exact = x_TK.float() @ weight.to(dtype).float().T + bias.to(dtype).float()
     assert ours.dtype == dtype
     assert float((ours.float() - exact).abs().max() / exact.abs().max()) < TOLERANCE[dtype]

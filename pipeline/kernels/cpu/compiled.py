@@ -8,18 +8,23 @@ Everything is computed in float32 and rounded once. A NaN comes out as one: brok
 those of `kernels/contract.py`.
 """
 
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
+
 from pathlib import Path
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import config, get_num_threads, njit, prange, set_num_threads, types
+from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic, overload
 
 PARALLEL_ELEMENTS = 1 << 15
 """Elementwise work below this stays on one thread: waking another one would take longer than it saves."""
 
+_VALUES = 64  # keys whose values are multiplied at a time
 _AHEAD_ELEMENTS = 256  # of a row that is read ahead at most: measured, longer ones lose by it
 
 # Sums may be reordered, as in any vectorised sum; NaN and infinity keep their meaning.
@@ -76,7 +81,7 @@ def _wide(value):
 @overload(_wide, inline="always")
 def _overload_wide(value):
     if value == types.uint16:  # the bits of a bfloat16
-        return lambda value: _float_of_bits(np.uint32(value) << np.uint32(16))  # pyright: ignore[reportCallIssue]
+        return lambda value: _float_of_bits(np.uint32(value) << np.uint32(16))
     return lambda value: value
 
 
@@ -94,7 +99,7 @@ def _overload_as_in(array, value):
 
 @njit(forceinline=True)
 def _bfloat16_bits(value):
-    bits = _bits_of_float(value)  # pyright: ignore[reportCallIssue]
+    bits = _bits_of_float(value)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
     return rounded if value == value else np.uint16(0x7FC0)
@@ -127,17 +132,86 @@ def _exp(x):
     p = p * r + _EXP[3]
     p = p * r + _EXP[4]
     p = p * r + _EXP[5]
-    power = (_bits_of_float(shifted) - _ROUNDER_BITS + np.uint32(127)) << np.uint32(23)  # pyright: ignore[reportCallIssue]
-    return (p * r * r + r + np.float32(1.0)) * _float_of_bits(np.uint32(power))  # pyright: ignore[reportCallIssue]
+    power = (_bits_of_float(shifted) - _ROUNDER_BITS + np.uint32(127)) << np.uint32(23)
+    return (p * r * r + r + np.float32(1.0)) * _float_of_bits(np.uint32(power))
 
 
-@njit(inline="always")
-def add_products(sum_L, x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7):
-    """sum += x0 * w0 + .. + x7 * w7, for each of L: so that the sum is read and written once for eight products."""
-    for n in range(len(sum_L)):
-        sum_L[n] += (
-            x0 * w0[n] + x1 * w1[n] + x2 * w2[n] + x3 * w3[n] + x4 * w4[n] + x5 * w5[n] + x6 * w6[n] + x7 * w7[n]
-        )
+_VECTOR = 8  # float32 values of a vector; processors with wider or narrower ones get them joined or split
+
+
+@intrinsic(prefer_literal=True)
+def tile_product(typing_context, out, out_at, out_row, a, a_at, a_row, a_step, b, b_at, b_row, depth, rows, vectors):
+    """A small matrix product whose sums stay in registers: for r < rows and n < 8 * vectors (both literals)
+
+        out[out_at + r * out_row + n] += sum over d < depth of
+            a[a_at + r * a_row + d * a_step] * b[b_at + d * b_row + n]
+
+    Arrays are one-dimensional; out is float32, a and b may be bfloat16. Indices are not checked. Written in LLVM's own
+    terms because its loop vectorizer keeps no two-dimensional tile of sums in registers; with rows * vectors = 8 and a
+    depth of 64 or more it runs at the rate of the processor's multipliers.
+    """
+    if not isinstance(rows, types.IntegerLiteral) or not isinstance(vectors, types.IntegerLiteral):
+        return None
+    num_rows, num_vectors = rows.literal_value, vectors.literal_value
+
+    def lower(context, builder, signature, arguments):
+        kinds = dict(zip(("out", "a", "b"), (signature.args[0], signature.args[3], signature.args[7])))
+        out, out_at, out_row, a, a_at, a_row, a_step, b, b_at, b_row, depth = arguments[:11]
+        pointer = {
+            name: builder.gep(context.make_array(kinds[name])(context, builder, value).data, [at])
+            for name, value, at in (("out", out, out_at), ("a", a, a_at), ("b", b, b_at))
+        }
+        int64, float32, int32 = ir.IntType(64), ir.FloatType(), ir.IntType(32)
+        vector, words = ir.VectorType(float32, _VECTOR), ir.VectorType(int32, _VECTOR)
+        flags = ("contract", "reassoc", "nsz", "arcp")
+
+        def load(place, dtype):
+            """One vector, widened."""
+            halves = dtype == types.uint16
+            kind = ir.VectorType(ir.IntType(16), _VECTOR) if halves else vector
+            loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
+            loaded.align = 2 if halves else 4
+            if not halves:
+                return loaded
+            shift = ir.Constant(words, [16] * _VECTOR)
+            return builder.bitcast(builder.shl(builder.zext(loaded, words), shift), vector)
+
+        def load_everywhere(place, dtype):
+            """One value in all places of a vector."""
+            value = builder.load(place)
+            if dtype == types.uint16:
+                value = builder.bitcast(builder.shl(builder.zext(value, int32), int32(16)), float32)
+            single = builder.insert_element(ir.Constant(vector, ir.Undefined), value, int32(0))
+            return builder.shuffle_vector(single, single, ir.Constant(words, [0] * _VECTOR))
+
+        def store(value, place):
+            builder.store(value, builder.bitcast(place, vector.as_pointer())).align = 4
+
+        place_RV, sum_RV = [], []
+        for r in range(num_rows):
+            row = builder.gep(pointer["out"], [builder.mul(int64(r), out_row)])
+            place_RV.append([builder.gep(row, [int64(v * _VECTOR)]) for v in range(num_vectors)])
+            sum_RV.append([cgutils.alloca_once(builder, vector) for _ in range(num_vectors)])  # becomes a register
+            for place, held in zip(place_RV[-1], sum_RV[-1]):
+                builder.store(load(place, types.float32), held)
+        a_R = [builder.gep(pointer["a"], [builder.mul(int64(r), a_row)]) for r in range(num_rows)]
+        with cgutils.for_range(builder, depth) as loop:
+            b_row_d = builder.gep(pointer["b"], [builder.mul(loop.index, b_row)])
+            b_V = [load(builder.gep(b_row_d, [int64(v * _VECTOR)]), kinds["b"].dtype) for v in range(num_vectors)]
+            step = builder.mul(loop.index, a_step)
+            for r in range(num_rows):
+                value = load_everywhere(builder.gep(a_R[r], [step]), kinds["a"].dtype)
+                for v in range(num_vectors):
+                    product = builder.fmul(value, b_V[v], flags=flags)
+                    builder.store(builder.fadd(builder.load(sum_RV[r][v]), product, flags=flags), sum_RV[r][v])
+        for places, sums in zip(place_RV, sum_RV):
+            for place, held in zip(places, sums):
+                store(builder.load(held), place)
+        return context.get_dummy_value()
+
+    index = types.intp
+    arguments = (out, index, index, a, index, index, index, b, index, index, index, rows, vectors)
+    return types.void(*arguments), lower
 
 
 # -- kernels
@@ -231,7 +305,7 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
             for offset in range(max(first - start, 0), min(context - start, block_size)):
                 next_row = ((following * block_size + offset) * num_kv_heads + kv) * head_dim
                 for i in range(0, ahead, 16):
-                    _prefetch(k_flat, next_row + i)  # pyright: ignore[reportCallIssue]
+                    _prefetch(k_flat, next_row + i)
                 for h in range(span):
                     for g in range(h * group, (h + 1) * group):
                         dot = np.float32(0.0)
@@ -255,7 +329,7 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
             for offset in range(max(first - start, 0), min(context - start, block_size)):
                 next_row = ((following * block_size + offset) * num_kv_heads + kv) * head_dim
                 for i in range(0, ahead, 16):
-                    _prefetch(v_flat, next_row + i)  # pyright: ignore[reportCallIssue]
+                    _prefetch(v_flat, next_row + i)
                 for h in range(span):
                     for g in range(h * group, (h + 1) * group):
                         share = score[g, start + offset]
@@ -264,6 +338,91 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
         for g in range(span * group):
             for i in range(head_dim):
                 out_SND[s, kv * group + g, i] = _as_in(out_SND, acc[g, i] / total[g])
+
+
+@njit(**options)
+def paged_prefill(q_TND, k_CBKD, v_CBKD, table_SM, item_I3, position_T, window, scale, out_TND):
+    """Several queries a sequence over the paged cache; a query at position p sees the keys p - window + 1 .. p.
+
+    An item (sequence, first token, number of tokens) is some neighbouring queries of one sequence, for each KV head in
+    turn. Their rows R (queries times heads of a KV head) lie side by side: keys are read where they lie, each block of
+    them multiplied by all rows; the softmax needs no sum across a vector; values serve all rows.
+    """
+    head_dim = q_TND.shape[2]
+    block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
+    group, stride = q_TND.shape[1] // num_kv_heads, num_kv_heads * head_dim
+    k_flat = k_CBKD.reshape(-1)
+    for j in prange(len(item_I3) * num_kv_heads):
+        item, h = j // num_kv_heads, j % num_kv_heads
+        s, token, count = item_I3[item, 0], item_I3[item, 1], item_I3[item, 2]
+        num_rows = count * group
+        rows = (num_rows + 15) // 16 * 16
+        first_block = max(0, position_T[token] - window + 1) // block_size
+        first = first_block * block_size
+        num_keys = position_T[token + count - 1] + 1 - first
+        q_DR, position_R = np.zeros((head_dim, rows), np.float32), np.empty(rows, np.int64)
+        for r in range(rows):
+            query = token + min(r // group, count - 1)
+            position_R[r] = position_T[query] - first
+            if r < num_rows:
+                for i in range(head_dim):
+                    q_DR[i, r] = _wide(q_TND[query, h * group + r % group, i]) * scale
+        score_LR, q = np.zeros((num_keys, rows), np.float32), q_DR.reshape(-1)
+        score = score_LR.reshape(-1)
+        for start in range(0, num_keys, block_size):
+            at = (table_SM[s, first_block + start // block_size] * block_size * num_kv_heads + h) * head_dim
+            keys = min(block_size, num_keys - start)
+            for c in range(0, rows, 16):
+                if position_R[c + 15] >= start:
+                    n = 0
+                    while n + 4 <= keys:
+                        place = (start + n) * rows + c
+                        tile_product(score, place, rows, k_flat, at + n * stride, stride, 1, q, c, rows, head_dim, 4, 2)
+                        n += 4
+                    while n < keys:
+                        place = (start + n) * rows + c
+                        tile_product(score, place, rows, k_flat, at + n * stride, stride, 1, q, c, rows, head_dim, 1, 2)
+                        n += 1
+        best_R, total_R = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
+        for n in range(num_keys):
+            some_R = score_LR[n]
+            if n > position_R[0] or n <= position_R[rows - 1] - window:
+                for r in range(rows):
+                    if n > position_R[r] or n <= position_R[r] - window:
+                        some_R[r] = -np.inf
+            for r in range(rows):
+                best_R[r] = best_R[r] if some_R[r] <= best_R[r] else some_R[r]  # so that a NaN replaces the maximum
+        for n in range(num_keys):
+            some_R = score_LR[n]
+            for r in range(rows):
+                some_R[r] = _exp(some_R[r] - best_R[r])
+                total_R[r] += some_R[r]
+        out_RD, value_LD = np.zeros((rows, head_dim), np.float32), np.empty((_VALUES, head_dim), np.float32)
+        out, value = out_RD.reshape(-1), value_LD.reshape(-1)
+        for start in range(0, num_keys, _VALUES):
+            for n in range(start, min(start + _VALUES, num_keys)):
+                block, offset = table_SM[s, first_block + n // block_size], n % block_size
+                stored, copy = v_CBKD[block, offset, h], value_LD[n - start]
+                for i in range(head_dim):
+                    copy[i] = _wide(stored[i])
+            for r in range(0, num_rows, 4):
+                depth = min(_VALUES, num_keys - start, position_R[r + 3] + 1 - start)
+                i = 0
+                while i + 16 <= head_dim and depth > 0:
+                    place = r * head_dim + i
+                    tile_product(
+                        out, place, head_dim, score, start * rows + r, 1, rows, value, i, head_dim, depth, 4, 2
+                    )
+                    i += 16
+                if i < head_dim:
+                    for row in range(r, r + 4):
+                        for n in range(depth):
+                            for rest in range(i, head_dim):
+                                out_RD[row, rest] += score_LR[start + n, row] * value_LD[n, rest]
+        for r in range(num_rows):
+            target, sum_D = out_TND[token + r // group, h * group + r % group], out_RD[r]
+            for i in range(head_dim):
+                target[i] = _as_in(target, sum_D[i] / total_R[r])
 
 
 # -- around them

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64)
+TOKENS = (1, 2, 4, 8, 16, 32)
 
 _measured: dict[Hashable, int] = {}
 

@@ -83,13 +83,10 @@ def serves_int4(weight: GroupIntWeight, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and weight.out_features % 64 == 0 and weight.in_features % 32 == 0
 
 
-def prepare_linear(weight: LinearWeight, dtype: torch.dtype, keep_dense: bool) -> Linear:
-    """Pack one weight for CPU. The caller can drop its own copy.
-
-    `keep_dense`: there is the memory for float32 copies beside narrow weights.
-    """
+def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
+    """Pack one weight for CPU. The caller can drop its own copy."""
     if dtype == torch.float32 and find_spec("numba") is not None:
-        narrow = _narrow(weight, keep_dense)
+        narrow = _narrow(weight)
         if narrow is not None:
             return narrow
     if isinstance(weight, GroupIntWeight):
@@ -99,12 +96,10 @@ def prepare_linear(weight: LinearWeight, dtype: torch.dtype, keep_dense: bool) -
     return DenseLinear(weight.weight_NK, weight.bias_N, dtype)
 
 
-def _narrow(weight: LinearWeight, keep_dense: bool) -> Linear | None:
+def _narrow(weight: LinearWeight) -> Linear | None:
     from pipeline.kernels.cpu.narrow import Bfloat16Linear, GroupInt4Linear, as_bfloat16
 
     if isinstance(weight, GroupIntWeight):
-        return GroupInt4Linear(weight).prepared(weight.dequantize(torch.float32) if keep_dense else None)
+        return GroupInt4Linear(weight)
     weight_NK = as_bfloat16(weight.weight_NK)
-    if weight_NK is None:
-        return None
-    return Bfloat16Linear(weight_NK, weight.bias_N).prepared(weight_NK.to(torch.float32) if keep_dense else None)
+    return None if weight_NK is None else Bfloat16Linear(weight_NK, weight.bias_N)
