@@ -155,7 +155,7 @@ def tile_product(typing_context, out, out_at, out_row, a, a_at, a_row, a_step, b
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
 
     def lower(context, builder, signature, arguments):
-        kinds = dict(zip(("out", "a", "b"), (signature.args[0], signature.args[3], signature.args[7])))
+        kinds = {"out": signature.args[0], "a": signature.args[3], "b": signature.args[7]}
         out, out_at, out_row, a, a_at, a_row, a_step, b, b_at, b_row, depth = arguments[:11]
         pointer = {
             name: builder.gep(context.make_array(kinds[name])(context, builder, value).data, [at])
