@@ -122,7 +122,8 @@ def engine_against_others(peers: tuple[str, ...], as_json: bool, **options: Any)
     a near-tie. The floor is the time of the model's linears alone and of reading keys and values.
 
     --peer takes vllm and openvino with the Python of their environment, and llama.cpp with a folder of its server
-    and a *.gguf of the same checkpoint. These drivers were written from documentation and not yet run.
+    and a *.gguf of the same checkpoint. Those for openvino and llama.cpp were written from documentation and not
+    yet run.
     """
     from pipeline.bench.engine import bench_engine
     from pipeline.bench.peer import parse_peer

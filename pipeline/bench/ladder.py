@@ -1,14 +1,15 @@
 """Why the engine is built as it is: one workload of ragged lengths, served in five ways and more, each a rung higher.
 
 Every rung is this engine, on the same prompts, giving the same tokens; what changes is which requests it has at a time.
-All rungs above the first have the same KV memory, enough for `batch` requests of the longest length:
+All rungs have the same memory for weights and KV cache; those above the first and below the last have KV blocks for
+`batch` requests of the longest length:
 
     one request at a time     the next begins when the last has ended
     static batches            `batch` requests, each with room for the longest; the next when all of them have ended
     dynamic batches           sorted by length; as many as fit with room for the longest of their own batch
     continuous batching       a request begins as soon as blocks for what it is expected to need are free
     + prefix sharing          the prompts' common beginning is computed and held once
-    + int4 weights            where the machine has kernels for them
+    + int4 weights            where they are served so; the memory that they save goes to the KV cache
 
 Static and dynamic batches here pad nothing: a batch of this engine computes no token that nobody asked for, so the
 first rungs are better than an engine that pads would make them. Sorting is by the prompt's and the wanted output's
@@ -26,6 +27,7 @@ from pipeline.bench.shapes import SHAPES, bench_model, dequantized
 from pipeline.bench.workload import Workload
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
 from pipeline.engine.engine import Engine
+from pipeline.engine.memory import weight_bytes
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.resolve import resolve
 from pipeline.errors import PipelineError
@@ -41,7 +43,7 @@ ONE, STATIC, DYNAMIC, CONTINUOUS, SHARING, INT4 = (
     "+ int4 weights",
 )
 BLOCK_SIZE = 16
-SLOTS_PER_BATCH = 4  # continuous batching may have so many times `batch` requests at once, if the memory does
+SLOTS_PER_BATCH = 8  # continuous batching may have so many times `batch` requests at once, if the memory does
 
 Drive = Callable[[Engine, list[Request]], Iterator[Completion]]
 
@@ -132,7 +134,7 @@ def bench_ladder(
     longest = prompts.longest(rounds)
     kv_tokens = batch * _in_blocks(longest)
 
-    def engine(place: Path) -> Engine:
+    def engine(place: Path, saved_bytes: int = 0) -> Engine:
         say(f"loading {place.name}")
         made = Engine(
             EngineConfig(
@@ -141,7 +143,7 @@ def bench_ladder(
                 max_model_len=longest,
                 max_num_seqs=SLOTS_PER_BATCH * batch,
                 block_size=BLOCK_SIZE,
-                kv_cache_memory_bytes=kv_tokens * own.kv_bytes_per_token(resolved.dtype),
+                kv_cache_memory_bytes=kv_tokens * own.kv_bytes_per_token(resolved.dtype) + saved_bytes,
                 num_threads=threads,
             )
         )
@@ -157,7 +159,8 @@ def bench_ladder(
         SHARING: (dense, True, lambda e, r: _waves(e, [r])),
     }
     if is_served:
-        ways[INT4] = (engine(found.folder), True, lambda e, r: _waves(e, [r]))
+        wide, narrow = (weight_bytes(config, resolved.device, resolved.dtype) for config in (read_config(plain), own))
+        ways[INT4] = (engine(found.folder, wide - narrow), True, lambda e, r: _waves(e, [r]))
     runs: dict[str, list[_Run]] = {way: [] for way in ways}
     for number, order in enumerate(alternating(list(ways), rounds)):
         asked = prompts.round(number)
@@ -277,10 +280,7 @@ def _in_blocks(tokens: int) -> int:
 def _why_no_int4(is_awq: bool, dtype: str) -> str:
     if not is_awq:
         return "No rung of int4 weights: the checkpoint has none."
-    return (
-        f"No rung of int4 weights: this machine has no kernels for them in {dtype}. They are dequantized at load, so "
-        "that rung is the one before it. Weights of int8 are not served at all."
-    )
+    return f"No rung of int4 weights: this installation has no kernels for them in {dtype} and dequantizes them at load."
 
 
 def _rung(name: str, runs: list[_Run], first: list[_Run]) -> Rung:

