@@ -280,7 +280,7 @@ def _in_blocks(tokens: int) -> int:
 def _why_no_int4(is_awq: bool, dtype: str) -> str:
     if not is_awq:
         return "No rung of int4 weights: the checkpoint has none."
-    return f"No rung of int4 weights: this installation has no kernels for them in {dtype} and dequantizes them at load."
+    return f"No rung of int4 weights: there are no kernels for them in {dtype} here, so they are dequantized at load."
 
 
 def _rung(name: str, runs: list[_Run], first: list[_Run]) -> Rung:
