@@ -188,8 +188,6 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
     if quantization is not None and not isinstance(quantization, dict):
         raise f.refuse("quantization_config", "an object")
     rope = Rope.from_config(values, path, max_position)
-    if not bool(torch.isfinite(rope.inverse_frequencies(head_dim)).all()):
-        raise ModelError(f"{path}: the rotary positions of {rope} are not finite numbers")
     return ModelConfig(
         vocab_size=f.integer("vocab_size", 1, 1 << 24),
         hidden_size=hidden,
