@@ -7,11 +7,14 @@ B block size, C number of blocks, M most blocks of a sequence in a block table.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from pipeline.quant.packed import LinearWeight
+
+FEW_QUERIES = 9  # a token and eight drafts behind it: where attention is served a token at a time
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x_TK -> y_TN, in x's type. Owns its packed weight."""
@@ -31,6 +34,13 @@ class AttentionInput:
     block_table_SM: np.ndarray  # int32; entries past the context are not read
     slot_mapping_T: torch.Tensor  # int64: block * B + offset, where this token's key and value are written
     block_size: int
+
+    @cached_property
+    def short_and_long(self) -> tuple[np.ndarray, "AttentionInput", np.ndarray]:
+        """Tokens of sequences that compute at most `FEW_QUERIES`, these tokens as rows, and the other sequences."""
+        count_S = np.diff(self.query_start_S1)
+        row_R = np.flatnonzero(np.repeat(count_S <= FEW_QUERIES, count_S))
+        return row_R, self.rows(row_R), np.flatnonzero(count_S > FEW_QUERIES)
 
     def rows(self, row_R: np.ndarray) -> "AttentionInput":
         """The same for some tokens of the step alone, in any order: each becomes a sequence of one query.

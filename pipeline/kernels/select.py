@@ -46,7 +46,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool = 
             "linear": linear,
             "add_rms_norm": "numba, one pass",
             "norm_rope_write": "numba, one pass",
-            "attention": "numba for single queries, torch for longer ones",
+            "attention": "numba for few queries, torch for longer ones",
             "silu_mul": "numba, one pass",
         },
     )

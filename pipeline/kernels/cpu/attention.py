@@ -1,4 +1,5 @@
-"""Attention over the paged cache on CPU: rows that compute one token by numba's kernel, longer queries one by one."""
+"""Attention over the paged cache on CPU: few tokens of a sequence by numba's kernel, as if each were a sequence of its
+own, longer chunks one by one."""
 
 import numpy as np
 import torch
@@ -17,23 +18,21 @@ def attention(
     window: int | None,
 ) -> torch.Tensor:
     """See `contract.Kernels.attention`."""
-    count_S = np.diff(where.query_start_S1)
-    single = np.flatnonzero(count_S == 1)
-    if len(single) == len(count_S):
-        return paged_decode(q_TND, k_cache_CBKD, v_cache_CBKD, where.block_table_SM, where.context_len_S, scale, window)
+
+    def decode(q_RND: torch.Tensor, rows: AttentionInput) -> torch.Tensor:
+        table, contexts = rows.block_table_SM, rows.context_len_S
+        return paged_decode(q_RND, k_cache_CBKD, v_cache_CBKD, table, contexts, scale, window)
+
+    if len(where.query_start_S1) - 1 == len(q_TND):
+        return decode(q_TND, where)
+    row_R, rows, long = where.short_and_long
+    if not len(long):
+        return decode(q_TND, rows)
     out_TND = torch.empty_like(q_TND)
-    if len(single):
-        token_S = torch.from_numpy(where.query_start_S1[single].astype(np.int64))
-        out_TND[token_S] = paged_decode(
-            q_TND[token_S],
-            k_cache_CBKD,
-            v_cache_CBKD,
-            where.block_table_SM[single],
-            where.context_len_S[single],
-            scale,
-            window,
-        )
-    for s in np.flatnonzero(count_S > 1).tolist():
+    if len(row_R):
+        token_R = torch.from_numpy(row_R)
+        out_TND[token_R] = decode(q_TND[token_R], rows)
+    for s in long.tolist():
         start, stop = int(where.query_start_S1[s]), int(where.query_start_S1[s + 1])
         out_TND[start:stop] = _attend_one(q_TND[start:stop], k_cache_CBKD, v_cache_CBKD, where, s, scale, window)
     return out_TND
