@@ -86,9 +86,7 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
     """A field added to the engine must be added to the job file, or left out on purpose."""
     config = job()
     not_in_jobs = {"model", "draft", "num_threads"}
-    assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields) - {
-        "speculation"
-    }
+    assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
     assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields)
 
 

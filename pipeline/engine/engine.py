@@ -19,14 +19,18 @@ import torch
 from pipeline.engine.accounting import classify, record
 from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.detokenizer import StopChecker
+from pipeline.engine.drafting import Drafting
 from pipeline.engine.memory import is_out_of_memory, kv_budget_bytes, release_cached_memory
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, FinishReason, Request, SamplingParams
+from pipeline.engine.propose.ngram import NgramProposer
+from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
+from pipeline.engine.propose.proposer import Proposer
 from pipeline.engine.resolve import Resolved, resolve, set_threads
 from pipeline.engine.runner import ModelRunner
-from pipeline.engine.sampler import SamplerOutput, SamplingBatch, greedy, sample
+from pipeline.engine.sampler import SamplerOutput, SamplingBatch, Verified, greedy, sample
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence, SlotTable
-from pipeline.engine.step import StepInput, StepPlan, build_input
+from pipeline.engine.step import StepInput, StepPlan, build_input, runs
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, EnvironmentFailed, RowError
 from pipeline.kernels.select import must_compile, select_kernels
@@ -35,6 +39,8 @@ from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.locate import locate_model
 
 MAX_SUSPECTS = 3  # sequences that fit the memory not even alone, with nothing computed in between
+
+Append = Callable[[np.ndarray, np.ndarray], None]  # of slots and their next tokens
 
 
 class Runner(Protocol):
@@ -81,6 +87,10 @@ class Engine:
             config.enable_prefix_caching,
             config.seed,
         )
+        speculation = resolved.speculation
+        if speculation is not None:
+            proposer = NgramProposer(self.table, speculation.max_draft_tokens)
+            self.speculate(proposer, FixedDrafts(speculation.max_draft_tokens))
         self.resolved: dict[str, str | int] = {
             "device": str(resolved.device),
             "dtype": str(resolved.dtype).removeprefix("torch."),
@@ -91,6 +101,7 @@ class Engine:
             "num_kv_blocks": num_blocks,
             "weights": "dense" if model.awq is None else f"awq int4, groups of {model.awq.group_size}",
             "num_threads": threads,
+            "speculation": "off" if speculation is None else str(speculation),
         } | {f"kernel.{op}": origin for op, origin in kernels.served_by.items()}
 
     @classmethod
@@ -142,6 +153,7 @@ class Engine:
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._is_eos = np.isin(np.arange(runner.vocab_size), sorted(tokenizer.eos_token_ids))
+        self.drafting: Drafting | None = None
         self._suspects: list[Sequence] = []  # did not fit the memory alone; nothing was computed since
         self._order = 0
         self._closed = False
@@ -201,6 +213,8 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             self._convict_suspects()
+        elif self.drafting is not None:
+            plan = self.drafting.extend(plan)
         completions = [self._failed(*rejected) for rejected in self.scheduler.take_rejected()]
         if plan is None:
             return completions
@@ -214,19 +228,16 @@ class Engine:
         tokens = classify(plan, self.table)
         kv_used_ppm = self.pool.num_held * 1_000_000 // self.pool.num_blocks
         self.scheduler.advance(plan)
-        finite_R = output.finite
-        self.scheduler.append(slot_R[finite_R], output.token_ids[finite_R])
-        now_us = _now_us()
-        self._note_first_tokens(slot_R[finite_R], now_us)
-        for row, logprobs in output.logprobs.items():
-            kept = self.table.at(int(slot_R[row])).logprobs
-            assert kept is not None
-            kept.append(logprobs)
-        completions += [self._non_finite(slot) for slot in slot_R[~finite_R].tolist()]
-        completions += self._finish_ended(slot_R[finite_R], output.token_ids[finite_R], now_us)
-        self.stats.generated_tokens += int(finite_R.sum())
+        generated_before, now_us = self.stats.generated_tokens, _now_us()
+        if isinstance(output, Verified):
+            completions += self._take_verified(slot_R, output, now_us)
+        else:
+            completions += self._take(slot_R, output, self.scheduler.append, now_us)
         step_us = (time.perf_counter_ns() - start_ns) // 1000
         record(self.stats, tokens, len(plan.slot_S), kv_used_ppm, step_us)
+        if self.drafting is not None:
+            verified = output if isinstance(output, Verified) else None
+            self.drafting.done(self.stats, verified, self.stats.generated_tokens - generated_before, step_us)
         return completions
 
     # -- many requests
@@ -282,6 +293,13 @@ class Engine:
         self.scheduler.forget_history()
         self.stats = self.scheduler.stats = saved
 
+    def speculate(self, proposer: Proposer, policy: DraftPolicy) -> None:
+        """From now on compute drafts of `proposer`, made for this engine's `table`, as many as `policy` chooses.
+
+        Nothing may be running.
+        """
+        self.drafting = Drafting(proposer, policy, self.scheduler)
+
     def close(self) -> None:
         """Drop the weights and the KV cache. The engine answers ConfigError from then on."""
         if not self._closed:
@@ -297,13 +315,17 @@ class Engine:
 
     # -- parts of a step
 
-    def _compute(self, plan: StepPlan, slot_R: np.ndarray) -> SamplerOutput | None:
-        """The next tokens of the rows that sample; None when the memory does not suffice."""
+    def _compute(self, plan: StepPlan, slot_R: np.ndarray) -> SamplerOutput | Verified | None:
+        """The next tokens of the sequences that sample, of some perhaps several; None when the memory does not
+        suffice."""
         try:
             logits_RV = self.runner.execute(build_input(plan, self.table))
-            if self.table.is_plain[slot_R].all():
+            is_plain = self.table.is_plain[slot_R].all()
+            if plan.draft_S is not None and self.drafting is not None:
+                return self.drafting.verify(logits_RV, plan, None if is_plain else self._draft_batch(plan, slot_R))
+            if is_plain:
                 return greedy(logits_RV)
-            return sample(logits_RV, self._sampling_batch(slot_R))
+            return sample(logits_RV, self._sampling_batch(slot_R, self.table.num_known[slot_R]))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -335,18 +357,51 @@ class Engine:
             self.scheduler.lift_limit()
         self._suspects.clear()
 
-    def _sampling_batch(self, slot_R: np.ndarray) -> SamplingBatch:
+    def _sampling_batch(self, slot_R: np.ndarray, known_R: np.ndarray) -> SamplingBatch:
+        """Rows whose next token follows the first known_R tokens of the sequences in these slots."""
         table = self.table
         return SamplingBatch(
             options=table.sampling[slot_R],
             seeds=table.seed[slot_R],
-            positions=table.num_known[slot_R] - table.num_prompt[slot_R],
+            positions=known_R - table.num_prompt[slot_R],
             ending_ids=table.ending_ids[slot_R],
             token_ids=table.token_ids,
             slots=slot_R,
             num_prompt=table.num_prompt[slot_R],
-            num_known=table.num_known[slot_R],
+            num_known=known_R,
         )
+
+    def _draft_batch(self, plan: StepPlan, slot_S: np.ndarray) -> SamplingBatch:
+        """A row behind the known tokens of each sequence and one behind each draft, which sees the drafts before it."""
+        assert plan.draft_S is not None
+        count_S = plan.draft_S[plan.samples_S] + 1
+        return self._sampling_batch(np.repeat(slot_S, count_S), runs(self.table.num_known[slot_S], count_S))
+
+    def _take_verified(self, slot_S: np.ndarray, verified: Verified, now_us: int) -> list[Completion]:
+        """Take accepted drafts and the token behind them one after the other, each as that of a plain step."""
+        completions: list[Completion] = []
+        for number in range(verified.num_rounds):
+            taking = np.flatnonzero(verified.num_accepted_S >= number)
+            if completions:  # nothing follows the end of a sequence
+                taking = taking[np.isin(slot_S[taking], self.scheduler.running)]
+            append = self.scheduler.accept if number else self.scheduler.append
+            completions += self._take(slot_S[taking], verified.tokens(taking, number), append, now_us)
+        self.scheduler.release_draft_blocks(slot_S[np.isin(slot_S, self.scheduler.running)])
+        return completions
+
+    def _take(self, slot_R: np.ndarray, output: SamplerOutput, append: Append, now_us: int) -> list[Completion]:
+        """Give each of these sequences its next token, and return the completions of those that end with it."""
+        finite_R = output.finite
+        slot_F, token_F = slot_R[finite_R], output.token_ids[finite_R]
+        append(slot_F, token_F)
+        self._note_first_tokens(slot_F, now_us)
+        for row, logprobs in output.logprobs.items():
+            kept = self.table.at(int(slot_R[row])).logprobs
+            assert kept is not None
+            kept.append(logprobs)
+        self.stats.generated_tokens += len(slot_F)
+        completions = [self._non_finite(slot) for slot in slot_R[~finite_R].tolist()]
+        return completions + self._finish_ended(slot_F, token_F, now_us)
 
     def _note_first_tokens(self, slot_R: np.ndarray, now_us: int) -> None:
         """A sequence knows one token more than its prompt once in its life: preempted, it keeps what it generated."""

@@ -10,6 +10,20 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 
+DEFAULT_DRAFT_TOKENS = 4
+MOST_DRAFT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Who drafts, and how many tokens at most for one sequence in one step."""
+
+    proposer: str
+    max_draft_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.proposer}, at most {self.max_draft_tokens} draft tokens"
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -21,6 +35,7 @@ class Resolved:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    speculation: Speculation | None  # None: off
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
@@ -47,6 +62,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
+        speculation=_speculation(config),
     )
 
 
@@ -91,9 +107,28 @@ def _dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
     return DTYPES[name]
 
 
+def _speculation(config: EngineConfig) -> Speculation | None:
+    wanted = config.speculation
+    if wanted in ("off", "auto", False):  # auto: on with a draft model, which is refused yet
+        return None
+    expected = f'engine.speculation = {wanted!r}: expected off, auto or {{"proposer": "ngram", "max_draft_tokens": n}}'
+    if not isinstance(wanted, dict) or not set(wanted) <= {"proposer", "max_draft_tokens"}:
+        raise ConfigError(expected)
+    proposer, most = wanted.get("proposer"), wanted.get("max_draft_tokens", DEFAULT_DRAFT_TOKENS)
+    if proposer != "ngram":
+        raise ConfigError(expected)
+    if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MOST_DRAFT_TOKENS:
+        raise ConfigError(
+            f"engine.speculation.max_draft_tokens = {most!r}: expected an integer from 1 to {MOST_DRAFT_TOKENS}"
+        )
+    return Speculation("ngram", most)
+
+
 def _refuse_unserved(config: EngineConfig) -> None:
     if config.draft is not None:
-        raise ConfigError(f"draft = {config.draft!r}: speculative decoding is not available yet; leave it out")
+        raise ConfigError(
+            f"draft = {config.draft!r}: speculative decoding with a draft model is not available yet; leave it out"
+        )
     for name in ("kv_cache_dtype", "activation_dtype"):
         if getattr(config, name) != "auto":
             raise ConfigError(f"engine.{name} = {getattr(config, name)!r}: only auto is available yet")
