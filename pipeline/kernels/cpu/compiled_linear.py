@@ -50,7 +50,7 @@ def multiply_bfloat16(x_MK, words_TWL, out_MN):
     (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
     for item in prange(len(words_TWL) * num_pieces):
-        t, first_token = item // num_pieces, item % num_pieces * TOKENS
+        t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
         count = min(TOKENS, num_tokens - first_token)
         words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
         wide_DL = np.empty((DEPTH, LANES), np.float32)
@@ -78,7 +78,7 @@ def multiply_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, out_MN):
     (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
     num_pieces, size = (num_tokens + TOKENS - 1) // TOKENS, num_inputs // scales_TGL.shape[1]
     for item in prange(len(words_TWL) * num_pieces):
-        t, first_token = item // num_pieces, item % num_pieces * TOKENS
+        t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
         count = min(TOKENS, num_tokens - first_token)
         words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
         wide_DL = np.empty((DEPTH, LANES), np.float32)
