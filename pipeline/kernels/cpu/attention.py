@@ -31,7 +31,7 @@ def attention(
         tables, lengths = where.block_table_SM[single], where.context_len_S[single]
         out_TND[token_S] = _decode(q_TND[token_S], k_cache_CBKD, v_cache_CBKD, tables, lengths, scale, window)
     num_kv_heads, head_dim = k_cache_CBKD.shape[2:]
-    position_T = positions(where)
+    position_T = _positions(where)
     longer = int(where.context_len_S[count_S > 1].sum())
     num_threads = use_threads(longer * num_kv_heads * head_dim >= PARALLEL_ELEMENTS)
     compiled.paged_prefill(
@@ -48,7 +48,7 @@ def attention(
     return out_TND
 
 
-def positions(where: AttentionInput) -> np.ndarray:
+def _positions(where: AttentionInput) -> np.ndarray:
     """The position of each token of the step in its sequence, int64."""
     behind_S = where.context_len_S.astype(np.int64) - where.query_start_S1[1:]
     return np.arange(where.query_start_S1[-1]) + np.repeat(behind_S, np.diff(where.query_start_S1))
