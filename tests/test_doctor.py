@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shutil
 from collections import namedtuple
 from importlib.metadata import PackageNotFoundError
@@ -159,6 +160,12 @@ def test_an_output_in_a_store_is_probed():
     found = checks("output", output="memory://test-doctor/out")
     assert found["memory://test-doctor/out"].state == "ok"
     assert checks("output", output="nothing://x/out")["output"].state == "failed"
+
+
+def test_an_output_that_writes_over_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", os.replace)
+    found = checks("output", output=str(tmp_path / "out"))
+    assert [(check.state, check.name) for check in found.values()] == [("failed", "output")]
 
 
 def test_full_disks(monkeypatch, tmp_path):
