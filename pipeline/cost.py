@@ -17,6 +17,7 @@ from typing import Any
 from pipeline.faultcost import FaultCost, fault_costs, unseen_tokens
 from pipeline.metrics import PHASES, ActorRecord, RunRecord, per_second, split_exactly
 from pipeline.rowstats import ErrorExample, Histogram, LengthBucket, RowStats
+from pipeline.speculated import Speculated
 
 METHOD = (
     "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"
@@ -147,6 +148,7 @@ class RunReport:
     lengths: tuple[LengthCost, ...] = ()
     examples: Mapping[str, tuple[ErrorExample, ...]] = field(default_factory=dict)
     faults: tuple[FaultCost, ...] = ()
+    speculated: Speculated | None = None
 
     @property
     def input_tokens_per_s(self) -> float:
@@ -187,6 +189,7 @@ class RunReport:
             ),
             examples={code: tuple(ErrorExample(**e) for e in some) for code, some in raw.get("examples", {}).items()},
             faults=tuple(FaultCost.from_json(fault) for fault in raw.get("faults", ())),
+            speculated=Speculated.from_json(raw["speculated"]) if raw.get("speculated") else None,
         )
 
     def to_text(self) -> str:
@@ -237,6 +240,7 @@ def build_report(
         lengths=_lengths(stats.lengths, machine_us, phases_us),
         examples={code: stats.errors[code][:count] for code, count in errors.items() if code in stats.errors},
         faults=faults,
+        speculated=Speculated.of(runs),
     )
 
 

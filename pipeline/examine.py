@@ -86,22 +86,29 @@ class _Examination:
         self.found.mistakes.append(Mistake(self.config.where(key), key, text, hint))
 
     def _model(self) -> None:
-        path, storage = self.config.model.path, self.config.model.storage
-        kind, shown = model_kind(path), without_password(path)
-        if storage and kind != "url":
-            given = ", ".join(sorted(storage))
+        model = self.config.model
+        if model.storage and model_kind(model.path) != "url":
+            given = ", ".join(sorted(model.storage))
             self._mistake("model.storage", f"only a url takes options; found {given}", "Leave it out.")
+        self.facts["model"] = self._checkpoint("model.path", model.path, model.storage)
+        if model.draft is not None:
+            storage = model.storage if "://" in model.draft else {}
+            self.facts["draft model"] = self._checkpoint("model.draft", model.draft, storage)
+
+    def _checkpoint(self, key: str, path: str, storage: Mapping[str, Any]) -> dict[str, str]:
+        """What there is to tell of the checkpoint that `key` names."""
+        kind, shown = model_kind(path), without_password(path)
         if kind == "missing":
-            self._mistake("model.path", f"{path}: no such folder, and not a Hugging Face id (owner/name)")
+            self._mistake(key, f"{path}: no such folder, and not a Hugging Face id (owner/name)")
         if kind in ("folder", "url"):
             try:
                 absent = missing_model_files(path, storage)
             except PipelineError as error:
-                self._mistake("model.path", error)
+                self._mistake(key, error)
             else:
                 for name in absent:
-                    self._mistake("model.path", f"{shown}: no {name} in this folder", "Give a checkpoint's folder.")
-        self.facts["model"] = {"path": shown, "kind": _MODEL_KINDS[kind]}
+                    self._mistake(key, f"{shown}: no {name} in this folder", "Give a checkpoint's folder.")
+        return {"path": shown, "kind": _MODEL_KINDS[kind]}
 
     def _dataset(self, source: Source) -> None:
         run, limit = self.config.run, self.config.input.limit

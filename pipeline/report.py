@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.metrics import PHASE_MEANING, per_second
 from pipeline.rowstats import HISTOGRAM_ERROR, ErrorExample
+from pipeline.speculated import Speculated
 
 if TYPE_CHECKING:
     from pipeline.cost import RunReport, Work
@@ -20,6 +21,9 @@ LATENCY_ERROR = f"From histograms: off by at most {HISTOGRAM_ERROR * 100:.1f} % 
 LENGTHS_NOTE = (
     "Completed rows. Time is all machine time, divided as the cost is: what prompts are charged by prompt tokens"
     " computed, the rest by generated ones; rows share steps, so that no row has a time of its own"
+)
+DRAFTS_NOTE = (
+    "Bars: the share of steps in which drafting was on. Saved: against plain steps, by the measured cost of steps"
 )
 _WIDTH = 100  # of a terminal
 _NARROW = 20
@@ -57,6 +61,13 @@ def text(report: "RunReport") -> str:
             f"    {label:<17}{rows:>10}{read:>15}{generated:>15}{time:>10}  {bar(share, _NARROW)}".rstrip()
             for label, rows, read, generated, time, share in _lengths(report)
         ]
+    if report.speculated and report.speculated.batches:
+        lines += ["", f"  Drafts by sequences at once{'steps':>9}{'with drafts':>14}{'tokens/step':>14}{'saved':>10}"]
+        lines += [
+            f"    {at_once:<24}{steps:>8}{drafted:>14}{tokens:>14}{saved:>10}  {bar(on, _NARROW)}".rstrip()
+            for at_once, steps, drafted, tokens, saved, on in _drafts(report.speculated)
+        ]
+        lines.append(f"    {DRAFTS_NOTE}.")
     if report.examples:
         lines += ["", "  Error rows"]
         for code, examples in report.examples.items():
@@ -109,6 +120,14 @@ def markdown(report: "RunReport") -> str:
         lines += ["", "## Latency of a row", ""]
         lines += _table(["", "p50", "p95", "p99"], latency)
         lines += ["", f"{LATENCY_NOTE}. {LATENCY_ERROR}."]
+    if report.speculated and report.speculated.batches:
+        lines += ["", "## Drafts by sequences at once", ""]
+        head = ["sequences at once", "steps", "with drafts", "tokens a sequence and step", "saved", "on"]
+        rows = [
+            (*told, f"`{bar(on, _NARROW)}`" if bar(on, _NARROW) else "") for *told, on in _drafts(report.speculated)
+        ]
+        lines += _table(head, rows)
+        lines += ["", f"{DRAFTS_NOTE}."]
     if report.lengths:
         lines += ["", "## Rows by length of prompt", ""]
         lines += _table(
@@ -221,6 +240,8 @@ def _facts(report: "RunReport") -> list[tuple[str, str]]:
             " out, by machine time",
         )
     )
+    if report.speculated is not None:
+        facts.append(("Drafts", _drafting(report.speculated)))
     decode_rate = per_second(work.generated_tokens, report.phases_us["decode"])
     if work.steps:
         facts.append(
@@ -320,6 +341,33 @@ def _faults(report: "RunReport") -> list[tuple[str, str, str, str, str]]:
             told.append((fault.title, count, f"{least}{fault.tokens.all:,}", seconds(fault.machine_us), usd))
         else:
             told.append((fault.title, count, "", "", ""))
+    return told
+
+
+def _drafting(speculated: Speculated) -> str:
+    """Speculative decoding in a sentence."""
+    if not speculated.drafted:
+        return "none: they would not have paid"
+    accepted, drafted = sum(speculated.accepted), sum(speculated.drafted)
+    places = ", ".join(f"{share * 100:.0f}" for share in speculated.acceptance)
+    told = (
+        f"in {speculated.draft_steps:,} of {speculated.steps:,} steps; {accepted:,} of {drafted:,} draft tokens "
+        f"accepted, by place {places} %"
+    )
+    if not speculated.batches:
+        return f"{told}; forced in every step"
+    saved = speculated.saved_us
+    return f"{told}; about {seconds(abs(saved))} {'saved' if saved >= 0 else 'lost'} (estimated)"
+
+
+def _drafts(speculated: Speculated) -> list[tuple[str, str, str, str, str, float]]:
+    """By sequences at once: steps, those with drafts, tokens a sequence got in one of these, time saved, and the share
+    of the steps in which drafting was on."""
+    told = []
+    for line in speculated.batches:
+        steps, saved = line.plain_steps + line.drafted_steps, f"{line.saved_s:+.2f} s"
+        tokens = f"{line.tokens_per_sequence_step:.2f}" if line.drafted_steps else ""
+        told.append((line.batch, f"{steps:,}", f"{line.drafted_steps:,}", tokens, saved, line.on_steps / steps))
     return told
 
 

@@ -47,7 +47,7 @@ def test_defaults_are_those_of_the_engine(job):
     config = job()
     assert config.name == "job"
     assert config.input.columns is None
-    assert config.engine_config("folder", 2) == EngineConfig(model="folder", num_threads=2)
+    assert config.engine_config("folder", None, 2) == EngineConfig(model="folder", num_threads=2)
     assert config.sampling_params() == SamplingParams()
     assert config.sampling_columns() == {}
     assert config.prompt.columns() == ("text",)
@@ -71,7 +71,7 @@ def test_a_full_job(job):
     assert config.prompt.columns() == ("title", "text")
     assert config.prompt.chat is not None
     assert config.prompt.chat.system == "Be brief."
-    engine = config.engine_config("folder", 1)
+    engine = config.engine_config("folder", None, 1)
     assert (engine.device, engine.dtype, engine.kv_cache_memory_bytes) == ("cuda:1", "bfloat16", 2 * 2**30)
     assert not engine.enable_prefix_caching
     params = config.sampling_params()
@@ -86,9 +86,7 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
     """A field added to the engine must be added to the job file, or left out on purpose."""
     config = job()
     not_in_jobs = {"model", "draft", "num_threads"}
-    assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields) - {
-        "speculation"
-    }
+    assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
     assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields)
 
 
@@ -162,7 +160,10 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         ("sampling: {stop: ['']}\n", "expected non-empty strings"),
         ("sampling: {max_new_tokens: 5}\n", "named sampling.max_tokens here"),
         ("engine: {device: gpu}\n", "expected auto, cpu, cuda or cuda:N; got 'gpu'"),
-        ("engine: {speculation: ngram}\n", "only `off` and `auto` are supported yet"),
+        ("engine: {speculation: ngram}\n", "engine.speculation: expected one of off, auto; got 'ngram'"),
+        ("engine: {speculation: {proposer: eagle}}\n", "engine.speculation.proposer: expected one of ngram, draft"),
+        ("engine: {speculation: {max_drafts: 3}}\n", "engine.speculation.max_drafts: unknown key"),
+        ("engine: {speculation: {max_draft_tokens: 99}}\n", "engine.speculation.max_draft_tokens: expected at most 32"),
         ("engine: {kv_cache_dtype: fp8}\n", "only `auto` is supported yet"),
         ("engine: {gpu_memory_utilization: 90}\n", "expected at most 1"),
         ("run: {window_bytes: lots}\n", "expected a number of bytes, such as 8_000_000 or 8 GiB; got 'lots'"),
@@ -185,7 +186,7 @@ def test_refused(mistakes, more: str, expected: str):
         ("column: text", "template: 'x {'", "prompt.template: "),
         ("{column: text}", "{}", "expected exactly one of template, column, messages; got none of them"),
         ("path: demo", "path: demo:large", "expected demo, demo:target, demo:target-awq"),
-        ("path: demo", "path: demo, draft: other", "model.draft: got 'other'\n    not supported yet"),
+        ("path: demo", "path: demo, draft: demo:small", "model.draft: no embedded model 'demo:small'"),
         ("path: demo", "path: demo, trust: always", "code from a checkpoint is never run"),
         ("path: data", "path: data, columns: [a, a]", "'a' is named twice"),
         ("path: data", "path: data, limit: 0", "expected at least 1"),
@@ -274,6 +275,8 @@ FREE = [
         "prompt:",
         "engine: {max_num_seqs: 3, block_size: 16, enable_prefix_caching: off, speculation: off}\nprompt:",
     ),
+    ("path: demo", "path: demo, draft: demo:draft"),
+    ("prompt:", "engine: {speculation: {proposer: draft, max_draft_tokens: 3}}\nprompt:"),
     ("prompt:", "cost: {hourly_usd: 3}\nprompt:"),
 ]
 

@@ -193,3 +193,36 @@ def ladder_of_batching(as_json: bool, **options: Any) -> None:
     from pipeline.bench.ladder import bench_ladder
 
     _print_bench(bench_ladder(say=say, **options), as_json)
+
+
+@bench.command("speculation")
+@click.option("--model", default="demo:target-awq", show_default=True, metavar="PATH", help="The model that checks.")
+@click.option("--draft", default="demo:draft", show_default=True, metavar="PATH", help="The model that drafts.")
+@click.option(
+    "--text",
+    type=click.Choice(("reports", "extractive")),
+    default="reports",
+    show_default=True,
+    help="The demonstration job's rows, or rows whose answer stands in their prompt.",
+)
+@click.option("--batch-sizes", metavar="N,N", default="1,8,32,128", show_default=True, callback=_parse_sizes,
+              help="Rows at once.")  # fmt: skip
+@click.option("--rows", type=click.IntRange(min=1), help="Of a round; else twice as many as run at once, at least 8.")
+@click.option(
+    "--max-draft-tokens", type=click.IntRange(1, 32), default=6, show_default=True, help="Of one row in one step."
+)
+@_bench_options(rounds=3, dtype="auto", threads=None)
+@json_flag
+@answers
+def plain_against_drafted(as_json: bool, **options: Any) -> None:
+    """What drafts are worth: plain steps, each proposer forced, and the engine's own choice, at several batch sizes.
+
+    \b
+    Examples:
+      pipeline bench speculation
+      pipeline bench speculation --text extractive --batch-sizes 1,8
+      pipeline bench speculation --batch-sizes 1 --rows 2 --rounds 1
+    """
+    from pipeline.bench.speculation import bench_speculation
+
+    _print_bench(bench_speculation(say=say, **options), as_json)

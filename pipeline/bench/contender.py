@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from pipeline.bench.workload import BenchRequest
-from pipeline.engine.engine import Engine, Runner
+from pipeline.engine.engine import Engine
+from pipeline.engine.runner import Runner
 from pipeline.engine.step import StepInput
 from pipeline.errors import PipelineError
 

@@ -42,7 +42,7 @@ def main(job: str) -> None:
     config = load_job(job)
     plan = make_plan(config, resolve_device(config))
     marks = [time.perf_counter()]
-    engine = Engine(config.engine_config(str(plan.model), available_cores()))
+    engine = Engine(config.engine_config(str(plan.model), plan.draft and str(plan.draft), available_cores()))
     engine.warm_up()
     marks.append(time.perf_counter())
     tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat_of(config))

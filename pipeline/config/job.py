@@ -21,6 +21,7 @@ from pipeline.config.sections import (
     RunSection,
     SamplingSection,
     Section,
+    SpeculationSection,
 )
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
@@ -46,10 +47,16 @@ class JobConfig(Section):
         """`file:line` of a dotted key, or of the nearest key around it that is written down."""
         return self._document.where(tuple(key.split(".")))
 
-    def engine_config(self, model_path: str, num_threads: int | None = None) -> EngineConfig:
-        """The engine's options, with the folder the model was found in."""
-        options = self.engine.model_dump(exclude={"speculation"})
-        return EngineConfig(model=model_path, num_threads=num_threads, **options)
+    def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
+        """The engine's options, with the folders that the model and its draft model were found in."""
+        return EngineConfig(model=model_path, draft=draft_path, num_threads=num_threads, **self.engine.model_dump())
+
+    @property
+    def draft_model(self) -> str | None:
+        """`model.draft`, where it is of use: not when nothing is to be drafted, or by another proposer."""
+        wanted = self.engine.speculation
+        is_named = isinstance(wanted, SpeculationSection) and wanted.proposer != "ngram"
+        return self.model.draft if wanted == "auto" or is_named else None
 
     def sampling_params(self) -> SamplingParams:
         """The values that are the same for every row; those from a column are left at their defaults."""
@@ -100,12 +107,16 @@ class JobConfig(Section):
         return {
             "name": self.name,
             "input": {"path": without_password(self.input.path), "on_corrupt": self.input.on_corrupt},
-            "model": self.model.model_dump(exclude={"storage"}) | {"path": without_password(self.model.path)},
+            "model": self.model.model_dump(exclude={"storage"})
+            | {"path": without_password(self.model.path), "draft": self._shown_draft()},
             "engine": {"device": self.engine.device, **engine},
             "output": {"path": without_password(self.output.path)},
             "run": self.run.model_dump(exclude=_CUT),
             "cost": self.cost.model_dump(),
         }
+
+    def _shown_draft(self) -> str | None:
+        return None if self.model.draft is None else without_password(self.model.draft)
 
 
 def without_password(url: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config.jobfile import Document, KeyPath, Mistake, dotted
+from pipeline.config.values import UNION_TAGS
 
 # Keys people know from elsewhere, or that are planned: refused with a reason rather than ignored.
 _NOT_YET = "not supported yet"
@@ -28,11 +29,9 @@ _KNOWN_ELSEWHERE = {
     "hourly_price": "named cost.hourly_usd here",
 }
 _PLANNED_VALUES: dict[KeyPath, str] = {
-    ("model", "draft"): f"{_NOT_YET}: leave it out",
     ("model", "trust"): "code from a checkpoint is never run: leave it out",
     ("engine", "kv_cache_dtype"): "only `auto` is supported yet",
     ("engine", "activation_dtype"): "only `auto` is supported yet",
-    ("engine", "speculation"): "only `off` and `auto` are supported yet",
 }
 _EXPECTED = {
     "int_type": "an integer",
@@ -72,7 +71,7 @@ def did_you_mean(name: str, names: list[str]) -> str:
 
 
 def _mistake(raw: Any, document: Document, root: type[BaseModel]) -> Mistake:
-    path: KeyPath = tuple(raw["loc"])
+    path: KeyPath = tuple(part for part in raw["loc"] if part not in UNION_TAGS)
     where, key, kind = document.where(path), dotted(path), raw["type"]
     if kind == "extra_forbidden":
         return Mistake(where, key, *_unknown_key(path, root))
@@ -164,7 +163,7 @@ def _section(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    choices = getattr(annotation, "__args__", (annotation,))
+    choices = [getattr(choice, "__origin__", choice) for choice in getattr(annotation, "__args__", (annotation,))]
     return next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 

@@ -6,9 +6,10 @@ and the output are there is found out later, by the job.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from pipeline.config.values import (
+    UNION_TAGS,
     Bytes,
     Column,
     Columns,
@@ -24,7 +25,7 @@ from pipeline.config.values import (
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import ConfigError
 
-EMBEDDED_MODELS = ("demo", "demo:target", "demo:target-awq")
+EMBEDDED_MODELS = ("demo", "demo:target", "demo:target-awq", "demo:draft")
 
 
 class Section(BaseModel):
@@ -103,19 +104,41 @@ class PromptSection(Section):
 
 
 class ModelSection(Section):
-    """Which checkpoint: a folder, an fsspec url such as s3://, a Hugging Face id, or `demo[:target|:target-awq]`."""
+    """Which checkpoint: a folder, an fsspec url such as s3://, a Hugging Face id, or one of EMBEDDED_MODELS.
+
+    `draft` is another one, smaller and with the same tokens, that proposes tokens for it to check.
+    """
 
     path: Place
     storage: dict[str, Any] = Field(default={}, repr=False)
-    draft: None = None
+    draft: Place | None = None
     trust: Literal["never"] = "never"
 
-    @field_validator("path")
+    @field_validator("path", "draft")
     @classmethod
-    def _embedded_exists(cls, path: str) -> str:
-        if path.startswith("demo:") and path not in EMBEDDED_MODELS:
+    def _embedded_exists(cls, path: str | None) -> str | None:
+        if path is not None and path.startswith("demo:") and path not in EMBEDDED_MODELS:
             raise ValueError(f"no embedded model {path!r}: expected {', '.join(EMBEDDED_MODELS)}")
         return path
+
+
+class SpeculationSection(Section):
+    """Who drafts (null: whoever is there), and how many tokens at most for a row in a step; only where it pays unless
+    `forced`."""
+
+    proposer: Literal["ngram", "draft"] | None = None
+    max_draft_tokens: int = Field(default=6, ge=1, le=32)
+    forced: Switch = False
+
+
+def _kind_of_speculation(value: object) -> str:
+    return UNION_TAGS[isinstance(value, dict | SpeculationSection)]
+
+
+Speculation = Annotated[
+    Annotated[Literal["off", "auto"], Tag(UNION_TAGS[0])] | Annotated[SpeculationSection, Tag(UNION_TAGS[1])],
+    Discriminator(_kind_of_speculation),
+]
 
 
 class EngineSection(Section):
@@ -132,7 +155,7 @@ class EngineSection(Section):
     kv_cache_memory_bytes: Bytes | None = None
     kv_cache_dtype: Literal["auto"] = "auto"
     activation_dtype: Literal["auto"] = "auto"
-    speculation: Literal["off", "auto"] = "auto"
+    speculation: Speculation = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     @field_validator("speculation", mode="before")

@@ -29,6 +29,9 @@ _UNITS = {
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
+UNION_TAGS = ("<word>", "<options>")  # in the place of an error where a key takes either; no key is called so
+
+
 @dataclass(frozen=True)
 class FromColumn:
     """A sampling value that every row brings in a column of its own."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.engine.params import EngineStats
+from pipeline.engine.params import DRAFT_PLACES, EngineStats
 from pipeline.engine.sequence import SlotTable
 from pipeline.engine.step import StepPlan
 
@@ -41,3 +41,21 @@ def record(stats: EngineStats, tokens: StepTokens, num_sequences: int, kv_used_p
     stats.decode_us += step_us - prefill_us - repeated_us
     stats.batch_sum += num_sequences
     stats.kv_used_ppm_sum += kv_used_ppm
+
+
+def record_drafts(stats: EngineStats, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
+    """Add a step with drafts to `stats`: how many of each sequence's were computed, and how many of them accepted."""
+    stats.num_draft_steps += 1
+    for place in range(1, DRAFT_PLACES + 1):
+        drafted, accepted = _reaching(drafted_S, place), _reaching(accepted_S, place)
+        if drafted == 0:
+            break
+        setattr(stats, f"drafted_{place}", getattr(stats, f"drafted_{place}") + drafted)
+        setattr(stats, f"accepted_{place}", getattr(stats, f"accepted_{place}") + accepted)
+
+
+def _reaching(count_S: np.ndarray, place: int) -> int:
+    """How many drafts are in that place; the last place stands for all from there on."""
+    if place < DRAFT_PLACES:
+        return int((count_S >= place).sum())
+    return int(np.maximum(count_S - place + 1, 0).sum())

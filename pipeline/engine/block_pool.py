@@ -30,6 +30,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.generation = np.zeros(num_blocks, dtype=np.int64)  # how often each was handed out anew
         self._ref_count = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}  # invariant: _hash[_block_of[h]] == h
@@ -50,6 +51,7 @@ class BlockPool:
         for block in blocks:
             self._forget(block)
             self._ref_count[block] = 1
+        self.generation[blocks] += 1
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:

@@ -9,41 +9,37 @@ several engines may live in one process.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
-import torch
 
 from pipeline.engine.accounting import classify, record
 from pipeline.engine.block_pool import BlockPool
+from pipeline.engine.completing import Completing, failed
 from pipeline.engine.detokenizer import StopChecker
+from pipeline.engine.drafting import Drafting
+from pipeline.engine.loaded import LoadedModel
 from pipeline.engine.memory import is_out_of_memory, kv_budget_bytes, release_cached_memory
-from pipeline.engine.params import Completion, EngineConfig, EngineStats, FinishReason, Request, SamplingParams
-from pipeline.engine.resolve import Resolved, resolve, set_threads
-from pipeline.engine.runner import ModelRunner
-from pipeline.engine.sampler import SamplerOutput, SamplingBatch, greedy, sample
+from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.engine.propose.draft_model import DraftModelProposer
+from pipeline.engine.propose.ngram import NgramProposer
+from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
+from pipeline.engine.propose.proposer import Proposer
+from pipeline.engine.resolve import Resolved, Speculation, resolve, set_threads
+from pipeline.engine.runner import Runner
+from pipeline.engine.sampler import SamplerOutput, SamplingBatch, Verified, greedy, sample
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence, SlotTable
-from pipeline.engine.step import StepInput, StepPlan, build_input
+from pipeline.engine.step import StepPlan, build_input, runs
+from pipeline.engine.timing import controlled_drafts
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, EnvironmentFailed, RowError
-from pipeline.kernels.select import must_compile, select_kernels
+from pipeline.kernels.select import must_compile
 from pipeline.model.config import read_config
-from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.locate import locate_model
 
 MAX_SUSPECTS = 3  # sequences that fit the memory not even alone, with nothing computed in between
-
-
-class Runner(Protocol):
-    """What the engine needs of a model: `ModelRunner`, or a test's model that proves the scheduler."""
-
-    vocab_size: int
-
-    def execute(self, step: StepInput) -> torch.Tensor: ...
-    def zero_blocks(self, blocks: list[int]) -> None: ...
 
 
 class Engine:
@@ -61,17 +57,21 @@ class Engine:
         resolved = resolve(config, model)
         threads = set_threads(config.num_threads)
         tokenizer = Tokenizer.from_folder(str(folder))
-        kernels = select_kernels(resolved.device, resolved.dtype)
         self._say = say or _say_nothing
         self._say("reading weights")
         if must_compile(resolved.device):
             self._warming_up = "compiling CPU kernels (first time on this machine)"
-        decoder = Decoder(folder, model, kernels, resolved.dtype, resolved.device)
-        num_blocks = _num_kv_blocks(config, resolved, model.kv_bytes_per_token(resolved.dtype))
-        kv = KVCache.allocate(model, num_blocks, resolved.block_size, resolved.dtype, resolved.device)
+        target = LoadedModel.load(folder, model, resolved)
+        draft = None
+        if resolved.speculation is not None and "draft" in resolved.speculation.proposers:
+            assert config.draft is not None
+            self._say("reading the draft model's weights")
+            draft = LoadedModel.load_draft(config.draft, tokenizer, resolved)
+        loaded = [target] if draft is None else [target, draft]
+        num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded))
         max_model_len = _fit_length(config, resolved, num_blocks)
         self._assemble(
-            ModelRunner(decoder, kv, resolved.block_size, max_model_len),
+            target.runner(num_blocks, resolved.block_size, max_model_len),
             tokenizer,
             num_blocks,
             resolved.block_size,
@@ -81,6 +81,9 @@ class Engine:
             config.enable_prefix_caching,
             config.seed,
         )
+        if resolved.speculation is not None:
+            runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
+            self._speculate_as(resolved.speculation, runner)
         self.resolved: dict[str, str | int] = {
             "device": str(resolved.device),
             "dtype": str(resolved.dtype).removeprefix("torch."),
@@ -89,9 +92,10 @@ class Engine:
             "max_num_batched_tokens": resolved.max_num_batched_tokens,
             "block_size": resolved.block_size,
             "num_kv_blocks": num_blocks,
-            "weights": "dense" if model.awq is None else f"awq int4, groups of {model.awq.group_size}",
+            "weights": target.weights,
             "num_threads": threads,
-        } | {f"kernel.{op}": origin for op, origin in kernels.served_by.items()}
+            "speculation": "off" if resolved.speculation is None else str(resolved.speculation),
+        } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
 
     @classmethod
     def from_parts(
@@ -141,7 +145,8 @@ class Engine:
         self.pool = BlockPool(num_blocks, block_size)
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
-        self._is_eos = np.isin(np.arange(runner.vocab_size), sorted(tokenizer.eos_token_ids))
+        self._completing = Completing(self.scheduler, tokenizer, runner)
+        self.drafting: Drafting | None = None
         self._suspects: list[Sequence] = []  # did not fit the memory alone; nothing was computed since
         self._order = 0
         self._closed = False
@@ -201,7 +206,9 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             self._convict_suspects()
-        completions = [self._failed(*rejected) for rejected in self.scheduler.take_rejected()]
+        elif self.drafting is not None:
+            plan = self.drafting.extend(plan)
+        completions = [failed(*rejected) for rejected in self.scheduler.take_rejected()]
         if plan is None:
             return completions
         slot_R = plan.slot_S[plan.samples_S]
@@ -214,19 +221,16 @@ class Engine:
         tokens = classify(plan, self.table)
         kv_used_ppm = self.pool.num_held * 1_000_000 // self.pool.num_blocks
         self.scheduler.advance(plan)
-        finite_R = output.finite
-        self.scheduler.append(slot_R[finite_R], output.token_ids[finite_R])
-        now_us = _now_us()
-        self._note_first_tokens(slot_R[finite_R], now_us)
-        for row, logprobs in output.logprobs.items():
-            kept = self.table.at(int(slot_R[row])).logprobs
-            assert kept is not None
-            kept.append(logprobs)
-        completions += [self._non_finite(slot) for slot in slot_R[~finite_R].tolist()]
-        completions += self._finish_ended(slot_R[finite_R], output.token_ids[finite_R], now_us)
-        self.stats.generated_tokens += int(finite_R.sum())
+        generated_before, now_us = self.stats.generated_tokens, _now_us()
+        if isinstance(output, Verified):
+            completions += self._completing.take_verified(slot_R, output, now_us)
+        else:
+            completions += self._completing.take(slot_R, output, now_us)
         step_us = (time.perf_counter_ns() - start_ns) // 1000
         record(self.stats, tokens, len(plan.slot_S), kv_used_ppm, step_us)
+        if self.drafting is not None:
+            verified = output if isinstance(output, Verified) else None
+            self.drafting.done(self.stats, verified, self.stats.generated_tokens - generated_before, step_us)
         return completions
 
     # -- many requests
@@ -271,9 +275,9 @@ class Engine:
             yield from self.step()
 
     def warm_up(self) -> None:
-        """Run one short request, so that the first real one does not pay for lazy initialisation."""
+        """Run one short request without drafts, so that the first real one does not pay for lazy initialisation."""
         self._say(self._warming_up)
-        saved = replace(self.stats)
+        saved, drafting, self.drafting = replace(self.stats), self.drafting, None
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
         self.add(Request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
         while self.has_unfinished:
@@ -281,12 +285,25 @@ class Engine:
         self.pool.forget(range(self.pool.num_blocks))
         self.scheduler.forget_history()
         self.stats = self.scheduler.stats = saved
+        self.drafting = drafting
+
+    def speculate(self, proposers: Items[Proposer], policy: DraftPolicy) -> None:
+        """From now on compute drafts of `proposers`, made for this engine's `table`, as many as `policy` chooses.
+
+        Nothing may be running.
+        """
+        self.drafting = Drafting(proposers, policy, self.scheduler)
+
+    def counters(self) -> dict[str, int]:
+        """`stats` and what the draft policy counted, by name. Sums over engines mean the same."""
+        return asdict(self.stats) | (self.drafting.policy.counters() if self.drafting is not None else {})
 
     def close(self) -> None:
         """Drop the weights and the KV cache. The engine answers ConfigError from then on."""
         if not self._closed:
             self._closed = True
-            del self.runner
+            self.drafting = self.scheduler.watcher = None
+            del self.runner, self._completing
             self.tokenizer.close()
 
     def __enter__(self) -> "Engine":
@@ -295,15 +312,34 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _speculate_as(self, speculation: Speculation, draft: Runner | None) -> None:
+        most, vocab_size = speculation.max_draft_tokens, self.runner.vocab_size
+        proposers: list[Proposer] = []
+        for name in speculation.proposers:
+            if name == "ngram":
+                proposers.append(NgramProposer(self.table, most))
+            else:
+                assert draft is not None
+                proposers.append(DraftModelProposer(draft, self.table, self.pool, most, vocab_size))
+        policy: DraftPolicy = FixedDrafts(most)
+        if not speculation.forced:
+            self._say(self._warming_up if self._warming_up != Engine._warming_up else "timing steps, for drafts")
+            policy = controlled_drafts(proposers, most, self.runner, self.table, self.scheduler.max_num_batched_tokens)
+        self.speculate(proposers, policy)
+
     # -- parts of a step
 
-    def _compute(self, plan: StepPlan, slot_R: np.ndarray) -> SamplerOutput | None:
-        """The next tokens of the rows that sample; None when the memory does not suffice."""
+    def _compute(self, plan: StepPlan, slot_R: np.ndarray) -> SamplerOutput | Verified | None:
+        """The next tokens of the sequences that sample, of some perhaps several; None when the memory does not
+        suffice."""
         try:
             logits_RV = self.runner.execute(build_input(plan, self.table))
-            if self.table.is_plain[slot_R].all():
+            is_plain = self.table.is_plain[slot_R].all()
+            if plan.draft_S is not None and self.drafting is not None:
+                return self.drafting.verify(logits_RV, None if is_plain else self._draft_batch(plan, slot_R))
+            if is_plain:
                 return greedy(logits_RV)
-            return sample(logits_RV, self._sampling_batch(slot_R))
+            return sample(logits_RV, SamplingBatch.of(self.table, slot_R, self.table.num_known[slot_R]))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -335,97 +371,12 @@ class Engine:
             self.scheduler.lift_limit()
         self._suspects.clear()
 
-    def _sampling_batch(self, slot_R: np.ndarray) -> SamplingBatch:
-        table = self.table
-        return SamplingBatch(
-            options=table.sampling[slot_R],
-            seeds=table.seed[slot_R],
-            positions=table.num_known[slot_R] - table.num_prompt[slot_R],
-            ending_ids=table.ending_ids[slot_R],
-            token_ids=table.token_ids,
-            slots=slot_R,
-            num_prompt=table.num_prompt[slot_R],
-            num_known=table.num_known[slot_R],
-        )
-
-    def _note_first_tokens(self, slot_R: np.ndarray, now_us: int) -> None:
-        """A sequence knows one token more than its prompt once in its life: preempted, it keeps what it generated."""
-        for slot in slot_R[self.table.num_known[slot_R] == self.table.num_prompt[slot_R] + 1].tolist():
-            self.table.at(slot).first_token_us = now_us
-
-    def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray, now_us: int) -> list[Completion]:
-        table = self.table
-        known_R = table.num_known[slot_R]
-        may_stop_R = known_R >= table.min_known[slot_R]
-        stop_R = may_stop_R & table.stops_at_eos[slot_R] & self._is_eos[token_R]
-        length_R = known_R >= table.limit[slot_R]
-        completions = []
-        for r in np.flatnonzero(stop_R | length_R | table.has_stops[slot_R]).tolist():
-            slot, token = int(slot_R[r]), int(token_R[r])
-            text: str | None = None
-            stopped = bool(stop_R[r])
-            if table.has_stops[slot] and not stopped:
-                stopped, text = self._check_stops(slot, token, bool(may_stop_R[r]))
-            if stopped:
-                completions.append(self._finished(slot, "stop", text, now_us))
-            elif length_R[r]:
-                completions.append(self._finished(slot, "length", None, now_us))
-        return completions
-
-    def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:
-        """Whether a stop token id or stop string ends the sequence here, and the text it ends with if a string does."""
-        sequence = self.table.at(slot)
-        if may_stop and token in sequence.request.params.stop_token_ids:
-            return True, None
-        match = sequence.stop_checker.push(token) if sequence.stop_checker is not None else None
-        return match is not None, match.text if match is not None else None
-
-    def _finished(self, slot: int, reason: FinishReason, text: str | None, now_us: int) -> Completion:
-        sequence = self.scheduler.finish(slot)
-        request = sequence.request
-        token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
-        if text is None:
-            # Without a stop string, what stopped it is its last token: EOS or a stop token id, which is no text.
-            text = self.tokenizer.decode(token_ids[:-1] if reason == "stop" else token_ids)
-        return Completion(
-            row_id=request.row_id,
-            token_ids=token_ids,
-            text=text,
-            finish_reason=reason,
-            num_prompt_tokens=sequence.num_prompt,
-            num_cached_tokens=max(sequence.num_cached, 0),
-            logprobs=sequence.logprobs,
-            queued_us=sequence.queued_us,
-            first_token_us=sequence.first_token_us,
-            last_token_us=now_us,
-        )
-
-    def _failed(self, sequence: Sequence, error: RowError, message: str) -> Completion:
-        return Completion(
-            row_id=sequence.request.row_id,
-            token_ids=[],
-            text="",
-            finish_reason="error",
-            num_prompt_tokens=sequence.num_prompt,
-            num_cached_tokens=max(sequence.num_cached, 0),
-            error=error.value,
-            error_message=message,
-            queued_us=sequence.queued_us,
-            first_token_us=sequence.first_token_us,
-        )
-
-    def _non_finite(self, slot: int) -> Completion:
-        """End a sequence whose logits are not numbers; blocks only it holds are cleaned, none stays findable."""
-        sequence = self.table.at(slot)
-        generated = int(self.table.num_known[slot]) - sequence.num_prompt
-        own = self.pool.held_once(self.table.blocks_of(slot))
-        self.scheduler.drop(slot, keep_blocks=False)
-        self.runner.zero_blocks(own)
-        return self._failed(
-            sequence,
-            RowError.NON_FINITE_LOGITS,
-            f"the model gave logits that are not finite numbers after {generated} generated tokens",
-        )
+    def _draft_batch(self, plan: StepPlan, slot_S: np.ndarray) -> SamplingBatch:
+        """A row behind the known tokens of each sequence and one behind each draft, which sees the drafts before it."""
+        assert plan.draft_S is not None
+        count_S = plan.draft_S[plan.samples_S] + 1
+        known_R = runs(self.table.num_known[slot_S], count_S)
+        return SamplingBatch.of(self.table, np.repeat(slot_S, count_S), known_R)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,6 +10,7 @@ from typing import Literal
 from pipeline.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "error"]
+DRAFT_PLACES = 8  # places of drafts behind the known tokens that are counted apart; the last stands for all from there
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class EngineConfig:
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step.
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
+    draft: a smaller model with the same tokens, which proposes tokens for `model` to check.
+    speculation: "off" (or False); "auto", which with a draft model looks for drafts there and in the texts themselves
+    and drafts where that pays; or {"proposer": "ngram" or "draft", "max_draft_tokens": n, "forced": False}: "ngram" is
+    looking up in the texts, both are used where none is named, and with `forced` there are drafts in every step. It
+    changes how fast tokens come, not which; of drawn ones, with a draft model, how likely they are stays the same.
     num_threads: CPU threads of torch; None keeps torch's own choice.
     """
 
@@ -103,6 +109,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     activation_dtype: str = "auto"
     draft: str | None = None
+    speculation: str | bool | dict[str, str | int] = "auto"
     seed: int = 0
     num_threads: int | None = None
 
@@ -158,6 +165,10 @@ class EngineStats:
     again after a preemption. step_us = prefill_us + decode_us + repeated_us; the time of a step that did not fit the
     memory is repeated work. batch_sum adds the sequences of each step, kv_used_ppm_sum the used share of the KV cache
     of each step (parts per million).
+
+    num_draft_steps are the steps that computed drafts; drafted_1 counts drafts in the first place behind the known
+    tokens and accepted_1 those of them that the model confirmed, and so on. One number for each place, because these
+    totals travel and add up as plain integers. Computing drafts is part of decode_us.
     """
 
     num_steps: int = 0
@@ -172,3 +183,28 @@ class EngineStats:
     repeated_us: int = 0
     batch_sum: int = 0
     kv_used_ppm_sum: int = 0
+    num_draft_steps: int = 0
+    drafted_1: int = 0
+    drafted_2: int = 0
+    drafted_3: int = 0
+    drafted_4: int = 0
+    drafted_5: int = 0
+    drafted_6: int = 0
+    drafted_7: int = 0
+    drafted_8: int = 0
+    accepted_1: int = 0
+    accepted_2: int = 0
+    accepted_3: int = 0
+    accepted_4: int = 0
+    accepted_5: int = 0
+    accepted_6: int = 0
+    accepted_7: int = 0
+    accepted_8: int = 0
+
+    @property
+    def drafted_by_place(self) -> list[int]:
+        return [getattr(self, f"drafted_{place}") for place in range(1, DRAFT_PLACES + 1)]
+
+    @property
+    def accepted_by_place(self) -> list[int]:
+        return [getattr(self, f"accepted_{place}") for place in range(1, DRAFT_PLACES + 1)]

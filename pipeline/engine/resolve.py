@@ -10,6 +10,23 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 
+DEFAULT_DRAFT_TOKENS = 6
+MOST_DRAFT_TOKENS = 32
+PROPOSERS = ("ngram", "draft")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Who drafts, and how many tokens at most for one sequence in one step. forced: in every step, paying or not."""
+
+    proposers: tuple[str, ...]
+    max_draft_tokens: int
+    forced: bool = False
+
+    def __str__(self) -> str:
+        when = "in every step" if self.forced else "where it pays"
+        return f"{' and '.join(self.proposers)}, up to {self.max_draft_tokens} tokens, {when}"
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -21,6 +38,7 @@ class Resolved:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    speculation: Speculation | None  # None: off
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
@@ -47,6 +65,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
+        speculation=_speculation(config),
     )
 
 
@@ -91,9 +110,35 @@ def _dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
     return DTYPES[name]
 
 
+def _speculation(config: EngineConfig) -> Speculation | None:
+    wanted = config.speculation
+    if wanted == "off" or wanted is False:
+        return None
+    available = PROPOSERS if config.draft is not None else PROPOSERS[:1]
+    if wanted == "auto":
+        return Speculation(available, DEFAULT_DRAFT_TOKENS) if config.draft is not None else None
+    if not isinstance(wanted, dict) or not set(wanted) <= {"proposer", "max_draft_tokens", "forced"}:
+        raise ConfigError(
+            f'engine.speculation = {wanted!r}: expected off, auto or {{"proposer": "ngram", "max_draft_tokens": n}}'
+        )
+    proposer = wanted.get("proposer")
+    most, forced = wanted.get("max_draft_tokens", DEFAULT_DRAFT_TOKENS), wanted.get("forced", False)
+    if proposer not in (None, *PROPOSERS):
+        raise ConfigError(f"engine.speculation.proposer = {proposer!r}: expected one of {', '.join(PROPOSERS)}")
+    if proposer == "draft" and config.draft is None:
+        raise ConfigError("engine.speculation.proposer = 'draft': needs model.draft, the draft model's checkpoint")
+    if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MOST_DRAFT_TOKENS:
+        raise ConfigError(
+            f"engine.speculation.max_draft_tokens = {most!r}: expected an integer from 1 to {MOST_DRAFT_TOKENS}"
+        )
+    if not isinstance(forced, bool):
+        raise ConfigError(f"engine.speculation.forced = {forced!r}: expected true or false")
+    if proposer is None and forced:
+        raise ConfigError("engine.speculation.forced: needs a proposer, whose drafts are then always taken")
+    return Speculation(available if proposer is None else (proposer,), most, forced)
+
+
 def _refuse_unserved(config: EngineConfig) -> None:
-    if config.draft is not None:
-        raise ConfigError(f"draft = {config.draft!r}: speculative decoding is not available yet; leave it out")
     for name in ("kv_cache_dtype", "activation_dtype"):
         if getattr(config, name) != "auto":
             raise ConfigError(f"engine.{name} = {getattr(config, name)!r}: only auto is available yet")

@@ -1,11 +1,22 @@
 """Runs a step on the device: host arrays in, logits of the sampling rows out. Owns the tensors of the KV cache and of
 the positions."""
 
+from typing import Protocol
+
 import torch
 
 from pipeline.engine.step import StepInput
 from pipeline.kernels.contract import AttentionInput
 from pipeline.model.decoder import Decoder, KVCache
+
+
+class Runner(Protocol):
+    """What the engine needs of a model: `ModelRunner`, or a test's model that proves the scheduler."""
+
+    vocab_size: int
+
+    def execute(self, step: StepInput) -> torch.Tensor: ...
+    def zero_blocks(self, blocks: list[int]) -> None: ...
 
 
 class ModelRunner:

@@ -1,4 +1,4 @@
-"""From logits to the next token of each row.
+"""From logits to the next token of each row, and whether drafted tokens are those.
 
 Owns the order of the sampling options, which is vLLM's:
 
@@ -15,7 +15,7 @@ every step works row by row, so a row draws the same token in any batch. Rows th
 out and worked on; a batch of plain greedy rows costs one pass over the logits. Options come as arrays, so no row costs
 Python of its own, but for the masks of min_tokens and the log-probabilities that are reported.
 
-Shapes: R rows, V vocabulary, K best values, B blocks of the cumulative sum, W tokens of one block.
+Shapes: R rows, S sequences, V vocabulary, K best values.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.engine.draws import PLAIN, draw, sums, uniforms
 from pipeline.engine.params import TokenLogprobs
+from pipeline.engine.rejection import DraftLaw, settle
+from pipeline.engine.sequence import SlotTable
 
-_BLOCK = 512  # tokens of one block of the two-level cumulative sum
 _FEW = 64  # best values looked at for top_p; rows that are flatter are looked at again
 _GROUPS = 256  # of tokens, whose maxima tell how large the best values are at least
 
@@ -49,6 +51,20 @@ class SamplingBatch:
     num_prompt: np.ndarray
     num_known: np.ndarray
 
+    @classmethod
+    def of(cls, table: SlotTable, slot_R: np.ndarray, known_R: np.ndarray) -> "SamplingBatch":
+        """Rows whose next token follows the first known_R tokens of the sequences in these slots."""
+        return cls(
+            options=table.sampling[slot_R],
+            seeds=table.seed[slot_R],
+            positions=known_R - table.num_prompt[slot_R],
+            ending_ids=table.ending_ids[slot_R],
+            token_ids=table.token_ids,
+            slots=slot_R,
+            num_prompt=table.num_prompt[slot_R],
+            num_known=known_R,
+        )
+
 
 @dataclass(frozen=True)
 class SamplerOutput:
@@ -58,6 +74,28 @@ class SamplerOutput:
     token_ids: np.ndarray  # int64 [R]
     finite: np.ndarray  # bool [R]
     logprobs: dict[int, TokenLogprobs]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a step with drafts came to. Sequence s has the rows from first_S[s] to those of the next one: one for each
+    of its drafts and one behind them. Its first num_accepted_S[s] drafts were confirmed, and its next tokens are those
+    of its first num_accepted_S[s] + 1 rows; only the last of these may be not finite."""
+
+    output: SamplerOutput
+    first_S: np.ndarray
+    num_accepted_S: np.ndarray
+
+    @property
+    def num_rounds(self) -> int:
+        """The most tokens that a sequence gets."""
+        return int(self.num_accepted_S.max()) + 1
+
+    def tokens(self, sequences: np.ndarray, number: int) -> SamplerOutput:
+        """Their tokens number `number`, from 0, in the form that a plain step gives them."""
+        rows, out = self.first_S[sequences] + number, self.output
+        logprobs = {r: out.logprobs[row] for r, row in enumerate(rows.tolist()) if row in out.logprobs}
+        return SamplerOutput(out.token_ids[rows], out.finite[rows], logprobs)
 
 
 def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
@@ -70,8 +108,11 @@ def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
     return SamplerOutput(*_on_host(token_ids_R, torch.isfinite(best_R)), {})
 
 
-def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
-    """The next token of each row. `logits_RV` may have any float dtype, on any device, and is not changed."""
+def sample(logits_RV: torch.Tensor, batch: SamplingBatch, law: DraftLaw | None = None) -> SamplerOutput:
+    """The next token of each row. `logits_RV` may have any float dtype, on any device, and is not changed.
+
+    `law`: drafts of some rows and what they were drawn from; drawn rows among them keep their draft or redraw it.
+    """
     plan = _Plan.of(batch)
     best_R, token_ids_R = _best(logits_RV)
     if len(plan.changed):
@@ -85,11 +126,46 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
     if len(plan.drawn):
         rows = _on(plan.drawn, logits_RV)
         w_RV = _weights(logits_RV, batch, plan.drawn)
-        u_R = uniforms(batch.seeds[plan.drawn], batch.positions[plan.drawn])
+        u_R = uniforms(batch.seeds[plan.drawn], batch.positions[plan.drawn], PLAIN)
         token_ids_R = token_ids_R.clone()
-        token_ids_R[rows] = _draw(w_RV, torch.from_numpy(u_R).to(w_RV.device))
+        drawn_ids_R = draw(w_RV, torch.from_numpy(u_R).to(w_RV.device))
+        if law is not None:
+            _settle_drafts(drawn_ids_R, w_RV, batch, plan.drawn, law)
+        token_ids_R[rows] = drawn_ids_R
     token_ids, finite = _on_host(token_ids_R, finite_R)
     return SamplerOutput(token_ids, finite, _logprobs(logits_RV, batch, plan, token_ids, finite))
+
+
+def verify(
+    logits_RV: torch.Tensor, batch: SamplingBatch | None, draft_R: np.ndarray, law: DraftLaw | None = None
+) -> Verified:
+    """How many drafts of each sequence the model confirms, and the tokens that this makes.
+
+    Row r is computed from the known tokens and the drafts before it, and draft_R[r] (int64) is what was drafted for its
+    place; -1 marks the last row of each sequence, for whose place nothing was. `batch` None: every row is greedy and
+    wants nothing else.
+
+    Each row takes the token that it would take in a plain step, and a draft is accepted where it is that token. So the
+    tokens are those of plain steps, drawn ones too: a draft x is accepted with probability p(x), the most that is
+    possible for a draft whose law is not known. Only where the law of the drafts is given, rejection sampling accepts
+    more of them; then the tokens have the same law, but depend on the drafts.
+    """
+    output = greedy(logits_RV) if batch is None else sample(logits_RV, batch, law)
+    differs = np.flatnonzero((output.token_ids != draft_R) | ~output.finite)
+    first_S = np.append(0, np.flatnonzero(draft_R < 0)[:-1] + 1)
+    return Verified(output, first_S, differs[np.searchsorted(differs, first_S)] - first_S)
+
+
+def _settle_drafts(
+    drawn_ids_R: torch.Tensor, w_RV: torch.Tensor, batch: SamplingBatch, drawn: np.ndarray, law: DraftLaw
+) -> None:
+    """Replace the plain draws of rows that have a draft of known law."""
+    law = law.of(np.flatnonzero(np.isin(law.rows, drawn)))
+    if not len(law.rows):
+        return
+    at = torch.from_numpy(np.searchsorted(drawn, law.rows)).to(w_RV.device)
+    seeds, positions = batch.seeds[law.rows], batch.positions[law.rows]
+    drawn_ids_R[at] = settle(w_RV[at], law, seeds, positions, drawn_ids_R[at])
 
 
 def _best(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,29 +211,6 @@ def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     best_R = _adjusted(logits_RV, batch, every).amax(dim=-1)  # a mask may leave nothing
     usable_R = torch.isfinite(best_R) & torch.isfinite(logits_RV.amax(dim=-1))
     return torch.where(usable_R[:, None], p_RV, 0.0)
-
-
-def uniforms(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
-    """One number in [0, 1) per row (float64, 53 random bits) from its seed and position alone.
-
-    splitmix64's output function (Steele, Lea, Flood 2014) over the seed, then over seed and position, then
-    over the stream: a counter-based generator, nothing to keep between steps. `stream` gives further
-    independent numbers of the same position.
-    """
-    with np.errstate(over="ignore"):
-        key = _mix64(np.asarray(seeds).astype(np.uint64) + _GOLDEN)
-        key = _mix64(key + (np.asarray(positions).astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-        bits = _mix64(key + np.uint64(stream + 1) * _GOLDEN)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix64(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -260,7 +313,7 @@ def _cut_top_p(w_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
     Mostly a few tokens reach it. Rows where they do not are looked at again with every token that can matter: V
     tokens of less than a V-th of the last mass cannot reach into the kept part; half of that covers rounding.
     """
-    total_R1 = _sums(w_RV)[:, None]
+    total_R1 = sums(w_RV)[:, None]
     wanted_R1 = top_p_R1 * total_R1
     few = _best_values(w_RV, min(_FEW, w_RV.shape[1]), torch.finfo(torch.float32).tiny)
     last_R1, num_equal_R1, is_tied_R, reached_R = _last_kept(*few, wanted_R1)
@@ -319,43 +372,6 @@ def _values_from(x_RV: torch.Tensor, least_R1: torch.Tensor, num: int = 1) -> tu
     best_RC[row_N, np.arange(len(at_N)) - (np.cumsum(count_R) - count_R)[row_N]] = x.ravel()[at_N]
     best_RC.sort(axis=-1)
     return torch.from_numpy(best_RC[:, ::-1].copy()), torch.from_numpy(count_R)
-
-
-def _sums(w_RN: torch.Tensor) -> torch.Tensor:
-    """fp64 sums over the last dimension. On CPU torch would write a copy in fp64 first."""
-    if w_RN.device.type != "cpu":
-        return w_RN.sum(dim=-1, dtype=torch.float64)
-    return torch.from_numpy(np.add.reduce(w_RN.numpy(), axis=-1, dtype=np.float64))
-
-
-def _draw(w_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
-    """The first token at which the cumulative weight passes u of the whole: inverse transform sampling.
-
-    Sums are fp64 and in two levels, blocks and then the tokens of one block. Only a token with weight above 0
-    is ever taken, whatever the rounding: a place counts only where its own weight is positive.
-    """
-    num_rows, num_tokens = w_RV.shape
-    num_blocks = -(-num_tokens // _BLOCK)
-    padded_RV = torch.nn.functional.pad(w_RV, (0, num_blocks * _BLOCK - num_tokens))
-    w_RBW = padded_RV.view(num_rows, num_blocks, _BLOCK)
-    w_RB = _sums(w_RBW)
-    block_R, rest_R = _first_past(w_RB, u_R * w_RB.sum(dim=-1))
-    w_RW = w_RBW[torch.arange(num_rows, device=w_RV.device), block_R].double()
-    within_R, _ = _first_past(w_RW, rest_R)
-    return block_R * _BLOCK + within_R
-
-
-def _first_past(w_RN: torch.Tensor, target_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first place of positive weight where the running sum passes the target (else the last of positive
-    weight), and how far beyond the sum before that place the target lies."""
-    sum_RN = w_RN.cumsum(dim=-1)
-    positive_RN = w_RN > 0
-    past_RN = positive_RN & (sum_RN > target_R[:, None])
-    place_N = torch.arange(w_RN.shape[1], device=w_RN.device)
-    last_R = torch.where(positive_RN, place_N, 0).amax(dim=-1)
-    first_R = torch.where(past_RN.any(dim=-1), past_RN.to(torch.uint8).argmax(dim=-1), last_R)
-    before_R = (sum_RN - w_RN).gather(1, first_R[:, None])[:, 0]
-    return first_R, target_R - before_R
 
 
 def _logprobs(

@@ -10,9 +10,16 @@ A step that did not fit the device's memory is undone (`undo`) and the following
 each `RECOVERY_STEPS` steps that fit double the limit. Under a limit the sequences take turns, those first that have
 waited longest, so a sequence that fits no step is soon alone in one. Who has to sit a step out keeps its KV blocks:
 the cache was allocated at the start, and giving them up would free no memory.
+
+Drafts (draft_room.py) come after all that: into the room that a full step leaves and into free blocks. They are written
+behind the known tokens and computed with them; those that are confirmed become known (`append`, `accept`), the others
+are overwritten, and blocks that held nothing else are given back before the next step is planned. So whatever is
+drafted, between two steps a sequence holds the blocks that it would hold without, and only blocks of confirmed tokens
+become findable.
 """
 
 from collections import deque
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +36,13 @@ RECOVERY_STEPS = 16
 MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
 
 Rejected = tuple[Sequence, RowError, str]
+
+
+class SlotWatcher(Protocol):
+    """Is told who comes into the slots and who leaves them: see `Proposer`."""
+
+    def admitted(self, slot: int) -> None: ...
+    def left(self, slot: int, finished: bool) -> None: ...
 
 
 class Scheduler:
@@ -48,6 +62,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running = np.zeros(0, dtype=np.int64)  # slots, oldest sequence first
         self.step_tokens = max_num_batched_tokens  # most tokens of a step for now; lower after one ran out of memory
+        self.watcher: SlotWatcher | None = None
         self._num_steps = 0
         self._rejected: list[Rejected] = []
         self._history = np.zeros(HISTORY, dtype=np.int64)  # generated tokens of those that finished last, a ring
@@ -98,15 +113,17 @@ class Scheduler:
         self._history[self._num_history % HISTORY] = generated
         self._num_history += 1
         self._history_changed = True
-        return self.drop(slot)
+        return self.drop(slot, finished=True)
 
-    def drop(self, slot: int, keep_blocks: bool = True) -> Sequence:
+    def drop(self, slot: int, keep_blocks: bool = True, finished: bool = False) -> Sequence:
         """Take out a running sequence, ended or not. Its full blocks can be found from now on, or no more if
         `keep_blocks` is false.
 
         Blocks that it generated were not findable before: no prompt that waits beside it goes on from there, and so
         generating costs no hashes on the way.
         """
+        if self.watcher is not None:
+            self.watcher.left(slot, finished)
         blocks = self.table.blocks_of(slot)
         if keep_blocks:
             prompt, computed = int(self.table.num_prompt[slot]), int(self.table.num_computed[slot])
@@ -148,7 +165,7 @@ class Scheduler:
     def advance(self, plan: StepPlan) -> None:
         """The plan's tokens have been computed: raise the counters and make full blocks of prompts findable."""
         table, size = self.table, self.pool.block_size
-        end_S = plan.start_S + plan.count_S
+        end_S = plan.known_end_S
         table.num_computed[plan.slot_S] = end_S
         self._num_steps += 1
         table.last_step[plan.slot_S] = self._num_steps
@@ -164,7 +181,7 @@ class Scheduler:
         What it wrote into blocks that a sequence keeps is written again by the step that counts.
         """
         for slot in plan.slot_S.tolist():
-            self.pool.release(self.table.drop_uncomputed_blocks(slot))
+            self._release_uncomputed(slot)
         self.step_tokens = max(plan.num_tokens // 2, 1)
 
     def lift_limit(self) -> None:
@@ -176,6 +193,17 @@ class Scheduler:
         known_R = self.table.num_known[slot_R]
         self.table.token_ids[slot_R, known_R] = token_R
         self.table.num_known[slot_R] = known_R + 1
+
+    def accept(self, slot_R: np.ndarray, token_R: np.ndarray) -> None:
+        """Like `append`, where the last known token was a draft: it has been computed already."""
+        self.table.num_computed[slot_R] = self.table.num_known[slot_R]
+        self.append(slot_R, token_R)
+
+    def release_draft_blocks(self, slot_S: np.ndarray) -> None:
+        """Take from these sequences the blocks that held nothing but drafts which were not accepted."""
+        used_S = -(-self.table.num_computed[slot_S] // self.pool.block_size)
+        for slot in slot_S[self.table.num_blocks[slot_S] > used_S].tolist():
+            self._release_uncomputed(slot)
 
     # -- running sequences
 
@@ -277,6 +305,8 @@ class Scheduler:
         slot = self.table.occupy(sequence, blocks)
         computed = len(hits) * self.pool.block_size
         self.table.num_computed[slot] = computed
+        if self.watcher is not None:
+            self.watcher.admitted(slot)
         if sequence.num_cached < 0:
             sequence.num_cached = min(computed, sequence.num_prompt)
             self.stats.cached_tokens += sequence.num_cached
@@ -343,6 +373,9 @@ class Scheduler:
         sequence.extend_hashes(self.table.token_ids[slot], end, self.pool.block_size)
         for block, key in zip(self.table.block_table[slot, first:end].tolist(), sequence.hashes[first:end]):
             self.pool.register(block, key)
+
+    def _release_uncomputed(self, slot: int) -> None:
+        self.pool.release(self.table.drop_uncomputed_blocks(slot))
 
     def _too_long_alone(self, tokens: int) -> str:
         return (

@@ -1,7 +1,9 @@
 """One step as data: what the scheduler decided (`StepPlan`) and the arrays a model computes it from (`StepInput`).
 
-There is one operation: a sequence has known tokens and computed tokens, and a step computes some of the difference.
-S sequences of the step, T tokens of the step, R rows whose last known token is computed, so that they sample.
+There is one operation: a sequence has known tokens and computed tokens, and a step computes some of the difference,
+with drafts also tokens that may come to be known. S sequences of the step, T tokens of the step, R rows that sample:
+tokens of the step behind which another is wanted, namely the last known one of a sequence, where that is computed, and
+its drafts.
 """
 
 from dataclasses import dataclass
@@ -13,16 +15,27 @@ from pipeline.engine.sequence import SlotTable
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Sequence slot_S[s] computes count_S[s] of its known tokens, from position start_S[s] on. Pure data."""
+    """Sequence slot_S[s] computes count_S[s] tokens from position start_S[s] on. Pure data.
+
+    They are known tokens but for the last draft_S[s], which are drafts.
+    """
 
     slot_S: np.ndarray  # int64
     start_S: np.ndarray  # int64
     count_S: np.ndarray  # int64
     samples_S: np.ndarray  # bool: all known tokens will be computed, so the next one is drawn
+    draft_S: np.ndarray | None = None  # int64, above 0 only where samples_S; None: nobody has drafts
 
     @property
     def num_tokens(self) -> int:
         return int(self.count_S.sum())
+
+    @property
+    def known_end_S(self) -> np.ndarray:
+        """The position behind the last known token that each computes."""
+        if self.draft_S is None:
+            return self.start_S + self.count_S
+        return self.start_S + self.count_S - self.draft_S
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,7 @@ class StepInput:
     position_T: np.ndarray  # int64
     slot_mapping_T: np.ndarray  # int64: block * block_size + offset
     query_start_S1: np.ndarray  # int32
-    context_len_S: np.ndarray  # int32: known tokens up to and with this step's
+    context_len_S: np.ndarray  # int32: tokens up to and with this step's
     block_table_SM: np.ndarray  # int32
     logit_row_R: np.ndarray  # int64: tokens of the step whose logits are wanted
 
@@ -49,6 +62,9 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     context_len_S = plan.start_S + plan.count_S
     most_blocks = -(-int(context_len_S.max()) // size)
     block_T = table.block_table[slot_T, position_T // size].astype(np.int64)
+    logit_row_R = query_start_S1[1:][plan.samples_S] - 1
+    if plan.draft_S is not None:
+        logit_row_R = runs(logit_row_R - plan.draft_S[plan.samples_S], plan.draft_S[plan.samples_S] + 1)
     return StepInput(
         token_id_T=table.token_ids[slot_T, position_T].astype(np.int64),
         position_T=position_T,
@@ -56,5 +72,10 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
         query_start_S1=query_start_S1.astype(np.int32),
         context_len_S=context_len_S.astype(np.int32),
         block_table_SM=table.block_table[plan.slot_S, :most_blocks],
-        logit_row_R=query_start_S1[1:][plan.samples_S] - 1,
+        logit_row_R=logit_row_R,
     )
+
+
+def runs(first_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
+    """first_N[0], first_N[0] + 1, ..., count_N[0] of them, then those of first_N[1], and so on."""
+    return np.arange(int(count_N.sum())) + np.repeat(first_N - np.cumsum(count_N) + count_N, count_N)

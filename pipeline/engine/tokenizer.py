@@ -192,6 +192,14 @@ class Tokenizer:
         """The text of token ids; special tokens are left out and blanks are left as they are."""
         return self._parsing.decode(list(ids), skip_special_tokens=True)
 
+    def differs_from(self, other: "Tokenizer") -> str | None:
+        """A token whose id is another one there, told in words; None where each id means the same text in both."""
+        own, theirs = (each._parsing.get_vocab(with_added_tokens=True) for each in (self, other))
+        for token in sorted({*own, *theirs}, key=lambda token: own.get(token, theirs.get(token, 0))):
+            if own.get(token) != theirs.get(token):
+                return f"token {token!r} has the id {own.get(token, 'none')} here and {theirs.get(token, 'none')} there"
+        return None
+
     def close(self) -> None:
         """End the process that renders chat templates, if one runs. The tokenizer stays usable."""
         if self._renderer is not None:

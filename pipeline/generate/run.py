@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
 from pipeline.job.actors import chat_of
-from pipeline.job.checkpoint import resolve_model
+from pipeline.job.checkpoint import resolve_draft, resolve_model
 from pipeline.job.stages import Tokenize
 
 SAY_EVERY_S = 5.0
@@ -91,7 +91,8 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
     folder = resolve_model(config.model.path, config.model.storage, say)
     from pipeline.engine.engine import Engine
 
-    with Engine(config.engine_config(str(folder)), say) as engine:
+    draft = resolve_draft(config.draft_model, config.model.storage, say)
+    with Engine(config.engine_config(str(folder), draft and str(draft)), say) as engine:
         tokenize = Tokenize(engine.tokenizer, params, config.seed, chat_of(config))
         rendered: dict[int, str | None] = {}
         requests: list[Request] = []

@@ -46,7 +46,7 @@ def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
     cpus = run.cpus_per_actor or _cpus(run.actors, run.ray_address, gpus)
     threads = max(1, int(cpus))
-    engine = config.engine_config(str(plan.model), threads)
+    engine = config.engine_config(str(plan.model), plan.draft and str(plan.draft), threads)
     work = WorkSpec(
         backend,
         config.model.path,
@@ -63,6 +63,7 @@ def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry
         threads,
         retry_failed,
         dict(config.model.storage),
+        config.model.draft,
     )
     spot = Spot(run.spot_notice, run.drain_s)
     return FlowSpec(

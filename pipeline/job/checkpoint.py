@@ -28,6 +28,15 @@ _IDENTITY = (
 )
 
 
+def resolve_draft(
+    path: str | None, storage: Mapping[str, Any], say: Callable[[str], None] | None = None
+) -> Path | None:
+    """The local folder of the draft model, if there is one; a url takes the model's storage options."""
+    if path is None:
+        return None
+    return resolve_model(path, storage if "://" in path else None, say)
+
+
 def resolve_model(
     path: str, storage: Mapping[str, Any] | None = None, say: Callable[[str], None] | None = None
 ) -> Path:

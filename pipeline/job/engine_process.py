@@ -16,11 +16,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from pipeline.engine.params import Completion, EngineStats, Request
+from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.machine import now_us
 from pipeline.job.messages import (
@@ -45,8 +44,7 @@ class Engine(Protocol):
 
     @property
     def has_unfinished(self) -> bool: ...
-    @property
-    def stats(self) -> EngineStats: ...
+    def counters(self) -> dict[str, int]: ...
     def add(self, request: Request) -> None: ...
     def step(self) -> list[Completion]: ...
     def warm_up(self) -> None: ...
@@ -74,7 +72,7 @@ def serve(engine: Engine, inbox: "queue.SimpleQueue[Add]", send: Callable[[FromE
             mark = now
         # Told before rows are, so that whoever takes a row finds the work for it counted.
         if completions or mark - reported >= REPORT_US:
-            send(Progress(mark, busy_us, idle_us, asdict(engine.stats)))
+            send(Progress(mark, busy_us, idle_us, engine.counters()))
             reported = mark
         if completions:
             send(Finished(tuple(completions)))

@@ -62,7 +62,7 @@ class Finished:
 @dataclass(frozen=True)
 class Progress:
     """Sums since `Ready`: time with requests in the engine, the rest of the time was idle; the last `idle_us`
-    of it in one stretch up to now. `stats` are EngineStats' fields."""
+    of it in one stretch up to now. `stats` are the engine's counters."""
 
     now_us: int
     busy_us: int

@@ -16,7 +16,7 @@ from pipeline.data.records import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import Unit, UnitSpec
 from pipeline.errors import OutputError
-from pipeline.job.checkpoint import model_digest, resolve_model
+from pipeline.job.checkpoint import model_digest, resolve_draft, resolve_model
 from pipeline.job.fingerprint import Fingerprint, fingerprint
 
 
@@ -32,6 +32,7 @@ class Plan:
     model: Path
     fingerprint: Fingerprint
     device: str  # "cpu" or "cuda", or with an index
+    draft: Path | None = None
 
     @property
     def num_rows(self) -> int:
@@ -64,9 +65,18 @@ def make_plan(config: JobConfig, device: str, say: Callable[[str], None] | None 
     schema = output_schema(kept_schema, config.output.rename, params.logprobs is not None)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     model = resolve_model(config.model.path, config.model.storage, say)
+    draft = resolve_draft(config.draft_model, config.model.storage, say)
     kind = device.partition(":")[0]
     return Plan(
-        config, source, windows, units, schema, model, fingerprint(config, source, model_digest(model), kind), device
+        config,
+        source,
+        windows,
+        units,
+        schema,
+        model,
+        fingerprint(config, source, model_digest(model), kind),
+        device,
+        draft,
     )
 
 

@@ -141,7 +141,7 @@ class Supervisor:
             return self._timeline.phases(now_us())
 
     def stats(self) -> dict[str, int]:
-        """EngineStats' sums over all processes of this actor."""
+        """The engine's counters, summed over all processes of this actor."""
         with self._lock:
             return _sum(self._past_stats, self._stats)
 

@@ -58,6 +58,12 @@ class WorkSpec:
     num_threads: int
     retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
     model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    draft: str | None = None  # the draft model, also as the job file has it
+
+
+def _on_this_machine(folder: str, path: str, storage: Mapping[str, Any]) -> str:
+    """The model's folder as the driver found it, if it is here too; else where this machine has `path`."""
+    return folder if Path(folder).is_dir() else str(resolve_model(path, storage if "://" in path else {}))
 
 
 class Worker:
@@ -71,16 +77,15 @@ class Worker:
         self._delivered = self._doubled = self._kept = Computed()
         self._taken_rows = self._taken_tokens = 0
         self._retries_before = Counter(retry_counts())  # of this process, for storage
-        folder = (
-            spec.engine.model
-            if Path(spec.engine.model).is_dir()
-            else str(resolve_model(spec.model, spec.model_storage))
-        )
+        folder = _on_this_machine(spec.engine.model, spec.model, spec.model_storage)
+        draft = None
+        if spec.engine.draft is not None and spec.draft is not None:
+            draft = _on_this_machine(spec.engine.draft, spec.draft, spec.model_storage)
         threads = str(spec.num_threads)
         self._supervisor = Supervisor(
             Launch(
                 spec.backend.engine,
-                dataclasses.replace(spec.engine, model=folder, num_threads=spec.num_threads),
+                dataclasses.replace(spec.engine, model=folder, draft=draft, num_threads=spec.num_threads),
                 spec.step_timeout_s,
                 # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
                 {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},

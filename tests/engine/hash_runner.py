@@ -14,30 +14,37 @@ EOS = 96
 _STALE = -7
 
 
-def next_token(context: list[int]) -> int:
+def next_token(context: list[int], memory: int | None = None) -> int:
     state = 1469598103934665603
-    for token in context:
+    for token in context[-memory:] if memory else context:
         state = ((state ^ (token + 1)) * 1099511628211) & 0xFFFFFFFFFFFFFFFF
     return (state >> 17) % VOCAB
 
 
-def expected_tokens(prompt: list[int], max_tokens: int, max_len: int, eos: bool) -> list[int]:
+def expected_tokens(
+    prompt: list[int], max_tokens: int, max_len: int, eos: bool, memory: int | None = None
+) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < min(len(prompt) + max_tokens, max_len):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, memory))
         if eos and tokens[-1] == EOS:
             break
     return tokens[len(prompt) :]
 
 
 class HashRunner:
-    """The runner protocol over an integer cache; `bad_after` makes the logits of a marked prompt NaN."""
+    """The runner protocol over an integer cache; `bad_token` makes the logits of every context that holds it NaN.
+
+    With a `memory` the next token depends on so many last ones alone, so that texts repeat themselves.
+    """
 
     vocab_size = VOCAB
 
-    def __init__(self, num_blocks: int, block_size: int, bad_token: int | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, bad_token: int | None = None, memory: int | None = None
+    ) -> None:
         self.cache = np.full((num_blocks, block_size), _STALE, dtype=np.int64)
-        self.block_size, self.bad_token = block_size, bad_token
+        self.block_size, self.bad_token, self.memory = block_size, bad_token, memory
         self.tokens_per_step: list[int] = []
         self.zeroed: list[int] = []
 
@@ -47,15 +54,14 @@ class HashRunner:
         logits = torch.zeros(len(step.logit_row_R), VOCAB)
         for r, row in enumerate(step.logit_row_R.tolist()):
             s = int(np.searchsorted(step.query_start_S1, row, side="right")) - 1
-            assert row == step.query_start_S1[s + 1] - 1
-            length = int(step.context_len_S[s])
+            length = int(step.context_len_S[s]) - (int(step.query_start_S1[s + 1]) - 1 - row)
             blocks = step.block_table_SM[s, : -(-length // self.block_size)]
             context = self.cache[blocks].reshape(-1)[:length].tolist()
             assert _STALE not in context, "read a slot that nobody wrote since the block was handed out"
             if self.bad_token is not None and self.bad_token in context:
                 logits[r] = float("nan")
             else:
-                logits[r, next_token(context)] = 1.0
+                logits[r, next_token(context, self.memory)] = 1.0
         return logits
 
     def zero_blocks(self, blocks: list[int]) -> None:
@@ -79,9 +85,11 @@ class PlainTokenizer:
         return [int(word) for word in text.split()]
 
 
-def hash_engine(num_blocks: int, block_size: int = 4, bad_token: int | None = None, **options: int) -> Engine:
+def hash_engine(
+    num_blocks: int, block_size: int = 4, bad_token: int | None = None, memory: int | None = None, **options: int
+) -> Engine:
     """An engine on a HashRunner whose blocks turn stale whenever they are handed out anew."""
-    runner = HashRunner(num_blocks, block_size, bad_token)
+    runner = HashRunner(num_blocks, block_size, bad_token, memory)
     settings = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 16} | options
     engine = Engine.from_parts(runner, PlainTokenizer(), num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
     allocate = engine.pool.allocate

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.engine import sampler
+from pipeline.engine import draws, sampler
+from pipeline.engine.draws import uniforms
 from pipeline.engine.params import SamplingParams
-from pipeline.engine.sampler import SamplingBatch, distribution, greedy, sample, uniforms
+from pipeline.engine.sampler import SamplingBatch, distribution, greedy, sample
 from pipeline.engine.sequence import SAMPLING_OPTIONS, is_plain, sampling_options
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -262,14 +263,14 @@ def test_only_tokens_of_positive_weight_are_drawn(device):
             np.minimum(share[:, num_tokens // 2], 1 - 2.0**-53),
         ):
             w = torch.from_numpy(weights).to(device)
-            drawn = sampler._draw(w, torch.from_numpy(u).to(device)).cpu().numpy()
+            drawn = draws.draw(w, torch.from_numpy(u).to(device)).cpu().numpy()
             assert (weights[np.arange(400), drawn] > 0).all()
 
 
 def test_a_target_beyond_the_sum_takes_the_last_token_of_positive_weight():
     w = torch.tensor([[0.25, 0.5, 0.0, 0.0], [0.0, 0.0, 1e-300, 0.0]], dtype=torch.float64)
-    assert sampler._first_past(w, torch.tensor([2.0, 1.0]).double())[0].tolist() == [1, 2]
-    assert sampler._first_past(w, torch.tensor([0.25, 0.0]).double())[0].tolist() == [1, 2]
+    assert draws.first_past(w, torch.tensor([2.0, 1.0]).double())[0].tolist() == [1, 2]
+    assert draws.first_past(w, torch.tensor([0.25, 0.0]).double())[0].tolist() == [1, 2]
 
 
 def test_draws_over_a_vocabulary_of_many_blocks(device):

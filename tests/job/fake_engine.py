@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from pipeline import errors
@@ -65,6 +66,9 @@ class FakeEngine:
 
     def warm_up(self) -> None:
         self.say("warming up")
+
+    def counters(self) -> dict[str, int]:
+        return asdict(self.stats)
 
     @property
     def has_unfinished(self) -> bool:

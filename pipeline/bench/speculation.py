@@ -1,0 +1,236 @@
+"""Speculative decoding against plain decoding: the same rows at several batch sizes, with drafts forced and by choice.
+
+Every way is this engine on the same model; what changes is who drafts and when. Rows come as in a job: so many at once,
+the next as soon as one has ended, and at the end a tail in which ever fewer are left. Ways alternate within a round and
+all rounds have other rows, so that nothing is found again but what texts of one kind have in common. What proposers and
+the controller learn in one round they know in the next, as in a long job; a round before the counted ones warms up.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio
+from pipeline.demo.reports import make_report
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.model.locate import locate_model
+
+PLAIN, NGRAM, DRAFT, AUTO = "plain", "lookup, forced", "draft model, forced", "auto"
+TEXTS = ("reports", "extractive")
+OUTPUT_TOKENS = 96  # as in the demonstration job
+LEAST_EQUAL = 0.98  # of the rows: a near-tie of two logits may go either way in a batch of another size
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way at one batch size, over the counted rounds. tail_s: from when no row waits any more.
+
+    tokens_per_step: that a sequence got in a step, on average. equal: rows whose tokens are those of plain steps.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    tail_s: tuple[float, ...]
+    tokens: int
+    tokens_per_step: float
+    draft_steps: float  # share of the steps
+    acceptance: float  # of the draft tokens
+    equal: int
+
+
+@dataclass(frozen=True)
+class BatchSpeculation:
+    """rows: of a round."""
+
+    batch: int
+    rows: int
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True)
+class SpeculationBench:
+    model: str
+    draft: str
+    text: str
+    dtype: str
+    max_draft_tokens: int
+    rounds: int
+    batches: tuple[BatchSpeculation, ...]
+    machine: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bench": "speculation", **asdict(self)}
+
+    def to_text(self) -> str:
+        lines = [
+            f"{self.model} with and without drafts of up to {self.max_draft_tokens} tokens, by the draft model "
+            f"{self.draft} or by looking up; {self.dtype}.",
+            f"Rows: {_ABOUT[self.text]}; greedy, until EOS or {OUTPUT_TOKENS} tokens.",
+            facts_to_text(self.machine),
+            f"Rounds: {self.rounds}, in alternating order, other rows each; medians (least to most), ratios within a "
+            "round.",
+            "",
+            f"{'at once':>7}  {'':<20}{'tokens/s':>10}{'by plain':>24}{'tail by plain':>24}{'tokens/step':>13}"
+            f"{'steps drafted':>15}{'accepted':>10}{'equal':>12}",
+        ]
+        for batch in self.batches:
+            plain = batch.ways[0]
+            for way in batch.ways:
+                speed = Spread.of([way.tokens / len(way.seconds) / s for s in way.seconds]).median
+                drafted = (f"{way.draft_steps:.0%}", f"{way.acceptance:.0%}") if way.draft_steps else ("", "")
+                lines.append(
+                    f"{batch.batch:>7}  {way.name:<20}{speed:>10,.0f}{ratio(plain.seconds, way.seconds).to_text():>24}"
+                    f"{ratio(plain.tail_s, way.tail_s).to_text():>24}{way.tokens_per_step:>13.2f}{drafted[0]:>15}"
+                    f"{drafted[1]:>10}{f'{way.equal} of {batch.rows * self.rounds}':>12}"
+                )
+        lines += ["", "by plain: how many times as fast as plain steps. tail: from when no row waits any more."]
+        return "\n".join(lines)
+
+
+def bench_speculation(
+    model: str = "demo:target-awq",
+    draft: str = "demo:draft",
+    text: str = "reports",
+    batch_sizes: Sequence[int] = (1, 8, 32, 128),
+    rows: int | None = None,
+    rounds: int = 3,
+    max_draft_tokens: int = 6,
+    dtype: str = "auto",
+    threads: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> SpeculationBench:
+    """`rows`: of a round, at every batch size; else some for each, more where more run at once.
+
+    Raises PipelineError when drafts change tokens (in float32, but for near-ties).
+    """
+    if text not in TEXTS:
+        raise ConfigError(f"text {text!r}: expected one of {', '.join(TEXTS)}")
+    if rounds < 1 or max_draft_tokens < 1 or min(batch_sizes, default=0) < 1:
+        raise ConfigError(f"{rounds} rounds, batches of {list(batch_sizes)}: expected at least 1 of each")
+    machine = machine_facts()
+    done, resolved = [], ""
+    for batch in batch_sizes:
+        num_rows = rows if rows is not None else max(8, 2 * batch)
+        found, resolved = _batch(model, draft, text, batch, num_rows, rounds, max_draft_tokens, dtype, threads, say)
+        done.append(found)
+    return SpeculationBench(model, draft, text, resolved, max_draft_tokens, rounds, tuple(done), machine)
+
+
+def _batch(
+    model: str,
+    draft: str,
+    text: str,
+    batch: int,
+    num_rows: int,
+    rounds: int,
+    most: int,
+    dtype: str,
+    threads: int | None,
+    say: Callable[[str], None],
+) -> tuple[BatchSpeculation, str]:
+    ways: dict[str, str | dict[str, str | int | bool]] = {
+        PLAIN: "off",
+        NGRAM: {"proposer": "ngram", "max_draft_tokens": most, "forced": True},
+        DRAFT: {"proposer": "draft", "max_draft_tokens": most, "forced": True},
+        AUTO: {"max_draft_tokens": most},
+    }
+    model, draft = str(locate_model(model)), str(locate_model(draft))
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        for name, speculation in ways.items():
+            say(f"{batch} at once: loading, {name}")
+            options = EngineConfig(
+                model,
+                dtype=dtype,
+                draft=draft,
+                speculation=speculation,
+                max_num_seqs=batch,
+                num_threads=threads,
+            )
+            engines[name] = stack.enter_context(Engine(options))
+            engines[name].warm_up()
+        strict = engines[PLAIN].resolved["dtype"] == "float32"
+        runs: dict[str, list[_Run]] = {name: [] for name in ways}
+        for number, order in enumerate(alternating(list(ways), rounds + 1)):
+            asked = _rows(engines[PLAIN], text, number, num_rows)
+            for name in order:
+                say(f"{batch} at once: {'warm-up' if number == 0 else f'round {number} of {rounds}'}, {name}")
+                runs[name].append(_run(engines[name], asked))
+        return (
+            BatchSpeculation(batch, num_rows, tuple(_way(name, runs[name], runs[PLAIN], strict) for name in ways)),
+            str(engines[PLAIN].resolved["dtype"]),
+        )
+
+
+_ABOUT = {
+    "reports": "those of the demonstration job",
+    "extractive": "a report with its summary and then the same report again, so that the answer stands in the prompt",
+}
+
+
+def _rows(engine: Engine, text: str, number: int, num_rows: int) -> list[Request]:
+    """Of one round; each has other ones."""
+    reports = [make_report("job", number * num_rows + row) for row in range(num_rows)]
+    prompts = [report.prompt for report in reports]
+    if text == "extractive":
+        prompts = [f"{report.prompt} {report.summary}\n\n{report.prompt}" for report in reports]
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS)
+    return [Request(row, tokens, params) for row, tokens in enumerate(engine.tokenizer.encode_batch(prompts))]
+
+
+@dataclass(frozen=True)
+class _Run:
+    seconds: float
+    tail_s: float
+    tokens: list[list[int]]
+    stats: EngineStats  # of this run alone
+
+
+def _run(engine: Engine, requests: Sequence[Request]) -> _Run:
+    before = engine.counters()
+    tokens: list[list[int]] = [[] for _ in requests]
+    for request in requests:
+        engine.add(request)
+    begun = perf_counter()
+    tail_from: float | None = None
+    while engine.has_unfinished:
+        for completion in engine.step():
+            if completion.error is not None:
+                raise PipelineError(f"row {completion.row_id} failed: {completion.error_message}")
+            assert isinstance(completion.row_id, int)
+            tokens[completion.row_id] = completion.token_ids
+        if tail_from is None and not engine.scheduler.waiting:
+            tail_from = perf_counter()
+    ended = perf_counter()
+    after = engine.counters()
+    spent = {name: after[name] - before.get(name, 0) for name in EngineStats.__dataclass_fields__}
+    return _Run(ended - begun, ended - (tail_from or begun), tokens, EngineStats(**spent))
+
+
+def _way(name: str, runs: list[_Run], plain: list[_Run], strict: bool) -> Way:
+    """The first run is the warm-up, which does not count."""
+    counted = runs[1:]
+    pairs = [(a, b) for ours, theirs in zip(counted, plain[1:]) for a, b in zip(ours.tokens, theirs.tokens)]
+    equal = sum(a == b for a, b in pairs)
+    if strict and equal < LEAST_EQUAL * len(pairs):
+        raise PipelineError(f"{name}: {len(pairs) - equal} of {len(pairs)} completions are not those of plain steps")
+
+    def total(counter: str) -> int:
+        return sum(getattr(run.stats, counter) for run in counted)
+
+    drafted = sum(sum(run.stats.drafted_by_place) for run in counted)
+    accepted = sum(sum(run.stats.accepted_by_place) for run in counted)
+    return Way(
+        name,
+        tuple(run.seconds for run in counted),
+        tuple(run.tail_s for run in counted),
+        tokens=sum(len(tokens) for run in counted for tokens in run.tokens),
+        tokens_per_step=total("generated_tokens") / max(total("batch_sum"), 1),
+        draft_steps=total("num_draft_steps") / max(total("num_steps"), 1),
+        acceptance=accepted / drafted if drafted else 0.0,
+        equal=equal,
+    )

@@ -1,0 +1,137 @@
+"""What becomes of sequences when they get tokens: appended, looked at for an end, made into completions.
+
+Owns stop conditions, the text that a completion has, and what happens where logits are no numbers. A step with drafts
+gives several tokens to a sequence; they are taken one after the other, each as that of a plain step.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pipeline.engine.params import Completion, FinishReason
+from pipeline.engine.runner import Runner
+from pipeline.engine.sampler import SamplerOutput, Verified
+from pipeline.engine.scheduler import Scheduler
+from pipeline.engine.sequence import Sequence
+from pipeline.engine.tokenizer import Tokenizer
+from pipeline.errors import RowError
+
+Append = Callable[[np.ndarray, np.ndarray], None]  # of slots and their next tokens
+
+
+class Completing:
+    """Of one engine. The runner is asked to clean KV blocks whose content is not to be trusted."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, runner: Runner) -> None:
+        self._scheduler, self._table, self._tokenizer, self._runner = scheduler, scheduler.table, tokenizer, runner
+        self._is_eos = np.isin(np.arange(runner.vocab_size), sorted(tokenizer.eos_token_ids))
+
+    def take_verified(self, slot_S: np.ndarray, verified: Verified, now_us: int) -> list[Completion]:
+        """Take accepted drafts and the token behind them, as `take` does, round by round."""
+        scheduler = self._scheduler
+        completions: list[Completion] = []
+        for number in range(verified.num_rounds):
+            taking = np.flatnonzero(verified.num_accepted_S >= number)
+            if completions:  # nothing follows the end of a sequence
+                taking = taking[np.isin(slot_S[taking], scheduler.running)]
+            append = scheduler.accept if number else scheduler.append
+            completions += self.take(slot_S[taking], verified.tokens(taking, number), now_us, append)
+        scheduler.release_draft_blocks(slot_S[np.isin(slot_S, scheduler.running)])
+        return completions
+
+    def take(
+        self, slot_R: np.ndarray, output: SamplerOutput, now_us: int, append: Append | None = None
+    ) -> list[Completion]:
+        """Give each of these sequences its next token, and return the completions of those that end with it."""
+        finite_R = output.finite
+        slot_F, token_F = slot_R[finite_R], output.token_ids[finite_R]
+        (append or self._scheduler.append)(slot_F, token_F)
+        self._note_first_tokens(slot_F, now_us)
+        for row, logprobs in output.logprobs.items():
+            kept = self._table.at(int(slot_R[row])).logprobs
+            assert kept is not None
+            kept.append(logprobs)
+        self._scheduler.stats.generated_tokens += len(slot_F)
+        completions = [self._non_finite(slot) for slot in slot_R[~finite_R].tolist()]
+        return completions + self._finish_ended(slot_F, token_F, now_us)
+
+    def _note_first_tokens(self, slot_R: np.ndarray, now_us: int) -> None:
+        """A sequence knows one token more than its prompt once in its life: preempted, it keeps what it generated."""
+        for slot in slot_R[self._table.num_known[slot_R] == self._table.num_prompt[slot_R] + 1].tolist():
+            self._table.at(slot).first_token_us = now_us
+
+    def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray, now_us: int) -> list[Completion]:
+        table = self._table
+        known_R = table.num_known[slot_R]
+        may_stop_R = known_R >= table.min_known[slot_R]
+        stop_R = may_stop_R & table.stops_at_eos[slot_R] & self._is_eos[token_R]
+        length_R = known_R >= table.limit[slot_R]
+        completions = []
+        for r in np.flatnonzero(stop_R | length_R | table.has_stops[slot_R]).tolist():
+            slot, token = int(slot_R[r]), int(token_R[r])
+            text: str | None = None
+            stopped = bool(stop_R[r])
+            if table.has_stops[slot] and not stopped:
+                stopped, text = self._check_stops(slot, token, bool(may_stop_R[r]))
+            if stopped:
+                completions.append(self._finished(slot, "stop", text, now_us))
+            elif length_R[r]:
+                completions.append(self._finished(slot, "length", None, now_us))
+        return completions
+
+    def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:
+        """Whether a stop token id or stop string ends the sequence here, and the text it ends with if a string does."""
+        sequence = self._table.at(slot)
+        if may_stop and token in sequence.request.params.stop_token_ids:
+            return True, None
+        match = sequence.stop_checker.push(token) if sequence.stop_checker is not None else None
+        return match is not None, match.text if match is not None else None
+
+    def _finished(self, slot: int, reason: FinishReason, text: str | None, now_us: int) -> Completion:
+        sequence = self._scheduler.finish(slot)
+        request = sequence.request
+        token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
+        if text is None:
+            # Without a stop string, what stopped it is its last token: EOS or a stop token id, which is no text.
+            text = self._tokenizer.decode(token_ids[:-1] if reason == "stop" else token_ids)
+        return Completion(
+            row_id=request.row_id,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=reason,
+            num_prompt_tokens=sequence.num_prompt,
+            num_cached_tokens=max(sequence.num_cached, 0),
+            logprobs=sequence.logprobs,
+            queued_us=sequence.queued_us,
+            first_token_us=sequence.first_token_us,
+            last_token_us=now_us,
+        )
+
+    def _non_finite(self, slot: int) -> Completion:
+        """End a sequence whose logits are not numbers; blocks only it holds are cleaned, none stays findable."""
+        sequence = self._table.at(slot)
+        generated = int(self._table.num_known[slot]) - sequence.num_prompt
+        own = self._scheduler.pool.held_once(self._table.blocks_of(slot))
+        self._scheduler.drop(slot, keep_blocks=False)
+        self._runner.zero_blocks(own)
+        return failed(
+            sequence,
+            RowError.NON_FINITE_LOGITS,
+            f"the model gave logits that are not finite numbers after {generated} generated tokens",
+        )
+
+
+def failed(sequence: Sequence, error: RowError, message: str) -> Completion:
+    """The completion of a request that ends with an error."""
+    return Completion(
+        row_id=sequence.request.row_id,
+        token_ids=[],
+        text="",
+        finish_reason="error",
+        num_prompt_tokens=sequence.num_prompt,
+        num_cached_tokens=max(sequence.num_cached, 0),
+        error=error.value,
+        error_message=message,
+        queued_us=sequence.queued_us,
+        first_token_us=sequence.first_token_us,
+    )

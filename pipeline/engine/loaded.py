@@ -1,0 +1,58 @@
+"""A checkpoint's weights on a device, from which a runner is made once the KV cache's size is known."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.engine.resolve import Resolved
+from pipeline.engine.runner import ModelRunner
+from pipeline.engine.tokenizer import Tokenizer
+from pipeline.errors import ModelError
+from pipeline.kernels.contract import Kernels
+from pipeline.kernels.select import select_kernels
+from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.decoder import Decoder, KVCache
+from pipeline.model.locate import locate_model
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    config: ModelConfig
+    decoder: Decoder
+    kernels: Kernels
+
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig, resolved: Resolved) -> "LoadedModel":
+        """Raises ModelError when the checkpoint's tensors do not match its config."""
+        kernels = select_kernels(resolved.device, resolved.dtype)
+        return cls(config, Decoder(folder, config, kernels, resolved.dtype, resolved.device), kernels)
+
+    @classmethod
+    def load_draft(cls, path: str, target: Tokenizer, resolved: Resolved) -> "LoadedModel":
+        """The draft model in `path`. Raises ModelError when its token ids mean other texts than the target's."""
+        folder = locate_model(path)
+        own = Tokenizer.from_folder(str(folder))
+        try:
+            differs = own.differs_from(target)
+        finally:
+            own.close()
+        if differs is not None:
+            raise ModelError(
+                f"model.draft {path}: its tokens are not those of model.path ({differs}), so it cannot draft for it; "
+                "take a draft model of the same family, or leave it out"
+            )
+        return cls.load(folder, read_config(folder), resolved)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.config.kv_bytes_per_token(self.decoder.dtype)
+
+    @property
+    def weights(self) -> str:
+        """What kind of weights it has, to read."""
+        awq = self.config.awq
+        return "dense" if awq is None else f"awq int4, groups of {awq.group_size}"
+
+    def runner(self, num_blocks: int, block_size: int, max_model_len: int) -> ModelRunner:
+        """A runner with a KV cache of that size."""
+        kv = KVCache.allocate(self.config, num_blocks, block_size, self.decoder.dtype, self.decoder.device)
+        return ModelRunner(self.decoder, kv, block_size, max_model_len)

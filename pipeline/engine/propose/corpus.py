@@ -1,0 +1,49 @@
+"""Outputs that finished not long ago, and where runs of tokens occurred in them. No torch."""
+
+import numpy as np
+
+from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
+
+_BORDER = -2  # between outputs: no token, and not what stands before a text either
+
+
+class FinishedOutputs:
+    """About the last `capacity` tokens of finished outputs, with borders between them; the oldest are overwritten."""
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity > MAX_MATCH + 2
+        self.index = SuffixIndex(8 * capacity)
+        self.tokens = np.full(capacity, _BORDER, dtype=np.int32)
+        self._at = 1
+
+    @property
+    def is_empty(self) -> bool:
+        return bool(self.tokens[1] == _BORDER)
+
+    def add(self, output: np.ndarray) -> None:
+        """Remember an output; of one longer than the capacity its end. One too short to be of use is left out."""
+        output = output[-(len(self.tokens) - 2) :]
+        if len(output) <= MIN_MATCH:
+            return
+        if self._at + len(output) >= len(self.tokens):
+            self.tokens[self._at :] = _BORDER
+            self._at = 1
+        begin, end = self._at, self._at + len(output)
+        self.tokens[begin:end] = output
+        self.tokens[end] = _BORDER
+        self._at = end + 1
+        end_N = np.arange(begin + MIN_MATCH, end)  # a run at the very end has nothing behind it
+        self.index.insert(self.index.keys(tails(self.tokens, np.zeros_like(end_N), end_N), 0), end_N)
+
+    def find(self, tail_NM: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the longest run that ends each tail ended, and its length; 0 where there is none."""
+        begin_N = np.zeros(len(tail_NM), dtype=np.int64)
+        everywhere_N = np.full(len(tail_NM), len(self.tokens))
+        return self.index.find(self.index.keys(tail_NM, 0), tail_NM, self.tokens, begin_N, everywhere_N)
+
+    def behind(self, end_N: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens (N, num_tokens) that followed there, and how many of them belong to the same output."""
+        place_NK = np.minimum(end_N[:, None] + np.arange(num_tokens), len(self.tokens) - 1)
+        token_NK = self.tokens.take(place_NK)
+        outside_NK = token_NK == _BORDER
+        return token_NK, np.where(outside_NK.any(axis=1), outside_NK.argmax(axis=1), num_tokens)

@@ -1,0 +1,97 @@
+"""Drafts by looking up: what followed the last few tokens when they occurred before.
+
+Templated, extractive and repetitive texts say the same again. The longest run of tokens that ends a sequence is looked
+for in its own prompt and output, and in the outputs that finished before it; of equally long ones the last occurrence
+counts, the sequence's own before another's (prompt lookup: Saxena 2023; suffix decoding: Oliaro et al. 2024, arXiv
+2411.04975). All sequences are looked up at once, so that a step costs some array operations and no Python per sequence.
+
+Shapes: S sequences, N places in their texts, M tokens of a run, K most drafts of one.
+"""
+
+import numpy as np
+
+from pipeline.engine.propose.corpus import FinishedOutputs
+from pipeline.engine.propose.offer import Offer
+from pipeline.engine.propose.proposer import Drafts
+from pipeline.engine.propose.suffix_index import MIN_MATCH, SuffixIndex, tails
+from pipeline.engine.sequence import SlotTable
+
+MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
+CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
+INDEXED_PER_CALL = 4096  # tokens, about a millisecond: long prompts are indexed over several steps
+
+
+class NgramProposer:
+    """Implements `Proposer` over the tokens in `table`, with at most `max_draft_tokens` for one sequence."""
+
+    name = "ngram"
+
+    def __init__(
+        self,
+        table: SlotTable,
+        max_draft_tokens: int,
+        max_entries: int = MAX_ENTRIES,
+        corpus_tokens: int = CORPUS_TOKENS,
+    ) -> None:
+        assert max_draft_tokens >= 1
+        self.table, self.max_draft_tokens = table, max_draft_tokens
+        self.finished = FinishedOutputs(corpus_tokens)
+        self.index = SuffixIndex(min(32 * table.token_ids.size, max_entries))
+        self._tokens = table.token_ids.reshape(-1)  # a view: slot s begins at s * width
+        self._width = table.token_ids.shape[1]
+        self._num_indexed = np.zeros(table.num_slots, dtype=np.int64)  # runs that end at or before this place are in
+        self._draft_K = np.arange(max_draft_tokens)
+
+    def admitted(self, slot: int) -> None:
+        self._num_indexed[slot] = MIN_MATCH - 1
+
+    def left(self, slot: int, finished: bool) -> None:
+        if finished:
+            table = self.table
+            self.finished.add(table.token_ids[slot, table.num_prompt[slot] : table.num_known[slot]])
+
+    def offer(self, slot_S: np.ndarray) -> Offer:
+        known_S, begin_S = self.table.num_known[slot_S], slot_S * self._width
+        tail_SM, key_SL = self._catch_up(slot_S, known_S, begin_S)
+        end_S, match_S = self.index.find(key_SL, tail_SM, self._tokens, begin_S, known_S)
+        # The text since then repeats itself if the match goes on: so drafts may run into each other, as in LZ77.
+        place_SK = end_S[:, None] + self._draft_K % (known_S - end_S)[:, None]
+        token_SK = self._tokens.take(begin_S[:, None] + place_SK)
+        count_S = np.where(match_S > 0, self.max_draft_tokens, 0)
+        if not self.finished.is_empty:
+            other_end_S, other_match_S = self.finished.find(tail_SM)
+            other_SK, other_count_S = self.finished.behind(other_end_S, self.max_draft_tokens)
+            is_better_S = (other_match_S > match_S) & (other_count_S > 0)
+            token_SK = np.where(is_better_S[:, None], other_SK, token_SK)
+            count_S = np.where(is_better_S, other_count_S, count_S)
+            match_S = np.where(is_better_S, other_match_S, match_S)
+        return Offer(slot_S, count_S, match_S, token_SK.astype(np.int64))
+
+    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
+        return Drafts(offer.token_id_SK)
+
+    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray) -> None:
+        pass
+
+    def _catch_up(self, slot_S: np.ndarray, known_S: np.ndarray, begin_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Index what became known, and return the last tokens of each sequence and their keys.
+
+        The run at the very end is left for later: nothing follows it yet.
+        """
+        indexed_S = self._num_indexed[slot_S]
+        most = max(INDEXED_PER_CALL // max(len(slot_S), 1), 2 * (self.max_draft_tokens + 1))
+        count_S = np.clip(known_S - 1 - indexed_S, 0, most)
+        num_new = int(count_S.sum())
+        sequence_N = np.arange(len(slot_S))
+        end_N = known_S
+        if num_new:
+            new_N = np.repeat(sequence_N, count_S)
+            offset_N = np.arange(num_new) - np.repeat(np.cumsum(count_S) - count_S, count_S)
+            end_N = np.concatenate([indexed_S[new_N] + 1 + offset_N, known_S])
+            sequence_N = np.concatenate([new_N, sequence_N])
+        tail_NM = tails(self._tokens, begin_S[sequence_N], end_N)
+        key_NL = self.index.keys(tail_NM, self.table.order[slot_S][sequence_N])
+        if num_new:
+            self.index.insert(key_NL[:num_new], end_N[:num_new])
+            self._num_indexed[slot_S] = indexed_S + count_S
+        return tail_NM[num_new:], key_NL[num_new:]

@@ -1,0 +1,23 @@
+"""What a proposer has to offer. No torch.
+
+Shapes: S sequences, K most drafts of one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Sequence slot_S[s] could be drafted up to count_S[s] tokens.
+
+    match_len_S: how many of its last tokens occurred before, where the drafts are what followed then (longer matches
+    are better grounds); 0 where drafts have other grounds or none are offered. token_id_SK: the tokens, where looking
+    them up is all there is to drafting them; else it has no columns.
+    """
+
+    slot_S: np.ndarray  # int64
+    count_S: np.ndarray  # int64
+    match_len_S: np.ndarray  # int64
+    token_id_SK: np.ndarray  # int64

@@ -1,0 +1,99 @@
+"""How many of the tokens on offer a step drafts, and whose: what the engine asks of a policy. No torch.
+
+Shapes: S sequences that get a token in the step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pipeline.engine.propose.offer import Offer
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """A step as it is planned, before drafts are added.
+
+    num_tokens: that it computes, of which one belongs to each sequence of slot_S and num_prefill are others: prompts,
+    and what a preemption lost. num_queued: such tokens that the step has no room for. room: tokens it could still take.
+    """
+
+    slot_S: np.ndarray  # int64: sequences that get a token, oldest first
+    context_len_S: np.ndarray  # int64: their known tokens
+    num_tokens: int
+    num_prefill: int
+    num_queued: int
+    room: int
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Sequence s drafts length_S[s] tokens of the offer number proposer_S[s]; more than are on offer count as all."""
+
+    length_S: np.ndarray  # int64
+    proposer_S: np.ndarray  # int64
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """Microseconds that one proposer took in a step: for its offer, and for its drafts."""
+
+    offer_us: int
+    draft_us: int
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A step that was computed; where nothing was drafted, drafted_S is all 0.
+
+    drafted_S may be less than was chosen: drafts are cut where no block is free for them. accepted_S: how many of
+    them the model confirmed, whether or not the sequence came to its end among them; num_generated: tokens that the
+    sequences of the step got. step_us is the whole step without proposing; proposed: of each proposer, () where none
+    was asked.
+    """
+
+    facts: StepFacts
+    num_generated: int
+    step_us: int
+    proposed: tuple[Proposed, ...]
+    drafted_S: np.ndarray  # int64
+    accepted_S: np.ndarray  # int64
+
+
+class DraftPolicy(Protocol):
+    def wants_offers(self, facts: StepFacts) -> bool:
+        """Whether to look for drafts at all in this step; looking costs something too."""
+        ...
+
+    def choose(self, facts: StepFacts, offers: Sequence[Offer]) -> Chosen:
+        """How many tokens to draft for each sequence, and on whose offer; one offer of each proposer."""
+        ...
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """What became of a step, with or without drafts. Steps that were undone are not told."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """What it counted for reports, by name; sums over engines mean the same."""
+        ...
+
+
+class FixedDrafts:
+    """Implements `DraftPolicy`: in every step as many as the first proposer has, up to a fixed number."""
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self.max_draft_tokens = max_draft_tokens
+
+    def wants_offers(self, facts: StepFacts) -> bool:
+        return True
+
+    def choose(self, facts: StepFacts, offers: Sequence[Offer]) -> Chosen:
+        return Chosen(np.minimum(offers[0].count_S, self.max_draft_tokens), np.zeros_like(offers[0].count_S))
+
+    def observe(self, outcome: StepOutcome) -> None:
+        pass
+
+    def counters(self) -> dict[str, int]:
+        return {}

@@ -1,0 +1,63 @@
+"""Who drafts tokens: what the engine asks of a proposer.
+
+A step asks twice, because the length of drafts is another's decision (see policy.py): `offer` says how many tokens
+each sequence could be drafted and on what grounds, `draft` gives those that were chosen. In between, the KV blocks of
+what was chosen are given to the sequences (see draft_room.py).
+
+What was drafted never changes what is generated, only how fast.
+
+Shapes: S sequences, K most drafts of one, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pipeline.engine.propose.offer import Offer
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """token_id_SK: the first tokens of row s, as many as were asked for, are drafts, ids that the model has; what
+    follows means nothing.
+
+    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see draws.py); None where
+    drafts are not drawn from a law that is known, which is always right.
+    """
+
+    token_id_SK: np.ndarray  # int64
+    q_SKV: torch.Tensor | None = None
+
+
+class Proposer(Protocol):
+    """Batched over sequences, which it knows by their slots. It reads their tokens from the SlotTable it was made with:
+    what was appended since it last looked, it finds there.
+
+    A sequence's known tokens only grow while it holds a slot, and drafts of an earlier step are among them as far as
+    they were accepted.
+    """
+
+    name: str
+
+    def admitted(self, slot: int) -> None:
+        """Another sequence is in this slot now, its known tokens in the table."""
+        ...
+
+    def left(self, slot: int, finished: bool) -> None:
+        """The sequence is about to leave the slot, its tokens still in the table; `finished`: it came to its end."""
+        ...
+
+    def offer(self, slot_S: np.ndarray) -> Offer:
+        """What could be drafted for these sequences, whose next token is computed in this step."""
+        ...
+
+    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
+        """Draft count_S[s] tokens for each sequence of the offer, at most as many as it says."""
+        ...
+
+    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray) -> None:
+        """Of the last `draft`, so many tokens of each sequence that had any were accepted; those that came to their end
+        have left. Not called where the step was undone."""
+        ...

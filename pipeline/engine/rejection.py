@@ -1,0 +1,65 @@
+"""Which drafts that were drawn from a known law stand, and what takes the place of those that do not.
+
+Rejection sampling (Leviathan, Kalman, Matias 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): a draft drawn
+from q stands with probability min(1, p / q); one that does not is replaced by a draw from (p - q)+, normalised. The
+token that comes out has the law p, whatever q is; p and q are what is left after penalties, temperature and cuts.
+
+Shapes: D rows with a draft of known law, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.engine.draws import ACCEPT, RESIDUAL, draw, uniforms
+
+
+@dataclass(frozen=True)
+class DraftLaw:
+    """The drafts of some rows of a step, drawn from known distributions with numbers of other streams than PLAIN,
+    ACCEPT and RESIDUAL (see draws.py)."""
+
+    rows: np.ndarray  # int64 [D], ascending, of the step's rows
+    token_ids: np.ndarray  # int64 [D]
+    q_DV: torch.Tensor  # probabilities
+
+    def of(self, chosen: np.ndarray) -> "DraftLaw":
+        """Some of the drafts alone, by their places."""
+        on_device = torch.from_numpy(chosen).to(self.q_DV.device)
+        return DraftLaw(self.rows[chosen], self.token_ids[chosen], self.q_DV[on_device])
+
+
+def settle(
+    w_DV: torch.Tensor, law: DraftLaw, seeds: np.ndarray, positions: np.ndarray, otherwise_D: torch.Tensor
+) -> torch.Tensor:
+    """The token of each row: its draft where that stands, else a draw from the residual.
+
+    w_DV: unnormalised probabilities of the model. otherwise_D: draws from it, made without looking at the draft; they
+    are taken where q is no distribution that the draft can come from (not finite, or 0 at the draft), and where
+    rounding leaves no residual.
+    """
+    p_DV = w_DV / w_DV.sum(dim=-1, keepdim=True)
+    q_DV = law.q_DV.to(p_DV)
+    draft_D = torch.from_numpy(law.token_ids).to(p_DV.device)
+    p_D, q_D = (x_DV.gather(1, draft_D[:, None])[:, 0].double() for x_DV in (p_DV, q_DV))
+    usable_D = torch.isfinite(q_DV.sum(dim=-1)) & (q_D > 0)
+    stands_D = _on(uniforms(seeds, positions, ACCEPT), q_D) * q_D < p_D
+    token_D = torch.where(stands_D, draft_D, otherwise_D)
+    fallen = np.flatnonzero((usable_D & ~stands_D).cpu().numpy())
+    if len(fallen):
+        rows = _on(fallen, draft_D)
+        residual_FV = residual(p_DV[rows], q_DV[rows])
+        u_F = _on(uniforms(seeds[fallen], positions[fallen], RESIDUAL), q_D)
+        is_some_F = residual_FV.sum(dim=-1) > 0
+        token_D[rows] = torch.where(is_some_F, draw(residual_FV, u_F), otherwise_D[rows])
+    return torch.where(usable_D, token_D, otherwise_D)
+
+
+def residual(p_RV: torch.Tensor, q_RV: torch.Tensor) -> torch.Tensor:
+    """Weights, not normalised, of what takes the place of a rejected draft: (p - q)+."""
+    return (p_RV - q_RV).clamp_(min=0.0)
+
+
+def _on(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device)

@@ -1,0 +1,153 @@
+"""How likely drafts are accepted: running estimates by class and position. No torch.
+
+A class is a proposer and a bucket of match lengths. The estimate for position i is the probability that the draft there
+is accepted given that all before it were. It is a weighted mean of what was seen, where each newer observation and each
+step that passes makes older ones count less, of the class's mean over all positions, and of a prior: a class that was
+not seen for long is thought of as at the start again, so that it gets another try.
+
+The totals for the report are exact counts beside the estimates; they add up over engines.
+
+C: classes, K: draft positions (0-based in arrays), S: sequences.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+WINDOW = 120  # observations of a class and position after which older ones count less than 1/e
+HALF_LIFE_STEPS = 1000  # steps after which what was seen counts half, seen again or not
+CLASS_WEIGHT = 4.0  # observations that the class's mean counts as at each position
+PRIOR_WEIGHT = 4.0  # observations that the prior counts as in the class's mean
+HIGHEST = 0.995  # estimates stay below 1, so that a deeper draft is never worth as much as the one before it
+
+
+@dataclass(frozen=True)
+class ProposerPrior:
+    """What is believed of a proposer before it was seen: bucket b holds match lengths from `match_from[b]` on."""
+
+    name: str
+    match_from: tuple[int, ...]
+    accepted: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.match_from) == len(self.accepted) >= 1
+        assert self.match_from[0] == 0
+        assert all(low < high for low, high in zip(self.match_from, self.match_from[1:])), "bounds rise"
+        assert all(0.0 < p < 1.0 for p in self.accepted)
+
+
+NGRAM = ProposerPrior("ngram", (0, 3, 4, 6), (0.35, 0.5, 0.6, 0.75))
+DRAFT_MODEL = ProposerPrior("draft", (0,), (0.65,))
+
+
+@dataclass(frozen=True)
+class AcceptanceCounts:
+    """Drafts verified and accepted, (C, K) integers each; class c is named `names[c]`. Adds up over engines.
+
+    `verified` at position k counts drafts whose predecessors were all accepted: the quotient is the probability that
+    `Acceptance` estimates.
+    """
+
+    names: tuple[str, ...]
+    verified: np.ndarray
+    accepted: np.ndarray
+
+    def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
+        assert self.names == other.names, "counts of the same classes"
+        assert self.verified.shape == other.verified.shape, "counts of the same positions"
+        return AcceptanceCounts(self.names, self.verified + other.verified, self.accepted + other.accepted)
+
+
+class Acceptance:
+    """Estimates and totals of some proposers, for drafts of at most `max_draft_tokens`."""
+
+    def __init__(self, proposers: Sequence[ProposerPrior], max_draft_tokens: int) -> None:
+        assert proposers
+        assert max_draft_tokens >= 1
+        self.max_draft_tokens = max_draft_tokens
+        buckets = [(at, prior, b) for at, prior in enumerate(proposers) for b in range(len(prior.accepted))]
+        self.names = tuple(f"{prior.name} {_bounds(prior, b)}".strip() for _, prior, b in buckets)
+        self.proposer_C = np.array([at for at, _, _ in buckets])
+        self.num_classes = len(buckets)
+        longest = max(prior.match_from[-1] for prior in proposers)
+        lengths = np.arange(longest + 1)
+        first_P = np.searchsorted(self.proposer_C, np.arange(len(proposers)))
+        self._class_PL = np.array(  # class by proposer and match length; longer ones are in the last
+            [
+                first + np.searchsorted(prior.match_from, lengths, side="right") - 1
+                for first, prior in zip(first_P, proposers)
+            ]
+        )
+        shape = (self.num_classes, max_draft_tokens)
+        self._prior_C1 = np.array([[prior.accepted[b]] for _, prior, b in buckets])
+        self._weight_CK, self._accepted_CK = np.zeros(shape), np.zeros(shape)
+        self._verified_total_CK = np.zeros(shape, dtype=np.int64)
+        self._accepted_total_CK = np.zeros(shape, dtype=np.int64)
+
+    @property
+    def counts(self) -> AcceptanceCounts:
+        return AcceptanceCounts(self.names, self._verified_total_CK.copy(), self._accepted_total_CK.copy())
+
+    def class_of(self, proposer: int, match_length_S: np.ndarray) -> np.ndarray:
+        """Classes (S,) of candidates of one proposer with these match lengths (0 where it knows none)."""
+        return self._class_PL[proposer][np.minimum(match_length_S, self._class_PL.shape[1] - 1)]
+
+    def probability(self) -> np.ndarray:
+        """(C, K): the probability that a draft is accepted given that all before it were."""
+        return self._mean()[0]
+
+    def upper(self, deviations: float) -> np.ndarray:
+        """(C, K): `probability` plus so many standard deviations of its own uncertainty: what may well be true."""
+        mean_CK, weight_CK = self._mean()
+        return np.minimum(mean_CK + deviations * np.sqrt(mean_CK * (1.0 - mean_CK) / (weight_CK + 1.0)), HIGHEST)
+
+    def observe(self, class_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
+        """Of `drafted_S` drafts of each sequence the first `accepted_S` were accepted."""
+        assert (accepted_S <= drafted_S).all(), "more accepted than drafted"
+        # Both at once: classes of what was verified, then classes of what was accepted.
+        depth_2S = np.concatenate((np.minimum(drafted_S, accepted_S + 1), accepted_S))
+        class_2S = np.concatenate((class_S, class_S + self.num_classes))
+        verified_CK, accepted_CK = np.split(
+            count_deep(class_2S, depth_2S, 2 * self.num_classes, self.max_draft_tokens), 2
+        )
+        kept_CK = np.exp(verified_CK * (-1.0 / WINDOW))
+        self._weight_CK = self._weight_CK * kept_CK + verified_CK
+        self._accepted_CK = self._accepted_CK * kept_CK + accepted_CK
+        self._verified_total_CK += verified_CK
+        self._accepted_total_CK += accepted_CK
+
+    def forget(self, num_steps: int) -> None:
+        """So many steps passed since the last call: what was seen before counts less."""
+        kept = math.exp2(-num_steps / HALF_LIFE_STEPS)
+        self._weight_CK *= kept
+        self._accepted_CK *= kept
+
+    # -- parts
+
+    def _mean(self) -> tuple[np.ndarray, np.ndarray]:
+        """Estimates and the weight of what was seen, both (C, K)."""
+        class_weight_C1 = self._weight_CK.sum(axis=1, keepdims=True) + PRIOR_WEIGHT
+        class_C1 = (self._accepted_CK.sum(axis=1, keepdims=True) + PRIOR_WEIGHT * self._prior_C1) / class_weight_C1
+        weight_CK = self._weight_CK + CLASS_WEIGHT
+        mean_CK = (self._accepted_CK + CLASS_WEIGHT * class_C1) / weight_CK
+        return np.minimum(mean_CK, HIGHEST), self._weight_CK
+
+
+def count_deep(class_S: np.ndarray, depth_S: np.ndarray, num_classes: int, max_drafts: int) -> np.ndarray:
+    """(C, K): how many sequences of a class come at least as deep as position k (0-based: depth k + 1)."""
+    width = max_drafts + 1
+    flat = np.bincount(class_S * width + depth_S, minlength=num_classes * width)
+    return flat.reshape(num_classes, width)[:, :0:-1].cumsum(axis=1)[:, ::-1]
+
+
+def _bounds(prior: ProposerPrior, b: int) -> str:
+    """Of match lengths, as people write them; nothing where a proposer has a single bucket."""
+    if len(prior.match_from) == 1:
+        return ""
+    low = prior.match_from[b]
+    if b + 1 == len(prior.match_from):
+        return f"{low}+"
+    high = prior.match_from[b + 1] - 1
+    return f"{low}" if low == high else f"{low}-{high}"

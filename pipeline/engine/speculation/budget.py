@@ -1,0 +1,39 @@
+"""What speculation may lose against plain decoding: an account in seconds that drafting has to stay above zero.
+
+Estimates can be wrong and texts can change, even against us; this account bounds what either can cost. It starts with a
+few plain steps' time and earns a small share of all time. Every step that drafts settles what it really gained or lost
+against the plain steps that would have given the same tokens. Drafts are only made while the account can pay for all of
+them being rejected. What is gained is kept up to a cap, so that a good hour does not pay for a bad one.
+
+    loss against plain <= GRANT_STEPS plain steps + EARNED_SHARE of the time
+"""
+
+GRANT_STEPS = 2.0  # plain steps' time at the start
+EARNED_SHARE = 0.004  # of all time
+CAP_STEPS = 20.0  # plain steps' time that the account holds at most
+RISKED_SHARE = 0.5  # of the account that one step may lose
+
+
+class LossBudget:
+    """The account. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.balance_s = 0.0
+        self.is_open = False
+
+    def open(self, plain_s: float) -> None:
+        """Grant the first balance, once a plain step's time is known."""
+        assert not self.is_open, "one grant"
+        self.is_open = True
+        self.balance_s = GRANT_STEPS * plain_s
+
+    @property
+    def affordable_s(self) -> float:
+        """What one step may lose at most."""
+        return max(RISKED_SHARE * self.balance_s, 0.0)
+
+    def settle(self, elapsed_s: float, gained_s: float, plain_s: float) -> None:
+        """A step took `elapsed_s` and gained or (below 0) lost so much; `plain_s` is a plain step's time at present."""
+        balance_s = self.balance_s + EARNED_SHARE * elapsed_s + gained_s
+        # A shorter plain step lowers the cap; it takes nothing away that was there before.
+        self.balance_s = min(balance_s, max(CAP_STEPS * plain_s, self.balance_s))

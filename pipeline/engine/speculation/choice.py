@@ -1,0 +1,122 @@
+"""The best draft lengths of one step: how many tokens each sequence drafts so that expected tokens per second are most.
+
+A sequence's draft at position k is worth the product of the acceptance probabilities up to k, and costs what one more
+token in the step costs. Which drafts belong to a class and a position only matters through that value, so they are
+taken class by class in falling order of value, and the best number of drafts is looked for over the whole curve of
+costs: a curve may have steps and kinks (padded graphs, another kernel from some size on), where stopping at the first
+fall would miss the best. No torch.
+
+C: classes, K: draft positions, N = C * K: drafts that are alike, in falling order of value, D: numbers of drafts (0 and
+up), S: sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.engine.speculation.proposing import ProposingCost
+
+
+class Values:
+    """What drafts are worth, and in which order they are taken: made of probabilities once, used in several steps."""
+
+    def __init__(self, probability_CK: np.ndarray, proposer_C: np.ndarray) -> None:
+        value_CK = probability_CK.cumprod(axis=1)
+        num_classes, max_drafts = value_CK.shape
+        self.num_classes = num_classes
+        # Expected tokens of a class's first 0 to K drafts.
+        self.worth_CK1 = np.concatenate((np.zeros((num_classes, 1)), value_CK.cumsum(axis=1)), axis=1)
+        self.order_N = np.argsort(-value_CK, axis=None, kind="stable")
+        self.value_N = value_CK.ravel()[self.order_N]
+        self.class_N = self.order_N // max_drafts
+        self.at_depth_NK = (self.order_N % max_drafts)[:, None] == np.arange(max_drafts)
+        self.proposer_N = proposer_C[self.class_N]
+
+
+@dataclass(frozen=True)
+class Split:
+    """So many drafts in all, and whose: class c drafts to depth_C[c], and `num_deeper` of `deeper_class` one more."""
+
+    num_drafts: int
+    depth_C: np.ndarray
+    deeper_class: int
+    num_deeper: int
+    expected_tokens: float  # of the step, with the one that each sequence gets anyway
+    seconds: float  # of the step and of proposing, lookups apart
+    plain_s: float  # of the step without drafts
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.expected_tokens / self.seconds
+
+
+def best_split(
+    num_sequences: int,
+    deep_CK: np.ndarray,
+    values: Values,
+    curve_s_D: np.ndarray,
+    proposing: Sequence[ProposingCost],
+    extra_s: float,
+    lookup_s: float = 0.0,
+) -> Split:
+    """The number of drafts with the most expected tokens per second of step, passes and lookup.
+
+    deep_CK: sequences of class c with a candidate at k (may be fractions, of an expectation). curve_s_D: seconds of
+    the step by number of drafts. extra_s: seconds that drafting may take beside the plain step at most, whatever it
+    gains.
+    """
+    count_N = deep_CK.ravel()[values.order_N]
+    end_N1, value_N1 = np.zeros(len(count_N) + 1), np.zeros(len(count_N) + 1)
+    count_N.cumsum(out=end_N1[1:])
+    (count_N * values.value_N).cumsum(out=value_N1[1:])
+    most = min(int(end_N1[-1] + 1e-6), len(curve_s_D) - 1)
+    drafts_D = np.arange(most + 1)
+    expected_D = np.interp(drafts_D, end_N1, value_N1)
+    expected_D += num_sequences
+    seconds_D = curve_s_D[: most + 1]
+    for at, cost in enumerate(proposing):
+        if cost.has_passes:
+            seconds_D = seconds_D + _passes_s(drafts_D, values, count_N, end_N1, at, cost)
+    plain_s = float(curve_s_D[0])
+    rate_D = expected_D / (seconds_D + lookup_s)
+    # Allowed or not, one by one: a staircase may be affordable again further on.
+    rate_D[seconds_D > plain_s + extra_s] = 0.0
+    rate_D[0] = num_sequences / (plain_s + lookup_s)
+    best = int(rate_D.argmax())
+    taken = int(end_N1.searchsorted(best + 1e-6, side="right")) - 1  # items of the order that are taken whole
+    depth_C = np.bincount(values.class_N[:taken], minlength=values.num_classes)
+    rest = best - int(end_N1[taken] + 1e-6)
+    deeper = int(values.class_N[taken]) if rest else 0
+    return Split(best, depth_C, deeper, rest, float(expected_D[best]), float(seconds_D[best]), plain_s)
+
+
+def deal(split: Split, class_S: np.ndarray, available_S: np.ndarray, turn: int) -> np.ndarray:
+    """Draft lengths (S,) of a split. Where only some of a class draft one more, they take turns: `turn` rises."""
+    depth_S = split.depth_C[class_S]
+    length_S = np.minimum(available_S, depth_S)
+    if split.num_deeper:
+        able = np.flatnonzero((class_S == split.deeper_class) & (available_S > depth_S))
+        first = turn % len(able)
+        length_S[np.concatenate((able[first:], able[:first]))[: split.num_deeper]] += 1
+    return length_S
+
+
+def _passes_s(
+    drafts_D: np.ndarray, values: Values, count_N: np.ndarray, end_N1: np.ndarray, at: int, cost: ProposingCost
+) -> np.ndarray:
+    """Seconds (D,) of the draft passes of proposer `at` that the first drafts of the order need.
+
+    The first draft at a depth opens a pass, more of that depth make it wider; so there is a node at the first draft of
+    each item and one at its last, and between them the time is (nearly) a line.
+    """
+    own_NK = values.at_depth_NK & (values.proposer_N == at)[:, None]
+    wide_NK = own_NK * count_N[:, None]
+    last_NK = wide_NK.cumsum(axis=0)
+    first_NK = last_NK - np.maximum(wide_NK - 1.0, 0.0)
+    node_drafts, node_s = np.zeros(2 * len(count_N) + 1), np.zeros(2 * len(count_N) + 1)
+    node_drafts[1::2] = end_N1[:-1] + np.minimum(count_N, 1.0)
+    node_drafts[2::2] = end_N1[1:]
+    node_s[1::2] = cost.pass_s(first_NK).sum(axis=1)
+    node_s[2::2] = cost.pass_s(last_NK).sum(axis=1)
+    return np.interp(drafts_D, node_drafts, node_s)

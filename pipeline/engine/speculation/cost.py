@@ -1,0 +1,291 @@
+"""What a step costs: seconds by its tokens, its sequences and the KV tokens it reads. No torch.
+
+Two kinds of steps are timed at start-up, each at a short and a long context: plain ones, where every sequence computes
+one token, and drafted ones, where each computes `tokens_per_sequence`. Between the points the time is interpolated:
+over the tokens, over sequences per token (which lies between the two kinds) and over the mean context.
+
+While running, each observed step refines the table in two ways. The machine's speed is common to all steps and moves
+fast: the median of the last steps at points that are known well. The shape belongs to a kind and a number of tokens:
+the median of what was seen there, on top of the speed. A point learns it from its first steps, and later only from
+steps that follow one of the other kind: what the two kinds deviate by from each other can only be seen side by side,
+while in a long row of one kind the speed and the shape could drift apart with nothing to hold them. So a machine that
+is disturbed for a minute changes no decision, a point that start-up measured wrongly does, and one step that took ten
+times as long changes nothing.
+
+G: points of the token grid. D: numbers of drafts, 0 and up.
+"""
+
+import math
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pipeline.engine.speculation.robust import MovingMedian
+
+PLAIN, DRAFTED = 0, 1
+SHORT, LONG = 0, 1
+
+RECENT_STEPS = 7  # steps whose median is the machine's present speed
+RECENT_SHAPES = 15  # steps of one kind and size whose median corrects the table there
+KNOWN_STEPS = 8  # steps seen at a point before what it deviates by is the machine's speed and not its own shape
+PRIOR_STEPS = 1  # what is believed of a point before counts as much as this many steps seen there
+FEW_STEPS = 3  # steps seen at a point below which the median says little,
+FEW_TRUSTED = 0.05  # and may move the logarithm of its time by so much
+NOTABLE = 0.01  # a correction that changes by less makes no new version of the table
+MAX_GRID = 12  # points of the token grid
+BEYOND = 16  # the grid is extended by its last slope to this many times its largest point
+LEAST_SHARE = 0.1  # extrapolating to short contexts leaves at least this share of a measured time
+
+RunStep = Callable[[int, int, int], None]
+"""Runs one step of (num_tokens, num_sequences, context_len), tokens spread evenly over the sequences, each with
+`context_len` tokens in the KV cache, logits computed for every token; returns when the device is done. All sequences
+may read the same blocks. What is in them does not matter."""
+
+
+class StepCost:
+    """The table of one model on one device. Lookups are pure; only `observe` changes it."""
+
+    def __init__(
+        self,
+        num_tokens_G: Sequence[int],
+        plain_s: Sequence[Sequence[float]],
+        drafted_s: Sequence[Sequence[float]],
+        contexts: tuple[int, int],
+        tokens_per_sequence: int,
+        padded_to: Sequence[int] = (),
+    ) -> None:
+        """`plain_s` and `drafted_s`: seconds at the two contexts, (2, G) each. `padded_to`: rising token counts that
+        a step is padded to (CUDA graphs); what is larger than all of them is not padded."""
+        assert tokens_per_sequence > 1, "a drafted step has more than one token a sequence"
+        grid_G = np.asarray(num_tokens_G, dtype=np.float64)
+        assert len(grid_G) > 1, "the token grid has at least two points"
+        assert (np.diff(grid_G) > 0).all(), "the token grid rises"
+        self.version = 0  # rises when a lookup would answer notably otherwise, the speed apart
+        self._contexts = contexts
+        self._padded_to = np.asarray(padded_to, dtype=np.float64)
+        self._grid_G = np.append(grid_G, BEYOND * grid_G[-1])
+        seconds_KCG = np.array([plain_s, drafted_s], dtype=np.float64)
+        assert seconds_KCG.shape == (2, 2, len(grid_G)), "one time for each kind, context and point"
+        assert (seconds_KCG > 0).all(), "a step takes time"
+        self._seconds_KCG = _extended(grid_G, seconds_KCG)
+        sequences_G = np.maximum(self._grid_G // tokens_per_sequence, 1)
+        self._drafted_share_G = sequences_G / self._grid_G  # sequences per token of the drafted steps
+        # The same as lists: one step's time is looked up several times a step, far faster without arrays.
+        self._grid, self._sizes, self._shares = self._grid_G.tolist(), list(padded_to), self._drafted_share_G.tolist()
+        self._seconds = self._seconds_KCG.tolist()
+        self._speed = MovingMedian(RECENT_STEPS)  # log of measured by table
+        for _ in range(RECENT_STEPS):  # as start-up measured it; else the first step, a wild one perhaps, would be it
+            self._speed.add(0.0)
+        self._last_kind = PLAIN  # of the step before
+        self._shape_KG = [[MovingMedian(RECENT_SHAPES) for _ in self._grid_G] for _ in (PLAIN, DRAFTED)]
+        self._correction_KG = np.zeros((2, len(self._grid_G)))  # log
+        self._correction = self._correction_KG.tolist()
+
+    @classmethod
+    def measure(
+        cls,
+        run_step: RunStep,
+        max_tokens: int,
+        contexts: tuple[int, int],
+        tokens_per_sequence: int = 4,
+        padded_to: Sequence[int] = (),
+        budget_s: float = 2.0,
+        repeats: int = 3,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> "StepCost":
+        """Time steps of 1 to `max_tokens` tokens. The smallest and the largest are timed in any case, those between
+        coarse to fine while `budget_s` lasts; what was not timed is interpolated.
+
+        Each point is run once unmeasured and then at most `repeats` times; the fastest counts, since what disturbs a
+        machine only ever takes time.
+        """
+        grid = token_grid(max_tokens, padded_to)
+        kinds = [(kind, context) for context in (SHORT, LONG) for kind in (PLAIN, DRAFTED)]
+        if contexts[SHORT] == contexts[LONG]:
+            kinds = kinds[:2]
+        seconds_KCG = np.full((2, 2, len(grid)), np.nan)
+        begun = clock()
+        for number, g in enumerate(_coarse_to_fine(len(grid))):
+            if number >= 2 and clock() - begun > budget_s:
+                break
+            for kind, context in kinds:
+                sequences = grid[g] if kind == PLAIN else max(grid[g] // tokens_per_sequence, 1)
+                left_s = budget_s - (clock() - begun)
+                args = (grid[g], sequences, contexts[context])
+                seconds_KCG[kind, context, g] = _fastest(run_step, args, repeats, left_s, clock)
+        if len(kinds) == 2:
+            seconds_KCG[:, LONG] = seconds_KCG[:, SHORT]
+        timed = np.flatnonzero(~np.isnan(seconds_KCG[PLAIN, SHORT]))
+        points = np.asarray(grid, dtype=np.float64)
+        for kind in (PLAIN, DRAFTED):
+            for context in (SHORT, LONG):
+                row_G = seconds_KCG[kind, context]
+                row_G[:] = np.interp(points, points[timed], row_G[timed])
+        plain_s, drafted_s = seconds_KCG[PLAIN].tolist(), seconds_KCG[DRAFTED].tolist()
+        return cls(grid, plain_s, drafted_s, contexts, tokens_per_sequence, padded_to)
+
+    @property
+    def speed(self) -> float:
+        """How many times as long as the table says steps take at present."""
+        return math.exp(self._speed.value)
+
+    def curve_s(self, num_sequences: int, kv_tokens: int, num_other: int, max_drafts: int) -> np.ndarray:
+        """Seconds (D,) of steps with 0 to `max_drafts` drafts beside one token for each of the sequences and
+        `num_other` tokens of prefill, at the table's own speed: multiply by `speed`.
+
+        `kv_tokens`: KV tokens that the sequences have, all together. About 50 us for a thousand drafts; the answer
+        for the same arguments changes only with `version`.
+        """
+        tokens_D = np.arange(num_sequences + num_other, num_sequences + num_other + max_drafts + 1, dtype=np.float64)
+        padded_D = tokens_D
+        if self._sizes:
+            index_D = np.searchsorted(self._padded_to, tokens_D)
+            inside_D = index_D < len(self._sizes)
+            padded_D = np.where(inside_D, self._padded_to[np.minimum(index_D, len(self._sizes) - 1)], tokens_D)
+        weight = self._context_weight(num_sequences, kv_tokens)
+        at_short_KG, at_long_KG = self._seconds_KCG[:, SHORT], self._seconds_KCG[:, LONG]
+        seconds_KG = np.maximum(at_short_KG + weight * (at_long_KG - at_short_KG), LEAST_SHARE * at_short_KG)
+        plain_D = np.interp(padded_D, self._grid_G, seconds_KG[PLAIN])
+        drafted_D = np.interp(padded_D, self._grid_G, seconds_KG[DRAFTED])
+        lowest_D = np.interp(padded_D, self._grid_G, self._drafted_share_G)
+        share_D = np.minimum(1.0, (num_sequences / tokens_D - lowest_D).clip(0.0) / (1.0 - lowest_D).clip(1e-9))
+        log_D = np.interp(padded_D, self._grid_G, self._correction_KG[DRAFTED])
+        log_D[0] = np.interp(padded_D[0], self._grid_G, self._correction_KG[PLAIN])
+        return (drafted_D + share_D * (plain_D - drafted_D)) * np.exp(log_D)
+
+    def step_s(self, num_sequences: int, kv_tokens: int, num_other: int = 0, num_drafts: int = 0) -> float:
+        """Seconds of one step at the machine's present speed; a few us."""
+        kind = DRAFTED if num_drafts else PLAIN
+        table_s, correction, _ = self._at(kind, num_sequences + num_other + num_drafts, num_sequences, kv_tokens)
+        return table_s * math.exp(correction + self._speed.value)
+
+    def elasticity(self, num_sequences: int, kv_tokens: int, num_other: int, num_more: int) -> float:
+        """By which share the time of a step grows, divided by the share by which its tokens do, when `num_more` are
+        added: 1 where compute is the limit, near 0 where tokens cost nothing (memory or dispatch is the limit)."""
+        tokens = num_sequences + num_other
+        before_s, after_s = (
+            table_s * math.exp(correction)
+            for table_s, correction, _ in (
+                self._at(DRAFTED, tokens, num_sequences, kv_tokens),
+                self._at(DRAFTED, tokens + num_more, num_sequences, kv_tokens),
+            )
+        )
+        return (after_s - before_s) / before_s * tokens / num_more
+
+    def observe(self, num_sequences: int, kv_tokens: int, num_drafts: int, seconds: float) -> None:
+        """A step without prefill took so long."""
+        if seconds <= 0.0:
+            return
+        kind = DRAFTED if num_drafts else PLAIN
+        table_s, correction, g = self._at(kind, num_sequences + num_drafts, num_sequences, kv_tokens)
+        log_ratio = math.log(seconds / table_s)
+        shape = self._shape_KG[kind][g]
+        is_known = len(shape) >= KNOWN_STEPS
+        if not is_known or kind != self._last_kind:
+            shape.add(log_ratio - self._speed.value)
+        self._last_kind = kind
+        if is_known:
+            self._speed.add(log_ratio - correction)
+        if abs(_trusted(shape) - self._correction[kind][g]) > NOTABLE:
+            self._correct()
+
+    # -- parts
+
+    def _context_weight(self, num_sequences: int, kv_tokens: int) -> float:
+        """0 at the short context, 1 at the long one."""
+        short, long = self._contexts
+        return (kv_tokens / max(num_sequences, 1) - short) / (long - short) if long != short else 0.0
+
+    def _at(self, kind: int, num_tokens: int, num_sequences: int, kv_tokens: int) -> tuple[float, float, int]:
+        """Uncorrected seconds of one step, the logarithm of their correction, and the nearest point of the grid.
+
+        The same as an element of `curve_s`.
+        """
+        at = bisect_left(self._sizes, num_tokens)
+        padded = self._sizes[at] if at < len(self._sizes) else num_tokens
+        grid = self._grid
+        low = min(max(bisect_right(grid, padded) - 1, 0), len(grid) - 2)
+        part = min(max((padded - grid[low]) / (grid[low + 1] - grid[low]), 0.0), 1.0)
+        weight = self._context_weight(num_sequences, kv_tokens)
+        seconds = []
+        for short_G, long_G in self._seconds:
+            ends = [max(s + weight * (t - s), LEAST_SHARE * s) for s, t in zip(short_G[low : low + 2], long_G[low:])]
+            seconds.append(ends[0] + part * (ends[1] - ends[0]))
+        lowest = self._shares[low] + part * (self._shares[low + 1] - self._shares[low])
+        share = min(max(num_sequences / num_tokens - lowest, 0.0) / max(1.0 - lowest, 1e-9), 1.0)
+        left, right = self._correction[kind][low : low + 2]
+        nearest = low if padded * padded <= grid[low] * grid[low + 1] else low + 1
+        table_s = seconds[DRAFTED] + share * (seconds[PLAIN] - seconds[DRAFTED])
+        return table_s, left + part * (right - left), nearest
+
+    def _correct(self) -> None:
+        """A point where nothing was seen takes the correction of the nearest of its kind that has one; where there is
+        none, of the other kind: what all of those deviate by is how start-up was timed, and holds for both."""
+        own_K: list[list[float]] = []
+        for shape_G in self._shape_KG:
+            seen = [(g, _trusted(shape)) for g, shape in enumerate(shape_G) if len(shape)]
+            own_K.append([min(seen, key=lambda s, at=at: abs(s[0] - at))[1] for at in range(len(shape_G)) if seen])
+        self._correction = [own_K[kind] or own_K[1 - kind] for kind in (PLAIN, DRAFTED)]
+        self._correction_KG = np.array(self._correction)
+        self.version += 1
+
+
+def _trusted(shape: MovingMedian) -> float:
+    """The correction that what was seen at a point amounts to."""
+    trusted = shape.value * len(shape) / (len(shape) + PRIOR_STEPS)
+    if len(shape) < FEW_STEPS:  # one wild step must not keep a point from ever being tried again
+        return min(max(trusted, -FEW_TRUSTED), FEW_TRUSTED)
+    return trusted
+
+
+def token_grid(max_tokens: int, padded_to: Sequence[int] = ()) -> list[int]:
+    """Rising token counts to time: powers of two up to `max_tokens`, or sizes that steps are padded to anyway."""
+    assert max_tokens >= 2
+    sizes = sorted({size for size in padded_to if size <= max_tokens})
+    if len(sizes) > MAX_GRID:  # spread over the logarithm, first and last kept
+        wanted = np.geomspace(sizes[0], sizes[-1], MAX_GRID)
+        sizes = sorted({min(sizes, key=lambda size, at=at: abs(size - at)) for at in wanted.tolist()})
+    if not sizes:
+        sizes = [1 << power for power in range(max_tokens.bit_length() - 1)]
+        while len(sizes) > MAX_GRID - 1:
+            del sizes[1]
+    if sizes[-1] != max_tokens:
+        sizes.append(max_tokens)
+    return sizes if len(sizes) > 1 else [1, *sizes]
+
+
+def _coarse_to_fine(count: int) -> list[int]:
+    """0 to count - 1: the ends, the middle, the middles of what is left."""
+    order, spans = [0, count - 1], [(0, count - 1)]
+    while spans:
+        low, high = spans.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            spans += [(low, middle), (middle, high)]
+    return order
+
+
+def _fastest(
+    run_step: RunStep, args: tuple[int, int, int], repeats: int, left_s: float, clock: Callable[[], float]
+) -> float:
+    run_step(*args)
+    fastest, spent = math.inf, 0.0
+    for _ in range(repeats):
+        before = clock()
+        run_step(*args)
+        took = clock() - before
+        fastest, spent = min(fastest, took), spent + took
+        if spent > left_s:
+            break
+    return max(fastest, 1e-9)
+
+
+def _extended(grid_G: np.ndarray, seconds_KCG: np.ndarray) -> np.ndarray:
+    """With one more point far out, on the last slope: beyond the grid a token costs what the last ones cost."""
+    last = seconds_KCG[..., -1]
+    slope = np.maximum(last - seconds_KCG[..., -2], 0.0) / (grid_G[-1] - grid_G[-2])
+    far = last + slope * (BEYOND - 1) * grid_G[-1]
+    return np.concatenate([seconds_KCG, far[..., None]], axis=-1)

@@ -1,0 +1,40 @@
+"""The benchmark of speculative decoding: equal work in every way, and figures of its own steps."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.bench.speculation import AUTO, DRAFT, NGRAM, PLAIN, bench_speculation
+from pipeline.cli import cli
+from pipeline.errors import ConfigError
+
+
+def test_every_way_gives_the_same_tokens() -> None:
+    told = bench_speculation(batch_sizes=(2,), rows=3, rounds=1, dtype="float32")
+    (batch,) = told.batches
+    assert [way.name for way in batch.ways] == [PLAIN, NGRAM, DRAFT, AUTO]
+    plain, lookup, draft, _ = batch.ways
+    assert len({way.tokens for way in batch.ways}) == 1
+    assert all(way.equal == 3 for way in batch.ways)
+    assert (plain.draft_steps, plain.acceptance, plain.tokens_per_step) == (0.0, 0.0, pytest.approx(1.0, abs=0.1))
+    assert min(lookup.draft_steps, draft.draft_steps) > 0.5
+    assert min(lookup.tokens_per_step, draft.tokens_per_step) > 1.2
+    assert all(0.0 < way.tail_s[0] <= way.seconds[0] for way in batch.ways)
+    assert json.loads(json.dumps(told.to_json()))["batches"][0]["rows"] == 3
+
+
+def test_the_command_prints_a_table_and_json() -> None:
+    args = ["bench", "speculation", "--batch-sizes", "1", "--rows", "1", "--rounds", "1", "--text", "extractive"]
+    done = CliRunner().invoke(cli, args)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert any(line.split()[:2] == ["1", "auto"] for line in lines)
+    assert json.loads(lines[-1])["bench"] == "speculation"
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(ConfigError, match="expected one of reports, extractive"):
+        bench_speculation(text="poems")
+    with pytest.raises(ConfigError, match="expected at least 1 of each"):
+        bench_speculation(batch_sizes=())

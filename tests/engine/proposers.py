@@ -1,0 +1,74 @@
+"""Proposers whose drafts are right as often as a test wants."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipeline.engine.propose.offer import Offer
+from pipeline.engine.propose.proposer import Drafts
+from pipeline.engine.sequence import SlotTable
+
+
+class Recorded:
+    """Drafts what a run without drafts gave, by row id, with errors; ragged, and sometimes nothing.
+
+    Fails when it is told of sequences in another order than they come and go.
+    """
+
+    name = "recorded"
+
+    def __init__(
+        self,
+        table: SlotTable,
+        outputs: Mapping[object, Sequence[int]],
+        rng: np.random.Generator,
+        most: int = 5,
+        error_rate: float = 0.2,
+        vocab_size: int = 97,
+    ) -> None:
+        self.table, self.outputs, self.rng = table, outputs, rng
+        self.most, self.error_rate, self.vocab_size = most, error_rate, vocab_size
+        self.order_of: dict[int, int] = {}
+        self.num_finished = 0
+
+    def admitted(self, slot: int) -> None:
+        assert slot not in self.order_of
+        self.order_of[slot] = self.table.at(slot).order
+
+    def left(self, slot: int, finished: bool) -> None:
+        assert self.order_of.pop(slot) == self.table.at(slot).order
+        self.num_finished += finished
+
+    def offer(self, slot_S: np.ndarray) -> Offer:
+        token_SK = np.full((len(slot_S), self.most), -1, dtype=np.int64)
+        count_S = np.zeros(len(slot_S), dtype=np.int64)
+        for s, slot in enumerate(slot_S.tolist()):
+            sequence = self.table.at(slot)
+            assert self.order_of[slot] == sequence.order
+            at = int(self.table.num_known[slot]) - sequence.num_prompt
+            rest = list(self.outputs[sequence.request.row_id][at : at + self.most])
+            rest += self.rng.integers(0, self.vocab_size, self.most - len(rest)).tolist()
+            wrong = self.rng.random(self.most) < self.error_rate
+            count_S[s] = self.rng.integers(0, self.most + 1)
+            drafts = np.where(wrong, self.rng.integers(0, self.vocab_size, self.most), rest)
+            token_SK[s, : count_S[s]] = drafts[: count_S[s]]
+        return Offer(slot_S, count_S, np.zeros_like(count_S), token_SK)
+
+    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
+        assert (count_S <= offer.count_S).all()
+        return Drafts(offer.token_id_SK)
+
+    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray) -> None:
+        pass
+
+
+class Certain(Recorded):
+    """As many drafts as there can be, exactly those given."""
+
+    def offer(self, slot_S: np.ndarray) -> Offer:
+        token_SK = np.zeros((len(slot_S), self.most), dtype=np.int64)
+        for s, sequence in enumerate(map(self.table.at, slot_S.tolist())):
+            at = int(self.table.num_known[sequence.slot]) - sequence.num_prompt
+            drafts = self.outputs[sequence.request.row_id][at : at + self.most]
+            token_SK[s, : len(drafts)] = drafts
+        return Offer(slot_S, np.full(len(slot_S), self.most), np.zeros(len(slot_S), dtype=np.int64), token_SK)

@@ -1,0 +1,130 @@
+"""Machines and texts that exist only as formulas, to simulate the controller on.
+
+S: sequences of a step, K: draft positions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+# Milliseconds of all linears of one layer by tokens, measured on one H200 (Llama-8B's four linears): int4 kernel, then
+# 16-bit ones from where they are faster. 32 layers.
+_INT4_TOKENS = [1, 16, 64, 75, 128, 256, 512, 1024, 4096]
+_INT4_MS = [0.092, 0.095, 0.143, 0.158, 0.161, 0.206, 0.327, 0.627, 2.601]
+# All linears of a 0.6B model on two CPU cores, packed bf16.
+_CPU_TOKENS = [1, 4, 8, 16, 32, 48, 128, 512, 4096]
+_CPU_MS = [24, 24, 31, 43, 75, 106, 260, 1040, 8320]
+_GRAPHS = [1, 2, 4, *range(8, 257, 8)]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`step_s(tokens, sequences, kv_tokens, drafted)` and what proposing takes on it."""
+
+    name: str
+    step_s: Callable[[int, int, int, bool], float]
+    lookup_s: Callable[[int], float] = lambda num: 20e-6 + 1e-6 * num
+    pass_s: Callable[[int], float] | None = None
+    padded_to: tuple[int, ...] = ()
+
+
+def _graphs(tokens: int, sequences: int, kv: int, drafted: bool) -> float:
+    padded = next((size for size in _GRAPHS if size >= tokens), tokens)
+    return max(6e-3, 50e-6 * padded) + 20e-9 * kv
+
+
+def _ungraphed(tokens: int, sequences: int, kv: int, drafted: bool) -> float:
+    """Plain steps run as graphs, drafted ones do not: the first draft costs a lot, the next ones nothing."""
+    return max(6e-3 + 4e-3 * drafted, 20e-6 * tokens) + 20e-9 * kv
+
+
+def _kinked(tokens: int, sequences: int, kv: int, drafted: bool) -> float:
+    return 0.032 * float(np.interp(tokens, _INT4_TOKENS, _INT4_MS)) + 1e-3 + 30e-9 * kv
+
+
+def _cpu(tokens: int, sequences: int, kv: int, drafted: bool) -> float:
+    return 1e-3 * float(np.interp(tokens, _CPU_TOKENS, _CPU_MS)) + 4e-6 * kv / 100
+
+
+DISPATCH = Machine("dispatch", lambda tokens, sequences, kv, drafted: 4e-3 + 2e-6 * tokens)
+MEMORY = Machine("memory", lambda tokens, sequences, kv, drafted: max(8e-3, 35e-6 * tokens) + 30e-9 * kv)
+COMPUTE = Machine("compute", lambda tokens, sequences, kv, drafted: 0.5e-3 + 1e-3 * tokens)
+KINKED = Machine("kinked", _kinked)
+GRAPHS = Machine("graphs", _graphs, padded_to=tuple(_GRAPHS))
+UNKNOWN_GRAPHS = Machine("graphs, not known", _graphs)
+UNGRAPHED = Machine("only plain steps are graphs", _ungraphed)
+CPU = Machine("cpu", _cpu)
+DRAFT_MODEL = Machine("draft model", MEMORY.step_s, lambda num: 0.0, lambda num: 0.9e-3 + 3e-6 * num)
+TINY_DRAFT_MODEL = Machine("tiny, draft as slow", DISPATCH.step_s, lambda num: 0.0, lambda num: 3e-3 + 2e-6 * num)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Of each running sequence: which it is, and its generated tokens; and whether the step before drafted."""
+
+    row_S: np.ndarray
+    progress_S: np.ndarray
+    drafted_before: bool
+
+
+@dataclass(frozen=True)
+class Text:
+    """`accepts` (S, K): probability that a draft is accepted given those before it. `available`: share of the time in
+    which a sequence has candidates; their match length is long where acceptance is above one half."""
+
+    name: str
+    accepts: Callable[[Situation, int], np.ndarray]
+    available: float = 1.0
+
+
+def _constant(probability: float) -> Callable[[Situation, int], np.ndarray]:
+    return lambda now, k: np.full((len(now.row_S), k), probability)
+
+
+def _drifting(now: Situation, k: int) -> np.ndarray:
+    return np.repeat(0.5 + 0.45 * np.cos(now.progress_S[:, None] / 150.0), k, axis=1)
+
+
+def _bursty(now: Situation, k: int) -> np.ndarray:
+    """Each sequence alternates between parts of 80 tokens that repeat something and parts that do not."""
+    repeats_S = ((now.progress_S + 37 * now.row_S) // 80) % 2 == 0
+    return np.repeat(np.where(repeats_S, 0.92, 0.08)[:, None], k, axis=1)
+
+
+def _decaying(now: Situation, k: int) -> np.ndarray:
+    return np.broadcast_to(0.85 * 0.7 ** np.arange(k), (len(now.row_S), k))
+
+
+def _mixture(now: Situation, k: int) -> np.ndarray:
+    return np.repeat(np.where(now.row_S % 2 == 0, 0.9, 0.15)[:, None], k, axis=1)
+
+
+def _adversary(now: Situation, k: int) -> np.ndarray:
+    """Accepts everything in a single drafted step, and nothing when drafting goes on."""
+    return np.full((len(now.row_S), k), 0.0 if now.drafted_before else 1.0)
+
+
+HIGH = Text("high", _constant(0.85))
+MIDDLE = Text("middle", _constant(0.5))
+LOW = Text("low", _constant(0.05))
+RARE = Text("rare matches", _constant(0.8), available=0.25)
+DRIFTING = Text("drifting", _drifting)
+BURSTY = Text("bursty", _bursty)
+DECAYING = Text("decaying by position", _decaying)
+MIXTURE = Text("mixture of sequences", _mixture)
+ADVERSARY = Text("adversary", _adversary)
+
+MACHINES = (
+    DISPATCH,
+    MEMORY,
+    COMPUTE,
+    KINKED,
+    GRAPHS,
+    UNKNOWN_GRAPHS,
+    UNGRAPHED,
+    CPU,
+    DRAFT_MODEL,
+    TINY_DRAFT_MODEL,
+)
+TEXTS = (HIGH, MIDDLE, LOW, RARE, DRIFTING, BURSTY, DECAYING, MIXTURE, ADVERSARY)

@@ -1,0 +1,190 @@
+"""Jobs on simulated machines: with the controller, plain, and with every fixed number of drafts.
+
+`python -m tests.engine.speculation.simulation` runs all machines, texts and batch sizes and prints the worst ones.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
+from pipeline.engine.speculation.controller import Batch, Candidates, Controller, Outcome
+from pipeline.engine.speculation.cost import StepCost
+from pipeline.engine.speculation.proposing import ProposingCost
+from tests.engine.speculation.machines import MACHINES, TEXTS, Machine, Situation, Text
+
+MAX_DRAFTS = 8
+FIXED = (1, 2, 3, 4, 6, 8)
+PROMPT = 300
+LARGEST_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Run:
+    """Simulated seconds of a job, its tokens and its steps."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    drafted_steps: int
+
+
+class Noise:
+    """What a clock says on a shared machine: a few percent around the truth, and now and then several times as much."""
+
+    def __init__(self, seed: int, spread: float = 0.03, outliers: float = 0.02) -> None:
+        self.rng, self.spread, self.outliers = np.random.default_rng(seed), spread, outliers
+
+    def __call__(self, seconds: float) -> float:
+        factor = float(np.exp(self.spread * self.rng.standard_normal()))
+        if self.rng.random() < self.outliers:
+            factor *= 2.0 + 8.0 * float(self.rng.random())
+        return seconds * factor
+
+
+def measured(machine: Machine, noise: Noise, max_tokens: int = 1024) -> StepCost:
+    """The table that start-up would make of this machine."""
+    now = 0.0
+
+    def run_step(tokens: int, sequences: int, context: int) -> None:
+        nonlocal now
+        now += noise(machine.step_s(tokens, sequences, sequences * context, tokens > sequences))
+
+    padded_to = machine.padded_to
+    return StepCost.measure(run_step, max_tokens, (64, 1024), padded_to=padded_to, budget_s=1e9, clock=lambda: now)
+
+
+def controller_for(machine: Machine, noise: Noise) -> Controller:
+    cost = measured(machine, noise)
+    if machine.pass_s is None:
+        return Controller(cost, [NGRAM], [ProposingCost()], MAX_DRAFTS)
+    counts = [1, 16, 256]
+    proposing = ProposingCost(0.0, 0.0, counts, [machine.pass_s(count) for count in counts])
+    return Controller(cost, [DRAFT_MODEL], [proposing], MAX_DRAFTS)
+
+
+def job(batch: int, num_steps: int, has_tail: bool, seed: int = 0) -> np.ndarray:
+    """Lengths of rows that keep `batch` sequences busy for about `num_steps` plain steps."""
+    if not has_tail:
+        return np.full(batch, num_steps)
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(np.log(num_steps / 6), 0.8, 4 * batch), 4, num_steps)
+    return lengths.astype(np.int64)
+
+
+def simulate(
+    machine: Machine,
+    text: Text,
+    length_R: np.ndarray,
+    max_batch: int,
+    policy: Controller | int,
+    seed: int = 0,
+    noise: Noise | None = None,
+) -> Run:
+    """Run all rows, `max_batch` at a time. `policy`: a controller, or the drafts of every sequence in every step.
+
+    The controller sees noisy times; the run is charged the true ones, those of its own proposing too.
+    """
+    rng = np.random.default_rng(seed)
+    waiting = list(range(len(length_R)))[::-1]
+    row_S = np.zeros(0, dtype=np.int64)
+    progress_R = np.zeros(len(length_R), dtype=np.int64)
+    seconds, steps, drafted_steps, drafted_before = 0.0, 0, 0, False
+    while waiting or len(row_S):
+        while waiting and len(row_S) < max_batch:
+            row_S = np.append(row_S, waiting.pop())
+        num, kv_tokens = len(row_S), int((PROMPT + progress_R[row_S]).sum())
+        batch = Batch(num, kv_tokens, room=1 << 20)
+        left_S = length_R[row_S] - progress_R[row_S] - 1
+        asked = policy.wants_candidates(batch) if isinstance(policy, Controller) else policy > 0
+        drafted_S = accepted_S = np.zeros(num, dtype=np.int64)
+        propose_s = 0.0
+        if asked:
+            accepts_SK = text.accepts(Situation(row_S, progress_R[row_S], drafted_before), MAX_DRAFTS)
+            available_S = np.where(rng.random(num) < text.available, np.minimum(left_S, MAX_DRAFTS), 0)
+            match_S = np.where(accepts_SK[:, 0] > 0.5, 7, 3) if machine.pass_s is None else np.zeros(num, np.int64)
+            if isinstance(policy, Controller):
+                drafted_S = policy.choose(batch, [Candidates(available_S, match_S)]).length_S
+            else:
+                drafted_S = np.minimum(available_S, policy)
+            assert (drafted_S <= available_S).all()
+            alike_SK = (rng.random((num, MAX_DRAFTS)) < accepts_SK).cumprod(axis=1)
+            accepted_S = np.minimum(alike_SK.sum(axis=1), drafted_S)
+            propose_s = machine.lookup_s(num)
+            if machine.pass_s is not None:
+                propose_s += sum(machine.pass_s(int((drafted_S > k).sum())) for k in range(int(drafted_S.max())))
+        num_drafts = int(drafted_S.sum())
+        step_s = machine.step_s(num + num_drafts, num, kv_tokens, num_drafts > 0)
+        seconds += step_s + propose_s
+        steps += 1
+        drafted_before = num_drafts > 0
+        drafted_steps += drafted_before
+        progress_R[row_S] += 1 + accepted_S
+        if isinstance(policy, Controller):
+            observed_s = noise(step_s) if noise else step_s
+            proposed = (noise(propose_s) if noise else propose_s,) if asked else ()
+            generated = num + int(accepted_S.sum())
+            if num_drafts:
+                policy.observe(batch, Outcome(observed_s, generated, drafted_S, accepted_S, proposed))
+            else:
+                policy.observe(batch, Outcome(observed_s, generated, propose_s=proposed))
+        row_S = row_S[progress_R[row_S] < length_R[row_S]]
+    assert (progress_R == length_R).all()
+    return Run(seconds, int(length_R.sum()), steps, drafted_steps)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Times of one job: plain, controlled, and the best fixed number of drafts (0 among them)."""
+
+    name: str
+    plain_s: float
+    controlled_s: float
+    best_s: float
+    best_fixed: int
+
+    @property
+    def loss(self) -> float:
+        return self.controlled_s / self.plain_s - 1.0
+
+    @property
+    def behind_best(self) -> float:
+        return self.controlled_s / self.best_s - 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.plain_s / self.controlled_s:.3f}x plain, best fixed {self.best_fixed} "
+            f"{self.plain_s / self.best_s:.3f}x, behind it by {self.behind_best:+.1%}"
+        )
+
+
+def compare(
+    machine: Machine, text: Text, batch: int, num_steps: int, has_tail: bool = False, fixed: tuple[int, ...] = FIXED
+) -> Comparison:
+    length_R = job(batch, num_steps, has_tail)
+    noise = Noise(seed=batch)
+    controller = controller_for(machine, noise)
+    controlled = simulate(machine, text, length_R, batch, controller, noise=noise)
+    times = {k: simulate(machine, text, length_R, batch, k).seconds for k in (0, *fixed)}
+    best = min(times, key=lambda k: times[k])
+    name = f"{machine.name}, {text.name}, batch {batch}{', with tail' if has_tail else ''}"
+    return Comparison(name, times[0], controlled.seconds, times[best], best)
+
+
+def main() -> None:
+    done = []
+    for machine in MACHINES:
+        for text in TEXTS:
+            for batch in (1, 4, 16, 64, 256):
+                done.append(compare(machine, text, batch, 1500))
+                print(done[-1], flush=True)
+            done.append(compare(machine, text, 32, 1500, has_tail=True))
+            print(done[-1], flush=True)
+    done.sort(key=lambda c: -c.loss)
+    print("\nworst against plain:", *done[:10], sep="\n")
+    done.sort(key=lambda c: -c.behind_best)
+    print("\nfurthest behind the best fixed choice:", *done[:25], sep="\n")
+
+
+if __name__ == "__main__":
+    main()

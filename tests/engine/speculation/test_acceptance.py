@@ -1,0 +1,84 @@
+"""Acceptance estimates against texts whose probabilities are known."""
+
+import numpy as np
+import pytest
+
+from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM, Acceptance
+
+K = 4
+
+
+def feed(acceptance: Acceptance, probability_K, steps: int, class_index: int = 0, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    class_S = np.full(8, class_index)
+    for _ in range(steps):
+        alike_SK = (rng.random((8, K)) < np.asarray(probability_K)).cumprod(axis=1)
+        drafted_S = rng.integers(0, K + 1, 8)
+        acceptance.observe(class_S, drafted_S, np.minimum(alike_SK.sum(axis=1), drafted_S))
+
+
+def test_classes_are_buckets_of_match_lengths_by_proposer() -> None:
+    acceptance = Acceptance([NGRAM, DRAFT_MODEL], K)
+    assert acceptance.names == ("ngram 0-2", "ngram 3", "ngram 4-5", "ngram 6+", "draft")
+    assert acceptance.class_of(0, np.array([0, 2, 3, 4, 5, 6, 900])).tolist() == [0, 0, 1, 2, 2, 3, 3]
+    assert acceptance.class_of(1, np.array([0, 900])).tolist() == [4, 4]
+    assert acceptance.proposer_C.tolist() == [0, 0, 0, 0, 1]
+
+
+def test_before_anything_is_seen_the_prior_is_believed() -> None:
+    acceptance = Acceptance([NGRAM], K)
+    assert acceptance.probability() == pytest.approx(np.repeat(np.array(NGRAM.accepted)[:, None], K, axis=1))
+
+
+def test_the_estimate_at_a_position_is_given_that_those_before_were_accepted() -> None:
+    acceptance = Acceptance([DRAFT_MODEL, DRAFT_MODEL], K)
+    truth_K = [0.9, 0.7, 0.5, 0.2]
+    feed(acceptance, truth_K, 2000)
+    assert acceptance.probability()[0] == pytest.approx(truth_K, abs=0.08)
+    assert acceptance.probability()[1] == pytest.approx([0.65] * K)
+
+
+def test_a_position_never_seen_is_thought_of_as_its_class() -> None:
+    acceptance = Acceptance([DRAFT_MODEL], K)
+    class_S, drafted_S = np.zeros(8, dtype=np.int64), np.ones(8, dtype=np.int64)
+    for _ in range(100):
+        acceptance.observe(class_S, drafted_S, np.zeros(8, dtype=np.int64))
+    assert acceptance.probability()[0, K - 1] < 0.05
+
+
+def test_what_was_seen_long_ago_counts_less() -> None:
+    acceptance = Acceptance([DRAFT_MODEL], K)
+    feed(acceptance, [0.9] * K, 300)
+    feed(acceptance, [0.2] * K, 200, seed=1)
+    assert acceptance.probability()[0, 0] == pytest.approx(0.2, abs=0.08)
+
+
+def test_what_was_not_seen_for_long_is_forgotten() -> None:
+    acceptance = Acceptance([DRAFT_MODEL], K)
+    feed(acceptance, [0.05] * K, 300)
+    assert acceptance.probability()[0, 0] < 0.15
+    acceptance.forget(20_000)
+    assert acceptance.probability()[0, 0] == pytest.approx(0.65, abs=0.02)
+
+
+def test_hope_shrinks_with_what_is_seen() -> None:
+    acceptance = Acceptance([DRAFT_MODEL], K)
+    assert (acceptance.upper(1.5) > acceptance.probability() + 0.2).all()
+    feed(acceptance, [0.5] * K, 500)
+    assert (acceptance.upper(1.5) - acceptance.probability())[0, 0] < 0.1
+    assert (acceptance.upper(50.0) <= 0.995).all()
+
+
+def test_totals_are_exact_and_add_up() -> None:
+    acceptance = Acceptance([DRAFT_MODEL], 3)
+    class_S = np.zeros(4, dtype=np.int64)
+    acceptance.observe(class_S, np.array([3, 2, 1, 0]), np.array([1, 2, 0, 0]))
+    counts = acceptance.counts
+    assert counts.verified.tolist() == [[3, 2, 0]]
+    assert counts.accepted.tolist() == [[2, 1, 0]]
+    acceptance.forget(1000)
+    both = counts + acceptance.counts
+    assert both.verified.tolist() == [[6, 4, 0]]
+    assert both.accepted.tolist() == [[4, 2, 0]]
+    with pytest.raises(AssertionError):
+        _ = counts + Acceptance([NGRAM], 3).counts

@@ -1,0 +1,61 @@
+"""The account of losses, and the totals of the report."""
+
+import numpy as np
+import pytest
+
+from pipeline.engine.speculation.budget import CAP_STEPS, EARNED_SHARE, GRANT_STEPS, LossBudget
+from pipeline.engine.speculation.record import NUM_BUCKETS, SpeculationCounts, bucket_of
+
+
+def test_no_luck_can_lose_more_than_the_grant_and_the_share() -> None:
+    """An opponent who takes all that each step may lose."""
+    budget = LossBudget()
+    budget.open(1.0)
+    lost, elapsed = 0.0, 0.0
+    for _ in range(10_000):
+        risk_s = budget.affordable_s
+        lost, elapsed = lost + risk_s, elapsed + 1.0 + risk_s
+        budget.settle(1.0 + risk_s, -risk_s, 1.0)
+        assert lost <= GRANT_STEPS + EARNED_SHARE * elapsed
+    assert lost > 0.9 * (GRANT_STEPS + EARNED_SHARE * elapsed)
+
+
+def test_below_zero_nothing_may_be_lost_until_time_has_paid_for_it() -> None:
+    budget = LossBudget()
+    budget.open(1.0)
+    budget.settle(1.0, -GRANT_STEPS - 0.1, 1.0)
+    assert budget.affordable_s == 0.0
+    for _ in range(round(0.2 / EARNED_SHARE)):
+        budget.settle(1.0, 0.0, 1.0)
+    assert 0.0 < budget.affordable_s < 0.1
+
+
+def test_a_good_hour_does_not_pay_for_a_bad_one() -> None:
+    budget = LossBudget()
+    budget.open(1.0)
+    for _ in range(1000):
+        budget.settle(1.0, 0.5, 1.0)
+    assert budget.balance_s == pytest.approx(CAP_STEPS)
+    budget.settle(0.1, 0.5, 0.1)  # in the tail plain steps are short; what is there stays
+    assert budget.balance_s == pytest.approx(CAP_STEPS)
+
+
+def test_batches_fall_into_buckets_of_powers_of_two() -> None:
+    assert [bucket_of(n) for n in (0, 1, 2, 3, 4, 255, 256, 1 << 30)] == [0, 0, 1, 1, 2, 7, 8, NUM_BUCKETS - 1]
+
+
+def test_counts_add_up_and_make_lines() -> None:
+    counts = SpeculationCounts()
+    counts.plain_steps[0] = 3
+    counts.drafted_steps[3], counts.drafted_sequences[3], counts.drafted_step_tokens[3] = 2, 20, 50
+    counts.plain_us[3], counts.spent_us[3] = 3_000_000, 1_000_000
+    both = counts + counts.copy()
+    assert both.plain_steps[0] == 6
+    assert both.saved_s == 4.0
+    assert counts.saved_s == 2.0
+    first, second = both.lines()
+    assert (first.batch, first.plain_steps, first.tokens_per_sequence_step) == ("1", 6, 1.0)
+    assert (second.batch, second.drafted_steps, second.tokens_per_sequence_step) == ("8-15", 4, 2.5)
+    assert second.saved_s == 4.0
+    assert isinstance(both.plain_us, np.ndarray)
+    assert both.plain_us.dtype == np.int64

@@ -1,0 +1,221 @@
+"""Single decisions of the controller: when it drafts, whose tokens, and what it says of it afterwards."""
+
+import time
+
+import numpy as np
+import pytest
+
+from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
+from pipeline.engine.speculation.controller import (
+    CHECK_STEPS,
+    MAX_LOOK_STEPS,
+    Batch,
+    Candidates,
+    Controller,
+    Outcome,
+)
+from pipeline.engine.speculation.cost import StepCost
+from pipeline.engine.speculation.proposing import ProposingCost
+
+K = 4
+GRID = [1, 2, 1024]
+
+
+def table(step_ms: float, token_ms: float) -> StepCost:
+    times_s = [1e-3 * (step_ms + token_ms * tokens) for tokens in GRID]
+    return StepCost(GRID, [times_s, times_s], [times_s, times_s], (64, 1024), 4)
+
+
+MEMORY_BOUND, COMPUTE_BOUND = (10.0, 0.01), (0.1, 1.0)
+NGRAM_COST = ProposingCost(10e-6, 1e-6)
+
+
+def controller_of(cost: tuple[float, float], proposers=(NGRAM,), proposing=(NGRAM_COST,)) -> Controller:
+    return Controller(table(*cost), proposers, proposing, K)
+
+
+def batch_of(num: int, **options: int) -> Batch:
+    return Batch(num, 100 * num, **({"room": 10_000} | options))
+
+
+def everything(num: int, match_length: int = 7) -> Candidates:
+    return Candidates(np.full(num, K), np.full(num, match_length))
+
+
+def step(controller: Controller, batch: Batch, accepted_share: float, match_length: int = 7, proposers: int = 1):
+    """One step in which everybody has candidates, of whose K tokens the first `accepted_share` would be accepted.
+    Returns the choice, None when nobody was asked."""
+    choice, propose_s = None, ()
+    num = batch.num_sequences
+    drafted_S = accepted_S = np.zeros(num, dtype=np.int64)
+    if controller.wants_candidates(batch):
+        choice = controller.choose(batch, [everything(num, match_length)] * proposers)
+        propose_s = tuple(cost.lookup_s(num) for cost in controller.proposing)
+        drafted_S = choice.length_S
+        accepted_S = np.minimum(drafted_S, round(K * accepted_share))
+    drafts = int(drafted_S.sum())
+    step_s = controller.cost.step_s(num, batch.kv_tokens, batch.num_prefill, drafts)
+    generated = num + int(accepted_S.sum())
+    if drafts:
+        controller.observe(batch, Outcome(step_s, generated, drafted_S, accepted_S, propose_s))
+    else:
+        controller.observe(batch, Outcome(step_s, generated, propose_s=propose_s))
+    return choice
+
+
+def drafts_in(controller: Controller, batch: Batch, steps: int, accepted_share: float = 1.0, **options: int) -> int:
+    """In how many of the steps there were drafts."""
+    choices = [step(controller, batch, accepted_share, **options) for _ in range(steps)]
+    return sum(choice is not None and bool(choice.length_S.any()) for choice in choices)
+
+
+def test_it_drafts_all_there_is_where_tokens_are_free_and_nothing_where_they_are_not() -> None:
+    assert drafts_in(controller_of(MEMORY_BOUND), batch_of(4), 50) >= 47
+    assert drafts_in(controller_of(COMPUTE_BOUND), batch_of(4), 50) == 0
+
+
+def test_room_and_what_a_sequence_has_are_kept_to() -> None:
+    controller, batch = controller_of(MEMORY_BOUND), batch_of(4, room=5)
+    for _ in range(20):
+        choice = step(controller, batch, 1.0)
+    assert choice is not None
+    assert choice.length_S.sum() == 5
+    assert controller.wants_candidates(batch)
+    choice = controller.choose(batch, [Candidates(np.array([0, 1, 0, 3]), np.full(4, 7))])
+    assert choice.length_S.tolist() == [0, 1, 0, 3]
+    assert not controller.wants_candidates(batch_of(4, room=0))
+    assert not controller.wants_candidates(batch_of(0))
+
+
+def test_while_prompts_wait_for_room_it_drafts_only_where_tokens_are_free() -> None:
+    """Half a millisecond a token beside 20 ms: drafts pay for 4 sequences, not in a prompt's place."""
+    free, dear = controller_of((10.0, 0.001)), controller_of((20.0, 0.5))
+    for controller in (free, dear):
+        assert drafts_in(controller, batch_of(4), 50) >= 47
+    assert drafts_in(free, batch_of(4, num_prefill=60), 40) >= 38
+    assert drafts_in(free, batch_of(60, num_queued=9), 40) >= 38
+    assert drafts_in(dear, batch_of(4, num_prefill=60), 40) >= 38
+    assert drafts_in(dear, batch_of(60, num_queued=9), 40) == 0
+    assert drafts_in(dear, batch_of(4), 50) >= 48
+
+
+def test_it_goes_off_when_nothing_is_accepted_and_asks_seldom_then() -> None:
+    controller, batch = controller_of((10.0, 0.3)), batch_of(4)
+    assert drafts_in(controller, batch, 50) >= 47
+    drafts_in(controller, batch, 300, accepted_share=0.0)
+    assert not controller.is_on
+    asked = sum(step(controller, batch, 0.0) is not None for _ in range(1000))
+    assert 1000 // (2 * MAX_LOOK_STEPS) <= asked <= 400
+
+
+def test_it_comes_back_when_drafts_are_accepted_again() -> None:
+    controller, batch = controller_of((10.0, 0.3)), batch_of(4)
+    drafts_in(controller, batch, 400, accepted_share=0.0)
+    assert not controller.is_on
+    drafts_in(controller, batch, 1500, accepted_share=1.0)
+    assert controller.is_on
+    assert drafts_in(controller, batch, 100, accepted_share=1.0) >= 95
+
+
+def test_a_small_gain_neither_switches_it_on_nor_off() -> None:
+    """Acceptance such that drafting gains about 3.5%: under 5%, over 2%."""
+    cost = (10.0, 0.01)
+    controller = controller_of(cost)
+    controller.acceptance.probability = lambda: np.full((4, K), 0.034)  # type: ignore[method-assign]
+    controller.acceptance.upper = lambda deviations: np.full((4, K), 0.034)  # type: ignore[method-assign]
+    assert drafts_in(controller, batch_of(1), 100) == 0
+    controller.is_on = True
+    assert drafts_in(controller, batch_of(1), 100) >= 95
+
+
+def test_a_batch_that_shrinks_switches_it_on_without_a_probe() -> None:
+    """The tail of a job: what is known of acceptance says that a single sequence pays where 120 do not."""
+    controller = controller_of((10.0, 2.0))
+    controller.acceptance.observe(np.full(200, 3), np.full(200, K), np.full(200, 2))
+    assert drafts_in(controller, batch_of(120), 60, accepted_share=0.5) == 0
+    before = int(controller.counts.probe_steps.sum())
+    assert drafts_in(controller, batch_of(1), 20, accepted_share=0.5) >= 18
+    assert int(controller.counts.probe_steps.sum()) == before
+
+
+def test_now_and_then_a_plain_step_says_what_plain_steps_cost() -> None:
+    controller = controller_of(MEMORY_BOUND)
+    steps = 4 * CHECK_STEPS
+    assert steps - 8 <= drafts_in(controller, batch_of(4), steps) <= steps - 3
+
+
+def test_of_two_proposers_the_cheaper_or_the_better_one_is_taken() -> None:
+    def both(pass_ms: float) -> Controller:
+        passes = ProposingCost(0.0, 0.0, [1, 64], [1e-3 * pass_ms] * 2)
+        return controller_of(MEMORY_BOUND, (NGRAM, DRAFT_MODEL), (NGRAM_COST, passes))
+
+    slow = both(pass_ms=9.0)
+    choices = [step(slow, batch_of(8), 1.0, proposers=2) for _ in range(20)]
+    assert choices[-1] is not None
+    assert (choices[-1].proposer_S == 0).all()
+    fast = both(pass_ms=0.1)
+    drafts_in(fast, batch_of(8), 20, proposers=2)
+    fast.acceptance.observe(np.full(500, 1), np.full(500, K), np.zeros(500, dtype=np.int64))
+    fast.acceptance.observe(np.full(500, 3), np.full(500, K), np.full(500, K))
+    fast.acceptance.observe(np.full(500, 4), np.full(500, K), np.full(500, 3))
+    drafts_in(fast, batch_of(8), 4, proposers=2)
+    assert fast.wants_candidates(batch_of(8))
+    match_S = np.array([7, 3, 7, 3, 7, 3, 0, 0])
+    available_S = np.array([K, K, K, K, K, K, 0, 0])
+    choice = fast.choose(batch_of(8), [Candidates(available_S, match_S), everything(8, 0)])
+    assert choice.proposer_S.tolist() == [0, 1, 0, 1, 0, 1, 1, 1]
+    assert (choice.length_S > 0).all()
+
+
+def test_disturbed_steps_do_not_switch_it_off() -> None:
+    controller, batch = controller_of(MEMORY_BOUND), batch_of(4)
+    observe = controller.observe
+    count = 0
+
+    def disturbed(batch: Batch, outcome: Outcome) -> None:
+        nonlocal count
+        count += 1
+        factor = 20.0 if count % 10 == 0 else 1.0
+        parts = outcome.drafted_S, outcome.accepted_S, outcome.propose_s
+        observe(batch, Outcome(outcome.step_s * factor, outcome.num_generated, *parts))
+
+    controller.observe = disturbed  # type: ignore[method-assign]
+    assert drafts_in(controller, batch, 500) >= 480
+
+
+def test_what_it_did_is_counted_by_batch_size() -> None:
+    controller = controller_of(MEMORY_BOUND)
+    drafted_small = drafts_in(controller, batch_of(2), 40)
+    drafted_large = drafts_in(controller, batch_of(9), 30)
+    small, large = controller.counts.lines()
+    assert (small.batch, large.batch) == ("2-3", "8-15")
+    assert small.drafted_steps == drafted_small
+    assert small.plain_steps == 40 - drafted_small
+    assert large.drafted_steps == drafted_large
+    assert large.plain_steps == 30 - drafted_large
+    assert small.draft_tokens == small.accepted_tokens == 2 * K * drafted_small
+    assert large.tokens_per_sequence_step == 1 + K
+    assert small.on_steps >= drafted_small
+    plain_s = controller.cost.step_s(9, 900)
+    drafted_s = controller.cost.step_s(9, 900, 0, 9 * K)
+    assert large.saved_s == pytest.approx(drafted_large * ((1 + K) * plain_s - drafted_s), rel=0.02)
+    verified = controller.acceptance_counts.verified
+    assert verified.sum() == small.draft_tokens + large.draft_tokens
+    assert controller.counts.saved_s == pytest.approx(small.saved_s + large.saved_s)
+
+
+def test_a_decision_costs_little() -> None:
+    """The best of many, so that a busy machine does not fail it; what it takes on a quiet one is under 100 us."""
+    controller, batch, rng = controller_of(MEMORY_BOUND), batch_of(128), np.random.default_rng(0)
+    times_s = []
+    for _ in range(200):
+        candidates = [Candidates(rng.integers(0, K + 1, 128), rng.integers(0, 9, 128))]
+        before = time.perf_counter()
+        if controller.wants_candidates(batch):
+            drafted_S = controller.choose(batch, candidates).length_S
+            times_s.append(time.perf_counter() - before)
+            controller.observe(batch, Outcome(0.012, 128 + int(drafted_S.sum()), drafted_S, drafted_S, (1e-4,)))
+        else:
+            controller.observe(batch, Outcome(0.011, 128))
+    assert len(times_s) > 150
+    assert min(times_s) < 300e-6

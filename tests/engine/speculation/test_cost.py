@@ -1,0 +1,156 @@
+"""The cost table against formulas it has to find again, through noise, outliers and a machine that changes."""
+
+import numpy as np
+import pytest
+
+from pipeline.engine.speculation.cost import StepCost, token_grid
+from pipeline.engine.speculation.robust import MovingMedian
+
+CONTEXTS = (64, 1024)
+
+
+class Clock:
+    """A clock that steps move on by a formula; counts them."""
+
+    def __init__(self, step_s) -> None:
+        self.now, self.step_s, self.ran = 0.0, step_s, []
+
+    def run_step(self, tokens: int, sequences: int, context: int) -> None:
+        self.ran.append((tokens, sequences, context))
+        self.now += self.step_s(tokens, sequences, sequences * context)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def linear_s(tokens: float, sequences: float, kv: float) -> float:
+    return 1e-3 + 20e-6 * tokens + 30e-6 * sequences + 10e-9 * kv
+
+
+def measured(step_s, max_tokens: int = 512, **options) -> StepCost:
+    clock = Clock(step_s)
+    return StepCost.measure(clock.run_step, max_tokens, CONTEXTS, clock=clock, **({"budget_s": 1e9} | options))
+
+
+def flat(seconds: float = 0.01) -> StepCost:
+    return StepCost([1, 64, 512], [[seconds] * 3] * 2, [[seconds] * 3] * 2, CONTEXTS, 4)
+
+
+def test_median_ignores_wild_values_and_follows_a_change() -> None:
+    median = MovingMedian(5)
+    assert [median.add(v) for v in (1.0, 1.0, 1.0, 90.0, -90.0)] == [1.0] * 5
+    assert [median.add(2.0) for _ in range(4)] == [1.0, 2.0, 2.0, 2.0]
+    assert MovingMedian(4).value == 0.0
+    median = MovingMedian(4)
+    assert [median.add(v) for v in (1.0, 2.0, 4.0, 8.0)] == [1.0, 1.5, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("sequences", "drafts", "context"), [(1, 0, 64), (64, 0, 1024), (37, 0, 500), (100, 300, 64)])
+def test_a_linear_cost_is_found_again_between_the_points(sequences: int, drafts: int, context: int) -> None:
+    table = measured(linear_s)
+    kv = sequences * context
+    truth_s = linear_s(sequences + drafts, sequences, kv)
+    assert table.step_s(sequences, kv, 0, drafts) == pytest.approx(truth_s, rel=0.02)
+
+
+def test_the_share_of_sequences_decides_between_plain_and_drafted() -> None:
+    """128 tokens of 128, 64 and 32 sequences: what a sequence costs counts for each."""
+    table = measured(linear_s)
+    times = [table.step_s(n, n * 64, 0, 128 - n) for n in (128, 64, 32)]
+    assert times == pytest.approx([linear_s(128, n, n * 64) for n in (128, 64, 32)], rel=0.02)
+
+
+def test_beyond_the_grid_a_token_costs_what_the_last_ones_cost() -> None:
+    table = measured(linear_s, max_tokens=128)
+    assert table.step_s(100, 6400, num_other=1900) == pytest.approx(linear_s(2000, 500, 500 * 64), rel=0.05)
+
+
+def test_padded_steps_cost_what_their_padded_size_costs() -> None:
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+
+    def stairs_s(tokens: int, sequences: int, kv: int) -> float:
+        return 1e-3 * min([size for size in sizes if size >= tokens], default=tokens)
+
+    table = measured(stairs_s, max_tokens=64, padded_to=sizes)
+    assert table.curve_s(1, 64, 0, 31) == pytest.approx([stairs_s(1 + d, 1, 64) for d in range(32)], rel=1e-6)
+
+
+def test_the_ends_are_timed_whatever_the_budget_and_the_middle_when_it_lasts() -> None:
+    clock = Clock(linear_s)
+    StepCost.measure(clock.run_step, 512, CONTEXTS, budget_s=0.0, clock=clock)
+    assert {tokens for tokens, _, _ in clock.ran} == {1, 512}
+    generous = Clock(linear_s)
+    StepCost.measure(generous.run_step, 512, CONTEXTS, budget_s=1e9, clock=generous)
+    assert {tokens for tokens, _, _ in generous.ran} == set(token_grid(512))
+    assert all(tokens >= sequences for tokens, sequences, _ in generous.ran)
+
+
+def test_start_up_takes_the_fastest_of_its_repeats() -> None:
+    calls = 0
+
+    def disturbed_s(tokens: int, sequences: int, kv: int) -> float:
+        nonlocal calls
+        calls += 1
+        return linear_s(tokens, sequences, kv) * (1.0 if calls % 4 == 0 else 7.0)  # one clean run of those measured
+
+    assert measured(disturbed_s).step_s(16, 16 * 64) == pytest.approx(linear_s(16, 16, 16 * 64), rel=0.05)
+
+
+def test_token_grid() -> None:
+    for most in (2, 3, 100, 512, 100_000):
+        grid = token_grid(most)
+        assert grid[0] == 1
+        assert grid[-1] == most
+        assert grid == sorted(set(grid))
+        assert len(grid) <= 12
+    graphs = list(range(8, 513, 8))
+    padded = token_grid(500, [1, 2, 4, *graphs])
+    assert padded[0] == 1
+    assert padded[-1] == 500
+    assert set(padded[:-1]) <= {1, 2, 4, *graphs}
+    assert len(padded) <= 13
+
+
+def test_wild_steps_change_nothing() -> None:
+    table = flat()
+    for step in range(60):
+        table.observe(8, 512, 8 * (step % 2), 0.01 if step % 3 else 0.1)
+    assert table.step_s(8, 512) == pytest.approx(0.01, rel=0.02)
+    assert table.step_s(8, 512, 0, 8) == pytest.approx(0.01, rel=0.02)
+
+
+def test_a_slower_machine_is_slower_for_all_steps_soon() -> None:
+    """Only drafted steps are seen; plain ones must follow, or drafting would look worse than it is."""
+    table = flat()
+    for _ in range(20):
+        table.observe(8, 512, 8, 0.01)
+    before = table.step_s(8, 512, 0, 8) / table.step_s(8, 512)
+    for _ in range(10):
+        table.observe(8, 512, 8, 0.02)
+    assert table.step_s(8, 512, 0, 8) == pytest.approx(0.02, rel=0.05)
+    assert table.step_s(8, 512, 0, 8) / table.step_s(8, 512) == pytest.approx(before, rel=0.1)
+
+
+def test_a_point_measured_wrongly_is_put_right_for_its_kind_only() -> None:
+    table = flat()
+    version = table.version
+    for step in range(60):
+        drafts = 8 if step % 4 == 0 else 0
+        table.observe(8, 512, drafts, 0.015 if drafts else 0.01)
+    assert table.version > version
+    assert table.step_s(8, 512) == pytest.approx(0.01, rel=0.03)
+    assert table.step_s(8, 512, 0, 8) == pytest.approx(0.015, rel=0.1)
+
+
+def test_elasticity_is_one_where_compute_is_the_limit_and_zero_where_it_is_not() -> None:
+    assert flat().elasticity(8, 512, 0, 8) == pytest.approx(0.0, abs=1e-9)
+    compute = measured(lambda tokens, sequences, kv: 1e-3 * tokens)
+    assert compute.elasticity(8, 512, 100, 8) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_curve_is_the_steps_one_by_one() -> None:
+    table = measured(linear_s)
+    table.observe(16, 1024, 16, 0.5)
+    curve_s = table.curve_s(16, 1024, 0, 40) * table.speed
+    assert curve_s == pytest.approx([table.step_s(16, 1024, 0, drafts) for drafts in range(41)])
+    assert (np.diff(curve_s[1:]) > 0).all()

@@ -1,0 +1,103 @@
+"""The promise on simulated machines and texts: at most 1% slower than plain, within 5% of the best fixed choice.
+
+Some of the whole grid that `simulation` runs; figures are simulated seconds with fixed seeds.
+"""
+
+import numpy as np
+import pytest
+
+from tests.engine.speculation import machines as m
+from tests.engine.speculation.simulation import Noise, compare, controller_for, job, simulate
+
+MAX_LOSS = 0.01
+MAX_BEHIND = 0.05
+STEPS = 1200
+
+
+@pytest.mark.parametrize(
+    ("machine", "text", "batch"),
+    [
+        (m.DISPATCH, m.HIGH, 1),
+        (m.DISPATCH, m.LOW, 16),
+        (m.DISPATCH, m.BURSTY, 4),
+        (m.MEMORY, m.HIGH, 64),
+        (m.MEMORY, m.MIDDLE, 1),
+        (m.MEMORY, m.RARE, 1),
+        (m.MEMORY, m.DECAYING, 16),
+        (m.MEMORY, m.ADVERSARY, 4),
+        (m.COMPUTE, m.HIGH, 1),
+        (m.COMPUTE, m.LOW, 64),
+        (m.COMPUTE, m.ADVERSARY, 1),
+        (m.KINKED, m.MIXTURE, 64),
+        (m.KINKED, m.DRIFTING, 16),
+        (m.KINKED, m.LOW, 1),
+        (m.GRAPHS, m.MIDDLE, 64),
+        (m.GRAPHS, m.ADVERSARY, 16),
+        (m.UNKNOWN_GRAPHS, m.DECAYING, 4),
+        (m.UNGRAPHED, m.MIDDLE, 16),
+        (m.UNGRAPHED, m.ADVERSARY, 1),
+        (m.CPU, m.HIGH, 1),
+        (m.CPU, m.LOW, 16),
+        (m.CPU, m.BURSTY, 4),
+        (m.CPU, m.ADVERSARY, 64),
+        (m.DRAFT_MODEL, m.MIDDLE, 4),
+        (m.DRAFT_MODEL, m.DRIFTING, 1),
+        (m.DRAFT_MODEL, m.ADVERSARY, 1),
+        (m.TINY_DRAFT_MODEL, m.LOW, 1),
+        (m.TINY_DRAFT_MODEL, m.MIDDLE, 16),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_at_any_batch_size(machine: m.Machine, text: m.Text, batch: int) -> None:
+    result = compare(machine, text, batch, STEPS, fixed=(1, 2, 4, 8))
+    assert result.loss < MAX_LOSS, str(result)
+    assert result.behind_best < MAX_BEHIND, str(result)
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [(m.MEMORY, m.HIGH), (m.COMPUTE, m.HIGH), (m.KINKED, m.DECAYING), (m.CPU, m.MIXTURE), (m.GRAPHS, m.ADVERSARY)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_a_job_with_its_tail(machine: m.Machine, text: m.Text) -> None:
+    result = compare(machine, text, 24, STEPS, has_tail=True, fixed=(1, 2, 4, 8))
+    assert result.loss < MAX_LOSS, str(result)
+    assert result.behind_best < MAX_BEHIND, str(result)
+
+
+@pytest.mark.parametrize("text", [m.HIGH, m.LOW], ids=lambda text: text.name)
+def test_at_256_sequences(text: m.Text) -> None:
+    result = compare(m.MEMORY, text, 256, 500, fixed=(1, 2, 4))
+    assert result.loss < MAX_LOSS, str(result)
+    assert result.behind_best < MAX_BEHIND, str(result)
+
+
+def test_what_it_says_it_saved_is_what_was_saved() -> None:
+    length_R = job(16, 1000, has_tail=False)
+    noise = Noise(seed=1)
+    controller = controller_for(m.MEMORY, noise)
+    run = simulate(m.MEMORY, m.MIDDLE, length_R, 16, controller, noise=noise)
+    plain = simulate(m.MEMORY, m.MIDDLE, length_R, 16, 0)
+    counts = controller.counts
+    assert int((counts.plain_steps + counts.drafted_steps).sum()) == run.steps
+    assert int(counts.drafted_steps.sum()) == run.drafted_steps
+    assert int((counts.drafted_step_tokens + counts.plain_sequences).sum()) == run.tokens
+    assert counts.saved_s == pytest.approx(plain.seconds - run.seconds, rel=0.1)
+
+
+def test_a_machine_that_is_slow_for_a_while_changes_no_decision() -> None:
+    length_R = np.full(8, 1500)
+
+    class Disturbed(Noise):
+        calls = 0
+
+        def __call__(self, seconds: float) -> float:
+            self.calls += 1
+            return super().__call__(seconds * (3.0 if self.calls // 200 % 2 else 1.0))
+
+    for text in (m.HIGH, m.LOW):
+        noise = Disturbed(seed=2)
+        controller = controller_for(m.MEMORY, Noise(seed=3))
+        disturbed = simulate(m.MEMORY, text, length_R, 8, controller, noise=noise)
+        calm = simulate(m.MEMORY, text, length_R, 8, controller_for(m.MEMORY, Noise(seed=3)), noise=Noise(seed=2))
+        assert disturbed.seconds == pytest.approx(calm.seconds, rel=0.03)

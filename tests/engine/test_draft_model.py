@@ -1,0 +1,257 @@
+"""A draft model's KV cache follows the target's blocks; what it drafts changes nothing but the number of steps.
+
+Most tests draft with the target's own hash model: then every draft must be accepted, and one that is not shows that a
+draft key was missing, stale or another sequence's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.propose.draft_model import NEAR, DraftModelProposer
+from pipeline.engine.propose.ngram import NgramProposer
+from pipeline.engine.propose.offer import Offer
+from pipeline.engine.propose.policy import Chosen, FixedDrafts, StepFacts
+from pipeline.engine.step import StepInput
+from pipeline.errors import ModelError
+from tests.checkpoints import Family, make_family
+from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
+from tests.engine.test_scheduler import random_requests, run
+from tests.engine.test_verify import p_value
+from tests.parity.harness import float32_engine
+
+
+class Fitful(FixedDrafts):
+    """Looks for drafts in some steps in a row, then not in some; how many and whose is left to chance."""
+
+    def __init__(self, max_draft_tokens: int, rng: np.random.Generator, num_proposers: int = 1) -> None:
+        super().__init__(max_draft_tokens)
+        self.rng, self.num_proposers, self.left, self.on = rng, num_proposers, 0, False
+
+    def wants_offers(self, facts: StepFacts) -> bool:
+        if self.left == 0:
+            self.on, self.left = not self.on, int(self.rng.integers(1, 14))
+        self.left -= 1
+        return self.on
+
+    def choose(self, facts: StepFacts, offers: Sequence[Offer]) -> Chosen:
+        assert len(offers) == self.num_proposers
+        proposer_S = self.rng.integers(0, len(offers), len(facts.slot_S))
+        return Chosen(self.rng.integers(0, self.max_draft_tokens + 1, len(facts.slot_S)), proposer_S)
+
+
+def draft_with_itself(engine: Engine, most: int, catch_up: int = 512, memory: int | None = None) -> DraftModelProposer:
+    """The target's model as its own draft, with a cache that turns stale with the target's."""
+    runner = HashRunner(engine.pool.num_blocks, engine.pool.block_size, memory=memory)
+    allocate = engine.pool.allocate
+
+    def allocate_stale(count: int) -> list[int]:
+        blocks = allocate(count)
+        runner.cache[blocks] = -7
+        return blocks
+
+    engine.pool.allocate = allocate_stale  # type: ignore[method-assign]
+    return DraftModelProposer(runner, engine.table, engine.pool, most, VOCAB, catch_up)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_draft_that_is_the_target_is_always_accepted(seed: int) -> None:
+    """Sharing, chunks, preemption, catching up over several steps, drafting now and then."""
+    rng = np.random.default_rng(seed)
+    max_len, size = int(rng.choice([40, 64])), int(rng.choice([1, 3, 4, 8]))
+    engine = hash_engine(
+        -(-max_len // size) + int(rng.integers(0, 3 * max_len // size)),
+        size,
+        max_model_len=max_len,
+        max_num_seqs=int(rng.integers(1, 9)),
+        max_num_batched_tokens=int(rng.integers(9, 60)),
+        enable_prefix_caching=bool(rng.random() < 0.8),
+    )
+    proposer = draft_with_itself(engine, 5, catch_up=int(rng.integers(3, 60)))
+    engine.speculate([proposer], Fitful(5, rng))
+    requests = random_requests(rng, 40, max_len)
+    done = run(engine, requests, arrivals=rng)
+    for request in requests:
+        eos = not request.params.ignore_eos
+        assert done[request.row_id].token_ids == expected_tokens(
+            request.prompt_token_ids, request.params.max_tokens, max_len, eos
+        )
+    assert engine.stats.drafted_1 > 30
+    assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_proposers_in_one_step(seed: int) -> None:
+    """Each sequence drafts with another one; the tokens stay those of plain steps."""
+    rng = np.random.default_rng(50 + seed)
+    engine = hash_engine(40, 4, memory=2, max_model_len=64, max_num_seqs=7, max_num_batched_tokens=50)
+    proposers = [NgramProposer(engine.table, 4, 4096, 256), draft_with_itself(engine, 3, memory=1)]
+    engine.speculate(proposers, Fitful(4, rng, 2))
+    requests = random_requests(rng, 40, 64)
+    done = run(engine, requests, arrivals=rng)
+    for request in requests:
+        eos = not request.params.ignore_eos
+        expected = expected_tokens(request.prompt_token_ids, request.params.max_tokens, 64, eos, 2)
+        assert done[request.row_id].token_ids == expected
+    assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+
+
+def test_a_shared_prefix_is_computed_once_by_the_draft_too() -> None:
+    engine = hash_engine(100, 4, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
+    proposer = draft_with_itself(engine, 3)
+    engine.speculate([proposer], FixedDrafts(3))
+    head = list(range(40))
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    first = run(engine, [Request(0, [*head, 1, 2], params)])[0]
+    alone = sum(proposer.runner.tokens_per_step)  # type: ignore[attr-defined]
+    second = run(engine, [Request(1, [*head, 3, 4], params)])[1]
+    again = sum(proposer.runner.tokens_per_step) - alone  # type: ignore[attr-defined]
+    assert alone >= 42
+    assert again == alone - 40
+    assert first.token_ids == expected_tokens([*head, 1, 2], 6, 64, False)
+    assert second.token_ids == expected_tokens([*head, 3, 4], 6, 64, False)
+
+
+def test_catching_up_is_bounded_in_each_step() -> None:
+    """Nothing is drafted for a sequence before the draft model has come near it."""
+    engine = hash_engine(100, 4, max_model_len=200, max_num_seqs=3, max_num_batched_tokens=300)
+    proposer = draft_with_itself(engine, 3, catch_up=20)
+    engine.speculate([proposer], FixedDrafts(3))
+    for row in range(3):
+        engine.add(Request(row, [row] * 60, SamplingParams(max_tokens=30, ignore_eos=True)))
+    drafted = []
+    for _ in range(8):
+        engine.step()
+        drafted.append(engine.stats.drafted_1)
+    steps = proposer.runner.tokens_per_step  # type: ignore[attr-defined]
+    assert max(steps) <= 20 + 3 * (NEAR + 1)
+    assert drafted[:2] == [0, 0] < drafted[-1:]
+    assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
+
+
+def test_a_vocabulary_of_another_size() -> None:
+    """Ids that only the draft has are never drafted; a draft that lacks some drafts the others."""
+
+    class Cut(HashRunner):
+        vocab_size = 60
+
+        def execute(self, step: StepInput) -> torch.Tensor:
+            return super().execute(step)[:, : self.vocab_size]
+
+    class Padded(HashRunner):
+        def execute(self, step: StepInput) -> torch.Tensor:
+            logits = super().execute(step)
+            return torch.cat([logits, torch.full((len(logits), 30), 9.0)], dim=1)
+
+    for runner_of, accepts_all in ((Cut, False), (Padded, True)):
+        engine = hash_engine(100, 4, max_num_batched_tokens=64)
+        proposer = DraftModelProposer(runner_of(100, 4), engine.table, engine.pool, 3, VOCAB)
+        engine.speculate([proposer], FixedDrafts(3))
+        done = run(engine, [Request(0, [5, 6], SamplingParams(max_tokens=40, ignore_eos=True))])[0]
+        assert done.token_ids == expected_tokens([5, 6], 40, 64, False)
+        drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
+        assert 0 < accepted <= drafted
+        assert (accepted == drafted) == accepts_all
+
+
+class TableRunner:
+    """The law of the next token depends on the last one alone."""
+
+    def __init__(self, logits_VV: torch.Tensor) -> None:
+        self.logits_VV, self.vocab_size = logits_VV, len(logits_VV)
+
+    def execute(self, step: StepInput) -> torch.Tensor:
+        return self.logits_VV[torch.from_numpy(step.token_id_T[step.logit_row_R])]
+
+    def zero_blocks(self, blocks: list[int]) -> None: ...
+
+
+class NoText:
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("renormalised", [True, False])
+def test_drawn_tokens_have_the_law_of_the_target(renormalised: bool) -> None:
+    """The joint law of three tokens, drafts included, by chi-square against exact enumeration; and a draft whose law
+    is told wrongly must be seen to fail."""
+    torch.manual_seed(3)
+    target_VV, draft_VV = 1.5 * torch.randn(4, 4), 1.5 * torch.randn(4, 4)
+    count, temperature = 40_000, 0.8
+    engine = Engine.from_parts(
+        TableRunner(target_VV),
+        NoText(),  # type: ignore[arg-type]
+        num_blocks=4096,
+        block_size=4,
+        max_model_len=8,
+        max_num_seqs=1024,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        seed=11,
+    )
+    proposer = DraftModelProposer(TableRunner(draft_VV), engine.table, engine.pool, 2, 4)  # type: ignore[arg-type]
+    if not renormalised:
+        draft = proposer.draft
+
+        def draft_and_lie(offer: Offer, count_S: np.ndarray):
+            drafts = draft(offer, count_S)
+            drafts.q_SKV.copy_(torch.full_like(drafts.q_SKV, 0.25))  # type: ignore[union-attr]
+            return drafts
+
+        proposer.draft = draft_and_lie  # type: ignore[method-assign]
+    engine.speculate([proposer], FixedDrafts(2))
+    params = SamplingParams(max_tokens=3, temperature=temperature)
+    texts = np.array([c.token_ids for c in engine.stream(Request(row, [1], params) for row in range(count))])
+    p_VV = torch.softmax(target_VV.double() / temperature, dim=-1).numpy()
+    law_VVV = p_VV[1][:, None, None] * p_VV[:, :, None] * p_VV[None, :, :]
+    value = p_value(texts, law_VVV)
+    assert 0 < engine.stats.accepted_2 < engine.stats.drafted_2
+    assert (value > 1e-4) == renormalised, value
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target, and a draft model with other weights."""
+    family = Family("llama3", "llama")
+    return tuple(make_family(tmp_path_factory.mktemp(name), family, seed=seed) for name, seed in (("a", 8), ("b", 9)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("speculation", [{"proposer": "draft", "max_draft_tokens": 3, "forced": True}, "auto"])
+def test_real_models_give_the_same_tokens(folders: tuple[Path, Path], speculation: object) -> None:
+    target, draft = folders
+    rng = np.random.default_rng(4)
+    prompts = [(rng.integers(0, 255, int(rng.integers(1, 20))).tolist() * 3)[:50] for _ in range(24)]
+    kinds = [{}, {}, {"repetition_penalty": 1.4}, {"logprobs": 2}, {"min_tokens": 9, "ignore_eos": False}]
+    params = [
+        SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | kinds[row % len(kinds)])  # type: ignore[arg-type]
+        for row in range(len(prompts))
+    ]
+    with float32_engine(target) as engine:
+        plain = [c.token_ids for c in engine.generate(prompts, params)]
+    for other in (draft, target):
+        with float32_engine(target, draft=str(other), speculation=speculation) as engine:
+            assert [c.token_ids for c in engine.generate(prompts, params)] == plain
+            drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
+            if speculation != "auto":
+                assert drafted > 300
+                if other == target:
+                    assert accepted == drafted
+
+
+def test_a_draft_with_other_tokens_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    target, _ = folders
+    other = make_family(tmp_path, Family("other", "qwen2"), seed=1)
+    tokenizer = (other / "tokenizer.json").read_text()
+    assert '"a"' in tokenizer
+    (other / "tokenizer.json").write_text(tokenizer.replace('"a":', '"zz":', 1))
+    with pytest.raises(ModelError, match="its tokens are not those of"):
+        float32_engine(target, draft=str(other))
