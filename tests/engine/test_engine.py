@@ -49,7 +49,7 @@ def test_eos_ends_a_sequence_and_is_the_last_token_but_not_text(folder: Path) ->
     with float32_engine(folder) as engine:
         prompt = prompts_of(1)[0]
         free = engine.generate([prompt], greedy(30))[0].token_ids
-        engine._completing._is_eos[:] = np.arange(len(engine._is_eos)) == free[9]
+        engine._completing._is_eos[:] = np.arange(len(engine._completing._is_eos)) == free[9]
         first = free.index(free[9])
         ended = engine.generate([prompt], SamplingParams(max_tokens=30))[0]
         assert (ended.finish_reason, ended.token_ids) == ("stop", free[: first + 1])
