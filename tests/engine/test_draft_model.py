@@ -16,7 +16,7 @@ from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.propose.draft_model import NEAR, DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import Chosen, FixedDrafts, StepFacts
+from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.step import StepInput
 from pipeline.errors import ModelError
 from tests.checkpoints import Family, make_family
@@ -33,16 +33,14 @@ class Fitful(FixedDrafts):
         super().__init__(max_draft_tokens)
         self.rng, self.num_proposers, self.left, self.on = rng, num_proposers, 0, False
 
-    def wants_offers(self, facts: StepFacts) -> bool:
+    def proposer(self, facts: StepFacts) -> int | None:
         if self.left == 0:
             self.on, self.left = not self.on, int(self.rng.integers(1, 14))
         self.left -= 1
-        return self.on
+        return int(self.rng.integers(0, self.num_proposers)) if self.on else None
 
-    def choose(self, facts: StepFacts, offers: Sequence[Offer]) -> Chosen:
-        assert len(offers) == self.num_proposers
-        proposer_S = self.rng.integers(0, len(offers), len(facts.slot_S))
-        return Chosen(self.rng.integers(0, self.max_draft_tokens + 1, len(facts.slot_S)), proposer_S)
+    def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        return self.rng.integers(0, self.max_draft_tokens + 1, len(facts.slot_S))
 
 
 def draft_with_itself(engine: Engine, most: int, catch_up: int = 512, memory: int | None = None) -> DraftModelProposer:
@@ -86,8 +84,8 @@ def test_a_draft_that_is_the_target_is_always_accepted(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_two_proposers_in_one_step(seed: int) -> None:
-    """Each sequence drafts with another one; the tokens stay those of plain steps."""
+def test_two_proposers_in_turn(seed: int) -> None:
+    """What one knows of a sequence holds after steps in which the other drafted."""
     rng = np.random.default_rng(50 + seed)
     engine = hash_engine(40, 4, memory=2, max_model_len=64, max_num_seqs=7, max_num_batched_tokens=50)
     proposers = [NgramProposer(engine.table, 4, 4096, 256), draft_with_itself(engine, 3, memory=1)]

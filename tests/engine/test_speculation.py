@@ -1,6 +1,6 @@
 """Drafts change how fast tokens come and nothing else: see hash_runner for the model that gives away every mistake."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import Chosen, FixedDrafts, StepFacts, StepOutcome
+from pipeline.engine.propose.policy import FixedDrafts, StepFacts, StepOutcome
 from pipeline.engine.step import StepInput
 from pipeline.errors import ConfigError
 from tests.checkpoints import Family, make_family
@@ -33,18 +33,17 @@ class Watched(FixedDrafts):
         self.outcomes: list[StepOutcome] = []
         self.wanted = False
 
-    def wants_offers(self, facts: StepFacts) -> bool:
+    def proposer(self, facts: StepFacts) -> int | None:
         self.wanted = bool(self.rng.random() < 0.9)
-        return self.wanted
+        return 0 if self.wanted else None
 
-    def choose(self, facts: StepFacts, offers: Sequence[Offer]) -> Chosen:
+    def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
         assert self.wanted
-        (offer,) = offers
         assert (facts.slot_S == offer.slot_S).all()
         assert facts.num_tokens == len(facts.slot_S) + facts.num_prefill
         assert facts.room >= 0 <= facts.num_queued
         assert (offer.count_S < self.limit[facts.slot_S] - facts.context_len_S).all()
-        return super().choose(facts, offers)
+        return super().choose(facts, offer)
 
     def observe(self, outcome: StepOutcome) -> None:
         assert (outcome.accepted_S <= outcome.drafted_S).all()
@@ -258,8 +257,7 @@ def test_the_policy_is_told_what_the_step_is_made_of() -> None:
     assert told == [(16, 16, 24, 0, 0), (16, 15, 8, 0, 1), (9, 7, 0, 7, 2), (2, 0, 0, 14, 2)]
     assert [o.num_generated for o in policy.outcomes][:2] == [0, 1]
     for outcome in policy.outcomes:
-        assert len(outcome.facts.slot_S) >= len(outcome.proposed)
-        assert outcome.step_us > 0 <= sum(each.offer_us + each.draft_us for each in outcome.proposed)
+        assert outcome.step_us > 0 <= min(outcome.offer_us, outcome.draft_us)
 
 
 def certain_run(drafts: list[int], params: SamplingParams, most: int, bad_token: int | None = None):

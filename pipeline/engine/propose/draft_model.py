@@ -9,6 +9,9 @@ Passes run one after the other, each over all sequences that draft so deep. Wher
 drawn from the draft's distribution under the same options, so that rejection sampling can accept most of them; a
 greedy request gets the draft's best tokens.
 
+How much of a sequence's last drafts was accepted says most about its next ones; offers say it as their match length,
+for a while.
+
 Shapes: S sequences of the offer, A of them drafting, K most drafts of one, V the target's vocabulary, B blocks.
 """
 
@@ -26,6 +29,7 @@ from pipeline.engine.sampler import SamplingBatch, distribution, greedy
 from pipeline.engine.sequence import SlotTable
 from pipeline.engine.step import StepPlan, build_input
 
+RECENT_TOKENS = 16  # known tokens after which what became of the last drafts is forgotten
 NEAR = 8  # known tokens behind that the first pass computes besides; who is further behind catches up first
 
 
@@ -51,6 +55,8 @@ class DraftModelProposer:
         self.max_draft_tokens, self.vocab_size, self.catch_up_tokens = max_draft_tokens, vocab_size, catch_up_tokens
         self._num_computed = np.zeros(table.num_slots, dtype=np.int64)  # known tokens whose draft keys are in the cache
         self._drafted = (np.zeros(0, dtype=np.int64),) * 3  # slots, known tokens and drafts of the last `draft`
+        self._match_len = np.zeros(table.num_slots, dtype=np.int64)  # 1 and what was accepted of the last drafts
+        self._settled_at = np.zeros(table.num_slots, dtype=np.int64)  # known tokens when they were drafted
         self._num_marked = np.zeros(table.num_slots, dtype=np.int64)  # blocks of it known as filled
         self._filled_B = np.full(pool.num_blocks, -1, dtype=np.int64)  # generation in which the draft filled it
 
@@ -60,6 +66,7 @@ class DraftModelProposer:
         filled = int(empty[0]) if len(empty) else len(block_B)
         self._num_marked[slot] = filled
         self._num_computed[slot] = filled * self.table.block_size
+        self._match_len[slot] = 0
 
     def left(self, slot: int, finished: bool) -> None:
         pass
@@ -78,7 +85,9 @@ class DraftModelProposer:
         self._num_computed[slot_S] = computed_S
         self._mark_filled(slot_S, computed_S)
         count_S = np.where(behind_S <= NEAR, self.max_draft_tokens, 0)
-        return Offer(slot_S, count_S, np.zeros_like(count_S), np.zeros((len(slot_S), 0), dtype=np.int64))
+        is_recent_S = known_S - self._settled_at[slot_S] <= RECENT_TOKENS
+        match_len_S = np.where(is_recent_S, self._match_len[slot_S], 0)
+        return Offer(slot_S, count_S, match_len_S, np.zeros((len(slot_S), 0), dtype=np.int64))
 
     def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
         table = self.table
@@ -110,6 +119,8 @@ class DraftModelProposer:
         slot_A, known_A, count_A = self._drafted
         assert (slot_A == slot_S).all()
         self._num_computed[slot_A] = known_A + np.minimum(accepted_S, count_A - 1)  # the last draft is not computed
+        self._match_len[slot_A] = 1 + accepted_S
+        self._settled_at[slot_A] = known_A
 
     # -- parts
 

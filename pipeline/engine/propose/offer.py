@@ -12,8 +12,10 @@ import numpy as np
 class Offer:
     """Sequence slot_S[s] could be drafted up to count_S[s] tokens.
 
-    match_len_S: how many of its last tokens occurred before, where the drafts are what followed then (longer matches
-    are better grounds); 0 where drafts have other grounds or none are offered. token_id_SK: the tokens, where looking
+    match_len_S: on what grounds, more are better: how many of its last tokens occurred before, where the drafts are
+    what followed then; or 1 and what was accepted of its last drafts; 0 where nothing is known or offered.
+
+    token_id_SK: the tokens, where looking
     them up is all there is to drafting them; else it has no columns.
     """
 

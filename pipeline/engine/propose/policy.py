@@ -1,9 +1,8 @@
-"""How many of the tokens on offer a step drafts, and whose: what the engine asks of a policy. No torch.
+"""Who drafts in a step, and how many of the tokens on offer: what the engine asks of a policy. No torch.
 
 Shapes: S sequences that get a token in the step.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +17,7 @@ class StepFacts:
 
     num_tokens: that it computes, of which one belongs to each sequence of slot_S and num_prefill are others: prompts,
     and what a preemption lost. num_queued: such tokens that the step has no room for. room: tokens it could still take.
+    num_waiting: sequences that are not admitted yet.
     """
 
     slot_S: np.ndarray  # int64: sequences that get a token, oldest first
@@ -26,22 +26,7 @@ class StepFacts:
     num_prefill: int
     num_queued: int
     room: int
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Sequence s drafts length_S[s] tokens of the offer number proposer_S[s]; more than are on offer count as all."""
-
-    length_S: np.ndarray  # int64
-    proposer_S: np.ndarray  # int64
-
-
-@dataclass(frozen=True)
-class Proposed:
-    """Microseconds that one proposer took in a step: for its offer, and for its drafts."""
-
-    offer_us: int
-    draft_us: int
+    num_waiting: int
 
 
 @dataclass(frozen=True)
@@ -50,25 +35,26 @@ class StepOutcome:
 
     drafted_S may be less than was chosen: drafts are cut where no block is free for them. accepted_S: how many of
     them the model confirmed, whether or not the sequence came to its end among them; num_generated: tokens that the
-    sequences of the step got. step_us is the whole step without proposing; proposed: of each proposer, () where none
-    was asked.
+    sequences of the step got. step_us is the whole step without proposing; offer_us and draft_us are what the
+    proposer took, 0 where none was asked.
     """
 
     facts: StepFacts
     num_generated: int
     step_us: int
-    proposed: tuple[Proposed, ...]
+    offer_us: int
+    draft_us: int
     drafted_S: np.ndarray  # int64
     accepted_S: np.ndarray  # int64
 
 
 class DraftPolicy(Protocol):
-    def wants_offers(self, facts: StepFacts) -> bool:
-        """Whether to look for drafts at all in this step; looking costs something too."""
+    def proposer(self, facts: StepFacts) -> int | None:
+        """The number of the proposer to ask in this step; None: nobody, as looking for drafts costs something too."""
         ...
 
-    def choose(self, facts: StepFacts, offers: Sequence[Offer]) -> Chosen:
-        """How many tokens to draft for each sequence, and on whose offer; one offer of each proposer."""
+    def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        """How many tokens (int64, S) to draft for each sequence; more than are on offer count as all of them."""
         ...
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -86,11 +72,11 @@ class FixedDrafts:
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
 
-    def wants_offers(self, facts: StepFacts) -> bool:
-        return True
+    def proposer(self, facts: StepFacts) -> int | None:
+        return 0
 
-    def choose(self, facts: StepFacts, offers: Sequence[Offer]) -> Chosen:
-        return Chosen(np.minimum(offers[0].count_S, self.max_draft_tokens), np.zeros_like(offers[0].count_S))
+    def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        return np.minimum(offer.count_S, self.max_draft_tokens)
 
     def observe(self, outcome: StepOutcome) -> None:
         pass

@@ -25,11 +25,16 @@ HIGHEST = 0.995  # estimates stay below 1, so that a deeper draft is never worth
 
 @dataclass(frozen=True)
 class ProposerPrior:
-    """What is believed of a proposer before it was seen: bucket b holds match lengths from `match_from[b]` on."""
+    """What is believed of a proposer before it was seen: bucket b holds match lengths from `match_from[b]` on.
+
+    idle: the bucket of sequences that were not drafted for a while, where match lengths tell what became of the last
+    drafts; None where they come from the text.
+    """
 
     name: str
     match_from: tuple[int, ...]
     accepted: tuple[float, ...]
+    idle: int | None = None
 
     def __post_init__(self) -> None:
         assert len(self.match_from) == len(self.accepted) >= 1
@@ -39,7 +44,9 @@ class ProposerPrior:
 
 
 NGRAM = ProposerPrior("ngram", (0, 3, 4, 6), (0.35, 0.5, 0.6, 0.75))
-DRAFT_MODEL = ProposerPrior("draft", (0,), (0.65,))
+DRAFT_MODEL = ProposerPrior(
+    "draft", (0, 1, 2, 4), (0.65, 0.5, 0.65, 0.75), idle=0
+)  # by what was accepted of the last, and 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Acceptance:
     def __init__(self, proposers: Sequence[ProposerPrior], max_draft_tokens: int) -> None:
         assert proposers
         assert max_draft_tokens >= 1
-        self.max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens, self.idle_P = max_draft_tokens, [prior.idle for prior in proposers]
         buckets = [(at, prior, b) for at, prior in enumerate(proposers) for b in range(len(prior.accepted))]
         self.names = tuple(f"{prior.name} {_bounds(prior, b)}".strip() for _, prior, b in buckets)
         self.proposer_C = np.array([at for at, _, _ in buckets])
@@ -98,10 +105,12 @@ class Acceptance:
         """(C, K): the probability that a draft is accepted given that all before it were."""
         return self._mean()[0]
 
-    def upper(self, deviations: float) -> np.ndarray:
-        """(C, K): `probability` plus so many standard deviations of its own uncertainty: what may well be true."""
+    def upper(self, deviations: float, is_stale: bool = False) -> np.ndarray:
+        """(C, K): `probability` plus so many standard deviations of its own uncertainty: what may well be true. Where
+        all of it is stale, not less than what was believed at the start."""
         mean_CK, weight_CK = self._mean()
-        return np.minimum(mean_CK + deviations * np.sqrt(mean_CK * (1.0 - mean_CK) / (weight_CK + 1.0)), HIGHEST)
+        upper_CK = mean_CK + deviations * np.sqrt(mean_CK * (1.0 - mean_CK) / (weight_CK + 1.0))
+        return np.minimum(np.maximum(upper_CK, self._prior_C1 if is_stale else 0.0), HIGHEST)
 
     def observe(self, class_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         """Of `drafted_S` drafts of each sequence the first `accepted_S` were accepted."""

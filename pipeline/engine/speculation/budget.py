@@ -9,7 +9,7 @@ them being rejected. What is gained is kept up to a cap, so that a good hour doe
 """
 
 GRANT_STEPS = 2.0  # plain steps' time at the start
-EARNED_SHARE = 0.004  # of all time
+EARNED_SHARE = 0.003  # of all time
 CAP_STEPS = 20.0  # plain steps' time that the account holds at most
 RISKED_SHARE = 0.5  # of the account that one step may lose
 

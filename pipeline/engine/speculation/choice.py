@@ -10,7 +10,6 @@ C: classes, K: draft positions, N = C * K: drafts that are alike, in falling ord
 up), S: sequences.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ from pipeline.engine.speculation.proposing import ProposingCost
 class Values:
     """What drafts are worth, and in which order they are taken: made of probabilities once, used in several steps."""
 
-    def __init__(self, probability_CK: np.ndarray, proposer_C: np.ndarray) -> None:
+    def __init__(self, probability_CK: np.ndarray) -> None:
         value_CK = probability_CK.cumprod(axis=1)
         num_classes, max_drafts = value_CK.shape
         self.num_classes = num_classes
@@ -31,7 +30,6 @@ class Values:
         self.value_N = value_CK.ravel()[self.order_N]
         self.class_N = self.order_N // max_drafts
         self.at_depth_NK = (self.order_N % max_drafts)[:, None] == np.arange(max_drafts)
-        self.proposer_N = proposer_C[self.class_N]
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def best_split(
     deep_CK: np.ndarray,
     values: Values,
     curve_s_D: np.ndarray,
-    proposing: Sequence[ProposingCost],
+    proposing: ProposingCost,
     extra_s: float,
     lookup_s: float = 0.0,
 ) -> Split:
@@ -75,9 +73,8 @@ def best_split(
     expected_D = np.interp(drafts_D, end_N1, value_N1)
     expected_D += num_sequences
     seconds_D = curve_s_D[: most + 1]
-    for at, cost in enumerate(proposing):
-        if cost.has_passes:
-            seconds_D = seconds_D + _passes_s(drafts_D, values, count_N, end_N1, at, cost)
+    if proposing.has_passes:
+        seconds_D = seconds_D + _passes_s(drafts_D, values, count_N, end_N1, proposing)
     plain_s = float(curve_s_D[0])
     rate_D = expected_D / (seconds_D + lookup_s)
     # Allowed or not, one by one: a staircase may be affordable again further on.
@@ -103,15 +100,14 @@ def deal(split: Split, class_S: np.ndarray, available_S: np.ndarray, turn: int) 
 
 
 def _passes_s(
-    drafts_D: np.ndarray, values: Values, count_N: np.ndarray, end_N1: np.ndarray, at: int, cost: ProposingCost
+    drafts_D: np.ndarray, values: Values, count_N: np.ndarray, end_N1: np.ndarray, cost: ProposingCost
 ) -> np.ndarray:
-    """Seconds (D,) of the draft passes of proposer `at` that the first drafts of the order need.
+    """Seconds (D,) of the draft passes that the first drafts of the order need.
 
     The first draft at a depth opens a pass, more of that depth make it wider; so there is a node at the first draft of
     each item and one at its last, and between them the time is (nearly) a line.
     """
-    own_NK = values.at_depth_NK & (values.proposer_N == at)[:, None]
-    wide_NK = own_NK * count_N[:, None]
+    wide_NK = values.at_depth_NK * count_N[:, None]
     last_NK = wide_NK.cumsum(axis=0)
     first_NK = last_NK - np.maximum(wide_NK - 1.0, 0.0)
     node_drafts, node_s = np.zeros(2 * len(count_N) + 1), np.zeros(2 * len(count_N) + 1)

@@ -1,11 +1,9 @@
 """The controller as the engine's draft policy. No torch."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import Chosen, StepFacts, StepOutcome
+from pipeline.engine.propose.policy import StepFacts, StepOutcome
 from pipeline.engine.speculation.controller import Batch, Candidates, Controller, Outcome
 
 
@@ -15,13 +13,11 @@ class ControlledDrafts:
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
 
-    def wants_offers(self, facts: StepFacts) -> bool:
+    def proposer(self, facts: StepFacts) -> int | None:
         return self.controller.wants_candidates(_batch(facts))
 
-    def choose(self, facts: StepFacts, offers: Sequence[Offer]) -> Chosen:
-        candidates = [Candidates(offer.count_S, offer.match_len_S) for offer in offers]
-        choice = self.controller.choose(_batch(facts), candidates)
-        return Chosen(choice.length_S, choice.proposer_S)
+    def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        return self.controller.choose(_batch(facts), Candidates(offer.count_S, offer.match_len_S)).length_S
 
     def observe(self, outcome: StepOutcome) -> None:
         drafted = bool(outcome.drafted_S.any())
@@ -32,8 +28,8 @@ class ControlledDrafts:
                 outcome.num_generated,
                 outcome.drafted_S if drafted else None,
                 outcome.accepted_S if drafted else None,
-                propose_s=tuple((each.offer_us + each.draft_us) / 1e6 for each in outcome.proposed),
-                lookup_s=tuple(each.offer_us / 1e6 for each in outcome.proposed),
+                propose_s=(outcome.offer_us + outcome.draft_us) / 1e6,
+                lookup_s=outcome.offer_us / 1e6,
             ),
         )
 
@@ -44,4 +40,4 @@ class ControlledDrafts:
 def _batch(facts: StepFacts) -> Batch:
     num = len(facts.slot_S)
     kv_tokens = int(np.sum(facts.context_len_S))
-    return Batch(num, kv_tokens, facts.room, facts.num_prefill, facts.num_queued)
+    return Batch(num, kv_tokens, facts.room, facts.num_prefill, facts.num_queued, facts.num_waiting, facts.slot_S)

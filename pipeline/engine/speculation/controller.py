@@ -1,16 +1,22 @@
-"""The controller of speculative decoding: in each step, whether to draft and how much. No torch.
+"""The controller of speculative decoding: in each step, whether to draft, who, and how much. No torch.
 
-    wants_candidates -> (proposers are asked) -> choose -> (the step is computed) -> observe
+    wants_candidates -> (a proposer is asked) -> choose -> (the step is computed) -> observe
 
 On or off: it goes on when the expected gain in tokens per second, drafting and all, is over `MIN_GAIN`, and off when it
 falls below `KEEP_GAIN`. While off nobody is asked for candidates; what share of the sequences had how many is
-remembered, so a batch that shrinks in a job's tail switches it on without a trial. Probes are single drafted steps
-while off, made where what is not known could still make drafting pay. `LossBudget` bounds what all of it can lose.
+remembered, so a batch that shrinks in a job's tail switches it on without a trial. Probes are single drafted steps of a
+proposer that is not the one at work, made where what is not known could still make it pay. `LossBudget` bounds what all
+of it can lose.
+
+What a token is worth: as long as rows wait, each token of any sequence brings the end nearer by as much. Later the end
+comes with the slowest sequence: then the gain is that of the time in which all sequences get as far as in one plain
+step, those that are there ever fewer (as if all had as much left, see rates.py).
 
 While prompts wait for room in a step, drafts would take their place; then it is off unless tokens cost next to nothing
 there.
 
-Several proposers: each alone, or for each sequence the one that promises more; the best of these per step.
+One proposer is asked in a step, since asking costs too: the one with the largest expected gain. While on, plain steps
+come now and then, to see what they cost beside drafted ones; after each the proposers are compared anew.
 
 S: sequences that decode, P: proposers, C: classes (`Acceptance`), K: draft positions.
 """
@@ -26,6 +32,7 @@ from pipeline.engine.speculation.budget import LossBudget
 from pipeline.engine.speculation.choice import Split, Values, best_split, deal
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.proposing import ProposingCost
+from pipeline.engine.speculation.rates import Rates
 from pipeline.engine.speculation.record import SpeculationCounts, bucket_of
 
 MIN_GAIN = 0.05  # expected gain that switches it on
@@ -35,7 +42,9 @@ GAIN_STEPS = 16  # steps over which the gain is averaged while on
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
 MAX_LOOK_STEPS = 128  # that finds nothing, up to this
 PROBE_TRIES = 4  # steps in a row in which a probe asks for candidates before it gives up for now
-CHECK_STEPS = 100  # drafted steps in a row before a plain one refreshes what plain steps cost
+FIRST_CHECK_STEPS = 6  # drafted steps in a row before a plain one shows what plain steps cost beside them, doubled
+CHECK_STEPS = 96  # by each, up to this
+STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
 DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
 REFRESH_STEPS = 4  # drafted steps after which what drafts are worth is reckoned anew
 SHARE_STEPS = 32  # steps over which the shares of candidates are remembered
@@ -51,6 +60,8 @@ class Batch:
 
     num_prefill: prompt tokens in this step. num_queued: prompt tokens that wait for room in a step (not for a slot or
     for blocks: what cannot be computed now is not in the way). room: tokens that the step can take besides.
+    num_waiting: sequences that come when others have ended. slot_S: a number that each sequence keeps, as long as it is
+    there; None where they are not told apart.
     """
 
     num_sequences: int
@@ -58,6 +69,8 @@ class Batch:
     room: int
     num_prefill: int = 0
     num_queued: int = 0
+    num_waiting: int = 0
+    slot_S: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -71,38 +84,38 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Choice:
-    """Sequence s drafts length_S[s] tokens of proposer proposer_S[s]; aligned with the candidates."""
+    """Sequence s drafts length_S[s] tokens of the proposer that was asked; aligned with the candidates."""
 
     length_S: np.ndarray
-    proposer_S: np.ndarray
     class_S: np.ndarray
+    proposer: int
     is_probe: bool
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a step. `num_generated`: tokens appended to decoding sequences (accepted ones behind a stop are
-    not). propose_s: seconds that each proposer took, () when none was asked, and lookup_s those of them before anything
-    was chosen (asked for only where a proposer has passes; () is none). drafted_S may be less than was chosen."""
+    not). propose_s: seconds that the proposer took, 0 when none was asked, lookup_s those of them before anything was
+    chosen. drafted_S may be less than was chosen."""
 
     step_s: float
     num_generated: int
     drafted_S: np.ndarray | None = None
     accepted_S: np.ndarray | None = None
-    propose_s: tuple[float, ...] = ()
-    lookup_s: tuple[float, ...] = ()
+    propose_s: float = 0.0
+    lookup_s: float = 0.0
 
 
 @dataclass
-class _Option:
-    """Proposers that draft together, and how many candidates they had lately."""
+class _Lately:
+    """How many candidates a proposer had lately, and when its drafts were last computed."""
 
-    proposers: tuple[int, ...]
     hoped_CK: np.ndarray  # shares as they could be at best
     share_CK: np.ndarray  # of the sequences in such a step: those in class c with a candidate at k
     present: float = 1.0  # share of the steps in which anybody had a candidate
     num_seen: int = 0
     num_present: int = 0
+    drafted_at: int = 0
 
     def remember(self, deep_CK: np.ndarray, num_sequences: int) -> None:
         is_present = bool(deep_CK.any())
@@ -126,10 +139,13 @@ class Controller:
         self.budget = LossBudget()
         self.is_on = False  # what is believed at the start decides in the first step
         self._counts = SpeculationCounts()
-        together = [tuple(range(len(proposers)))] if len(proposers) > 1 else []
-        self._options = [self._option(members) for members in [(p,) for p in range(len(proposers))] + together]
+        self._lately = [self._before_any(p) for p in range(len(proposers))]
+        self._at_work = 0  # the proposer that is asked while on
+        self._asked = 0  # the one that was asked in this step
         self._no_choice = np.zeros(0, dtype=np.int64)
         self._choice: Choice | None = None
+        self._rates = Rates()
+        self._worth = 0.0  # seconds of plain steps that one token of the chosen step is worth
         self._probing = False
         self._num_steps = 0
         self._forgotten_at = 0
@@ -137,9 +153,11 @@ class Controller:
         self._look_steps = LOOK_STEPS
         self._looked_sequences = 0
         self._tries = 0
+        self._trying: int | None = None  # the proposer that is probed while another is at work
         self._steps_since_plain = 0
+        self._check_steps = FIRST_CHECK_STEPS
         self._value_s = self._spent_s = 0.0  # running means while on: plain time of what is expected, and its own time
-        self._values = Values(self.acceptance.probability(), self.acceptance.proposer_C)
+        self._values = Values(self.acceptance.probability())
         self._observed = 0  # drafted steps since
         self._curves: dict[tuple[int, int, int, int], np.ndarray] = {}
         self._curves_version = -1
@@ -156,43 +174,30 @@ class Controller:
 
     # -- before a step
 
-    def wants_candidates(self, batch: Batch) -> bool:
-        """Whether to ask the proposers in this step; about 1 us while off. False: a plain step, without `choose`."""
+    def wants_candidates(self, batch: Batch) -> int | None:
+        """The number of the proposer to ask in this step; None: a plain step without `choose`. About 1 us while off."""
         self._choice, self._probing = None, False
-        return self._decide(batch)
+        return self._asked if self._decide(batch) else None
 
-    def choose(self, batch: Batch, candidates: Sequence[Candidates]) -> Choice:
-        """How many tokens each sequence drafts; `candidates` of each proposer, in their order."""
-        assert len(candidates) == len(self.proposing)
-        values = self._present_values() if not self._probing else self._hopeful_values()
-        num, lookup_s = batch.num_sequences, self._lookup_s(batch.num_sequences)
-        available_PS = [np.minimum(of.available_S, self.max_drafts) for of in candidates]
-        class_PS = [self.acceptance.class_of(p, of.match_length_S) for p, of in enumerate(candidates)]
-        best: tuple[Split, np.ndarray, np.ndarray, np.ndarray] | None = None
-        for option in self._options:
-            first = option.proposers[0]
-            if len(option.proposers) == 1:
-                proposer_S, class_S, available_S = np.full(num, first), class_PS[first], available_PS[first]
-            else:  # for each sequence the one that promises more tokens
-                worth_PS = values.worth_CK1[np.stack(class_PS), np.stack(available_PS)]
-                proposer_S = worth_PS.argmax(axis=0)
-                class_S, available_S = np.choose(proposer_S, class_PS), np.choose(proposer_S, available_PS)
-            deep_CK = count_deep(class_S, available_S, self.acceptance.num_classes, self.max_drafts)
-            option.remember(deep_CK, num)
-            split = self._split(batch, deep_CK, values, lookup_s)
-            if best is None or split.tokens_per_s > best[0].tokens_per_s:
-                best = split, proposer_S, class_S, available_S
-        assert best is not None
-        split, proposer_S, class_S, available_S = best
+    def choose(self, batch: Batch, candidates: Candidates) -> Choice:
+        """How many tokens each sequence drafts, of the candidates of the proposer that was asked."""
+        values = self._present_values() if not self._probing else self._hopeful_values(self._asked)
+        num, lookup_s = batch.num_sequences, self.proposing[self._asked].lookup_s(batch.num_sequences)
+        available_S = np.minimum(candidates.available_S, self.max_drafts)
+        class_S = self.acceptance.class_of(self._asked, candidates.match_length_S)
+        deep_CK = count_deep(class_S, available_S, self.acceptance.num_classes, self.max_drafts)
+        self._lately[self._asked].remember(deep_CK, num)
+        split = self._split(batch, self._asked, deep_CK, values, lookup_s)
+        self._worth = self._worth_s(batch, split) / split.expected_tokens
         if self._probing:
             self._after_try(split.num_drafts > 0)
-        elif not self._keeps_on(num, split, lookup_s):
+        elif not self._keeps_on(split, lookup_s):
             split = replace(split, num_drafts=0)
         if split.num_drafts:
             length_S = deal(split, class_S, available_S, self._num_steps)
         else:
             length_S = np.zeros_like(available_S)
-        self._choice = Choice(length_S, proposer_S, class_S, self._probing)
+        self._choice = Choice(length_S, class_S, self._asked, self._probing)
         return self._choice
 
     # -- after a step
@@ -213,11 +218,12 @@ class Controller:
             assert outcome.accepted_S is not None, "drafts without a verdict"
             self.acceptance.observe(choice.class_S, drafted_S, outcome.accepted_S)
             self._observed += 1
+            self._lately[choice.proposer].drafted_at = self._num_steps
+            if batch.slot_S is not None:
+                self._rates.add(batch.slot_S, 1.0 + outcome.accepted_S)
             num_accepted = int(outcome.accepted_S.sum())
-        lookup_s = outcome.lookup_s or (0.0,) * len(outcome.propose_s)
-        for p, (cost, seconds, looking_s) in enumerate(zip(self.proposing, outcome.propose_s, lookup_s)):
-            own_S = drafted_S[choice.proposer_S == p] if num_drafts and choice is not None else self._no_choice
-            cost.observe(num, own_S, seconds, looking_s)
+        if choice is not None:
+            self.proposing[choice.proposer].observe(num, drafted_S, outcome.propose_s, outcome.lookup_s)
         self._settle(batch, outcome, num_drafts, num_accepted)
 
     # -- on, off, probe
@@ -229,7 +235,7 @@ class Controller:
         if not self.budget.is_open:
             self.budget.open(self._plain_s(batch))
         if self.is_on:
-            return self._steps_since_plain < CHECK_STEPS and self._can_afford(batch)
+            return self._steps_since_plain < self._check_steps and self._goes_on(batch)
         if self._num_steps < self._look_at and 4 * abs(num - self._looked_sequences) <= self._looked_sequences:
             return False
         return self._look(batch)
@@ -241,24 +247,42 @@ class Controller:
         elasticity = self.cost.elasticity(batch.num_sequences, batch.kv_tokens, batch.num_prefill, more)
         return elasticity < FREE_ELASTICITY
 
-    def _can_afford(self, batch: Batch) -> bool:
-        """Whether the budget allows any drafts at all; while it does not, on is as good as off."""
-        if self.budget.affordable_s > self._lookup_s(batch.num_sequences):
+    def _goes_on(self, batch: Batch) -> bool:
+        """While on: whether drafts are affordable at all, and by whom; while they are not, on is as good as off."""
+        if self._steps_since_plain == 0 and len(self.proposing) > 1:
+            self._compare(batch)
+        self._asked = self._trying if self._trying is not None else self._at_work
+        self._probing = self._trying is not None
+        if self.budget.affordable_s > self.proposing[self._asked].lookup_s(batch.num_sequences):
             return True
         self._go_off()
         return False
+
+    def _compare(self, batch: Batch) -> None:
+        """Put the best proposer to work, and try one that may well be better."""
+        gain_P = [self._expected_gain(batch, p, hopeful=False) for p in range(len(self.proposing))]
+        best = int(np.argmax(gain_P))
+        if gain_P[best] > gain_P[self._at_work] + KEEP_GAIN:
+            self._at_work, self._value_s, self._spent_s = best, 0.0, 0.0
+        hope_P = [self._expected_gain(batch, p, hopeful=True) for p in range(len(self.proposing))]
+        hope_P[self._at_work] = 0.0
+        promising = int(np.argmax(hope_P))
+        waited = self._num_steps - self._lately[promising].drafted_at
+        if hope_P[promising] > gain_P[self._at_work] + MIN_GAIN and waited > STALE_STEPS:
+            self._trying, self._tries = promising, 0
 
     def _look(self, batch: Batch) -> bool:
         """While off: go on, probe, or look again later."""
         self._forget()
         self._looked_sequences = batch.num_sequences
-        if self._expected_gain(batch, self._present_values(), hopeful=False) > MIN_GAIN:
-            self.is_on = True
-            self._look_steps = LOOK_STEPS
-            return True
-        if self._expected_gain(batch, self._hopeful_values(), hopeful=True) > MIN_GAIN:
-            self._probing = True
-            return True
+        for hopeful in (False, True):
+            gain_P = [self._expected_gain(batch, p, hopeful) for p in range(len(self.proposing))]
+            best = int(np.argmax(gain_P))
+            if gain_P[best] > MIN_GAIN:
+                self._asked, self._probing = best, hopeful
+                if not hopeful:
+                    self.is_on, self._at_work, self._look_steps = True, best, LOOK_STEPS
+                return True
         self._look_later()
         return False
 
@@ -270,12 +294,13 @@ class Controller:
         """A probe asked for candidates: it is over when some were drafted, or after enough tries."""
         self._tries += 1
         if drafted or self._tries == PROBE_TRIES:
-            self._tries = 0
-            self._look_later()
+            self._tries, self._trying = 0, None
+            if not self.is_on:
+                self._look_later()
 
-    def _keeps_on(self, num_sequences: int, split: Split, lookup_s: float) -> bool:
+    def _keeps_on(self, split: Split, lookup_s: float) -> bool:
         """Average this step's expected gain in; goes off when the average does not pay."""
-        value_s = split.expected_tokens / num_sequences * split.plain_s
+        value_s = self._worth * split.expected_tokens
         spent_s = split.seconds + lookup_s
         if not self._spent_s:  # the first step since it went on
             self._value_s, self._spent_s = (1.0 + MIN_GAIN) * spent_s, spent_s
@@ -290,6 +315,10 @@ class Controller:
         self.is_on = False
         self._value_s = self._spent_s = 0.0
         self._forgotten_at = self._num_steps
+        self._trying = None
+        for p, lately in enumerate(self._lately):
+            if self.acceptance.idle_P[p] is not None:
+                lately.share_CK = lately.hoped_CK
         self._look_later()
 
     def _forget(self) -> None:
@@ -304,31 +333,50 @@ class Controller:
         """Of the acceptance as it is estimated; reckoned in each step as long as little was seen."""
         if self._observed >= min(REFRESH_STEPS, 1 + self._num_steps // 16):
             self._observed = 0
-            self._values = Values(self.acceptance.probability(), self.acceptance.proposer_C)
+            self._values = Values(self.acceptance.probability())
         return self._values
 
-    def _hopeful_values(self) -> Values:
-        return Values(self.acceptance.upper(DEVIATIONS), self.acceptance.proposer_C)
+    def _hopeful_values(self, proposer: int) -> Values:
+        is_stale = self._num_steps - self._lately[proposer].drafted_at > STALE_STEPS
+        return Values(self.acceptance.upper(DEVIATIONS, is_stale))
 
-    def _expected_gain(self, batch: Batch, values: Values, hopeful: bool) -> float:
-        """Gain over plain steps of the best option that the budget allows, with the candidates that there were lately
-        or, hopeful, with those that there could be."""
-        num, lookup_s = batch.num_sequences, self._lookup_s(batch.num_sequences)
-        best = 0.0
-        for option in self._options:
-            share_CK = np.maximum(option.share_CK, option.hoped_CK) if hopeful else option.share_CK
-            present = 1.0 if hopeful else option.present
-            split = self._split(batch, share_CK * num, values, lookup_s)
-            if split.num_drafts:
-                more_s = (split.expected_tokens / num - 1.0) * split.plain_s
-                spent_s = split.plain_s + present * (split.seconds - split.plain_s) + lookup_s
-                best = max(best, (split.plain_s + present * more_s) / spent_s - 1.0)
-        return best
+    def _expected_gain(self, batch: Batch, proposer: int, hopeful: bool) -> float:
+        """Gain of a proposer over plain steps, as far as the budget allows, with the candidates that it had lately or,
+        hopeful, with those that it could have."""
+        values = self._hopeful_values(proposer) if hopeful else self._present_values()
+        num, lookup_s, lately = (
+            batch.num_sequences,
+            self.proposing[proposer].lookup_s(batch.num_sequences),
+            self._lately[proposer],
+        )
+        share_CK = np.maximum(lately.share_CK, lately.hoped_CK) if hopeful else lately.share_CK
+        present = 1.0 if hopeful else lately.present
+        split = self._split(batch, proposer, share_CK * num, values, lookup_s)
+        if not split.num_drafts:
+            return 0.0
+        more_s = self._worth_s(batch, split) - split.plain_s
+        spent_s = split.plain_s + present * (split.seconds - split.plain_s) + lookup_s
+        return max((split.plain_s + present * more_s) / spent_s - 1.0, 0.0)
 
-    def _split(self, batch: Batch, deep_CK: np.ndarray, values: Values, lookup_s: float) -> Split:
+    def _split(self, batch: Batch, proposer: int, deep_CK: np.ndarray, values: Values, lookup_s: float) -> Split:
         extra_s = self.budget.affordable_s - lookup_s
         num, curve_s_D = batch.num_sequences, self._curve(batch)
-        return best_split(num, deep_CK, values, curve_s_D, self.proposing, extra_s, lookup_s)
+        return best_split(num, deep_CK, values, curve_s_D, self.proposing[proposer], extra_s, lookup_s)
+
+    def _worth_s(self, batch: Batch, split: Split) -> float:
+        """Seconds of plain steps that a step with this split saves, its own among them."""
+        num = batch.num_sequences
+        mean = split.expected_tokens / num
+        if batch.num_waiting or not split.num_drafts or batch.slot_S is None:
+            return mean * split.plain_s
+        context, drafts = batch.kv_tokens / num, split.num_drafts / num
+        whole_s, first_s, until = 0.0, 0.0, 0.0  # until all are as far as one plain step would get them
+        for rate, left in self._rates.slowing(batch.slot_S, mean):
+            step_s = self.cost.step_s(left, int(context * left), batch.num_prefill, round(drafts * left))
+            first_s = first_s or step_s
+            whole_s += (1.0 / rate - until) * step_s
+            until = 1.0 / rate
+        return split.plain_s / whole_s * first_s
 
     def _curve(self, batch: Batch) -> np.ndarray:
         """Seconds by number of drafts, at the present speed. Near contexts share a curve."""
@@ -349,15 +397,13 @@ class Controller:
     def _plain_s(self, batch: Batch) -> float:
         return self.cost.step_s(batch.num_sequences, batch.kv_tokens, batch.num_prefill)
 
-    def _lookup_s(self, num_sequences: int) -> float:
-        return sum(cost.lookup_s(num_sequences) for cost in self.proposing)
-
-    def _option(self, proposers: tuple[int, ...]) -> _Option:
-        """Before any was asked: everybody has all candidates, of the middle bucket of the last proposer."""
+    def _before_any(self, proposer: int) -> _Lately:
+        """Before it was asked: everybody has all candidates, of its idle or else its middle bucket."""
         share_CK = np.zeros((self.acceptance.num_classes, self.max_drafts))
-        own = np.flatnonzero(self.acceptance.proposer_C == proposers[-1])
-        share_CK[own[len(own) // 2]] = 1.0
-        return _Option(proposers, share_CK, share_CK)
+        own = np.flatnonzero(self.acceptance.proposer_C == proposer)
+        idle = self.acceptance.idle_P[proposer]
+        share_CK[own[len(own) // 2 if idle is None else idle]] = 1.0
+        return _Lately(share_CK, share_CK)
 
     # -- accounts
 
@@ -366,14 +412,14 @@ class Controller:
         plain_s = self._plain_s(batch)
         if not self.budget.is_open:
             self.budget.open(plain_s)
-        propose_s = sum(outcome.propose_s)
+        propose_s = outcome.propose_s
         gained_s = -propose_s
         counts.on_steps[b] += self.is_on
         counts.spent_us[b] += round(propose_s * 1e6)
         if num_drafts:
             expected_s = self.cost.step_s(num, batch.kv_tokens, batch.num_prefill, num_drafts)
             step_s = min(max(outcome.step_s, expected_s / TIME_TRUST), expected_s * TIME_TRUST)
-            value_s = plain_s * outcome.num_generated / num
+            value_s = self._worth * outcome.num_generated
             gained_s += value_s - step_s
             if self._probing and gained_s > 0.0:  # it paid: look again at once
                 self._look_at, self._look_steps = self._num_steps, LOOK_STEPS
@@ -387,6 +433,8 @@ class Controller:
             counts.spent_us[b] += round(step_s * 1e6)
             counts.plain_us[b] += round(value_s * 1e6)
         else:
+            if self._steps_since_plain >= self._check_steps:
+                self._check_steps = min(2 * self._check_steps, CHECK_STEPS)
             self._steps_since_plain = 0
             counts.plain_steps[b] += 1
             counts.plain_sequences[b] += num

@@ -5,12 +5,11 @@ one token, and drafted ones, where each computes `tokens_per_sequence`. Between 
 over the tokens, over sequences per token (which lies between the two kinds) and over the mean context.
 
 While running, each observed step refines the table in two ways. The machine's speed is common to all steps and moves
-fast: the median of the last steps at points that are known well. The shape belongs to a kind and a number of tokens:
-the median of what was seen there, on top of the speed. A point learns it from its first steps, and later only from
-steps that follow one of the other kind: what the two kinds deviate by from each other can only be seen side by side,
-while in a long row of one kind the speed and the shape could drift apart with nothing to hold them. So a machine that
-is disturbed for a minute changes no decision, a point that start-up measured wrongly does, and one step that took ten
-times as long changes nothing.
+fast: the median of the last steps. The shape belongs to a kind and a number of tokens: the median of what was seen
+there, on top of the speed, in the first step after steps at another point, when the speed is still theirs. In a long
+row of alike steps nothing tells the two apart, and they would drift; what two points deviate by from each other is only
+seen where one follows the other. So a machine that is disturbed for a minute changes no decision, a point that start-up
+measured wrongly does, and one step that took ten times as long changes nothing.
 
 G: points of the token grid. D: numbers of drafts, 0 and up.
 """
@@ -29,7 +28,6 @@ SHORT, LONG = 0, 1
 
 RECENT_STEPS = 7  # steps whose median is the machine's present speed
 RECENT_SHAPES = 15  # steps of one kind and size whose median corrects the table there
-KNOWN_STEPS = 8  # steps seen at a point before what it deviates by is the machine's speed and not its own shape
 PRIOR_STEPS = 1  # what is believed of a point before counts as much as this many steps seen there
 FEW_STEPS = 3  # steps seen at a point below which the median says little,
 FEW_TRUSTED = 0.05  # and may move the logarithm of its time by so much
@@ -78,7 +76,7 @@ class StepCost:
         self._speed = MovingMedian(RECENT_STEPS)  # log of measured by table
         for _ in range(RECENT_STEPS):  # as start-up measured it; else the first step, a wild one perhaps, would be it
             self._speed.add(0.0)
-        self._last_kind = PLAIN  # of the step before
+        self._last = (-1, -1)  # kind and point of the step before
         self._shape_KG = [[MovingMedian(RECENT_SHAPES) for _ in self._grid_G] for _ in (PLAIN, DRAFTED)]
         self._correction_KG = np.zeros((2, len(self._grid_G)))  # log
         self._correction = self._correction_KG.tolist()
@@ -181,13 +179,11 @@ class StepCost:
         kind = DRAFTED if num_drafts else PLAIN
         table_s, correction, g = self._at(kind, num_sequences + num_drafts, num_sequences, kv_tokens)
         log_ratio = math.log(seconds / table_s)
-        shape = self._shape_KG[kind][g]
-        is_known = len(shape) >= KNOWN_STEPS
-        if not is_known or kind != self._last_kind:
+        shape, point = self._shape_KG[kind][g], (kind, g)
+        if kind != self._last[0] or (point != self._last and len(shape) < RECENT_SHAPES):
             shape.add(log_ratio - self._speed.value)
-        self._last_kind = kind
-        if is_known:
-            self._speed.add(log_ratio - correction)
+        self._last = point
+        self._speed.add(log_ratio - correction)
         if abs(_trusted(shape) - self._correction[kind][g]) > NOTABLE:
             self._correct()
 

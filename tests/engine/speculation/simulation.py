@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.engine.propose.draft_model import RECENT_TOKENS
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.controller import Batch, Candidates, Controller, Outcome
 from pipeline.engine.speculation.cost import StepCost
@@ -90,21 +91,25 @@ def simulate(
     row_S = np.zeros(0, dtype=np.int64)
     progress_R = np.zeros(len(length_R), dtype=np.int64)
     seconds, steps, drafted_steps, drafted_before = 0.0, 0, 0, False
+    grounds_R, grounds_at_R = np.zeros(len(length_R), dtype=np.int64), np.zeros(len(length_R), dtype=np.int64)
     while waiting or len(row_S):
         while waiting and len(row_S) < max_batch:
             row_S = np.append(row_S, waiting.pop())
         num, kv_tokens = len(row_S), int((PROMPT + progress_R[row_S]).sum())
-        batch = Batch(num, kv_tokens, room=1 << 20)
+        batch = Batch(num, kv_tokens, room=1 << 20, num_waiting=len(waiting), slot_S=row_S)
         left_S = length_R[row_S] - progress_R[row_S] - 1
-        asked = policy.wants_candidates(batch) if isinstance(policy, Controller) else policy > 0
+        asked = policy.wants_candidates(batch) is not None if isinstance(policy, Controller) else policy > 0
         drafted_S = accepted_S = np.zeros(num, dtype=np.int64)
         propose_s = 0.0
         if asked:
             accepts_SK = text.accepts(Situation(row_S, progress_R[row_S], drafted_before), MAX_DRAFTS)
             available_S = np.where(rng.random(num) < text.available, np.minimum(left_S, MAX_DRAFTS), 0)
-            match_S = np.where(accepts_SK[:, 0] > 0.5, 7, 3) if machine.pass_s is None else np.zeros(num, np.int64)
+            if machine.pass_s is None:
+                match_S = np.where(accepts_SK[:, 0] > 0.5, 7, 3)
+            else:  # as the draft model's proposer says it
+                match_S = np.where(progress_R[row_S] - grounds_at_R[row_S] <= RECENT_TOKENS, grounds_R[row_S], 0)
             if isinstance(policy, Controller):
-                drafted_S = policy.choose(batch, [Candidates(available_S, match_S)]).length_S
+                drafted_S = policy.choose(batch, Candidates(available_S, match_S)).length_S
             else:
                 drafted_S = np.minimum(available_S, policy)
             assert (drafted_S <= available_S).all()
@@ -113,6 +118,8 @@ def simulate(
             propose_s = machine.lookup_s(num)
             if machine.pass_s is not None:
                 propose_s += sum(machine.pass_s(int((drafted_S > k).sum())) for k in range(int(drafted_S.max())))
+        some = drafted_S > 0
+        grounds_R[row_S[some]], grounds_at_R[row_S[some]] = 1 + accepted_S[some], progress_R[row_S[some]]
         num_drafts = int(drafted_S.sum())
         step_s = machine.step_s(num + num_drafts, num, kv_tokens, num_drafts > 0)
         seconds += step_s + propose_s
@@ -122,12 +129,12 @@ def simulate(
         progress_R[row_S] += 1 + accepted_S
         if isinstance(policy, Controller):
             observed_s = noise(step_s) if noise else step_s
-            proposed = (noise(propose_s) if noise else propose_s,) if asked else ()
+            proposed_s = noise(propose_s) if noise else propose_s
             generated = num + int(accepted_S.sum())
             if num_drafts:
-                policy.observe(batch, Outcome(observed_s, generated, drafted_S, accepted_S, proposed))
+                policy.observe(batch, Outcome(observed_s, generated, drafted_S, accepted_S, proposed_s))
             else:
-                policy.observe(batch, Outcome(observed_s, generated, propose_s=proposed))
+                policy.observe(batch, Outcome(observed_s, generated, propose_s=proposed_s))
         row_S = row_S[progress_R[row_S] < length_R[row_S]]
     assert (progress_R == length_R).all()
     return Run(seconds, int(length_R.sum()), steps, drafted_steps)

@@ -19,10 +19,19 @@ def feed(acceptance: Acceptance, probability_K, steps: int, class_index: int = 0
 
 def test_classes_are_buckets_of_match_lengths_by_proposer() -> None:
     acceptance = Acceptance([NGRAM, DRAFT_MODEL], K)
-    assert acceptance.names == ("ngram 0-2", "ngram 3", "ngram 4-5", "ngram 6+", "draft")
+    assert acceptance.names == (
+        "ngram 0-2",
+        "ngram 3",
+        "ngram 4-5",
+        "ngram 6+",
+        "draft 0",
+        "draft 1",
+        "draft 2-3",
+        "draft 4+",
+    )
     assert acceptance.class_of(0, np.array([0, 2, 3, 4, 5, 6, 900])).tolist() == [0, 0, 1, 2, 2, 3, 3]
-    assert acceptance.class_of(1, np.array([0, 900])).tolist() == [4, 4]
-    assert acceptance.proposer_C.tolist() == [0, 0, 0, 0, 1]
+    assert acceptance.class_of(1, np.array([0, 1, 2, 900])).tolist() == [4, 5, 6, 7]
+    assert acceptance.proposer_C.tolist() == [0] * 4 + [1] * 4
 
 
 def test_before_anything_is_seen_the_prior_is_believed() -> None:
@@ -35,7 +44,7 @@ def test_the_estimate_at_a_position_is_given_that_those_before_were_accepted() -
     truth_K = [0.9, 0.7, 0.5, 0.2]
     feed(acceptance, truth_K, 2000)
     assert acceptance.probability()[0] == pytest.approx(truth_K, abs=0.08)
-    assert acceptance.probability()[1] == pytest.approx([0.65] * K)
+    assert acceptance.probability()[4] == pytest.approx([0.65] * K)
 
 
 def test_a_position_never_seen_is_thought_of_as_its_class() -> None:
@@ -74,11 +83,11 @@ def test_totals_are_exact_and_add_up() -> None:
     class_S = np.zeros(4, dtype=np.int64)
     acceptance.observe(class_S, np.array([3, 2, 1, 0]), np.array([1, 2, 0, 0]))
     counts = acceptance.counts
-    assert counts.verified.tolist() == [[3, 2, 0]]
-    assert counts.accepted.tolist() == [[2, 1, 0]]
+    assert counts.verified.tolist() == [[3, 2, 0]] + [[0, 0, 0]] * 3
+    assert counts.accepted.tolist() == [[2, 1, 0]] + [[0, 0, 0]] * 3
     acceptance.forget(1000)
     both = counts + acceptance.counts
-    assert both.verified.tolist() == [[6, 4, 0]]
-    assert both.accepted.tolist() == [[4, 2, 0]]
+    assert both.verified.tolist() == [[6, 4, 0]] + [[0, 0, 0]] * 3
+    assert both.accepted.tolist() == [[4, 2, 0]] + [[0, 0, 0]] * 3
     with pytest.raises(AssertionError):
         _ = counts + Acceptance([NGRAM], 3).counts

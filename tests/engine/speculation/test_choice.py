@@ -12,7 +12,6 @@ from pipeline.engine.speculation.proposing import ProposingCost
 FREE = ProposingCost(0.0, 0.0)
 NO_LIMIT = 1e9
 C, K = 3, 3
-ONE_PROPOSER = np.zeros(C, dtype=np.int64)
 
 
 def random_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -36,8 +35,8 @@ def seconds(length_S, curve_s_D: np.ndarray, cost: ProposingCost) -> float:
 
 def split_of(case, cost: ProposingCost = FREE, extra_s: float = NO_LIMIT, lookup_s: float = 0.0):
     class_S, available_S, probability_CK, curve_s_D = case
-    deep_CK, values = count_deep(class_S, available_S, C, K), Values(probability_CK, ONE_PROPOSER)
-    return best_split(len(class_S), deep_CK, values, curve_s_D, [cost], extra_s, lookup_s)
+    deep_CK, values = count_deep(class_S, available_S, C, K), Values(probability_CK)
+    return best_split(len(class_S), deep_CK, values, curve_s_D, cost, extra_s, lookup_s)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -99,6 +98,6 @@ def test_those_who_draft_one_more_take_turns() -> None:
 
 def test_fractions_of_sequences_can_be_expected() -> None:
     deep_CK = np.array([[0.7, 0.7, 0.3], [0.3, 0.2, 0.1], [0.0, 0.0, 0.0]])
-    split = best_split(1, deep_CK, Values(np.full((C, K), 0.9), ONE_PROPOSER), np.full(9, 1.0), [FREE], NO_LIMIT)
+    split = best_split(1, deep_CK, Values(np.full((C, K), 0.9)), np.full(9, 1.0), FREE, NO_LIMIT)
     assert split.num_drafts == 2
     assert 2.0 < split.expected_tokens < 3.0

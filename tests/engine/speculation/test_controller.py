@@ -42,15 +42,18 @@ def everything(num: int, match_length: int = 7) -> Candidates:
     return Candidates(np.full(num, K), np.full(num, match_length))
 
 
-def step(controller: Controller, batch: Batch, accepted_share: float, match_length: int = 7, proposers: int = 1):
+def step(controller: Controller, batch: Batch, accepted_share: float, match_length: int = 7):
     """One step in which everybody has candidates, of whose K tokens the first `accepted_share` would be accepted.
     Returns the choice, None when nobody was asked."""
-    choice, propose_s = None, ()
+    choice, propose_s = None, 0.0
     num = batch.num_sequences
     drafted_S = accepted_S = np.zeros(num, dtype=np.int64)
-    if controller.wants_candidates(batch):
-        choice = controller.choose(batch, [everything(num, match_length)] * proposers)
-        propose_s = tuple(cost.lookup_s(num) for cost in controller.proposing)
+    asked = controller.wants_candidates(batch)
+    if asked is not None:
+        choice = controller.choose(batch, everything(num, match_length))
+        cost = controller.proposing[asked]
+        passes_K = np.array([int((choice.length_S > k).sum()) for k in range(K)])
+        propose_s = cost.lookup_s(num) + float(cost.pass_s(passes_K).sum())
         drafted_S = choice.length_S
         accepted_S = np.minimum(drafted_S, round(K * accepted_share))
     drafts = int(drafted_S.sum())
@@ -70,7 +73,7 @@ def drafts_in(controller: Controller, batch: Batch, steps: int, accepted_share: 
 
 
 def test_it_drafts_all_there_is_where_tokens_are_free_and_nothing_where_they_are_not() -> None:
-    assert drafts_in(controller_of(MEMORY_BOUND), batch_of(4), 50) >= 47
+    assert drafts_in(controller_of(MEMORY_BOUND), batch_of(4), 50) >= 44
     assert drafts_in(controller_of(COMPUTE_BOUND), batch_of(4), 50) == 0
 
 
@@ -80,28 +83,28 @@ def test_room_and_what_a_sequence_has_are_kept_to() -> None:
         choice = step(controller, batch, 1.0)
     assert choice is not None
     assert choice.length_S.sum() == 5
-    assert controller.wants_candidates(batch)
-    choice = controller.choose(batch, [Candidates(np.array([0, 1, 0, 3]), np.full(4, 7))])
+    assert controller.wants_candidates(batch) == 0
+    choice = controller.choose(batch, Candidates(np.array([0, 1, 0, 3]), np.full(4, 7)))
     assert choice.length_S.tolist() == [0, 1, 0, 3]
-    assert not controller.wants_candidates(batch_of(4, room=0))
-    assert not controller.wants_candidates(batch_of(0))
+    assert controller.wants_candidates(batch_of(4, room=0)) is None
+    assert controller.wants_candidates(batch_of(0)) is None
 
 
 def test_while_prompts_wait_for_room_it_drafts_only_where_tokens_are_free() -> None:
     """Half a millisecond a token beside 20 ms: drafts pay for 4 sequences, not in a prompt's place."""
     free, dear = controller_of((10.0, 0.001)), controller_of((20.0, 0.5))
     for controller in (free, dear):
-        assert drafts_in(controller, batch_of(4), 50) >= 47
+        assert drafts_in(controller, batch_of(4), 50) >= 44
     assert drafts_in(free, batch_of(4, num_prefill=60), 40) >= 38
     assert drafts_in(free, batch_of(60, num_queued=9), 40) >= 38
     assert drafts_in(dear, batch_of(4, num_prefill=60), 40) >= 38
     assert drafts_in(dear, batch_of(60, num_queued=9), 40) == 0
-    assert drafts_in(dear, batch_of(4), 50) >= 48
+    assert drafts_in(dear, batch_of(4), 50) >= 44
 
 
 def test_it_goes_off_when_nothing_is_accepted_and_asks_seldom_then() -> None:
     controller, batch = controller_of((10.0, 0.3)), batch_of(4)
-    assert drafts_in(controller, batch, 50) >= 47
+    assert drafts_in(controller, batch, 50) >= 44
     drafts_in(controller, batch, 300, accepted_share=0.0)
     assert not controller.is_on
     asked = sum(step(controller, batch, 0.0) is not None for _ in range(1000))
@@ -114,7 +117,7 @@ def test_it_comes_back_when_drafts_are_accepted_again() -> None:
     assert not controller.is_on
     drafts_in(controller, batch, 1500, accepted_share=1.0)
     assert controller.is_on
-    assert drafts_in(controller, batch, 100, accepted_share=1.0) >= 95
+    assert drafts_in(controller, batch, 100, accepted_share=1.0) >= 90
 
 
 def test_a_small_gain_neither_switches_it_on_nor_off() -> None:
@@ -122,10 +125,10 @@ def test_a_small_gain_neither_switches_it_on_nor_off() -> None:
     cost = (10.0, 0.01)
     controller = controller_of(cost)
     controller.acceptance.probability = lambda: np.full((4, K), 0.034)  # type: ignore[method-assign]
-    controller.acceptance.upper = lambda deviations: np.full((4, K), 0.034)  # type: ignore[method-assign]
+    controller.acceptance.upper = lambda *_: np.full((4, K), 0.034)  # type: ignore[method-assign]
     assert drafts_in(controller, batch_of(1), 100) == 0
     controller.is_on = True
-    assert drafts_in(controller, batch_of(1), 100) >= 95
+    assert drafts_in(controller, batch_of(1), 100) >= 90
 
 
 def test_a_batch_that_shrinks_switches_it_on_without_a_probe() -> None:
@@ -141,30 +144,34 @@ def test_a_batch_that_shrinks_switches_it_on_without_a_probe() -> None:
 def test_now_and_then_a_plain_step_says_what_plain_steps_cost() -> None:
     controller = controller_of(MEMORY_BOUND)
     steps = 4 * CHECK_STEPS
-    assert steps - 8 <= drafts_in(controller, batch_of(4), steps) <= steps - 3
+    assert steps - 12 <= drafts_in(controller, batch_of(4), steps) <= steps - 5
 
 
-def test_of_two_proposers_the_cheaper_or_the_better_one_is_taken() -> None:
-    def both(pass_ms: float) -> Controller:
-        passes = ProposingCost(0.0, 0.0, [1, 64], [1e-3 * pass_ms] * 2)
-        return controller_of(MEMORY_BOUND, (NGRAM, DRAFT_MODEL), (NGRAM_COST, passes))
+def asked_in(controller: Controller, steps: int, share_P: tuple[float, float]) -> list[int | None]:
+    """Who drafted in each step, where the drafts of proposer p are accepted by share_P[p]."""
+    told: list[int | None] = []
+    for _ in range(steps):
+        choose, batch = controller.choose, batch_of(8)
+        choice = step(controller, batch, share_P[controller._at_work if controller._trying is None else 1])
+        told.append(choice.proposer if choice is not None and choice.length_S.any() else None)
+        assert controller.choose == choose
+    return told
 
-    slow = both(pass_ms=9.0)
-    choices = [step(slow, batch_of(8), 1.0, proposers=2) for _ in range(20)]
-    assert choices[-1] is not None
-    assert (choices[-1].proposer_S == 0).all()
-    fast = both(pass_ms=0.1)
-    drafts_in(fast, batch_of(8), 20, proposers=2)
-    fast.acceptance.observe(np.full(500, 1), np.full(500, K), np.zeros(500, dtype=np.int64))
-    fast.acceptance.observe(np.full(500, 3), np.full(500, K), np.full(500, K))
-    fast.acceptance.observe(np.full(500, 4), np.full(500, K), np.full(500, 3))
-    drafts_in(fast, batch_of(8), 4, proposers=2)
-    assert fast.wants_candidates(batch_of(8))
-    match_S = np.array([7, 3, 7, 3, 7, 3, 0, 0])
-    available_S = np.array([K, K, K, K, K, K, 0, 0])
-    choice = fast.choose(batch_of(8), [Candidates(available_S, match_S), everything(8, 0)])
-    assert choice.proposer_S.tolist() == [0, 1, 0, 1, 0, 1, 1, 1]
-    assert (choice.length_S > 0).all()
+
+def both(pass_ms: float) -> Controller:
+    passes = ProposingCost(0.0, 0.0, [1, 64], [1e-3 * pass_ms] * 2)
+    return controller_of(MEMORY_BOUND, (NGRAM, DRAFT_MODEL), (NGRAM_COST, passes))
+
+
+def test_a_proposer_that_costs_too_much_is_not_asked() -> None:
+    assert asked_in(both(pass_ms=9.0), 300, (1.0, 1.0)).count(1) == 0
+
+
+def test_the_better_proposer_comes_to_work() -> None:
+    """Looking up is tried first, being cheap, and gets nothing right; the draft model is right."""
+    told = asked_in(both(pass_ms=0.5), 800, (0.25, 1.0))
+    assert told[2] == 0
+    assert told[-300:].count(1) > 280
 
 
 def test_disturbed_steps_do_not_switch_it_off() -> None:
@@ -209,12 +216,12 @@ def test_a_decision_costs_little() -> None:
     controller, batch, rng = controller_of(MEMORY_BOUND), batch_of(128), np.random.default_rng(0)
     times_s = []
     for _ in range(200):
-        candidates = [Candidates(rng.integers(0, K + 1, 128), rng.integers(0, 9, 128))]
+        candidates = Candidates(rng.integers(0, K + 1, 128), rng.integers(0, 9, 128))
         before = time.perf_counter()
-        if controller.wants_candidates(batch):
+        if controller.wants_candidates(batch) is not None:
             drafted_S = controller.choose(batch, candidates).length_S
             times_s.append(time.perf_counter() - before)
-            controller.observe(batch, Outcome(0.012, 128 + int(drafted_S.sum()), drafted_S, drafted_S, (1e-4,)))
+            controller.observe(batch, Outcome(0.012, 128 + int(drafted_S.sum()), drafted_S, drafted_S, 1e-4))
         else:
             controller.observe(batch, Outcome(0.011, 128))
     assert len(times_s) > 150
