@@ -6,6 +6,7 @@ all rounds have other rows, so that nothing is found again but what texts of one
 the controller learn in one round they know in the next, as in a long job; a round before the counted ones warms up.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -174,12 +175,17 @@ _ABOUT = {
 
 def _rows(engine: Engine, text: str, number: int, num_rows: int) -> list[Request]:
     """Of one round; each has other ones."""
-    reports = [make_report("job", number * num_rows + row) for row in range(num_rows)]
-    prompts = [report.prompt for report in reports]
-    if text == "extractive":
-        prompts = [f"{report.prompt} {report.summary}\n\n{report.prompt}" for report in reports]
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS)
-    return [Request(row, tokens, params) for row, tokens in enumerate(engine.tokenizer.encode_batch(prompts))]
+    index = itertools.count(1000 * number * num_rows)
+    params, requests = SamplingParams(max_tokens=OUTPUT_TOKENS), []
+    while len(requests) < num_rows:
+        report = make_report("job", next(index))
+        prompt = report.prompt
+        if text == "extractive":
+            prompt = f"{prompt} {report.summary}\n\n{prompt}"
+        tokens = engine.tokenizer.encode(prompt)
+        if len(tokens) + OUTPUT_TOKENS <= engine.max_model_len:  # some reports are too long to be there twice
+            requests.append(Request(len(requests), tokens, params))
+    return requests
 
 
 @dataclass(frozen=True)

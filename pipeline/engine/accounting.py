@@ -46,16 +46,12 @@ def record(stats: EngineStats, tokens: StepTokens, num_sequences: int, kv_used_p
 def record_drafts(stats: EngineStats, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
     """Add a step with drafts to `stats`: how many of each sequence's were computed, and how many of them accepted."""
     stats.num_draft_steps += 1
-    for place in range(1, DRAFT_PLACES + 1):
-        drafted, accepted = _reaching(drafted_S, place), _reaching(accepted_S, place)
-        if drafted == 0:
-            break
-        setattr(stats, f"drafted_{place}", getattr(stats, f"drafted_{place}") + drafted)
-        setattr(stats, f"accepted_{place}", getattr(stats, f"accepted_{place}") + accepted)
+    for name, count_S in (("drafted", drafted_S), ("accepted", accepted_S)):
+        for place, count in enumerate(_by_place(count_S), start=1):
+            setattr(stats, f"{name}_{place}", getattr(stats, f"{name}_{place}") + count)
 
 
-def _reaching(count_S: np.ndarray, place: int) -> int:
-    """How many drafts are in that place; the last place stands for all from there on."""
-    if place < DRAFT_PLACES:
-        return int((count_S >= place).sum())
-    return int(np.maximum(count_S - place + 1, 0).sum())
+def _by_place(count_S: np.ndarray) -> list[int]:
+    """How many drafts are in each place; the last place stands for all from there on."""
+    deep = np.bincount(count_S)[::-1].cumsum()[::-1][1:].tolist()
+    return [*deep[: DRAFT_PLACES - 1], sum(deep[DRAFT_PLACES - 1 :])][: len(deep)]

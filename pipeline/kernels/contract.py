@@ -5,8 +5,9 @@ F width between up and down, N query heads, K KV heads, M heads of all kinds (N 
 B block size, C number of blocks, M most blocks of a sequence in a block table.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class AttentionInput:
     block_table_SM: np.ndarray  # int32; entries past the context are not read
     slot_mapping_T: torch.Tensor  # int64: block * B + offset, where this token's key and value are written
     block_size: int
+    worked_out: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # by a kernel, once for all layers
 
     def rows(self, row_R: np.ndarray) -> "AttentionInput":
         """The same for some tokens of the step alone, in any order: each becomes a sequence of one query.

@@ -61,8 +61,8 @@ class SuffixIndex:
         """
         end_NL = self._end[key_NL].astype(np.int64)
         end_NL[end_NL >= before_N[:, None]] = 0
-        differs_NLM = tails(tokens, begin_N[:, None], end_NL) != tail_NM[:, None, :]
-        length_NL = np.where(differs_NLM.any(axis=-1), differs_NLM.argmax(axis=-1), MAX_MATCH)
+        alike_NLM = tails(tokens, begin_N[:, None], end_NL) == tail_NM[:, None, :]
+        length_NL = np.logical_and.accumulate(alike_NLM, axis=-1).sum(axis=-1)
         best_N = ((length_NL << 32) + end_NL).argmax(axis=-1)
         row_N = np.arange(len(best_N))
         length_N = length_NL[row_N, best_N]

@@ -156,6 +156,7 @@ class Controller:
         self._trying: int | None = None  # the proposer that is probed while another is at work
         self._steps_since_plain = 0
         self._check_steps = FIRST_CHECK_STEPS
+        self._is_time_to_compare = False
         self._value_s = self._spent_s = 0.0  # running means while on: plain time of what is expected, and its own time
         self._values = Values(self.acceptance.probability())
         self._observed = 0  # drafted steps since
@@ -249,7 +250,8 @@ class Controller:
 
     def _goes_on(self, batch: Batch) -> bool:
         """While on: whether drafts are affordable at all, and by whom; while they are not, on is as good as off."""
-        if self._steps_since_plain == 0 and len(self.proposing) > 1:
+        if self._is_time_to_compare and len(self.proposing) > 1:
+            self._is_time_to_compare = False
             self._compare(batch)
         self._asked = self._trying if self._trying is not None else self._at_work
         self._probing = self._trying is not None
@@ -435,6 +437,7 @@ class Controller:
         else:
             if self._steps_since_plain >= self._check_steps:
                 self._check_steps = min(2 * self._check_steps, CHECK_STEPS)
+                self._is_time_to_compare = True
             self._steps_since_plain = 0
             counts.plain_steps[b] += 1
             counts.plain_sequences[b] += num

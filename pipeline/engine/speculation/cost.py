@@ -93,8 +93,8 @@ class StepCost:
         repeats: int = 3,
         clock: Callable[[], float] = time.perf_counter,
     ) -> "StepCost":
-        """Time steps of 1 to `max_tokens` tokens. The smallest and the largest are timed in any case, those between
-        coarse to fine while `budget_s` lasts; what was not timed is interpolated.
+        """Time steps of 1 to `max_tokens` tokens, the smallest first, since small batches are where drafts pay. The two
+        smallest are timed in any case, others while `budget_s` lasts; beyond, a token costs what the last ones cost.
 
         Each point is run once unmeasured and then at most `repeats` times; the fastest counts, since what disturbs a
         machine only ever takes time.
@@ -105,8 +105,8 @@ class StepCost:
             kinds = kinds[:2]
         seconds_KCG = np.full((2, 2, len(grid)), np.nan)
         begun = clock()
-        for number, g in enumerate(_coarse_to_fine(len(grid))):
-            if number >= 2 and clock() - begun > budget_s:
+        for g in range(len(grid)):
+            if g >= 2 and clock() - begun > budget_s:
                 break
             for kind, context in kinds:
                 sequences = grid[g] if kind == PLAIN else max(grid[g] // tokens_per_sequence, 1)
@@ -115,12 +115,8 @@ class StepCost:
                 seconds_KCG[kind, context, g] = _fastest(run_step, args, repeats, left_s, clock)
         if len(kinds) == 2:
             seconds_KCG[:, LONG] = seconds_KCG[:, SHORT]
-        timed = np.flatnonzero(~np.isnan(seconds_KCG[PLAIN, SHORT]))
-        points = np.asarray(grid, dtype=np.float64)
-        for kind in (PLAIN, DRAFTED):
-            for context in (SHORT, LONG):
-                row_G = seconds_KCG[kind, context]
-                row_G[:] = np.interp(points, points[timed], row_G[timed])
+        timed = int((~np.isnan(seconds_KCG[PLAIN, SHORT])).sum())
+        grid, seconds_KCG = grid[:timed], seconds_KCG[..., :timed]
         plain_s, drafted_s = seconds_KCG[PLAIN].tolist(), seconds_KCG[DRAFTED].tolist()
         return cls(grid, plain_s, drafted_s, contexts, tokens_per_sequence, padded_to)
 
@@ -250,18 +246,6 @@ def token_grid(max_tokens: int, padded_to: Sequence[int] = ()) -> list[int]:
     if sizes[-1] != max_tokens:
         sizes.append(max_tokens)
     return sizes if len(sizes) > 1 else [1, *sizes]
-
-
-def _coarse_to_fine(count: int) -> list[int]:
-    """0 to count - 1: the ends, the middle, the middles of what is left."""
-    order, spans = [0, count - 1], [(0, count - 1)]
-    while spans:
-        low, high = spans.pop(0)
-        if high - low > 1:
-            middle = (low + high) // 2
-            order.append(middle)
-            spans += [(low, middle), (middle, high)]
-    return order
 
 
 def _fastest(

@@ -1,5 +1,7 @@
 """Attention over the paged cache on CPU: a compiled kernel for rows that compute one token, another for longer ones."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -12,6 +14,30 @@ ROWS = 64  # queries times heads of a KV head that share the reading of keys and
 _UNBOUNDED = np.iinfo(np.int64).max // 2
 
 
+@dataclass(frozen=True)
+class _Decode:
+    """Sequences that compute one token: which of the step's tokens (None: all), and what the kernel is told of them."""
+
+    token_S: torch.Tensor | None
+    block_table_SM: np.ndarray
+    context_len_S: np.ndarray
+    parallel: bool
+    parts: int
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """Sequences that compute several tokens: see `_items`."""
+
+    block_table_SM: np.ndarray
+    item_I3: np.ndarray
+    position_T: np.ndarray
+    parallel: bool
+
+
+Plan = tuple[_Decode | None, _Prefill | None]
+
+
 def attention(
     q_TND: torch.Tensor,
     k_cache_CBKD: torch.Tensor,
@@ -21,31 +47,63 @@ def attention(
     window: int | None,
 ) -> torch.Tensor:
     """See `contract.Kernels.attention`. float32 and bfloat16; the caches must be contiguous."""
-    count_S = np.diff(where.query_start_S1)
-    single = np.flatnonzero(count_S == 1)
-    if len(single) == len(count_S):
-        return _decode(q_TND, k_cache_CBKD, v_cache_CBKD, where.block_table_SM, where.context_len_S, scale, window)
-    out_TND = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
-    if len(single):
-        token_S = torch.from_numpy(where.query_start_S1[single].astype(np.int64))
-        tables, lengths = where.block_table_SM[single], where.context_len_S[single]
-        out_TND[token_S] = _decode(q_TND[token_S], k_cache_CBKD, v_cache_CBKD, tables, lengths, scale, window)
-    num_kv_heads, head_dim = k_cache_CBKD.shape[2:]
-    position_T = _positions(where)
-    longer = int(where.context_len_S[count_S > 1].sum())
-    num_threads = use_threads(longer * num_kv_heads * head_dim >= PARALLEL_ELEMENTS)
+    (_, num_heads, head_dim), num_kv_heads = q_TND.shape, k_cache_CBKD.shape[2]
+    key = (num_heads, num_kv_heads, head_dim)
+    if key not in where.worked_out:
+        where.worked_out[key] = _plan(where, num_heads, num_kv_heads, head_dim)
+    decode, prefill = where.worked_out[key]
+    caches = bits(k_cache_CBKD), bits(v_cache_CBKD)
+    options = _UNBOUNDED if window is None else window, np.float32(scale)
+    q_TND = q_TND.contiguous()
+    if prefill is None:
+        assert decode is not None
+        return _decode(q_TND, *caches, decode, *options)
+    out_TND = torch.empty_like(q_TND)
+    if decode is not None:
+        assert decode.token_S is not None
+        out_TND[decode.token_S] = _decode(q_TND[decode.token_S], *caches, decode, *options)
+    use_threads(prefill.parallel)
     compiled.paged_prefill(
-        bits(q_TND.contiguous()),
-        bits(k_cache_CBKD),
-        bits(v_cache_CBKD),
-        np.ascontiguousarray(where.block_table_SM),
-        _items(where, count_S, position_T, max(1, ROWS * num_kv_heads // q_TND.shape[1]), num_threads),
-        position_T,
-        _UNBOUNDED if window is None else window,
-        np.float32(scale),
-        bits(out_TND),
+        bits(q_TND), *caches, prefill.block_table_SM, prefill.item_I3, prefill.position_T, *options, bits(out_TND)
     )
     return out_TND
+
+
+def _decode(
+    q_SND: torch.Tensor, keys: np.ndarray, values: np.ndarray, plan: _Decode, window: int, scale: np.float32
+) -> torch.Tensor:
+    """Attention of each sequence's last token over its context: (S, N, D) in q's type."""
+    out_SND = torch.empty_like(q_SND)
+    use_threads(plan.parallel)
+    compiled.paged_decode(
+        bits(q_SND), keys, values, plan.block_table_SM, plan.context_len_S, window, scale, plan.parts, bits(out_SND)
+    )
+    return out_SND
+
+
+def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int) -> Plan:
+    """What the host works out once for all layers of a step."""
+    count_S = np.diff(where.query_start_S1)
+    single, longer = np.flatnonzero(count_S == 1), np.flatnonzero(count_S > 1)
+    decode = prefill = None
+    if len(single):
+        all_single = not len(longer)
+        table_SM, context_len_S = where.block_table_SM, where.context_len_S
+        token_S = None
+        if not all_single:
+            token_S = torch.from_numpy(where.query_start_S1[single].astype(np.int64))
+            table_SM, context_len_S = table_SM[single], context_len_S[single]
+        parallel = int(context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
+        num_threads = use_threads(parallel)
+        parts = 1 if len(single) >= 8 * num_threads else _parts(num_kv_heads, num_threads)
+        decode = _Decode(token_S, np.ascontiguousarray(table_SM), context_len_S, parallel, parts)
+    if len(longer):
+        parallel = int(where.context_len_S[longer].sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
+        position_T = _positions(where)
+        most = max(1, ROWS * num_kv_heads // num_heads)
+        item_I3 = _items(where, count_S, position_T, most, use_threads(parallel))
+        prefill = _Prefill(np.ascontiguousarray(where.block_table_SM), item_I3, position_T, parallel)
+    return decode, prefill
 
 
 def _positions(where: AttentionInput) -> np.ndarray:
@@ -70,34 +128,6 @@ def _items(
     heaviest = np.argsort(-position_T[first_I + size_I - 1], kind="stable")
     dealt = np.concatenate([heaviest[thread::num_threads] for thread in range(num_threads)])
     return np.stack([sequence_I, first_I, size_I], axis=1)[dealt].astype(np.int64)
-
-
-def _decode(
-    q_SND: torch.Tensor,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
-    block_table_SM: np.ndarray,
-    context_len_S: np.ndarray,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """Attention of each sequence's last token over its context: (S, N, D) in q's type."""
-    q_SND = q_SND.contiguous()
-    out_SND = torch.empty_like(q_SND)
-    num_kv_heads = k_cache_CBKD.shape[2]
-    num_threads = use_threads(int(context_len_S.sum()) * num_kv_heads * k_cache_CBKD.shape[3] >= PARALLEL_ELEMENTS)
-    compiled.paged_decode(
-        bits(q_SND),
-        bits(k_cache_CBKD),
-        bits(v_cache_CBKD),
-        np.ascontiguousarray(block_table_SM),
-        context_len_S,
-        _UNBOUNDED if window is None else window,
-        np.float32(scale),
-        1 if len(context_len_S) >= 8 * num_threads else _parts(num_kv_heads, num_threads),
-        bits(out_SND),
-    )
-    return out_SND
 
 
 def _parts(num_kv_heads: int, num_threads: int) -> int:

@@ -11,6 +11,7 @@ those of `kernels/contract.py`.
 # pyright: reportCallIssue=false
 # It does not see what `intrinsic` makes of a function.
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -447,8 +448,13 @@ def use_threads(parallel: bool) -> int:
     """The next kernel runs on as many threads as torch, or on one; returns how many."""
     most = config.NUMBA_NUM_THREADS  # pyright: ignore[reportAttributeAccessIssue]
     num_threads = min(torch.get_num_threads(), most) if parallel else 1
-    set_num_threads(num_threads)
+    if num_threads != getattr(_told, "num_threads", None):
+        set_num_threads(num_threads)
+        _told.num_threads = num_threads
     return num_threads
+
+
+_told = threading.local()  # numba keeps a number for each thread too; to tell it again takes 10 us
 
 
 def is_cached(kernel: Dispatcher) -> bool:

@@ -75,10 +75,11 @@ def test_padded_steps_cost_what_their_padded_size_costs() -> None:
     assert table.curve_s(1, 64, 0, 31) == pytest.approx([stairs_s(1 + d, 1, 64) for d in range(32)], rel=1e-6)
 
 
-def test_the_ends_are_timed_whatever_the_budget_and_the_middle_when_it_lasts() -> None:
+def test_the_smallest_steps_are_timed_whatever_the_budget_and_the_others_while_it_lasts() -> None:
     clock = Clock(linear_s)
-    StepCost.measure(clock.run_step, 512, CONTEXTS, budget_s=0.0, clock=clock)
-    assert {tokens for tokens, _, _ in clock.ran} == {1, 512}
+    cost = StepCost.measure(clock.run_step, 512, CONTEXTS, budget_s=0.0, clock=clock)
+    assert {tokens for tokens, _, _ in clock.ran} == {1, 2}
+    assert cost.step_s(16, 16 * 64) == pytest.approx(linear_s(16, 16, 16 * 64), rel=0.05)
     generous = Clock(linear_s)
     StepCost.measure(generous.run_step, 512, CONTEXTS, budget_s=1e9, clock=generous)
     assert {tokens for tokens, _, _ in generous.ran} == set(token_grid(512))

@@ -11,6 +11,7 @@ from tests.engine.speculation.simulation import Noise, compare, controller_for, 
 
 MAX_LOSS = 0.01
 MAX_BEHIND = 0.05
+MAX_BEHIND_UNEQUAL = 0.07  # where some sequences repeat and others do not, who ends last is a guess
 STEPS = 1200
 
 
@@ -51,7 +52,7 @@ STEPS = 1200
 def test_at_any_batch_size(machine: m.Machine, text: m.Text, batch: int) -> None:
     result = compare(machine, text, batch, STEPS, fixed=(1, 2, 4, 8))
     assert result.loss < MAX_LOSS, str(result)
-    assert result.behind_best < MAX_BEHIND, str(result)
+    assert result.behind_best < (MAX_BEHIND_UNEQUAL if text is m.MIXTURE else MAX_BEHIND), str(result)
 
 
 @pytest.mark.parametrize(
