@@ -12,8 +12,8 @@ What a token is worth: as long as rows wait, each token of any sequence brings t
 comes with the slowest sequence: then the gain is that of the time in which all sequences get as far as in one plain
 step, those that are there ever fewer (as if all had as much left, see rates.py).
 
-While prompts wait for room in a step, drafts would take their place; then it is off unless tokens cost next to nothing
-there.
+While prompts are computed or wait for room in a step, drafts would take their place; then it is off unless tokens cost
+next to nothing there.
 
 One proposer is asked in a step, since asking costs too: the one with the largest expected gain. While on, plain steps
 come now and then, to see what they cost beside drafted ones; after each the proposers are compared anew.
@@ -242,7 +242,7 @@ class Controller:
         return self._look(batch)
 
     def _is_allowed(self, batch: Batch) -> bool:
-        if batch.num_queued == 0:
+        if batch.num_prefill == 0 and batch.num_queued == 0:
             return True
         more = min(max(batch.num_sequences, 1), batch.room)
         elasticity = self.cost.elasticity(batch.num_sequences, batch.kv_tokens, batch.num_prefill, more)

@@ -33,7 +33,7 @@ FEW_STEPS = 3  # steps seen at a point below which the median says little,
 FEW_TRUSTED = 0.05  # and may move the logarithm of its time by so much
 NOTABLE = 0.01  # a correction that changes by less makes no new version of the table
 MAX_GRID = 12  # points of the token grid
-BEYOND = 16  # the grid is extended by its last slope to this many times its largest point
+BEYOND = 1 << 20  # tokens up to which the grid is extended by its last slope: more than any step has
 LEAST_SHARE = 0.1  # extrapolating to short contexts leaves at least this share of a measured time
 
 RunStep = Callable[[int, int, int], None]
@@ -63,7 +63,7 @@ class StepCost:
         self.version = 0  # rises when a lookup would answer notably otherwise, the speed apart
         self._contexts = contexts
         self._padded_to = np.asarray(padded_to, dtype=np.float64)
-        self._grid_G = np.append(grid_G, BEYOND * grid_G[-1])
+        self._grid_G = np.append(grid_G, BEYOND)
         seconds_KCG = np.array([plain_s, drafted_s], dtype=np.float64)
         assert seconds_KCG.shape == (2, 2, len(grid_G)), "one time for each kind, context and point"
         assert (seconds_KCG > 0).all(), "a step takes time"
@@ -146,12 +146,12 @@ class StepCost:
         lowest_D = np.interp(padded_D, self._grid_G, self._drafted_share_G)
         share_D = np.minimum(1.0, (num_sequences / tokens_D - lowest_D).clip(0.0) / (1.0 - lowest_D).clip(1e-9))
         log_D = np.interp(padded_D, self._grid_G, self._correction_KG[DRAFTED])
-        log_D[0] = np.interp(padded_D[0], self._grid_G, self._correction_KG[PLAIN])
+        log_D[0] = np.interp(padded_D[0], self._grid_G, self._correction_KG[_kind(0, num_other)])
         return (drafted_D + share_D * (plain_D - drafted_D)) * np.exp(log_D)
 
     def step_s(self, num_sequences: int, kv_tokens: int, num_other: int = 0, num_drafts: int = 0) -> float:
         """Seconds of one step at the machine's present speed; a few us."""
-        kind = DRAFTED if num_drafts else PLAIN
+        kind = _kind(num_drafts, num_other)
         table_s, correction, _ = self._at(kind, num_sequences + num_other + num_drafts, num_sequences, kv_tokens)
         return table_s * math.exp(correction + self._speed.value)
 
@@ -169,10 +169,11 @@ class StepCost:
         return (after_s - before_s) / before_s * tokens / num_more
 
     def observe(self, num_sequences: int, kv_tokens: int, num_drafts: int, seconds: float) -> None:
-        """A step without prefill took so long."""
+        """A step without prefill took so long. (Those with prefill are too unlike the table's to say how fast the
+        machine is.)"""
         if seconds <= 0.0:
             return
-        kind = DRAFTED if num_drafts else PLAIN
+        kind = _kind(num_drafts, 0)
         table_s, correction, g = self._at(kind, num_sequences + num_drafts, num_sequences, kv_tokens)
         log_ratio = math.log(seconds / table_s)
         shape, point = self._shape_KG[kind][g], (kind, g)
@@ -224,6 +225,10 @@ class StepCost:
         self.version += 1
 
 
+def _kind(num_drafts: int, num_other: int) -> int:
+    return DRAFTED if num_drafts or num_other else PLAIN
+
+
 def _trusted(shape: MovingMedian) -> float:
     """The correction that what was seen at a point amounts to."""
     trusted = shape.value * len(shape) / (len(shape) + PRIOR_STEPS)
@@ -267,5 +272,5 @@ def _extended(grid_G: np.ndarray, seconds_KCG: np.ndarray) -> np.ndarray:
     """With one more point far out, on the last slope: beyond the grid a token costs what the last ones cost."""
     last = seconds_KCG[..., -1]
     slope = np.maximum(last - seconds_KCG[..., -2], 0.0) / (grid_G[-1] - grid_G[-2])
-    far = last + slope * (BEYOND - 1) * grid_G[-1]
+    far = last + slope * (BEYOND - grid_G[-1])
     return np.concatenate([seconds_KCG, far[..., None]], axis=-1)
