@@ -207,7 +207,7 @@ def ladder_of_batching(as_json: bool, **options: Any) -> None:
 )
 @click.option("--batch-sizes", metavar="N,N", default="1,8,32,128", show_default=True, callback=_parse_sizes,
               help="Rows at once.")  # fmt: skip
-@click.option("--rows", type=click.IntRange(min=1), help="Of a round; else twice as many as run at once, at least 8.")
+@click.option("--rows", type=click.IntRange(min=1), help="Of a round; else twice as many as run at once, at least 32.")
 @click.option(
     "--max-draft-tokens", type=click.IntRange(1, 32), default=6, show_default=True, help="Of one row in one step."
 )

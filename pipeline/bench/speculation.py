@@ -115,7 +115,7 @@ def bench_speculation(
     machine = machine_facts()
     done, resolved = [], ""
     for batch in batch_sizes:
-        num_rows = rows if rows is not None else max(8, 2 * batch)
+        num_rows = rows if rows is not None else max(32, 2 * batch)
         found, resolved = _batch(model, draft, text, batch, num_rows, rounds, max_draft_tokens, dtype, threads, say)
         done.append(found)
     return SpeculationBench(model, draft, text, resolved, max_draft_tokens, rounds, tuple(done), machine)

@@ -56,6 +56,9 @@ class Drafting:
     def extend(self, plan: StepPlan) -> StepPlan:
         """`plan` with drafts, or as it is."""
         sampling = np.flatnonzero(plan.samples_S)
+        if self.policy.passes(len(sampling)):
+            self._pending = None
+            return plan
         facts = self._facts(plan, plan.slot_S[sampling])
         self._pending = _Pending(facts, np.zeros(len(sampling), dtype=np.int64))
         number = self.policy.proposer(facts) if len(sampling) else None
@@ -95,8 +98,9 @@ class Drafting:
 
     def done(self, stats: EngineStats, verified: Verified | None, num_generated: int, step_us: int) -> None:
         """The step of the last `extend` has been computed, in step_us with proposing: count it and tell the policy."""
-        assert self._pending is not None
         step, self._pending = self._pending, None
+        if step is None:
+            return
         accepted_S = np.zeros_like(step.drafted_S)
         if verified is not None:
             assert step.proposer is not None

@@ -184,7 +184,7 @@ def test_drawn_tokens_have_the_law_of_the_target(renormalised: bool) -> None:
     is told wrongly must be seen to fail."""
     torch.manual_seed(3)
     target_VV, draft_VV = 1.5 * torch.randn(4, 4), 1.5 * torch.randn(4, 4)
-    count, temperature = 40_000, 0.8
+    count, temperature = 20_000, 0.8
     engine = Engine.from_parts(
         TableRunner(target_VV),
         NoText(),  # type: ignore[arg-type]

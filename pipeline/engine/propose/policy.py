@@ -49,6 +49,11 @@ class StepOutcome:
 
 
 class DraftPolicy(Protocol):
+    def passes(self, num_sequences: int) -> bool:
+        """Whether a step in which so many sequences get a token is none of its concern. Asked first, and cheap: nothing
+        else is asked or told of a step that passes."""
+        ...
+
     def proposer(self, facts: StepFacts) -> int | None:
         """The number of the proposer to ask in this step; None: nobody, as looking for drafts costs something too."""
         ...
@@ -71,6 +76,9 @@ class FixedDrafts:
 
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
+
+    def passes(self, num_sequences: int) -> bool:
+        return False
 
     def proposer(self, facts: StepFacts) -> int | None:
         return 0

@@ -13,6 +13,9 @@ class ControlledDrafts:
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
 
+    def passes(self, num_sequences: int) -> bool:
+        return self.controller.passes(num_sequences)
+
     def proposer(self, facts: StepFacts) -> int | None:
         return self.controller.wants_candidates(_batch(facts))
 

@@ -39,6 +39,7 @@ MIN_GAIN = 0.05  # expected gain that switches it on
 KEEP_GAIN = 0.02  # and below which it goes off
 FIRST_PLAIN_STEPS = 2  # at the start: how start-up's table deviates from the work shows in them
 GAIN_STEPS = 16  # steps over which the gain is averaged while on
+OBSERVED_STEPS = 4  # while off, one step in so many is looked at: small models take little longer for theirs
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
 MAX_LOOK_STEPS = 128  # that finds nothing, up to this
 PROBE_TRIES = 4  # steps in a row in which a probe asks for candidates before it gives up for now
@@ -145,6 +146,7 @@ class Controller:
         self._no_choice = np.zeros(0, dtype=np.int64)
         self._choice: Choice | None = None
         self._rates = Rates()
+        self._passed = 0  # steps since the last one that was observed
         self._worth = 0.0  # seconds of plain steps that one token of the chosen step is worth
         self._probing = False
         self._num_steps = 0
@@ -174,6 +176,19 @@ class Controller:
         return self.acceptance.counts
 
     # -- before a step
+
+    def passes(self, num_sequences: int) -> bool:
+        """Whether a step of so many sequences is a plain one that need not be told of: then nothing else is called."""
+        number, looked = self._num_steps + 1, self._looked_sequences
+        is_dull = not self.is_on and self.budget.is_open and number < self._look_at and number % OBSERVED_STEPS != 0
+        if not is_dull or num_sequences == 0 or 4 * abs(num_sequences - looked) > looked:
+            return False
+        b = bucket_of(num_sequences)
+        self._num_steps = number
+        self._passed += 1
+        self._counts.plain_steps[b] += 1
+        self._counts.plain_sequences[b] += num_sequences
+        return True
 
     def wants_candidates(self, batch: Batch) -> int | None:
         """The number of the proposer to ask in this step; None: a plain step without `choose`. About 1 us while off."""
@@ -441,4 +456,6 @@ class Controller:
             self._steps_since_plain = 0
             counts.plain_steps[b] += 1
             counts.plain_sequences[b] += num
-        self.budget.settle(outcome.step_s + propose_s, gained_s, plain_s)
+        elapsed_s = outcome.step_s * (1 + self._passed) + propose_s  # those that passed took as long, about
+        self._passed = 0
+        self.budget.settle(elapsed_s, gained_s, plain_s)
