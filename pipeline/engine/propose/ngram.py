@@ -18,7 +18,7 @@ from pipeline.engine.sequence import SlotTable
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
-INDEXED_PER_CALL = 4096  # tokens, about a millisecond: long prompts are indexed over several steps
+INDEXED_PER_CALL = 512  # tokens, some milliseconds: long prompts are indexed over several steps
 
 
 class NgramProposer:

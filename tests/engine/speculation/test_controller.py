@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
+from pipeline.engine.speculation.choice import Split
 from pipeline.engine.speculation.controller import (
     CHECK_STEPS,
     MAX_LOOK_STEPS,
@@ -226,3 +227,35 @@ def test_a_decision_costs_little() -> None:
             controller.observe(batch, Outcome(0.011, 128))
     assert len(times_s) > 150
     assert min(times_s) < 300e-6
+
+
+def test_steps_that_pass_are_counted_and_some_are_looked_at() -> None:
+    controller, batch = controller_of(COMPUTE_BOUND), batch_of(8)
+    drafts_in(controller, batch, 40)
+    before = int(controller.counts.plain_steps.sum())
+    passed = 0
+    for _ in range(100):
+        if controller.passes(8):
+            passed += 1
+        else:
+            step(controller, batch, 0.0)
+    assert 60 <= passed <= 75
+    assert int(controller.counts.plain_steps.sum()) == before + 100
+    assert not controller.passes(1), "another batch size is another matter"
+    on = controller_of(MEMORY_BOUND)
+    drafts_in(on, batch, 20)
+    assert not on.passes(8)
+
+
+def test_in_a_tail_tokens_of_quick_rows_are_worth_less() -> None:
+    """Two of four rows get three tokens a step and two get one. A step costs a third more with drafts: worth it while
+    rows wait, and not when the slow ones are what is waited for."""
+    controller = controller_of((10.0, 0.4))
+    for _ in range(40):
+        controller._rates.add(np.arange(4), np.array([3.0, 3.0, 1.0, 1.0]))
+    split = Split(8, np.zeros(4, dtype=np.int64), 0, 0, expected_tokens=8.0, seconds=0.0148, plain_s=0.0116)
+    slot_S = np.arange(4)
+    waiting = controller._worth_s(Batch(4, 400, 10_000, num_waiting=9, slot_S=slot_S), split)
+    tail = controller._worth_s(Batch(4, 400, 10_000, slot_S=slot_S), split)
+    assert waiting == pytest.approx(2 * 0.0116)
+    assert tail < 0.0148 < waiting
