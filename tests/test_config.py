@@ -97,6 +97,21 @@ def test_off_and_false_both_switch_off(job):
         assert job(MINIMAL + f"engine: {{speculation: {word}}}\n").engine.speculation == "off"
 
 
+def test_the_draft_model_is_only_taken_where_it_is_of_use(job):
+    with_draft = MINIMAL.replace("path: demo", "path: demo, draft: demo:draft", 1)
+    assert with_draft != MINIMAL
+    for speculation, used in (
+        ("auto", True),
+        ("off", False),
+        ("{proposer: ngram}", False),
+        ("{proposer: draft}", True),
+        ("{max_draft_tokens: 2}", True),
+    ):
+        config = job(with_draft + f"engine: {{speculation: {speculation}}}\n")
+        assert config.draft_model == ("demo:draft" if used else None), speculation
+    assert job(with_draft).free()["model"]["draft"] == "demo:draft"
+
+
 def test_texts_that_look_like_booleans_stay_texts(job):
     config = job(MINIMAL + "sampling: {stop: [No, off]}\n")
     assert config.sampling_params().stop == ("No", "off")

@@ -5,9 +5,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pipeline.bench.speculation import AUTO, DRAFT, NGRAM, PLAIN, bench_speculation
+from pipeline.bench.speculation import AUTO, DRAFT, NGRAM, PLAIN, _Run, _way, bench_speculation
 from pipeline.cli import cli
-from pipeline.errors import ConfigError
+from pipeline.engine.params import EngineStats
+from pipeline.errors import ConfigError, PipelineError
 
 
 def test_every_way_gives_the_same_tokens() -> None:
@@ -31,6 +32,17 @@ def test_the_command_prints_a_table_and_json() -> None:
     lines = done.stdout.splitlines()
     assert any(line.split()[:2] == ["1", "auto"] for line in lines)
     assert json.loads(lines[-1])["bench"] == "speculation"
+
+
+def test_other_tokens_than_plain_ones_end_it_in_float32() -> None:
+    def run(*tokens: list[int]) -> _Run:
+        return _Run(1.0, 0.5, list(tokens), EngineStats(generated_tokens=3, batch_sum=3, num_steps=3))
+
+    plain, other = [run([1, 2], [3])] * 2, [run([1, 2], [3]), run([1, 2], [4])]
+    assert _way("x", plain, plain, strict=True).equal == 2
+    assert _way("x", other, plain, strict=False).equal == 1
+    with pytest.raises(PipelineError, match="1 of 2 completions are not those of plain steps"):
+        _way("x", other, plain, strict=True)
 
 
 def test_what_it_refuses() -> None:

@@ -434,6 +434,7 @@ def test_speculation_is_off_unless_asked_for(folder: Path, speculation: str | bo
         ({"proposer": "eagle"}, "expected one of ngram, draft"),
         ({"proposer": "draft"}, "needs model.draft"),
         ({"proposer": "ngram", "forced": 1}, "expected true or false"),
+        ({"forced": True}, "needs a proposer"),
         ({"proposer": "ngram", "most": 3}, "expected off, auto or"),
         ({"proposer": "ngram", "max_draft_tokens": 0}, "from 1 to 32"),
         ({"proposer": "ngram", "max_draft_tokens": True}, "from 1 to 32"),

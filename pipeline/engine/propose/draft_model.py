@@ -74,7 +74,7 @@ class DraftModelProposer:
     def offer(self, slot_S: np.ndarray) -> Offer:
         """Sequences that are far behind come nearer, and have nothing to offer until they are near."""
         known_S = self.table.num_known[slot_S]
-        computed_S = np.minimum(self._num_computed[slot_S], known_S - 1)  # the last one gives the logits
+        computed_S = self._num_computed[slot_S]  # never the last known token, which gives the logits
         behind_S = known_S - 1 - computed_S
         if behind_S.max(initial=0) > NEAR:
             count_S = share(np.where(behind_S > NEAR, behind_S, 0), self.catch_up_tokens)

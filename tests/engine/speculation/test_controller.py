@@ -233,13 +233,15 @@ def test_steps_that_pass_are_counted_and_some_are_looked_at() -> None:
     controller, batch = controller_of(COMPUTE_BOUND), batch_of(8)
     drafts_in(controller, batch, 40)
     before = int(controller.counts.plain_steps.sum())
-    passed = 0
+    settle, elapsed, passed = controller.budget.settle, [0.0], 0
+    controller.budget.settle = lambda s, *rest: (elapsed.append(s), settle(s, *rest))[1]  # type: ignore[method-assign]
     for _ in range(100):
         if controller.passes(8):
             passed += 1
         else:
             step(controller, batch, 0.0)
     assert 60 <= passed <= 75
+    assert sum(elapsed) == pytest.approx(100 * controller.cost.step_s(8, 800), rel=0.1)
     assert int(controller.counts.plain_steps.sum()) == before + 100
     assert not controller.passes(1), "another batch size is another matter"
     on = controller_of(MEMORY_BOUND)

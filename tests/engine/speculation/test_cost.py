@@ -155,3 +155,12 @@ def test_a_curve_is_the_steps_one_by_one() -> None:
     curve_s = table.curve_s(16, 1024, 0, 40) * table.speed
     assert curve_s == pytest.approx([table.step_s(16, 1024, 0, drafts) for drafts in range(41)])
     assert (np.diff(curve_s[1:]) > 0).all()
+
+
+def test_a_wild_first_step_is_not_taken_for_the_machines_speed() -> None:
+    cost = measured(linear_s)
+    cost.observe(4, 4 * 64, 0, 8.0 * linear_s(4, 4, 4 * 64))
+    assert cost.speed == pytest.approx(1.0)
+    for _ in range(8):
+        cost.observe(4, 4 * 64, 12, linear_s(16, 4, 4 * 64))
+    assert cost.step_s(4, 4 * 64) == pytest.approx(linear_s(4, 4, 4 * 64), rel=0.1)

@@ -45,12 +45,12 @@ def test_observations_scale_what_is_expected() -> None:
 
 
 def test_catching_up_counts_by_its_mean_and_not_as_a_pass() -> None:
-    """A draft model catches up in some steps alone; their median would be nothing."""
+    """A draft model catches up in some steps alone; a median would see all of it or nothing."""
     draft = ProposingCost(0.0, 0.0, [1, 4], [1e-3, 1e-3])
     assert draft.lookup_s(4) == 0.0
     for step in range(60):
-        catching_up_s = 8e-3 if step % 4 == 0 else 0.0
+        catching_up_s = 0.0 if step % 4 == 0 else 8e-3
         draft.observe(4, np.array([1, 1, 1, 1]), 1e-3 + catching_up_s, catching_up_s)
-    assert draft.lookup_s(4) == pytest.approx(2e-3, rel=0.1)
-    assert draft.lookup_s(2) == pytest.approx(1e-3, rel=0.1)
+    assert draft.lookup_s(4) == pytest.approx(6e-3, rel=0.1)
+    assert draft.lookup_s(2) == pytest.approx(3e-3, rel=0.1)
     assert draft.scale == pytest.approx(1.0)
