@@ -124,6 +124,12 @@ def test_validate_says_what_the_job_is(work, pipe):
     assert not (work / "out").exists(), "looking must not write"
 
 
+def test_validate_names_the_draft_model(work, pipe):
+    _, out, _ = pipe("validate", "job.yaml", "--set", "model.draft=demo:draft")
+    assert "  Draft     demo:draft (embedded)\n" in out
+    assert "Draft" not in pipe("validate", "job.yaml")[1]
+
+
 def test_validate_as_json(work, pipe):
     code, out, _ = pipe("validate", "job.yaml", "--json", "--limit", "2")
     found = json.loads(out)
@@ -172,6 +178,9 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
         ("model.path=job.yaml", "job.yaml: no such folder, and not a Hugging Face id"),
         ("model.path=data", "data: no config.json in this folder"),
         ("model.path=owner/name", None),
+        ("model.draft=demo:draft", None),
+        ("model.draft=./nowhere", "--set: model.draft: ./nowhere: no such folder, and not a Hugging Face id"),
+        ("model.draft=data", "data: no config.json in this folder"),
         ("model.storage={anon: true}", "model.storage: only a url takes options; found anon"),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, PipelineError
 from pipeline.job.model_cache import cache_folder, fetch_model
 from pipeline.model.locate import locate_model
 
@@ -31,10 +31,14 @@ _IDENTITY = (
 def resolve_draft(
     path: str | None, storage: Mapping[str, Any], say: Callable[[str], None] | None = None
 ) -> Path | None:
-    """The local folder of the draft model, if there is one; a url takes the model's storage options."""
+    """The local folder of `model.draft`, if there is one; a url takes the model's storage options. Raises as
+    `resolve_model` does, in its own name."""
     if path is None:
         return None
-    return resolve_model(path, storage if "://" in path else None, say)
+    try:
+        return resolve_model(path, storage if "://" in path else None, say)
+    except PipelineError as error:
+        raise type(error)(str(error).replace("model.path", "model.draft", 1)) from error
 
 
 def resolve_model(

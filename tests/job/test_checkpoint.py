@@ -11,7 +11,7 @@ import pytest
 from pipeline.demo import demo_model
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.job import model_cache
-from pipeline.job.checkpoint import model_digest, resolve_model
+from pipeline.job.checkpoint import model_digest, resolve_draft, resolve_model
 from pipeline.job.model_cache import MANIFEST, cache_folder
 from tests.faults.store import KEY, SECRET, FaultyStore
 
@@ -54,6 +54,13 @@ def test_local_folders_and_what_is_none(tmp_path):
     with pytest.raises(ModelError, match=r"model\.storage: only a url takes options, found key"):
         resolve_model(str(tmp_path), {"key": "secret"})
     assert cache_folder({}) == Path.home() / ".cache" / "parquet-batch-inference" / "models"
+
+
+def test_a_draft_model_is_found_like_a_model_and_missed_under_its_own_name(tmp_path):
+    assert resolve_draft(None, {"key": "of the model's url"}) is None
+    assert resolve_draft("demo:draft", {"key": "of the model's url"}) == demo_model("draft").resolve()
+    with pytest.raises(ModelError, match=r"model\.draft .* has no config\.json"):
+        resolve_draft(str(tmp_path), {})
 
 
 def test_a_model_is_downloaded_once(store, cache):
