@@ -5,8 +5,6 @@ is accepted given that all before it were. It is a weighted mean of what was see
 step that passes makes older ones count less, of the class's mean over all positions, and of a prior: a class that was
 not seen for long is thought of as at the start again, so that it gets another try.
 
-The totals for the report are exact counts beside the estimates; they add up over engines.
-
 C: classes, K: draft positions (0-based in arrays), S: sequences.
 """
 
@@ -49,33 +47,14 @@ DRAFT_MODEL = ProposerPrior(
 )  # by what was accepted of the last, and 1
 
 
-@dataclass(frozen=True)
-class AcceptanceCounts:
-    """Drafts verified and accepted, (C, K) integers each; class c is named `names[c]`. Adds up over engines.
-
-    `verified` at position k counts drafts whose predecessors were all accepted: the quotient is the probability that
-    `Acceptance` estimates.
-    """
-
-    names: tuple[str, ...]
-    verified: np.ndarray
-    accepted: np.ndarray
-
-    def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
-        assert self.names == other.names, "counts of the same classes"
-        assert self.verified.shape == other.verified.shape, "counts of the same positions"
-        return AcceptanceCounts(self.names, self.verified + other.verified, self.accepted + other.accepted)
-
-
 class Acceptance:
-    """Estimates and totals of some proposers, for drafts of at most `max_draft_tokens`."""
+    """Estimates of some proposers, for drafts of at most `max_draft_tokens`."""
 
     def __init__(self, proposers: Sequence[ProposerPrior], max_draft_tokens: int) -> None:
         assert proposers
         assert max_draft_tokens >= 1
         self.max_draft_tokens, self.idle_P = max_draft_tokens, [prior.idle for prior in proposers]
         buckets = [(at, prior, b) for at, prior in enumerate(proposers) for b in range(len(prior.accepted))]
-        self.names = tuple(f"{prior.name} {_bounds(prior, b)}".strip() for _, prior, b in buckets)
         self.proposer_C = np.array([at for at, _, _ in buckets])
         self.num_classes = len(buckets)
         longest = max(prior.match_from[-1] for prior in proposers)
@@ -90,12 +69,6 @@ class Acceptance:
         shape = (self.num_classes, max_draft_tokens)
         self._prior_C1 = np.array([[prior.accepted[b]] for _, prior, b in buckets])
         self._weight_CK, self._accepted_CK = np.zeros(shape), np.zeros(shape)
-        self._verified_total_CK = np.zeros(shape, dtype=np.int64)
-        self._accepted_total_CK = np.zeros(shape, dtype=np.int64)
-
-    @property
-    def counts(self) -> AcceptanceCounts:
-        return AcceptanceCounts(self.names, self._verified_total_CK.copy(), self._accepted_total_CK.copy())
 
     def class_of(self, proposer: int, match_length_S: np.ndarray) -> np.ndarray:
         """Classes (S,) of candidates of one proposer with these match lengths (0 where it knows none)."""
@@ -124,8 +97,6 @@ class Acceptance:
         kept_CK = np.exp(verified_CK * (-1.0 / WINDOW))
         self._weight_CK = self._weight_CK * kept_CK + verified_CK
         self._accepted_CK = self._accepted_CK * kept_CK + accepted_CK
-        self._verified_total_CK += verified_CK
-        self._accepted_total_CK += accepted_CK
 
     def forget(self, num_steps: int) -> None:
         """So many steps passed since the last call: what was seen before counts less."""
@@ -149,14 +120,3 @@ def count_deep(class_S: np.ndarray, depth_S: np.ndarray, num_classes: int, max_d
     width = max_drafts + 1
     flat = np.bincount(class_S * width + depth_S, minlength=num_classes * width)
     return flat.reshape(num_classes, width)[:, :0:-1].cumsum(axis=1)[:, ::-1]
-
-
-def _bounds(prior: ProposerPrior, b: int) -> str:
-    """Of match lengths, as people write them; nothing where a proposer has a single bucket."""
-    if len(prior.match_from) == 1:
-        return ""
-    low = prior.match_from[b]
-    if b + 1 == len(prior.match_from):
-        return f"{low}+"
-    high = prior.match_from[b + 1] - 1
-    return f"{low}" if low == high else f"{low}-{high}"

@@ -24,8 +24,6 @@ class Values:
         value_CK = probability_CK.cumprod(axis=1)
         num_classes, max_drafts = value_CK.shape
         self.num_classes = num_classes
-        # Expected tokens of a class's first 0 to K drafts.
-        self.worth_CK1 = np.concatenate((np.zeros((num_classes, 1)), value_CK.cumsum(axis=1)), axis=1)
         self.order_N = np.argsort(-value_CK, axis=None, kind="stable")
         self.value_N = value_CK.ravel()[self.order_N]
         self.class_N = self.order_N // max_drafts
@@ -43,10 +41,6 @@ class Split:
     expected_tokens: float  # of the step, with the one that each sequence gets anyway
     seconds: float  # of the step and of proposing, lookups apart
     plain_s: float  # of the step without drafts
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.expected_tokens / self.seconds
 
 
 def best_split(

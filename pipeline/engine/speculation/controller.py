@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.engine.speculation.acceptance import Acceptance, AcceptanceCounts, ProposerPrior, count_deep
+from pipeline.engine.speculation.acceptance import Acceptance, ProposerPrior, count_deep
 from pipeline.engine.speculation.budget import LossBudget
 from pipeline.engine.speculation.choice import Split, Values, best_split, deal
 from pipeline.engine.speculation.cost import StepCost
@@ -169,11 +169,6 @@ class Controller:
     def counts(self) -> SpeculationCounts:
         """Totals so far, by batch size."""
         return self._counts.copy()
-
-    @property
-    def acceptance_counts(self) -> AcceptanceCounts:
-        """Totals so far, by proposer, match length and position."""
-        return self.acceptance.counts
 
     # -- before a step
 
@@ -361,11 +356,8 @@ class Controller:
         """Gain of a proposer over plain steps, as far as the budget allows, with the candidates that it had lately or,
         hopeful, with those that it could have."""
         values = self._hopeful_values(proposer) if hopeful else self._present_values()
-        num, lookup_s, lately = (
-            batch.num_sequences,
-            self.proposing[proposer].lookup_s(batch.num_sequences),
-            self._lately[proposer],
-        )
+        num, lately = batch.num_sequences, self._lately[proposer]
+        lookup_s = self.proposing[proposer].lookup_s(num)
         share_CK = np.maximum(lately.share_CK, lately.hoped_CK) if hopeful else lately.share_CK
         present = 1.0 if hopeful else lately.present
         split = self._split(batch, proposer, share_CK * num, values, lookup_s)

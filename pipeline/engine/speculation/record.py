@@ -35,9 +35,6 @@ class SpeculationCounts:
     spent_us: np.ndarray = field(default_factory=_zeros)
     plain_us: np.ndarray = field(default_factory=_zeros)
 
-    def __add__(self, other: "SpeculationCounts") -> "SpeculationCounts":
-        return SpeculationCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
     def flat(self) -> dict[str, int]:
         """What is not 0 by name, to travel and add up with other totals."""
         return {

@@ -207,8 +207,6 @@ def test_what_it_did_is_counted_by_batch_size() -> None:
     plain_s = controller.cost.step_s(9, 900)
     drafted_s = controller.cost.step_s(9, 900, 0, 9 * K)
     assert large.saved_s == pytest.approx(drafted_large * ((1 + K) * plain_s - drafted_s), rel=0.02)
-    verified = controller.acceptance_counts.verified
-    assert verified.sum() == small.draft_tokens + large.draft_tokens
     assert controller.counts.saved_s == pytest.approx(small.saved_s + large.saved_s)
 
 
