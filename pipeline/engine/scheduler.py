@@ -33,6 +33,7 @@ MIN_HISTORY = 64  # finished sequences before their lengths predict others'
 HISTORY = 1024
 EXPECTED_PERCENTILE = 75
 RECOVERY_STEPS = 16
+UNKNOWN_TOKEN = -1  # stands in the table where a token is promised
 MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
 
 Rejected = tuple[Sequence, RowError, str]
@@ -199,6 +200,27 @@ class Scheduler:
         self.table.num_computed[slot_R] = self.table.num_known[slot_R]
         self.append(slot_R, token_R)
 
+    def promise(self, slot_R: np.ndarray) -> np.ndarray:
+        """Plan as if each of these sequences, all computed, knew the token that the device is drawing for it.
+
+        Those that end with that token by their length are left out. Returns the others, for `retract`, which must come
+        before the tokens are appended.
+        """
+        table = self.table
+        slot_R = slot_R[table.num_known[slot_R] + 1 < table.limit[slot_R]]
+        table.token_ids[slot_R, table.num_known[slot_R]] = UNKNOWN_TOKEN
+        table.num_known[slot_R] += 1
+        return slot_R
+
+    def retract(self, slot_R: np.ndarray) -> None:
+        """Take a promise back."""
+        self.table.num_known[slot_R] -= 1
+
+    def would_preempt(self) -> bool:
+        """Whether the running sequences' next tokens need more blocks than are free."""
+        missing_S = self._missing_blocks(self.running, self._chunks(self.running))
+        return int(missing_S.sum()) > self.pool.num_free
+
     def release_draft_blocks(self, slot_S: np.ndarray) -> None:
         """Take from these sequences the blocks that held nothing but drafts which were not accepted."""
         used_S = -(-self.table.num_computed[slot_S] // self.pool.block_size)
@@ -230,10 +252,10 @@ class Scheduler:
         need_S = self.table.num_known[slot_S] - self.table.num_computed[slot_S]
         if self.step_tokens < self.max_num_batched_tokens:
             return self._turns(slot_S, need_S)
-        count_S = np.ones_like(need_S)
+        count_S = np.minimum(need_S, 1)  # 0: all it knows is computed, and its last token is being drawn
         long = np.flatnonzero(need_S > 1)
         if len(long):
-            budget = self.max_num_batched_tokens - (len(need_S) - len(long))
+            budget = self.max_num_batched_tokens - int(count_S.sum()) + len(long)
             before = np.cumsum(need_S[long]) - need_S[long]
             count_S[long] = np.clip(budget - before, 0, need_S[long])
         return count_S

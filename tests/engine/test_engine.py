@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline import Engine, EngineConfig, Request, SamplingParams
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Completion
 from pipeline.engine.step import StepInput
 from pipeline.errors import ConfigError
@@ -243,8 +244,8 @@ def test_fault_49_logits_that_turn_nan_in_the_middle_end_that_row_only(folder: P
         clean = engine.generate(prompts, greedy(12))
         execute, calls = engine.runner.execute, iter(range(100))
 
-        def execute_or_poison(step: StepInput) -> torch.Tensor:
-            logits_RV = execute(step).clone()
+        def execute_or_poison(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+            logits_RV = execute(step, late).clone()
             if next(calls) == 5:
                 logits_RV[2] = float("nan")
             return logits_RV
