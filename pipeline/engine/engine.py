@@ -341,17 +341,15 @@ class Engine:
     def _promise(self) -> tuple[np.ndarray, list[Completion]]:
         """The slots whose next token is being drawn and may be counted on; else what ended when it was waited for.
 
-        A plan that looks at tokens (drafts, options that depend on the output) or gives up sequences waits.
+        A plan that gives up sequences waits: they leave with all they know.
         """
-        scheduler = self.scheduler
-        if self._flight is not None:
-            if self.drafting is None and self.table.is_plain[scheduler.running].all():
-                promised_P = scheduler.promise(self._flight.slot_K)
-                if not scheduler.would_preempt():
-                    return promised_P, []
-                scheduler.retract(promised_P)
-            return NOBODY, self._land()
-        return NOBODY, []
+        if self._flight is None:
+            return NOBODY, []
+        promised_P = self.scheduler.promise(self._flight.slot_K)
+        if not self.scheduler.would_preempt():
+            return promised_P, []
+        self.scheduler.retract(promised_P)
+        return NOBODY, self._land()
 
     def _compute(
         self, plan: StepPlan, slot_R: np.ndarray, promised_P: np.ndarray

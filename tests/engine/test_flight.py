@@ -120,3 +120,28 @@ def test_drafts_wait_for_tokens(seed: int) -> None:
         assert done[request.row_id].token_ids == expected
     assert sum(engine.stats.accepted_by_place) > 0
     assert not any(late for _, late in seen)
+
+
+def test_sequences_are_given_up_only_when_all_their_tokens_are_known() -> None:
+    engine = hash_engine(17, 4, max_num_seqs=8, enable_prefix_caching=False, is_asynchronous=True)
+    engine.scheduler._expected = 1  # expects far too little, so that it admits far too much
+    seen = watched(engine)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    done = run(engine, [Request(row, [row, 5, 6, 7, 8, 9], params) for row in range(8)])
+    assert all(done[row].token_ids == expected_tokens([row, 5, 6, 7, 8, 9], 40, 64, False) for row in range(8))
+    assert engine.stats.num_preemptions > 3
+    assert sum(late > 0 for _, late in seen) > len(seen) / 2
+
+
+def test_fault_04_a_sequence_in_flight_that_fits_no_more_is_an_error_row() -> None:
+    engine = hash_engine(100, 4, is_asynchronous=True)
+    execute = engine.runner.execute
+
+    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        if int(step.context_len_S.max()) > 6:
+            raise MemoryError
+        return execute(step, late)
+
+    engine.runner.execute = execute_or_fail  # type: ignore[method-assign]
+    done = run(engine, [Request(0, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))])
+    assert (done[0].error, done[0].token_ids) == ("out_of_memory", [])
