@@ -223,8 +223,8 @@ class Engine:
         output = self._compute(plan, slot_R, promised_P)
         if output is None:
             self.scheduler.retract(promised_P)
-            self._shortage.make_smaller(plan, self.stats)
             completions += self._land()
+            self._shortage.make_smaller(plan, self.stats)
             self.stats.repeated_us += (time.perf_counter_ns() - start_ns) // 1000
             return completions
         self._shortage.convict()
@@ -395,8 +395,6 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return []
-        here = np.isin(flight.slot_K, self.scheduler.running)
-        flight = replace(flight, slot_K=flight.slot_K[here], row_K=flight.row_K[here])
         return self._completing.take(flight.slot_K, flight.output(), _now_us())
 
     def _draft_batch(self, plan: StepPlan, slot_S: np.ndarray) -> SamplingBatch:

@@ -179,9 +179,10 @@ class Scheduler:
     def undo(self, plan: StepPlan) -> None:
         """The plan did not fit the memory: nothing of it counts, and the next ones are at most half as large.
 
-        What it wrote into blocks that a sequence keeps is written again by the step that counts.
+        What it wrote into blocks that a sequence keeps is written again by the step that counts. Sequences of it that
+        have ended since are passed by.
         """
-        for slot in plan.slot_S.tolist():
+        for slot in plan.slot_S[np.isin(plan.slot_S, self.running)].tolist():
             self._release_uncomputed(slot)
         self.step_tokens = max(plan.num_tokens // 2, 1)
 

@@ -26,7 +26,7 @@ class Shortage:
         release_cached_memory()
         stats.num_out_of_memory += 1
         self._scheduler.undo(plan)
-        if plan.num_tokens == 1:
+        if plan.num_tokens == 1 and plan.slot_S[0] in self._scheduler.running:
             self._suspects.append(self._scheduler.drop(int(plan.slot_S[0])))
         if len(self._suspects) == MAX_SUSPECTS:
             raise EnvironmentFailed(

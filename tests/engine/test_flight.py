@@ -145,3 +145,8 @@ def test_fault_04_a_sequence_in_flight_that_fits_no_more_is_an_error_row() -> No
     engine.runner.execute = execute_or_fail  # type: ignore[method-assign]
     done = run(engine, [Request(0, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))])
     assert (done[0].error, done[0].token_ids) == ("out_of_memory", [])
+    first, second, third, fourth = expected_tokens([1, 2, 3], 4, 64, False)
+    assert fourth not in (first, second, third)
+    stops = SamplingParams(max_tokens=9, stop_token_ids=(fourth,), ignore_eos=True)
+    done = run(engine, [Request(0, [1, 2, 3], stops)])
+    assert done[0].token_ids == [first, second, third, fourth], "it had ended before the step that did not fit"
