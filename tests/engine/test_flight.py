@@ -138,15 +138,15 @@ def test_fault_04_a_sequence_in_flight_that_fits_no_more_is_an_error_row() -> No
     execute = engine.runner.execute
 
     def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        if int(step.context_len_S.max()) > 6:
+        if int(step.context_len_S.max()) > 8:  # it was to begin a block
             raise MemoryError
         return execute(step, late)
 
     engine.runner.execute = execute_or_fail  # type: ignore[method-assign]
-    done = run(engine, [Request(0, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))])
+    done = run(engine, [Request(0, [1, 2, 3, 4, 5], SamplingParams(max_tokens=9, ignore_eos=True))])
     assert (done[0].error, done[0].token_ids) == ("out_of_memory", [])
-    first, second, third, fourth = expected_tokens([1, 2, 3], 4, 64, False)
+    first, second, third, fourth = expected_tokens([1, 2, 3, 4, 5], 4, 64, False)
     assert fourth not in (first, second, third)
     stops = SamplingParams(max_tokens=9, stop_token_ids=(fourth,), ignore_eos=True)
-    done = run(engine, [Request(0, [1, 2, 3], stops)])
+    done = run(engine, [Request(0, [1, 2, 3, 4, 5], stops)])
     assert done[0].token_ids == [first, second, third, fourth], "it had ended before the step that did not fit"
