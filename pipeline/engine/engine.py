@@ -16,18 +16,18 @@ import numpy as np
 
 from pipeline.engine.accounting import classify, record
 from pipeline.engine.block_pool import BlockPool
+from pipeline.engine.build import build
 from pipeline.engine.completing import Completing, failed
 from pipeline.engine.detokenizer import StopChecker
 from pipeline.engine.drafting import Drafting
 from pipeline.engine.flight import Flight
-from pipeline.engine.loaded import LoadedModel
-from pipeline.engine.memory import is_out_of_memory, kv_budget_bytes
+from pipeline.engine.memory import is_out_of_memory
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
 from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
 from pipeline.engine.propose.proposer import Proposer
-from pipeline.engine.resolve import Resolved, Speculation, resolve, set_threads
+from pipeline.engine.resolve import Speculation
 from pipeline.engine.runner import Runner
 from pipeline.engine.sampler import Drawn, SamplerOutput, SamplingBatch, Verified, greedy, sample
 from pipeline.engine.scheduler import Scheduler
@@ -38,8 +38,6 @@ from pipeline.engine.timing import controlled_drafts
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, RowError
 from pipeline.kernels.select import must_compile
-from pipeline.model.config import read_config
-from pipeline.model.locate import locate_model
 
 NOBODY = np.zeros(0, dtype=np.int64)
 
@@ -54,50 +52,25 @@ class Engine:
 
         Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
         """
-        folder = locate_model(config.model)
-        model = read_config(folder)
-        resolved = resolve(config, model)
-        threads = set_threads(config.num_threads)
-        tokenizer = Tokenizer.from_folder(str(folder))
         self._say = say or _say_nothing
-        self._say("reading weights")
-        if must_compile(resolved.device):
+        built = build(config, self._say)
+        if must_compile(built.resolved.device):
             self._warming_up = "compiling CPU kernels (first time on this machine)"
-        target = LoadedModel.load(folder, model, resolved)
-        draft = None
-        if resolved.speculation is not None and "draft" in resolved.speculation.proposers:
-            assert config.draft is not None
-            self._say("reading the draft model's weights")
-            draft = LoadedModel.load_draft(config.draft, tokenizer, resolved)
-        loaded = [target] if draft is None else [target, draft]
-        num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded))
-        max_model_len = _fit_length(config, resolved, num_blocks)
+        resolved = built.resolved
         self._assemble(
-            target.runner(num_blocks, resolved.block_size, max_model_len),
-            tokenizer,
-            num_blocks,
+            built.runner,
+            built.tokenizer,
+            built.num_blocks,
             resolved.block_size,
-            max_model_len,
+            built.max_model_len,
             resolved.max_num_seqs,
             resolved.max_num_batched_tokens,
             config.enable_prefix_caching,
             config.seed,
         )
         if resolved.speculation is not None:
-            runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
-            self._speculate_as(resolved.speculation, runner)
-        self.resolved: dict[str, str | int] = {
-            "device": str(resolved.device),
-            "dtype": str(resolved.dtype).removeprefix("torch."),
-            "max_model_len": max_model_len,
-            "max_num_seqs": resolved.max_num_seqs,
-            "max_num_batched_tokens": resolved.max_num_batched_tokens,
-            "block_size": resolved.block_size,
-            "num_kv_blocks": num_blocks,
-            "weights": target.weights,
-            "num_threads": threads,
-            "speculation": "off" if resolved.speculation is None else str(resolved.speculation),
-        } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
+            self._speculate_as(resolved.speculation, built.draft_runner)
+        self.resolved: dict[str, str | int] = built.about
 
     @classmethod
     def from_parts(
@@ -232,9 +205,9 @@ class Engine:
         kv_used_ppm = self.pool.num_held * 1_000_000 // self.pool.num_blocks
         self.scheduler.advance(plan)
         self.scheduler.retract(promised_P)
-        completions += self._land()
+        landed = self._land()
         generated_before = self.stats.generated_tokens
-        completions += self._take(slot_R, output)
+        completions += landed + self._take(slot_R, output, some_ended=bool(landed))
         step_us = (time.perf_counter_ns() - start_ns) // 1000
         record(self.stats, tokens, len(plan.slot_S), kv_used_ppm, step_us)
         if self.drafting is not None:
@@ -372,10 +345,10 @@ class Engine:
                 raise
             return None
 
-    def _take(self, slot_R: np.ndarray, output: SamplerOutput | Verified | Drawn) -> list[Completion]:
+    def _take(self, slot_R: np.ndarray, output: SamplerOutput | Verified | Drawn, some_ended: bool) -> list[Completion]:
         """Give sequences their tokens, or leave them in flight where the device is still drawing them.
 
-        Of sequences that have ended since the step was planned, the tokens are dropped.
+        Of sequences that have ended since the step was planned (`some_ended`), the tokens are dropped.
         """
         if isinstance(output, Verified):
             return self._completing.take_verified(slot_R, output, _now_us())
@@ -385,8 +358,8 @@ class Engine:
             if self.drafting is not None:
                 return self._land()
             return []
-        here_R = np.flatnonzero(np.isin(slot_R, self.scheduler.running))
-        if len(here_R) < len(slot_R):
+        if some_ended:
+            here_R = np.flatnonzero(np.isin(slot_R, self.scheduler.running))
             slot_R, output = slot_R[here_R], output.of_rows(here_R)
         return self._completing.take(slot_R, output, _now_us())
 
@@ -415,30 +388,3 @@ def _say_nothing(_: str) -> None:
 
 def _now_us() -> int:
     return time.monotonic_ns() // 1000
-
-
-def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: int) -> int:
-    block_bytes = resolved.block_size * bytes_per_token
-    per_sequence = -(-resolved.max_model_len // resolved.block_size)
-    need = resolved.max_num_seqs * per_sequence * block_bytes
-    budget = kv_budget_bytes(resolved.device, config.kv_cache_memory_bytes, need, config.gpu_memory_utilization)
-    num_blocks = budget // block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"a KV cache of {budget} bytes holds no two blocks of {block_bytes} bytes; raise "
-            "engine.kv_cache_memory_bytes"
-        )
-    return num_blocks
-
-
-def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:
-    """max_model_len, lowered to what the KV cache holds when the user left it open, refused when they did not."""
-    capacity = num_blocks * resolved.block_size
-    if resolved.max_model_len <= capacity:
-        return resolved.max_model_len
-    if config.max_model_len is not None:
-        raise ConfigError(
-            f"engine.max_model_len = {config.max_model_len} does not fit the KV cache of {capacity} tokens; lower "
-            "it or raise engine.kv_cache_memory_bytes"
-        )
-    return capacity

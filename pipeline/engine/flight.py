@@ -19,6 +19,7 @@ import torch
 
 from pipeline.engine.sampler import Drawn, SamplerOutput
 from pipeline.engine.step import StepPlan
+from pipeline.kernels.transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class LateTokens:
 
     def put_into(self, token_ids_T: torch.Tensor) -> None:
         device = token_ids_T.device
-        place_L, row_L = torch.from_numpy(self.place_L), torch.from_numpy(self.row_L)
-        token_ids_T[place_L.to(device, non_blocking=True)] = self.token_ids_R[row_L.to(device, non_blocking=True)]
+        token_ids_T[on_device(self.place_L, device)] = self.token_ids_R[on_device(self.row_L, device)]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.engine.footprint import measured_step_bytes, step_input_shape
 from pipeline.engine.resolve import Resolved
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
@@ -52,7 +53,20 @@ class LoadedModel:
         awq = self.config.awq
         return "dense" if awq is None else f"awq int4, groups of {awq.group_size}"
 
+    def step_bytes(self, resolved: Resolved) -> int:
+        """What the largest step takes on a GPU beside weights and KV cache; 0 on a CPU, whose memory has room to give.
+
+        Captured steps keep memory of their own, at most as much again.
+        """
+        if resolved.device.type != "cuda":
+            return 0
+        num_tokens, num_sequences, _ = step_input_shape(resolved)
+        num_blocks = -(-num_tokens // num_sequences // resolved.block_size) + 1
+        runner = self.runner(num_blocks, resolved.block_size, resolved.max_model_len)
+        return 2 * measured_step_bytes(runner, resolved)
+
     def runner(self, num_blocks: int, block_size: int, max_model_len: int) -> ModelRunner:
         """A runner with a KV cache of that size."""
-        kv = KVCache.allocate(self.config, num_blocks, block_size, self.decoder.dtype, self.decoder.device)
+        spare = self.kernels.graph_attention is not None
+        kv = KVCache.allocate(self.config, num_blocks, block_size, self.decoder.dtype, self.decoder.device, spare)
         return ModelRunner(self.decoder, kv, block_size, max_model_len)

@@ -8,7 +8,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig
 
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
-GPU_RESERVE_BYTES = 2 << 30  # activations and workspace of a step
+SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
 
 
 def free_cpu_bytes() -> int:
@@ -62,17 +62,23 @@ def _cgroup(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def kv_budget_bytes(device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float) -> int:
-    """Bytes for the KV cache: `wanted` when given, else what `need` asks for within the device's share."""
+def kv_budget_bytes(
+    device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float, step_bytes: int
+) -> int:
+    """Bytes for the KV cache: `wanted` when given, else what `need` asks for within the device's share.
+
+    `step_bytes`: what the largest step takes beside weights and cache, on a GPU.
+    """
     if wanted is not None:
         return wanted
     if device.type == "cpu":
         return min(need, int(free_cpu_bytes() * CPU_SHARE))
     free, total = torch.cuda.mem_get_info(device)
-    budget = free - int(total * (1.0 - gpu_memory_utilization)) - GPU_RESERVE_BYTES
+    budget = free - int(total * (1.0 - gpu_memory_utilization)) - step_bytes - SLACK_BYTES
     if budget <= 0:
         raise ConfigError(
             f"{device}: {free >> 20} MiB free of {total >> 20} after loading the weights leave nothing for the KV "
-            f"cache at engine.gpu_memory_utilization = {gpu_memory_utilization}"
+            f"cache at engine.gpu_memory_utilization = {gpu_memory_utilization}: a step takes {step_bytes >> 20} MiB, "
+            f"{SLACK_BYTES >> 20} are kept in reserve. Lower engine.max_num_batched_tokens, or raise the utilization"
         )
     return min(need, budget)

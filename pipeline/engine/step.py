@@ -76,6 +76,29 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     )
 
 
+def made_input(
+    num_tokens: int, num_sequences: int, context_len: int, block_size: int, max_len: int, num_rows: int
+) -> StepInput:
+    """A step of no real sequences, to see what one costs: each has up to `context_len` tokens behind it and computes
+    its share of `num_tokens`, the first `num_rows` of which want logits. All read the same blocks, from block 0 on, and
+    write into the last of them."""
+    count_S = np.full(num_sequences, num_tokens // num_sequences, dtype=np.int64)
+    count_S[: num_tokens % num_sequences] += 1
+    query_start_S1 = np.append(0, np.cumsum(count_S))
+    offset_T = np.arange(num_tokens) - np.repeat(query_start_S1[:-1], count_S)
+    position_T = np.minimum(context_len + offset_T, max_len - 1)
+    most_blocks = -(-int(position_T.max() + 1) // block_size)
+    return StepInput(
+        token_id_T=np.ones(num_tokens, dtype=np.int64),
+        position_T=position_T,
+        slot_mapping_T=position_T,  # block b is the b-th of every sequence
+        query_start_S1=query_start_S1.astype(np.int32),
+        context_len_S=np.minimum(context_len + count_S, max_len).astype(np.int32),
+        block_table_SM=np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1)),
+        logit_row_R=np.arange(num_rows),
+    )
+
+
 def runs(first_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
     """first_N[0], first_N[0] + 1, ..., count_N[0] of them, then those of first_N[1], and so on."""
     return np.arange(int(count_N.sum())) + np.repeat(first_N - np.cumsum(count_N) + count_N, count_N)
