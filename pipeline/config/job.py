@@ -99,6 +99,7 @@ class JobConfig(Section):
             "dtype": self.engine.dtype,
             "kv_cache_dtype": self.engine.kv_cache_dtype,
             "activation_dtype": self.engine.activation_dtype,
+            "kernels": self.engine.kernels,
         }
 
     def free(self) -> dict[str, Any]:

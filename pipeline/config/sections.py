@@ -155,6 +155,7 @@ class EngineSection(Section):
     kv_cache_memory_bytes: Bytes | None = None
     kv_cache_dtype: Literal["auto"] = "auto"
     activation_dtype: Literal["auto"] = "auto"
+    kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     speculation: Speculation = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
 

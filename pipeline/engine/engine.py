@@ -54,7 +54,7 @@ class Engine:
         """
         self._say = say or _say_nothing
         built = build(config, self._say)
-        if must_compile(built.resolved.device):
+        if must_compile(built.runner.decoder.kernels):
             self._warming_up = "compiling CPU kernels (first time on this machine)"
         resolved = built.resolved
         self._assemble(

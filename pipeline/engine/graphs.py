@@ -3,8 +3,8 @@
 A step can be replayed where each sequence computes few tokens and all of them want logits: plain decoding, and
 checking drafts. It is padded to one of a few numbers of tokens, for each of which there is a graph; what pads it reads
 token 0 at position 0, writes its key and value into a block that no sequence has, and attends to nothing. Everything
-that changes from step to step lies in tensors that stay where they are: token ids, positions and slots here, who attends
-to what in `kernels.contract.GraphAttention`. Other steps are launched kernel by kernel.
+that changes from step to step lies in tensors that stay where they are: token ids, positions and slots here, who
+attends to what in `kernels.contract.GraphAttention`. Other steps are launched kernel by kernel.
 
 Suffixes: those of `kernels/contract.py`; P tokens of a padded step, H hidden.
 """

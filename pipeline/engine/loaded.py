@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.engine.footprint import measured_step_bytes, step_input_shape
+from pipeline.engine.memory import dense_weights_fit, gpu_share_bytes
 from pipeline.engine.resolve import Resolved
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
@@ -13,6 +14,8 @@ from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.locate import locate_model
+
+EXPECTED_TOKENS = 2048  # of a sequence, for which the KV cache is to have room before 4-bit weights get a 16-bit form
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,13 @@ class LoadedModel:
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, resolved: Resolved) -> "LoadedModel":
         """Raises ModelError when the checkpoint's tensors do not match its config."""
-        kernels = select_kernels(resolved.device, resolved.dtype)
+        keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
+            config,
+            resolved.dtype,
+            gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
+            resolved.max_num_seqs * min(resolved.max_model_len, EXPECTED_TOKENS),
+        )
+        kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense)
         return cls(config, Decoder(folder, config, kernels, resolved.dtype, resolved.device), kernels)
 
     @classmethod

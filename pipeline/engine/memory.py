@@ -8,6 +8,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig
 
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
+MIN_GROUP_SIZE = 32  # of 4-bit weights: a scale of 16 bits and a zero of 8 for each group
 SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
 
 
@@ -62,6 +63,24 @@ def _cgroup(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def gpu_share_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    """What is free of the part of a GPU's memory that may be used; below 0 where others use more than the rest."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free - int(total * (1.0 - gpu_memory_utilization))
+
+
+def dense_weights_fit(config: ModelConfig, dtype: torch.dtype, budget_bytes: int, kv_tokens: int) -> bool:
+    """Whether 4-bit weights can have their `dtype` form beside them in `budget_bytes`, and a KV cache of so many tokens.
+
+    Steps of many tokens are multiplied with that form; without room for it, it is written anew in each of them.
+    """
+    linears = config.num_linear_parameters()
+    packed_and_dense = linears * (0.5 + 3 / MIN_GROUP_SIZE + dtype.itemsize)
+    embeddings = 2 * config.vocab_size * config.hidden_size * dtype.itemsize
+    cache = kv_tokens * config.kv_bytes_per_token(dtype)
+    return packed_and_dense + embeddings + cache + SLACK_BYTES <= budget_bytes
+
+
 def kv_budget_bytes(
     device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float, step_bytes: int
 ) -> int:
@@ -73,9 +92,9 @@ def kv_budget_bytes(
         return wanted
     if device.type == "cpu":
         return min(need, int(free_cpu_bytes() * CPU_SHARE))
-    free, total = torch.cuda.mem_get_info(device)
-    budget = free - int(total * (1.0 - gpu_memory_utilization)) - step_bytes - SLACK_BYTES
+    budget = gpu_share_bytes(device, gpu_memory_utilization) - step_bytes - SLACK_BYTES
     if budget <= 0:
+        free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(
             f"{device}: {free >> 20} MiB free of {total >> 20} after loading the weights leave nothing for the KV "
             f"cache at engine.gpu_memory_utilization = {gpu_memory_utilization}: a step takes {step_bytes >> 20} MiB, "

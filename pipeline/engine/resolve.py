@@ -34,10 +34,12 @@ class Resolved:
 
     device: torch.device
     dtype: torch.dtype
+    kernels: str  # of kernels.select.KERNELS
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    gpu_memory_utilization: float
     speculation: Speculation | None  # None: off
 
 
@@ -61,10 +63,12 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     return Resolved(
         device=device,
         dtype=_dtype(config.dtype, device, model),
+        kernels=config.kernels,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
+        gpu_memory_utilization=config.gpu_memory_utilization,
         speculation=_speculation(config),
     )
 
