@@ -70,7 +70,7 @@ def gpu_share_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
 
 
 def dense_weights_fit(config: ModelConfig, dtype: torch.dtype, budget_bytes: int, kv_tokens: int) -> bool:
-    """Whether 4-bit weights can have their `dtype` form beside them in `budget_bytes`, and a KV cache of so many tokens.
+    """Whether `budget_bytes` hold 4-bit weights, their `dtype` form beside them and a KV cache of so many tokens.
 
     Steps of many tokens are multiplied with that form; without room for it, it is written anew in each of them.
     """

@@ -88,7 +88,7 @@ class EngineConfig:
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step.
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
-    kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, the slow oracle of both).
+    kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
     draft: a smaller model with the same tokens, which proposes tokens for `model` to check.
     speculation: "off" (or False); "auto", which with a draft model looks for drafts there and in the texts themselves
     and drafts where that pays; or {"proposer": "ngram" or "draft", "max_draft_tokens": n, "forced": False}: "ngram" is

@@ -44,8 +44,8 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool) 
 
     if device.type == "cpu" and not is_interpreted():
         raise ConfigError(
-            "engine.kernels = 'triton': these kernels are for NVIDIA GPUs. On a CPU only Triton's interpreter runs them, "
-            "very slowly, where TRITON_INTERPRET=1 is set; use auto"
+            "engine.kernels = 'triton': these kernels are for NVIDIA GPUs. On a CPU only Triton's interpreter runs "
+            "them, very slowly, where TRITON_INTERPRET=1 is set; use auto"
         )
     return triton_kernels(dtype, device, scratch=None if keep_dense else Scratch(dtype, device))
 
