@@ -69,7 +69,7 @@ class Engine:
             config.seed,
         )
         if resolved.speculation is not None:
-            self._speculate_as(resolved.speculation, built.draft_runner)
+            self._speculate_as(resolved.speculation, built.draft_runner, built.runner.captured_tokens)
         self.resolved: dict[str, str | int] = built.about
 
     @classmethod
@@ -294,7 +294,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _speculate_as(self, speculation: Speculation, draft: Runner | None) -> None:
+    def _speculate_as(self, speculation: Speculation, draft: Runner | None, padded_to: Items[int]) -> None:
         most, vocab_size = speculation.max_draft_tokens, self.runner.vocab_size
         proposers: list[Proposer] = []
         for name in speculation.proposers:
@@ -306,7 +306,9 @@ class Engine:
         policy: DraftPolicy = FixedDrafts(most)
         if not speculation.forced:
             self._say(self._warming_up if self._warming_up != Engine._warming_up else "timing steps, for drafts")
-            policy = controlled_drafts(proposers, most, self.runner, self.table, self.scheduler.max_num_batched_tokens)
+            policy = controlled_drafts(
+                proposers, most, self.runner, self.table, self.scheduler.max_num_batched_tokens, padded_to
+            )
         self.speculate(proposers, policy)
 
     # -- parts of a step

@@ -60,8 +60,8 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_steps(
         self, capture: Capture, *, max_num_seqs: int, max_queries: int, most_tokens: int, say: SayProgress
-    ) -> list[int]:
-        """Capture steps in which each sequence computes at most `max_queries` tokens; returns their numbers of tokens.
+    ) -> None:
+        """Capture steps in which each sequence computes at most `max_queries` tokens.
 
         The KV cache must have a block that no sequence has.
         """
@@ -78,7 +78,11 @@ class ModelRunner:
             most_tokens=most_tokens,
             say=say,
         )
-        return self._graphs.sizes
+
+    @property
+    def captured_tokens(self) -> list[int]:
+        """The numbers of tokens that captured steps are padded to, rising."""
+        return [] if self._graphs is None else self._graphs.sizes
 
     def zero_blocks(self, blocks: list[int]) -> None:
         self.kv.fill(blocks, 0.0)

@@ -24,14 +24,19 @@ BUDGET_S = 1.0  # seconds for the table of steps
 
 
 def controlled_drafts(
-    proposers: Sequence[Proposer], most_drafts: int, runner: Runner, table: SlotTable, max_num_batched_tokens: int
+    proposers: Sequence[Proposer],
+    most_drafts: int,
+    runner: Runner,
+    table: SlotTable,
+    max_num_batched_tokens: int,
+    padded_to: Sequence[int],
 ) -> ControlledDrafts:
-    """Time steps and passes, and make the policy that drafts where it pays."""
+    """Time steps and passes, and make the policy that drafts where it pays. padded_to: see `StepCost`."""
     most_tokens = min(max_num_batched_tokens, table.num_slots * (1 + most_drafts))
     longest = max(table.max_model_len - most_tokens // table.num_slots - TOKENS_PER_SEQUENCE, 1)
     short, long = (min(context, longest) for context in CONTEXTS)
     step = _timed_step(runner, table)
-    cost = StepCost.measure(step, max(most_tokens, 2), (short, long), TOKENS_PER_SEQUENCE, budget_s=BUDGET_S)
+    cost = StepCost.measure(step, max(most_tokens, 2), (short, long), TOKENS_PER_SEQUENCE, padded_to, BUDGET_S)
     priors, proposing = [], []
     for proposer in proposers:
         if isinstance(proposer, DraftModelProposer):
