@@ -22,8 +22,8 @@ REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
 class Tensors(Protocol):
-    """Named tensors of a checkpoint. `take` raises ModelError for a name it does not have, `take_float` for a shape that
-    is another and a type that is none of FLOATS too."""
+    """Named tensors of a checkpoint. `take` raises ModelError for a name it does not have, `take_float` also where the
+    shape is another or the type is none of FLOATS."""
 
     def __contains__(self, name: str) -> bool: ...
     def take(self, name: str) -> torch.Tensor: ...
