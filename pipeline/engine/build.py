@@ -7,7 +7,7 @@ from pipeline.engine.graphs import CudaCapture
 from pipeline.engine.loaded import LoadedModel
 from pipeline.engine.memory import kv_budget_bytes
 from pipeline.engine.params import EngineConfig
-from pipeline.engine.resolve import Resolved, resolve, set_threads
+from pipeline.engine.resolve import Resolved, quantized_on_load, resolve, set_threads
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
@@ -36,7 +36,7 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
     """
     folder = locate_model(config.model)
-    model = read_config(folder)
+    model = quantized_on_load(read_config(folder), config.quantization)
     resolved = resolve(config, model)
     threads = set_threads(config.num_threads)
     tokenizer = Tokenizer.from_folder(str(folder))

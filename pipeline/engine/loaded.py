@@ -59,8 +59,9 @@ class LoadedModel:
     @property
     def weights(self) -> str:
         """What kind of weights it has, to read."""
-        awq = self.config.awq
-        return "dense" if awq is None else f"awq int4, groups of {awq.group_size}"
+        kind = "dense" if self.config.quantization is None else str(self.config.quantization)
+        widened = self.decoder.num_widened
+        return f"{kind}; {widened} fused linears of several formats dequantized" if widened else kind
 
     def step_bytes(self, resolved: Resolved) -> int:
         """What the largest step takes on a GPU beside weights and KV cache; 0 on a CPU, whose memory has room to give.

@@ -69,7 +69,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
 
     own_threads()
     if dtype == torch.float32:
-        linear = "numba on bfloat16 and int4 weights; torch (BLAS) on float32 weights"
+        linear = "numba on bfloat16, 8-bit and int4 weights; torch (BLAS) on float32 weights"
     return replace(
         kernels,
         add_rms_norm=add_rms_norm,
