@@ -265,7 +265,7 @@ class Scheduler:
         return slot_S, start_S, count_S, preempted
 
     def _wanted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of the running sequences: slots, from where they compute, how many tokens, and the blocks they lack for it."""
+        """Of the running sequences: slots, from where they compute, how many tokens, and the blocks they lack."""
         table, slot_S = self.table, self.running
         start_S = table.num_computed[slot_S]
         count_S = self._chunks(slot_S, table.num_known[slot_S] - start_S)
