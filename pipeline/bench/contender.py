@@ -68,6 +68,9 @@ class _RecordingRunner:
         self.last = (step, time.perf_counter() - start)
         return logits
 
+    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.runner.greedy(logits_RV)
+
     def zero_blocks(self, blocks: list[int]) -> None:
         self.runner.zero_blocks(blocks)
 

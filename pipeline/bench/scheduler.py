@@ -23,6 +23,7 @@ from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.step import StepInput
 from pipeline.engine.tokenizer import Tokenizer
+from pipeline.kernels import reference
 from pipeline.model.locate import locate_model
 
 HOST_VOCAB = 256  # small, so that a step's time is the host's and not that of reading logits
@@ -167,6 +168,7 @@ class _NoModel:
     """The runner of an engine: a row of made logits for each that wants one. Notes when it was called."""
 
     is_asynchronous = False
+    greedy = staticmethod(reference.greedy)
 
     def __init__(self, num_rows: int, vocab_size: int, ending: Sequence[int]) -> None:
         self.vocab_size = vocab_size

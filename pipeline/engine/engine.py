@@ -340,7 +340,7 @@ class Engine:
             if plan.draft_S is not None and self.drafting is not None:
                 return self.drafting.verify(logits_RV, None if is_plain else self._draft_batch(plan, slot_R))
             if is_plain:
-                return Drawn(logits_RV) if self.runner.is_asynchronous else greedy(logits_RV)
+                return Drawn(*self.runner.greedy(logits_RV)) if self.runner.is_asynchronous else greedy(logits_RV)
             return sample(logits_RV, SamplingBatch.of(self.table, slot_R, self.table.num_known[slot_R]))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

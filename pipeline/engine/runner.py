@@ -22,6 +22,10 @@ class Runner(Protocol):
     """Whether `execute` returns while the device is still at work."""
 
     def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor: ...
+    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernels.greedy`; asked only where `is_asynchronous`."""
+        ...
+
     def zero_blocks(self, blocks: list[int]) -> None: ...
 
 
@@ -78,6 +82,9 @@ class ModelRunner:
             most_tokens=most_tokens,
             say=say,
         )
+
+    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.decoder.kernels.greedy(logits_RV)
 
     @property
     def captured_tokens(self) -> list[int]:

@@ -87,11 +87,11 @@ class Drawn:
     `token_ids_R` can be used on the device at once; the copy for the host is under way.
     """
 
-    def __init__(self, logits_RV: torch.Tensor) -> None:
-        best_R, self.token_ids_R = logits_RV.max(dim=-1)
-        both_2R = torch.stack([self.token_ids_R, torch.isfinite(best_R).to(self.token_ids_R.dtype)])
+    def __init__(self, token_ids_R: torch.Tensor, finite_R: torch.Tensor) -> None:
+        self.token_ids_R = token_ids_R
+        both_2R = torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)])
         self._both_2R = both_2R.to("cpu", non_blocking=True)  # into pinned memory
-        self._copied = torch.cuda.Event() if logits_RV.is_cuda else None
+        self._copied = torch.cuda.Event() if token_ids_R.is_cuda else None
         if self._copied is not None:
             self._copied.record()
 

@@ -91,6 +91,8 @@ class Kernels:
     attention(q_TND, k_cache_CBKD, v_cache_CBKD, AttentionInput, scale, window) -> o_TND; window None is full
       causal attention, else a query at position p sees keys p - window + 1 .. p.
     silu_mul(gate_up_T2F) -> silu(first half) * second half.
+    greedy(logits_RV) -> (token_R int64, finite_R bool): the best token of each row, of equal ones the first; a row that
+      holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
     """
 
@@ -111,5 +113,6 @@ class Kernels:
     ]
     attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionInput, float, int | None], torch.Tensor]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    greedy: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     served_by: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None

@@ -104,6 +104,11 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_TF) * up_TF
 
 
+def greedy(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    best_R, token_R = logits_RV.max(dim=-1)
+    return token_R, torch.isfinite(best_R)
+
+
 def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     return Kernels(
         prepare_linear=lambda weight: prepare_linear(weight, dtype, device),
@@ -111,7 +116,8 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         norm_rope_write=norm_rope_write,
         attention=attention,
         silu_mul=silu_mul,
+        greedy=greedy,
         served_by=dict.fromkeys(
-            ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul"), "torch (reference)"
+            ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy"), "torch (reference)"
         ),
     )

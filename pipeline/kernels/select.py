@@ -82,6 +82,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
             "norm_rope_write": "numba, one pass",
             "attention": "numba",
             "silu_mul": "numba, one pass",
+            "greedy": "numpy",
         },
     )
 

@@ -20,6 +20,7 @@ from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.step import StepInput
 from pipeline.errors import ModelError
+from pipeline.kernels.reference import greedy
 from tests.checkpoints import Family, make_family
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
 from tests.engine.test_scheduler import random_requests, run
@@ -161,7 +162,7 @@ def test_a_vocabulary_of_another_size() -> None:
 class TableRunner:
     """The law of the next token depends on the last one alone."""
 
-    is_asynchronous = False
+    is_asynchronous, greedy = False, staticmethod(greedy)
 
     def __init__(self, logits_VV: torch.Tensor) -> None:
         self.logits_VV, self.vocab_size = logits_VV, len(logits_VV)

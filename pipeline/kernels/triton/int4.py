@@ -210,8 +210,10 @@ class TiledInt4:
 
 
 def serves(weight: GroupIntWeight) -> bool:
-    """Groups of 32, 64 or a multiple of 128, and zero points that are integers from 0 to 255."""
+    """4 bits, groups of 32, 64 or a multiple of 128 inputs, and zero points that are integers from 0 to 255."""
     size, zeros_NG = weight.group_size, weight.zeros_NG
+    if weight.bits != 4:
+        return False
     whole = bool(((zeros_NG == zeros_NG.round()) & (zeros_NG >= 0) & (zeros_NG <= 255)).all())
     return whole and (size in (32, 64) or size % CHUNK == 0)
 

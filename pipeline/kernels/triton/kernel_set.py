@@ -1,11 +1,14 @@
 """The Triton kernels as a set. See `contract.Kernels`."""
 
 import torch
+import triton
 
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.triton.attention import PagedAttention
 from pipeline.kernels.triton.fused import add_rms_norm, norm_rope_write, silu_mul
+from pipeline.kernels.triton.graph import CapturedAttention
 from pipeline.kernels.triton.linear import Scratch, prepare_linear
+from pipeline.kernels.triton.sampling import greedy
 
 
 def triton_kernels(
@@ -25,11 +28,19 @@ def triton_kernels(
         norm_rope_write=norm_rope_write,
         attention=PagedAttention(device, deterministic),
         silu_mul=silu_mul,
+        greedy=greedy,
         served_by={
             "linear": f"cuBLAS; int4 weights: Triton for few tokens, cuBLAS for many ({widened})",
             "add_rms_norm": "Triton, one launch",
             "norm_rope_write": "Triton, one launch",
             "attention": f"{attention}; batch-invariant" if deterministic else attention,
             "silu_mul": "Triton, one launch",
+            "greedy": "Triton, two launches",
         },
+        graph_attention=CapturedAttention,
     )
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before Triton was first imported."""
+    return bool(triton.knobs.runtime.interpret)

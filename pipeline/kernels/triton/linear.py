@@ -70,10 +70,14 @@ class TwoPathLinear:
         Raises ValueError where `int4.serves` does not hold.
         """
         if not serves(weight):
-            raise ValueError(f"groups of {weight.group_size}: the 4-bit kernels take 32, 64 or multiples of 128")
+            raise ValueError(
+                f"{weight.bits} bits in groups of {weight.group_size}: the fused kernels take 4 bits in groups of 32, "
+                "64 or multiples of 128"
+            )
         self.target = Target.of(device)
         self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
         self.tiled = TiledInt4.of(weight, device)
+        self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
         self.scratch, self.shape_NK = scratch, (weight.out_features, weight.in_features)
         default = CROSSOVER_CACHED if scratch is None else CROSSOVER_SCRATCH
         self.crossover = default if crossover is None else crossover
@@ -83,6 +87,8 @@ class TwoPathLinear:
             scratch.reserve(*self.shape_NK)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        if self.input_order_K is not None:
+            x_MK = x_MK[:, self.input_order_K]
         return self.fused(x_MK) if 0 < len(x_MK) <= self.crossover else self.dense(x_MK)
 
     def fused(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -105,8 +111,6 @@ def prepare_linear(
     weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch | None = None
 ) -> Linear:
     """Pack one weight for a GPU. The caller can drop its own copy."""
-    if isinstance(weight, GroupIntWeight):
-        if serves(weight):
-            return TwoPathLinear(weight, dtype, device, scratch)
-        return DenseLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
-    return DenseLinear(weight.weight_NK, weight.bias_N, dtype, device)
+    if isinstance(weight, GroupIntWeight) and serves(weight):
+        return TwoPathLinear(weight, dtype, device, scratch)
+    return DenseLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
