@@ -1,4 +1,4 @@
-"""Every launch that a model's steps are made of, on tensors without memory: it can be compiled where there is no GPU."""
+"""Every launch that a model's steps are made of, on tensors without memory: no GPU is needed to compile them."""
 
 from dataclasses import dataclass
 

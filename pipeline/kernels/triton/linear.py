@@ -32,7 +32,7 @@ class Scratch:
         return self._buffer.numel() * self._buffer.element_size()
 
     def reserve(self, num_outputs: int, num_inputs: int) -> None:
-        """Make room for a weight of this shape. Only at load: it may move the memory, and a CUDA graph would not know."""
+        """Make room for a weight of this shape. Only at load: it may move the memory, unknown to a CUDA graph."""
         if num_outputs * num_inputs > self._buffer.numel():
             self._buffer = self._buffer.new_empty(num_outputs * num_inputs)
 

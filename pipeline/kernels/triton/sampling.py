@@ -21,9 +21,9 @@ def _best_of_part(logits_ptr, value_ptr, token_ptr, stride, num_tokens, num_part
     token = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = token < num_tokens
     logit = tl.load(logits_ptr + row * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-    broken = tl.max((logit != logit).to(tl.int32), axis=0) > 0
+    logit = tl.where(logit != logit, float("inf"), logit)  # a maximum may pass NaN by
     best, at = tl.max(logit, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(value_ptr + row * num_parts + tl.program_id(1), tl.where(broken, float("nan"), best))
+    tl.store(value_ptr + row * num_parts + tl.program_id(1), best)
     tl.store(token_ptr + row * num_parts + tl.program_id(1), tl.program_id(1) * WIDTH + at)
 
 
@@ -33,9 +33,8 @@ def _best_of_parts(value_ptr, token_ptr, best_ptr, finite_ptr, num_parts, PARTS:
     part = tl.arange(0, PARTS)
     value = tl.load(value_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
     token = tl.load(token_ptr + row * num_parts + part, mask=part < num_parts, other=0)
-    broken = tl.max((value != value).to(tl.int32), axis=0) > 0
     best, at = tl.max(value, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    finite = (best > float("-inf")) & (best < float("inf")) & (broken == 0)
+    finite = (best > float("-inf")) & (best < float("inf"))
     chosen = tl.sum(tl.where(part == at, token, 0), axis=0)
     tl.store(best_ptr + row, tl.where(finite, chosen, 0).to(tl.int64))
     tl.store(finite_ptr + row, finite)

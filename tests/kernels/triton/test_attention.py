@@ -168,9 +168,8 @@ def test_launches_do_not_change_from_step_to_step(deterministic: bool) -> None:
     """What a CUDA graph would have recorded in the first step serves the next ones: only tensors are filled anew."""
     window = 70
     target = Target.of(DEVICE)
-    work = DecodeWork.allocate(
-        *(6, 12, 4, 2, 16, DEVICE, target), num_queries=4, window=window, deterministic=deterministic
-    )
+    shape = 6, 12, 4, 2, 16
+    work = DecodeWork.allocate(*shape, DEVICE, target, num_queries=4, window=window, deterministic=deterministic)
     steps = [
         make_step([(600, 1), (5, 1), (64, 4)], (4, 2), 16, 64, torch.float32),
         make_step([(65, 2)], (4, 2), 16, 64, torch.float32),
@@ -179,7 +178,7 @@ def test_launches_do_not_change_from_step_to_step(deterministic: bool) -> None:
     out_TND = torch.zeros(20, 4, 16, device=DEVICE)
     q_TND = torch.zeros_like(out_TND)
     caches = [torch.full((40, 64, 2, 16), float("nan"), device=DEVICE) for _ in range(2)]
-    recorded = decode_launches(q_TND, *caches, out_TND, work, 0.3, target)
+    recorded = decode_launches(q_TND, caches[0], caches[1], out_TND, work, 0.3, target)
     for step in steps:
         work.refill(step.where)
         q_TND[: len(step.q_TND)] = step.q_TND

@@ -38,12 +38,12 @@ def test_norm_rope_write(heads: int, kv_heads: int, head_dim: int, with_norm: bo
     caches = [torch.full((num_blocks, block_size, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
     wide = [cache.float() for cache in caches]
     wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
-    oracle = reference.norm_rope_write(qkv.float(), angle.cos(), angle.sin(), wide_norms, 1e-6, *wide, slots)
+    oracle = reference.norm_rope_write(qkv.float(), angle.cos(), angle.sin(), wide_norms, 1e-6, wide[0], wide[1], slots)
 
     there = [cache.to(DEVICE) for cache in caches]
     our_norms = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE))
-    angles = angle.cos().to(DEVICE), angle.sin().to(DEVICE)
-    ours = fused.norm_rope_write(qkv.to(DEVICE), *angles, our_norms, 1e-6, *there, slots.to(DEVICE))
+    cos, sin = angle.cos().to(DEVICE), angle.sin().to(DEVICE)
+    ours = fused.norm_rope_write(qkv.to(DEVICE), cos, sin, our_norms, 1e-6, there[0], there[1], slots.to(DEVICE))
     assert close(ours, oracle)
     assert close(there[0], wide[0])
     assert torch.equal(there[1].cpu(), wide[1].to(dtype))
@@ -53,7 +53,8 @@ def test_a_token_without_a_slot_writes_nothing() -> None:
     """What fills up a captured step to its size must not touch the cache."""
     qkv, angle = torch.randn(3, 4, 16, device=DEVICE), torch.rand(3, 8, device=DEVICE)
     caches = [torch.full((2, 4, 1, 16), 7.0, device=DEVICE) for _ in range(2)]
-    fused.norm_rope_write(qkv, angle, angle, None, 1e-6, *caches, torch.tensor([5, -1, -1], device=DEVICE))
+    slots = torch.tensor([5, -1, -1], device=DEVICE)
+    fused.norm_rope_write(qkv, angle, angle, None, 1e-6, caches[0], caches[1], slots)
     for cache in caches:
         assert (cache.flatten(0, 1) != 7.0).flatten(1).all(1).tolist() == [slot == 5 for slot in range(8)]
 
