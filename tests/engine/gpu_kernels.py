@@ -3,7 +3,6 @@ processor. See test_gpu_kernels.py."""
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ import torch
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig, SamplingParams
 
-CAPTURED = {"max_num_seqs": 3, "most_tokens": 9}
+CAPTURED = {"max_num_seqs": 2, "most_tokens": 6}
 
 
 def replayed(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
@@ -25,7 +24,7 @@ def replayed(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], 
 
 
 def engine_of(folder: str, kernels: str, **options: object) -> Engine:
-    settings = {"max_model_len": 48, "max_num_seqs": 3, "max_num_batched_tokens": 24, "block_size": 16} | options
+    settings = {"max_model_len": 48, "max_num_seqs": 2, "max_num_batched_tokens": 24, "block_size": 16} | options
     return Engine(EngineConfig(model=folder, device="cpu", dtype="float32", kernels=kernels, **settings))  # type: ignore[arg-type]
 
 
@@ -33,9 +32,7 @@ def tokens_of(engine: Engine) -> tuple[list[list[int]], int]:
     """Completions of prompts that share beginnings, and how many steps they took."""
     rng = np.random.default_rng(3)
     stem = rng.integers(0, 255, 16).tolist()
-    prompts = [
-        (stem if n < 2 else []) + rng.integers(0, 255, length).tolist() for n, length in enumerate((2, 1, 5, 19))
-    ]
+    prompts = [(stem if n < 2 else []) + rng.integers(0, 255, length).tolist() for n, length in enumerate((2, 1, 5))]
     params = [SamplingParams(max_tokens=3 + n % 3, ignore_eos=True) for n in range(len(prompts))]
     with engine:
         done = engine.generate(prompts, params)
@@ -46,7 +43,7 @@ def captured(folder: str, is_asynchronous: bool, speculation: object) -> list[li
     engine = engine_of(folder, "triton", speculation=speculation)
     runner = engine.runner
     runner.capture_steps(replayed, max_queries=3, say=lambda done, total: None, **CAPTURED)  # type: ignore[attr-defined]
-    assert runner.captured_tokens == [1, 2, 4, 8, 9]
+    assert runner.captured_tokens == [1, 2, 4, 6]
     runner.is_asynchronous = is_asynchronous
     graphs, ran = runner._graphs, []  # type: ignore[attr-defined]
     run = graphs.run
@@ -61,15 +58,13 @@ def captured(folder: str, is_asynchronous: bool, speculation: object) -> list[li
     return tokens
 
 
-def main(folder: Path) -> None:
-    for model in sorted(path for path in folder.iterdir() if path.is_dir()):
-        expected, _ = tokens_of(engine_of(str(model), "reference"))
-        assert tokens_of(engine_of(str(model), "triton"))[0] == expected, f"{model.name}: step by step"
-        assert captured(str(model), True, "off") == expected, f"{model.name}: captured, one step ahead"
-        drafts = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}
-        assert captured(str(model), False, drafts) == expected, f"{model.name}: captured, with drafts"
-        print(f"{model.name}: {sum(map(len, expected))} tokens equal three times")
+def main(model: str) -> None:
+    expected, _ = tokens_of(engine_of(model, "reference"))
+    assert captured(model, True, "off") == expected, "one step ahead"
+    drafts = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}
+    assert captured(model, False, drafts) == expected, "with drafts"
+    print(f"{sum(map(len, expected))} tokens equal twice")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])
