@@ -1,4 +1,4 @@
-"""Configs and tensors that lie: a ModelError that names the key or the tensor, never a crash and never other weights."""
+"""Configs and tensors that lie: a ModelError that names the key or the tensor, never a crash, never other weights."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,8 @@ INT4 = compressed(group("pack-quantized", 4, "group", LINEAR, group_size=32, sym
 
 
 def weights(**change: Any) -> dict[str, Any]:
-    return compressed(group("pack-quantized", 4, "group", LINEAR, **({"group_size": 32} | change)))
+    one = group("pack-quantized", 4, "group", LINEAR, group_size=32)
+    return compressed(one | {"weights": one["weights"] | change})
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def weights(**change: Any) -> dict[str, Any]:
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin': expected one of gptq, gptq_v2"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
-        (GPTQ | {"dynamic": []}, None),
+        (GPTQ | {"dynamic": []}, "dynamic = "),
         (GPTQ | {"dynamic": ["x"]}, "dynamic"),
         (GPTQ | {"dynamic": {"[": {}}}, r"dynamic.patterns: '\[' is no pattern"),
         (GPTQ | {"dynamic": {"x": {"bits": 2}}}, r"dynamic.x.bits = 2"),
@@ -74,10 +75,7 @@ def weights(**change: Any) -> dict[str, Any]:
         (FP8 | {"modules_to_not_convert": [1]}, "modules_to_not_convert"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_name(config: dict[str, Any], said: str | None) -> None:
-    if said is None:
-        read_format(config, PATH)
-        return
+def test_what_is_not_served_is_refused_by_its_name(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=r"^config\.json: quantization_config") as caught:
         read_format(config, PATH)
     assert caught.match(said)
@@ -87,7 +85,7 @@ def test_what_is_not_served_is_refused_by_its_name(config: dict[str, Any], said:
 FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
     "awq": (AWQ, awq_gemv(32)),
     "gptq": (GPTQ | {"desc_act": True}, gptq(4, 32, False, True, 1)),
-    "gptq 8": (GPTQ | {"bits": 8}, gptq(8, 32, False, False, 1)),
+    "gptq 8": (GPTQ | {"bits": 8, "desc_act": True}, gptq(8, 32, False, True, 1)),
     "int4": (INT4, pack_quantized(4, 32, False)),
     "int8": (compressed(group("int-quantized", 8, "channel", LINEAR, symmetric=False)), int_quantized(False)),
     "fp8": (FP8, fp8((32, 32), "weight_scale_inv")),
@@ -238,9 +236,8 @@ def test_mutated_configs_are_read_or_refused() -> None:
         where[str(rng.choice(sorted(where)))] = ODD[int(rng.integers(len(ODD)))]
         try:
             form = read_format(config, PATH)
-        except ModelError as error:
+        except ModelError:
             refused += 1
-            assert len(str(error)) < 1000
         else:
             assert str(form)
             assert form.bits in (4, 8)
