@@ -205,7 +205,7 @@ def _zeros(prefix: str, shape_NK: tuple[int, int], size: int, scheme: Scheme, te
     small = [(n, groups)] + ([(), (1,), (1, 1), (n,)] if groups == 1 else [])
     zeros = tensors.take(name)
     if zeros.dtype == torch.int32 and tuple(zeros.shape) == (-(-n // parts), groups):
-        zeros_NG = unpack_words(zeros.t(), scheme.bits)[:, :n].flip(1).t()
+        zeros_NG = unpack_words(zeros.t(), scheme.bits)[:, :n].t()
     elif zeros.dtype == torch.int8 and tuple(zeros.shape) in small:
         zeros_NG = _moved_up(zeros, half)
         zeros_NG = zeros_NG.expand(n, 1) if zeros_NG.numel() == 1 else zeros_NG.view(n, groups)
