@@ -103,7 +103,7 @@ def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
     if _is_quick_in_numpy(logits_RV):
         best, token_ids = _best_in_numpy(logits_RV.numpy())
         finite = np.isfinite(best)
-        return SamplerOutput(np.where(finite, token_ids, 0), finite, {})
+        return SamplerOutput(token_ids if finite.all() else np.where(finite, token_ids, 0), finite, {})
     best_R, token_ids_R = logits_RV.max(dim=-1)
     return SamplerOutput(*_on_host(token_ids_R, torch.isfinite(best_R)), {})
 
