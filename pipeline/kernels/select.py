@@ -1,5 +1,6 @@
 """Which kernels serve a device and a type. The only place that decides it, and it says what it decided."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -46,6 +47,15 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
             "silu_mul": "numba, one pass",
         },
     )
+
+
+def select_lookup() -> Callable[..., None] | None:
+    """The pass of the lookup proposer (`cpu/lookup.py`), whatever the device; None where numba is not installed."""
+    if find_spec("numba") is None:
+        return None
+    from pipeline.kernels.cpu.lookup import look_up
+
+    return look_up
 
 
 def must_compile(device: torch.device) -> bool:
