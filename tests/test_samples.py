@@ -1,4 +1,4 @@
-"""Texts of a dataset: the first ones or some by a seed, in order, as a job would send them; and the line of progress."""
+"""Texts of a dataset: the first ones or some by a seed, in order, as a job sends them; and the line of progress."""
 
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def test_texts_that_are_too_long_are_counted_and_none_at_all_is_an_error(data, t
     assert samples.left_out["prompt_too_long"] == 2700 - len(samples.token_ids) > 0
     assert max(map(len, samples.token_ids)) == length
     with pytest.raises(
-        InputError, match="no row has a text of at most 1 tokens .null_prompt 300, prompt_too_long 2,700"
+        InputError, match=r"no row has a text of at most 1 tokens \(null_prompt 300, prompt_too_long 2,700"
     ):
         read_samples(config_of(data), tokenizer, 1)
 
