@@ -128,3 +128,95 @@ def eval_command(
         print_json(found.to_json())
     else:
         print_result(found.to_text())
+
+
+@click.command("quantize")
+@click.argument("model", metavar="MODEL")
+@click.option("--out", required=True, metavar="DIR", help="A new folder for the checkpoint.")
+@click.option("--method", type=click.Choice(["awq", "gptq", "rtn", "int8"]), default="awq", show_default=True,
+              help="awq, gptq: int4, calibrated on texts; rtn, int8: to the nearest.")  # fmt: skip
+@click.option("--group-size", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
+              help="Inputs that share a scale; int8 has one scale for each output.")  # fmt: skip
+@click.option("--act-order", is_flag=True, help="gptq: the inputs that matter most first (desc_act).")
+@_texts_of("--calibration", "calibrated with")
+@click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True, metavar="N",
+              help="Rows to calibrate with, chosen from all of them by --seed.")  # fmt: skip
+@click.option("--max-length", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
+              help="Tokens of a text; longer ones are cut.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Where gptq computes: cpu, cuda or cuda:N.")
+@json_flag
+@answers
+def quantize_command(
+    model: str,
+    out: str,
+    method: Any,
+    group_size: str,
+    act_order: bool,
+    data: str | None,
+    column: str | None,
+    template: str | None,
+    job: str | None,
+    sets: tuple[str, ...],
+    samples: int,
+    max_length: int,
+    seed: int,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Make a quantized checkpoint of a plain one.
+
+    \b
+    Examples:
+      pipeline quantize Qwen/Qwen3-4B --out models/qwen-awq --job my.yaml
+      pipeline quantize models/base --out models/base-gptq --method gptq --calibration texts.parquet --column text
+      pipeline quantize models/base --out models/base-int8 --method int8
+
+    Calibrate on texts like those of the job: --job takes its input, rendered as the job sends it. What is made is a
+    folder that other engines read too: AutoAWQ (gemm) of awq, GPTQ of gptq, compressed-tensors of rtn and int8.
+
+    The folder is made as DIR.partial and gets its name when it is whole; nothing is ever replaced. After an
+    interruption the same command goes on behind the last layer that was written (awq, which autoawq does, begins anew).
+    """
+    from pathlib import Path
+
+    from pipeline.quantize import Recipe, quantize
+    from pipeline.quantize.awq import check_installed
+    from pipeline.quantize.run import CALIBRATED, check_plain
+
+    recipe = Recipe(method, int(group_size), act_order)
+    if method == "awq":
+        check_installed()
+    config = None
+    if method in CALIBRATED:
+        config = _job_of(model, "--calibration", data, column, template, job, sets)
+    elif data is not None or job is not None:
+        raise ConfigError(f"--method {method} looks at no texts; leave --calibration and --job out")
+    import torch
+
+    from pipeline.engine.tokenizer import Tokenizer
+    from pipeline.job.checkpoint import resolve_model
+    from pipeline.samples import read_samples
+
+    storage = config.model.storage if config is not None and "://" in model else None
+    source = resolve_model(model, storage, say)
+    fields, texts = check_plain(source), []
+    if config is not None:
+        length = min(max_length, fields.max_position)
+        tokenizer = Tokenizer.from_folder(str(source))
+        read = read_samples(config, tokenizer, length, chosen=(samples, seed), cut=True)
+        tokenizer.close()
+        texts = read.token_ids
+        left_out = "".join(f", {code} {count:,}" for code, count in read.left_out.items())
+        say(f"calibrating with {len(texts):,} rows, {read.num_tokens:,} tokens{left_out}")
+    target = Path(out).expanduser()
+    quantize(source, target, recipe, texts, torch.device(device), say)
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    before = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    rows = f"--job {job}" if job is not None else "--data heldout.parquet --column text"
+    measure = f"pipeline eval {out} --against {model} {rows}"
+    if as_json:
+        print_json({"output": out, "method": method, "bytes": size, "bytes_before": before, "measure_with": measure})
+    else:
+        print_result(f"{out}: {size / 1e6:,.1f} MB of weights, {size / before:.0%} of {before / 1e6:,.1f} MB")
+        print_result(f"What it lost:  {measure}")

@@ -12,7 +12,7 @@ import click
 
 from pipeline import __version__
 from pipeline.bench.commands import bench
-from pipeline.checkpoint_commands import eval_command
+from pipeline.checkpoint_commands import eval_command, quantize_command
 from pipeline.console import answer_of, answers, json_flag, print_json, print_result, say, with_exit_codes
 from pipeline.errors import ConfigError, EnvironmentFailed, TooManyRowErrors
 
@@ -415,6 +415,7 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
 
 cli.add_command(bench)
 cli.add_command(eval_command)
+cli.add_command(quantize_command)
 
 
 def main() -> None:

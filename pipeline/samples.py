@@ -45,8 +45,10 @@ def read_samples(
     *,
     expected: str | None = None,
     chosen: tuple[int, int] | None = None,
+    cut: bool = False,
 ) -> Samples:
-    """The prompts of the rows that `config` names, as token ids. Rows of more than `max_tokens` tokens are left out.
+    """The prompts of the rows that `config` names, as token ids. Rows of more than `max_tokens` tokens are left out, or
+    with `cut` taken as far as that.
 
     expected: a column to keep the text of. chosen: (number, seed), to take so many rows at random from all of them.
     Raises InputError when no row is left, ConfigError when the prompt does not fit the columns.
@@ -70,13 +72,14 @@ def read_samples(
             left_out.update(str(completion.error) for completion in failed)
             places, texts = _places(unit), _texts(unit, expected)
             for request in requests:
-                if len(request.prompt_token_ids) > max_tokens:
+                token_ids = request.prompt_token_ids[:max_tokens] if cut else request.prompt_token_ids
+                if len(token_ids) > max_tokens:
                     left_out[RowError.PROMPT_TOO_LONG] += 1
-                elif not request.prompt_token_ids:
+                elif not token_ids:
                     left_out[RowError.EMPTY_PROMPT] += 1
                 else:
                     row: int = request.row_id  # type: ignore[assignment]
-                    found.append((places[row], request.prompt_token_ids, texts[row]))
+                    found.append((places[row], token_ids, texts[row]))
     if not found:
         reasons = ", ".join(f"{code} {count:,}" for code, count in sorted(left_out.items())) or "there are none"
         raise InputError(f"{source.root}: no row has a text of at most {max_tokens:,} tokens ({reasons})")

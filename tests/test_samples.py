@@ -14,6 +14,11 @@ from pipeline.remaining import Remaining
 from pipeline.samples import read_samples
 
 
+def text_of(row: int) -> str:
+    """Of several lengths, so that units take rows in another order than the input's."""
+    return f"row {row}" + " and so on" * (row % 4)
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(str(demo_model("target")))
@@ -24,7 +29,7 @@ def data(tmp_path: Path) -> Path:
     """Two files of several row groups, 3,000 rows in all, every tenth without text."""
     for name, first in (("a", 0), ("b", 1500)):
         rows = range(first, first + 1500)
-        table = pa.table({"text": [None if i % 10 == 3 else f"row {i}" for i in rows], "n": list(rows)})
+        table = pa.table({"text": [None if i % 10 == 3 else text_of(i) for i in rows], "n": list(rows)})
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=400)
     return tmp_path
 
@@ -38,7 +43,7 @@ def config_of(data: Path, **keys):
 def test_all_rows_come_in_the_order_of_the_dataset(data, tokenizer):
     samples = read_samples(config_of(data), tokenizer, 100, expected="n")
     assert samples.expected == [str(i) for i in range(3000) if i % 10 != 3]
-    assert samples.token_ids == tokenizer.encode_batch([f"row {i}" for i in range(3000) if i % 10 != 3])
+    assert samples.token_ids == tokenizer.encode_batch([text_of(i) for i in range(3000) if i % 10 != 3])
     assert samples.left_out == {"null_prompt": 300}
     first = read_samples(config_of(data, input__limit=15), tokenizer, 100, expected="n")
     assert first.expected == samples.expected[:13]
@@ -52,7 +57,7 @@ def test_a_seed_chooses_rows_from_everywhere_and_the_same_ones_again(data, token
     assert [sum(a <= n < a + 1000 for n in numbers) > 40 for a in (0, 1000, 2000)] == [True] * 3
     assert some == read_samples(config_of(data), tokenizer, 100, expected="n", chosen=(200, 7))
     assert some.expected != read_samples(config_of(data), tokenizer, 100, expected="n", chosen=(200, 8)).expected
-    assert some.token_ids == tokenizer.encode_batch([f"row {n}" for n in numbers]), "each row has its own text"
+    assert some.token_ids == tokenizer.encode_batch([text_of(n) for n in numbers]), "each row has its own text"
     every = read_samples(config_of(data), tokenizer, 100, chosen=(5000, 7))
     assert len(every.token_ids) == 2700
 
@@ -70,6 +75,9 @@ def test_texts_that_are_too_long_are_counted_and_none_at_all_is_an_error(data, t
     samples = read_samples(config_of(data), tokenizer, length)
     assert samples.left_out["prompt_too_long"] == 2700 - len(samples.token_ids) > 0
     assert max(map(len, samples.token_ids)) == length
+    whole = read_samples(config_of(data), tokenizer, 100)
+    some = read_samples(config_of(data), tokenizer, length, cut=True)
+    assert some.token_ids == [ids[:length] for ids in whole.token_ids], "cut texts are the beginnings of all"
     with pytest.raises(
         InputError, match=r"no row has a text of at most 1 tokens \(null_prompt 300, prompt_too_long 2,700"
     ):

@@ -137,6 +137,7 @@ def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts,
         (["MODEL", "--data", "DATA", "--max-tokens", "256"], "no room"),
         (["MODEL", "--data", "DATA", "--expected", "right"], "no column 'right'"),
         (["OTHER", "--against", "MODEL", "--data", "DATA"], "its tokens are not those of"),
+        (["WIDER", "--against", "MODEL", "--data", "DATA"], "it has 328 of them, not 320"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_the_reason(pipe, checkpoints, texts, tmp_path, arguments, message):
@@ -144,7 +145,12 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(pipe, checkpoints, t
         make_family(tmp_path / "other", FAMILIES[0], 1)
         config = tmp_path / "other" / "tokenizer.json"
         config.write_text(config.read_text().replace("<|bos|>", "<|start|>"))
-    known = {"MODEL": str(checkpoints[0]), "DATA": str(texts[0]), "OTHER": str(tmp_path / "other")}
+    if "WIDER" in arguments:
+        config = {"vocab_size": 328, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1,
+                  "num_hidden_layers": 1, "eos_token_id": 257}  # fmt: skip
+        write_checkpoint(tmp_path / "wider", FAMILIES[0], config, 1)
+    known = {"MODEL": str(checkpoints[0]), "DATA": str(texts[0]), "OTHER": str(tmp_path / "other"),
+             "WIDER": str(tmp_path / "wider")}  # fmt: skip
     code, out, err = pipe("eval", *(known.get(argument, argument) for argument in arguments))
     assert (code, out) == (2, "")
     assert message in err
