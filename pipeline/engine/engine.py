@@ -26,7 +26,7 @@ from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
 from pipeline.engine.propose.proposer import Proposer
-from pipeline.engine.resolve import Resolved, Speculation, resolve, set_threads
+from pipeline.engine.resolve import Resolved, Speculation, quantized_on_load, resolve, set_threads
 from pipeline.engine.runner import Runner
 from pipeline.engine.sampler import SamplerOutput, SamplingBatch, Verified, greedy, sample
 from pipeline.engine.scheduler import Scheduler
@@ -53,7 +53,7 @@ class Engine:
         Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
         """
         folder = locate_model(config.model)
-        model = read_config(folder)
+        model = quantized_on_load(read_config(folder), config.quantization)
         resolved = resolve(config, model)
         threads = set_threads(config.num_threads)
         tokenizer = Tokenizer.from_folder(str(folder))

@@ -49,8 +49,9 @@ class LoadedModel:
     @property
     def weights(self) -> str:
         """What kind of weights it has, to read."""
-        awq = self.config.awq
-        return "dense" if awq is None else f"awq int4, groups of {awq.group_size}"
+        kind = "dense" if self.config.quantization is None else str(self.config.quantization)
+        widened = self.decoder.num_widened
+        return f"{kind}; {widened} fused linears of several formats dequantized" if widened else kind
 
     def runner(self, num_blocks: int, block_size: int, max_model_len: int) -> ModelRunner:
         """A runner with a KV cache of that size."""

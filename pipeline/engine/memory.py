@@ -29,11 +29,12 @@ def weight_bytes(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
         return config.num_parameters() * dtype.itemsize
     width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
     embeddings = 2 * config.vocab_size * config.hidden_size * width  # a table to look up and a linear, tied or not
-    if config.awq is None:
+    if config.quantization is None:
         return config.num_linear_parameters() * width + embeddings
-    packed = 0.5 + 8 / config.awq.group_size  # bytes, a scale and a zero in float32 for each group
-    if dtype != torch.float32:
-        packed += dtype.itemsize  # the dense form for many tokens
+    bits, group_size = config.quantization.bits, config.quantization.group_size
+    packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a scale and a zero in float32 for a group
+    if dtype != torch.float32:  # the dense form for many tokens, and of wider weights than 4 bits for few too
+        packed = dtype.itemsize + (packed if bits == 4 else 0)
     return int(config.num_linear_parameters() * packed) + embeddings
 
 

@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.quant.packed import LinearWeight
 
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype, device: torch.device) -> Linear:
-    """A linear on dense weights in `dtype`; grouped integers are dequantized once."""
-    dense = weight.dequantize(dtype) if isinstance(weight, GroupIntWeight) else weight.weight_NK.to(dtype)
-    weight_NK = dense.to(device)
+    """A linear on dense weights in `dtype`; quantized ones are dequantized once."""
+    weight_NK = weight.dequantize(dtype).to(device)
     bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
     return lambda x_TK: F.linear(x_TK, weight_NK, bias_N)
 

@@ -31,7 +31,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
     own_threads()
     if dtype == torch.float32:
-        linear = "numba on bfloat16 and int4 weights; torch (BLAS) on float32 weights"
+        linear = "numba on bfloat16, 8-bit and int4 weights; torch (BLAS) on float32 weights"
     return replace(
         kernels,
         add_rms_norm=add_rms_norm,

@@ -138,6 +138,7 @@ class Decoder:
         self.final_norm_H = reader.final_norm().to(device, dtype)
         self.lm_head = kernels.prepare_linear(DenseWeight(embedding) if config.tie_embeddings else reader.lm_head())
         reader.finish()
+        self.num_widened = len(reader.widened)
 
     def forward(
         self,

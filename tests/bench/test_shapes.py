@@ -30,7 +30,7 @@ def test_packing_is_the_inverse_of_unpacking():
 def test_every_tensor_is_used_and_the_tokenizer_has_the_vocabulary(tmp_path, name):
     model = bench_model(name, str(tmp_path))
     config = read_config(model.folder)
-    assert (config.awq is not None) == name.endswith("awq")
+    assert (config.quantization is not None) == name.endswith("awq")
     assert "random weights" in model.about
     reader = WeightReader(model.folder, config)
     reader.embedding()
