@@ -74,6 +74,8 @@ def _job_of(
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @click.option("--against", metavar="MODEL", help="The reference: what all others are compared with.")
 @_texts_of("--data", "read")
+@click.option("--quantization", "kinds", multiple=True, type=click.Choice(["int8", "int4-rtn", "nf4"]),
+              help="The reference quantized on load, too. May be repeated.")  # fmt: skip
 @click.option("--expected", metavar="COLUMN", help="A column with the right answers, to count the outputs equal to it.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N",
@@ -90,6 +92,7 @@ def eval_command(
     template: str | None,
     job: str | None,
     sets: tuple[str, ...],
+    kinds: tuple[str, ...],
     expected: str | None,
     limit: int | None,
     max_tokens: int | None,
@@ -104,6 +107,7 @@ def eval_command(
       pipeline eval out/qwen-awq --against Qwen/Qwen3-4B --data heldout.parquet --column text
       pipeline eval out/awq out/gptq --against models/base --job my.yaml --limit 200
       pipeline eval demo:target-awq --against demo:target --job jobs/summarize.yaml --limit 100
+      pipeline eval --against models/base --quantization int8 --quantization nf4 --job my.yaml
 
     On the texts: perplexity over all their tokens, the KL divergence from the reference over the whole vocabulary at
     each token, and how often both find the same token likeliest. On greedy outputs to the same texts: how many are the
@@ -118,11 +122,17 @@ def eval_command(
     if first is None and job is None:
         raise ConfigError("no MODEL: name a checkpoint, or a job with --job")
     config = _job_of(first, "--data", data, column, template, job, sets, limit, {"device": device, "dtype": dtype})
-    measured = [Subject(path) for path in models] or ([] if against is not None else [Subject(config.model.path)])
+    reference = None if against is None else Subject(against)
+    measured = [Subject(path) for path in models]
+    if against is not None:
+        measured += [Subject(against, kind) for kind in kinds]
+    elif kinds:
+        raise ConfigError("--quantization: quantizes the reference on load; name it with --against")
+    elif not measured:
+        measured = [Subject(config.model.path, config.model.quantization)]
     wanted = config.sampling_params()
     most = max_tokens or (wanted.max_tokens if job is not None else 64)
     params = SamplingParams(max_tokens=most, stop=wanted.stop, stop_token_ids=wanted.stop_token_ids)
-    reference = None if against is None else Subject(against)
     found = evaluate(config, measured, reference, params, expected, say)
     if as_json:
         print_json(found.to_json())

@@ -12,7 +12,7 @@ from pipeline.config import JobConfig, without_password
 from pipeline.engine.engine import Engine
 from pipeline.engine.memory import weight_bytes
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.resolve import resolve
+from pipeline.engine.resolve import quantized_on_load, resolve
 from pipeline.engine.scoring import prompt_logits
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, ModelError
@@ -32,13 +32,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure; `path` as `model.path` takes it."""
+    """A model to measure; `path` and `quantization` (on load) as a job's `model` takes them."""
 
     path: str
+    quantization: str = "none"
 
     @property
     def name(self) -> str:
-        return without_password(self.path)
+        shown = without_password(self.path)
+        return shown if self.quantization == "none" else f"{shown}, {self.quantization} on load"
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _prepare(
 ) -> tuple[list[_Found], Samples]:
     """The checkpoints, each fit to be compared with the first, and the texts."""
     folders = [resolve_model(s.path, config.model.storage if "://" in s.path else None, say) for s in every]
-    models = [read_config(folder) for folder in folders]
+    models = [quantized_on_load(read_config(folder), s.quantization) for folder, s in zip(folders, every)]
     tokenizer = Tokenizer.from_folder(str(folders[0]))
     try:
         for subject, folder, model in zip(every[1:], folders[1:], models[1:]):
@@ -129,8 +131,13 @@ def _prepare(
     finally:
         tokenizer.close()
     length = max(map(len, samples.token_ids)) + params.max_tokens
-    engines = [_engine_config(config, folder, model, length) for folder, model in zip(folders, models)]
-    return [_Found(*each) for each in zip(every, folders, models, engines)], samples
+    engine = replace(config.engine_config("", None), max_model_len=length, speculation="off")
+    return [
+        _Found(
+            subject, folder, model, _sized(replace(engine, model=str(folder), quantization=subject.quantization), model)
+        )
+        for subject, folder, model in zip(every, folders, models)
+    ], samples
 
 
 def _check_comparable(
@@ -150,14 +157,13 @@ def _check_comparable(
         )
 
 
-def _engine_config(config: JobConfig, folder: Path, model: ModelConfig, length: int) -> EngineConfig:
+def _sized(given: EngineConfig, model: ModelConfig) -> EngineConfig:
     """With a KV cache for a few rows at once, because two engines share a device."""
-    given = config.engine_config(str(folder), None)
     at_once = given.max_num_seqs or MAX_NUM_SEQS
-    engine = replace(given, max_model_len=length, max_num_seqs=at_once, speculation="off", draft=None)
+    engine = replace(given, max_num_seqs=at_once)
     resolved = resolve(engine, model)
     if given.kv_cache_memory_bytes is None and resolved.device.type != "cpu":  # there the default is what is needed
-        blocks = at_once * -(-length // resolved.block_size)
+        blocks = at_once * -(-resolved.max_model_len // resolved.block_size)
         block_bytes = resolved.block_size * model.kv_bytes_per_token(resolved.dtype)
         engine = replace(engine, kv_cache_memory_bytes=blocks * block_bytes)
     return engine
@@ -180,7 +186,7 @@ class _Rows:
         self, found: _Found, engine: Engine, reference: Engine | None, answers: _Outputs | None
     ) -> tuple[Measured, _Outputs]:
         """Of one model, against the reference and what that answered."""
-        name, decoder_dtype = found.subject.name, resolve(found.engine, found.model).dtype
+        name, resolved = found.subject.name, resolve(found.engine, found.model)
         likelihood, apart = self._score(name, engine, reference)
         outputs = self._generate(name, engine)
         measured = Measured(
@@ -196,8 +202,8 @@ class _Rows:
             prompt_tokens_per_s=outputs.prompt_tokens_per_s,
             decode_tokens_per_s=outputs.decode_tokens_per_s,
             checkpoint_bytes=sum(file.stat().st_size for file in checkpoint_files(found.folder)),
-            weight_bytes=weight_bytes(found.model, resolve(found.engine, found.model).device, decoder_dtype),
-            kv_bytes_per_token=found.model.kv_bytes_per_token(decoder_dtype),
+            weight_bytes=weight_bytes(found.model, resolved.device, resolved.dtype),
+            kv_bytes_per_token=found.model.kv_bytes_per_token(resolved.dtype),
         )
         return measured, outputs
 

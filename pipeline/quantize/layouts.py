@@ -80,17 +80,3 @@ def pack(values_RC: torch.Tensor, bits: int) -> torch.Tensor:
     shift_i = bits * torch.arange(per_word, dtype=torch.int64, device=values_RC.device)
     words = (values_RC.long().view(len(values_RC), -1, per_word) << shift_i).sum(-1)
     return words.where(words < 2**31, words - 2**32).to(torch.int32)
-
-
-def gptq_linear(parts: list[dict[str, torch.Tensor]], bits: int) -> IntLinear:
-    """The inverse of `gptq_tensors`, of linears side by side that read one input."""
-    q_NK = torch.cat([unpack(part["qweight"].T.contiguous(), bits) for part in parts])
-    scales_NG = torch.cat([part["scales"].T for part in parts]).contiguous()
-    return IntLinear(q_NK, scales_NG, parts[0]["g_idx"], bits)
-
-
-def unpack(words_RW: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack`."""
-    shift_i = bits * torch.arange(32 // bits, dtype=torch.int64)
-    values = (words_RW.long().unsqueeze(-1) >> shift_i) & (2**bits - 1)
-    return values.view(len(words_RW), -1).to(torch.uint8)

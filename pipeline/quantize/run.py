@@ -10,12 +10,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from pipeline import __version__
 from pipeline.errors import ConfigError, ModelError
 from pipeline.job.checkpoint import model_digest
 from pipeline.model.config import ModelConfig, read_config, read_json
 from pipeline.model.load import DERIVED, LayerWeights, WeightReader
+from pipeline.quant.gptq import GptqFormat
 from pipeline.quant.packed import DenseWeight
 from pipeline.quantize import layouts
 from pipeline.quantize.folder import OutputFolder
@@ -149,10 +151,11 @@ class _Layers:
 
     def _layer(
         self, index: int, weights: LayerWeights, calibration: Calibration | None, device: torch.device
-    ) -> dict[str, IntLinear]:
-        """The layer's fused linears as integers: read back where they are written, else made and written."""
+    ) -> dict[str, torch.Tensor]:
+        """The values (N, K) that the layer's fused linears have now: read back where they are written, else made and
+        written."""
         if self._output.has(self._files[index]):
-            return self._read_back(index) if calibration is not None else {}
+            return self._read_back(index, weights) if calibration is not None else {}
         moments = {} if calibration is None else calibration.moments(index, weights)
         linears = {}
         for field in FUSED:
@@ -171,7 +174,7 @@ class _Layers:
                 )
                 tensors |= {f"{prefix}{name}.{suffix}": tensor for suffix, tensor in named.items()}
         self._output.write(self._files[index], tensors)
-        return linears
+        return {field: linear.dequantize().cpu() for field, linear in linears.items()}
 
     def _integers(self, weight_NK: torch.Tensor, moments_KK: torch.Tensor | None) -> IntLinear:
         recipe, bits = self._recipe, self._recipe.bits
@@ -185,14 +188,18 @@ class _Layers:
         ends = np.cumsum(self._rows[field]).tolist()
         return [linear.rows(start, stop) for start, stop in zip([0, *ends], ends)]
 
-    def _read_back(self, index: int) -> dict[str, IntLinear]:
-        with safe_open(self._output.partial / self._files[index], framework="pt") as file:
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        prefix = f"model.layers.{index}."
-        return {
-            field: layouts.gptq_linear([_under(f"{prefix}{name}.", stored) for name in names], self._recipe.bits)
-            for field, names in FUSED.items()
-        }
+    def _read_back(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
+        form = GptqFormat.from_config(_quantization_config(self._recipe), self._output.partial / "config.json")
+        written = _Written(self._output.partial / self._files[index])
+        values = {}
+        for field, names in FUSED.items():
+            shapes = [(rows, getattr(weights, field).in_features) for rows in self._rows[field]]
+            read = [
+                form.read_linear(f"model.layers.{index}.{name}", shape, written, None)
+                for name, shape in zip(names, shapes)
+            ]
+            values[field] = torch.cat([linear.dequantize(torch.float32) for linear in read])
+        return values
 
     def _rest(self) -> None:
         """Embeddings, the last norm and the head, as they are."""
@@ -218,16 +225,25 @@ class _Layers:
         (self._output.partial / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
+class _Written:
+    """The tensors of a file that this program wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = load_file(path)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._tensors[name].view(shape)
+
+
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 
 
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _with(weights: LayerWeights, linears: Mapping[str, IntLinear]) -> LayerWeights:
-    """The layer with the values that its integers stand for."""
-    fields = {
-        name: DenseWeight(linear.dequantize().cpu(), getattr(weights, name).bias_N) for name, linear in linears.items()
-    }
-    return replace(weights, **fields)
+def _with(weights: LayerWeights, values: Mapping[str, torch.Tensor]) -> LayerWeights:
+    """The layer with these values in its linears."""
+    return replace(weights, **{name: DenseWeight(w_NK, getattr(weights, name).bias_N) for name, w_NK in values.items()})
