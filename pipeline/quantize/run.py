@@ -65,8 +65,7 @@ def quantize(
     divide into groups, OutputError when something is in `out`.
     """
     values, config = read_json(source / "config.json"), check_plain(source)
-    if recipe.method != "awq":
-        _check_shapes(source, config, recipe)
+    _check_shapes(source, config, recipe)
     output = OutputFolder(out, _identity(source, recipe, texts))
     if recipe.method == "awq":
         from pipeline.quantize.awq import quantize_by_autoawq
@@ -91,16 +90,24 @@ def check_plain(source: Path) -> ModelConfig:
 
 
 def _check_shapes(source: Path, config: ModelConfig, recipe: Recipe) -> None:
-    """Groups are of whole inputs, and words of whole outputs."""
-    attention, group = config.num_heads * config.head_dim, 32 if recipe.method == "int8" else recipe.group_size
-    inputs = {"hidden_size": config.hidden_size, "num_heads * head_dim": attention}
-    for name, size in {**inputs, "intermediate_size": config.intermediate_size}.items():
-        if size % group:
-            fits = [g for g in GROUP_SIZES if size % g == 0 and recipe.method != "int8"]
-            hint = f"; --group-size {max(fits)} does" if fits else ""
-            raise ModelError(f"{source}: {name} = {size} does not divide into groups of {group}{hint}")
-    if config.num_kv_heads * config.head_dim % 8:
-        raise ModelError(f"{source}: {config.num_kv_heads} key-value heads of {config.head_dim} do not divide by 8")
+    """Groups are of whole inputs, words of whole outputs, and autoawq looks at 64 outputs at a time."""
+    widths = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
+    }
+    if recipe.method != "int8":
+        for name, width in widths.items():
+            if width % recipe.group_size:
+                fits = [f"; --group-size {size} does" for size in GROUP_SIZES if width % size == 0]
+                raise ModelError(
+                    f"{source}: {name} = {width} does not divide into groups of {recipe.group_size}{''.join(fits[-1:])}"
+                )
+    at_once = 64 if recipe.method == "awq" else 8
+    widths["num_key_value_heads * head_dim"] = config.num_kv_heads * config.head_dim
+    for name, width in widths.items():
+        if width % at_once:
+            raise ModelError(f"{source}: {name} = {width} does not divide by {at_once}, which {recipe.method} needs")
 
 
 def _identity(source: Path, recipe: Recipe, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -194,10 +201,9 @@ class _Layers:
         values = {}
         for field, names in FUSED.items():
             shapes = [(rows, getattr(weights, field).in_features) for rows in self._rows[field]]
-            read = [
-                form.read_linear(f"model.layers.{index}.{name}", shape, written, None)
-                for name, shape in zip(names, shapes)
-            ]
+            prefixes = [f"model.layers.{index}.{name}" for name in names]
+            biases = [written.take(f"{p}.bias") if f"{p}.bias" in written else None for p in prefixes]
+            read = [form.read_linear(*each[:2], written, each[2]) for each in zip(prefixes, shapes, biases)]
             values[field] = torch.cat([linear.dequantize(torch.float32) for linear in read])
         return values
 

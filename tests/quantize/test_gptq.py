@@ -1,4 +1,4 @@
-"""GPTQ on one linear: nearer in its outputs than rounding, the same as a plain writing of the algorithm, whole groups."""
+"""GPTQ on one linear: outputs nearer than by rounding, the same as a plain writing of the algorithm, whole groups."""
 
 import numpy as np
 import pytest
