@@ -143,10 +143,10 @@ def eval_command(
 @click.command("quantize")
 @click.argument("model", metavar="MODEL")
 @click.option("--out", required=True, metavar="DIR", help="A new folder for the checkpoint.")
-@click.option("--method", type=click.Choice(["awq", "gptq", "rtn", "int8"]), default="awq", show_default=True,
-              help="awq, gptq: int4, calibrated on texts; rtn, int8: to the nearest.")  # fmt: skip
+@click.option("--method", type=click.Choice(["awq", "gptq", "rtn", "int8", "fp8"]), default="awq", show_default=True,
+              help="awq, gptq: int4, calibrated on texts; rtn, int8, fp8: to the nearest.")  # fmt: skip
 @click.option("--group-size", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
-              help="Inputs that share a scale; int8 has one scale for each output.")  # fmt: skip
+              help="Inputs that share a scale; int8 and fp8 have one for each output.")  # fmt: skip
 @click.option("--act-order", is_flag=True, help="gptq: the inputs that matter most first (desc_act).")
 @_texts_of("--calibration", "calibrated with")
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True, metavar="N",
@@ -183,7 +183,7 @@ def quantize_command(
       pipeline quantize models/base --out models/base-int8 --method int8
 
     Calibrate on texts like those of the job: --job takes its input, rendered as the job sends it. What is made is a
-    folder that other engines read too: AutoAWQ (gemm) of awq, GPTQ of gptq, compressed-tensors of rtn and int8.
+    folder that other engines read too: AutoAWQ (gemm) of awq, GPTQ of gptq, compressed-tensors of the others.
 
     The folder is made as DIR.partial and gets its name when it is whole; nothing is ever replaced. After an
     interruption the same command goes on behind the last layer that was written (awq, which autoawq does, begins anew).

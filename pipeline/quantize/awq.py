@@ -15,7 +15,7 @@ def check_installed() -> None:
     if find_spec("awq") is None:
         raise ConfigError(
             "--method awq needs autoawq, which is not installed: pip install 'parquet-batch-inference[quantize]' "
-            "(or pip install autoawq==0.2.9); gptq, rtn and int8 work without it"
+            "(or pip install autoawq==0.2.9); the other methods work without it"
         )
 
 

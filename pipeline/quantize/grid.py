@@ -1,4 +1,5 @@
-"""The integers of a quantized linear: symmetric, with a scale for each group of inputs of an output.
+"""The values that a quantized linear may take: integers with a scale for each group of inputs of an output, symmetric,
+or 8-bit floats with a scale for each output.
 
 Shape suffixes: N outputs, K inputs, g inputs of a group, G groups.
 """
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 SMALLEST_SCALE = 2.0**-24  # the least above 0 in float16
+LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn, beyond which a value becomes no number
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,23 @@ def round_to_nearest(weight_NK: torch.Tensor, bits: int, group_size: int, dtype:
     q_NK = to_grid(weight_Xg, scales_X1, bits).view(n, k)
     group_K = torch.arange(k, dtype=torch.int32, device=weight_NK.device) // group_size
     return IntLinear(q_NK, scales_X1.view(n, -1), group_K, bits)
+
+
+@dataclass(frozen=True)
+class FloatLinear:
+    """weight[n, k] = value[n, k] * scales[n, 0], values in float8_e4m3fn."""
+
+    value_NK: torch.Tensor
+    scales_N1: torch.Tensor
+
+    def rows(self, start: int, stop: int) -> "FloatLinear":
+        """Those outputs alone."""
+        return FloatLinear(self.value_NK[start:stop], self.scales_N1[start:stop])
+
+
+def to_float8(weight_NK: torch.Tensor, dtype: torch.dtype) -> FloatLinear:
+    """Every weight to the nearest 8-bit float, an output's largest to the largest of them; scales in `dtype`."""
+    weight_NK = weight_NK.float()
+    scales_N1 = (weight_NK.abs().amax(dim=1, keepdim=True) / LARGEST_FLOAT8).clamp_min(SMALLEST_SCALE).to(dtype)
+    value_NK = (weight_NK / scales_N1.float()).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return FloatLinear(value_NK.to(torch.float8_e4m3fn), scales_N1)

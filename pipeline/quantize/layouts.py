@@ -6,14 +6,14 @@ float16; `g_idx` (K) int32.
 
 compressed-tensors "pack-quantized" (vllm-project/compressed-tensors): `weight_packed` (N, K bits / 32) int32, value i
 of a word is input i of its own; `weight_scale` (N, G); `weight_shape` (2). Integers are stored unsigned, 2^(bits - 1)
-above their value.
+above their value. "float-quantized": `weight` (N, K) float8_e4m3fn and `weight_scale` (N, 1).
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from pipeline.quantize.grid import IntLinear
+from pipeline.quantize.grid import FloatLinear, IntLinear
 
 
 def gptq_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
@@ -48,11 +48,15 @@ def compressed_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
     }
 
 
-def compressed_config(bits: int, group_size: int | None) -> dict[str, Any]:
+def compressed_floats(linear: FloatLinear) -> dict[str, torch.Tensor]:
+    return {"weight": linear.value_NK.contiguous(), "weight_scale": linear.scales_N1.contiguous()}
+
+
+def compressed_config(kind: Literal["int", "float"], bits: int, group_size: int | None) -> dict[str, Any]:
     """group_size None: a scale for each output."""
     weights = {
         "num_bits": bits,
-        "type": "int",
+        "type": kind,
         "symmetric": True,
         "strategy": "channel" if group_size is None else "group",
         "group_size": group_size,
@@ -65,7 +69,7 @@ def compressed_config(bits: int, group_size: int | None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "pack-quantized" if kind == "int" else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],

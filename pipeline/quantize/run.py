@@ -1,4 +1,4 @@
-"""From a plain checkpoint to a quantized one in a new folder, by one of four methods."""
+"""From a plain checkpoint to a quantized one in a new folder, by one of five methods."""
 
 import hashlib
 import json
@@ -22,11 +22,12 @@ from pipeline.quant.packed import DenseWeight
 from pipeline.quantize import layouts
 from pipeline.quantize.folder import OutputFolder
 from pipeline.quantize.gptq import DAMPING, gptq
-from pipeline.quantize.grid import IntLinear, round_to_nearest
+from pipeline.quantize.grid import FloatLinear, IntLinear, round_to_nearest, to_float8
 from pipeline.quantize.layers import FUSED, Calibration
 from pipeline.remaining import Remaining
 
-Method = Literal["awq", "gptq", "rtn", "int8"]
+Method = Literal["awq", "gptq", "rtn", "int8", "fp8"]
+WITHOUT_GROUPS = ("int8", "fp8")  # a scale for each output
 CALIBRATED = ("awq", "gptq")
 GROUP_SIZES = (32, 64, 128)
 
@@ -36,7 +37,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Recipe:
     """What to make. awq: int4 with zeros, scaled by what inputs are large, by autoawq. gptq: int4, each layer's outputs
-    kept. rtn: int4, to the nearest. int8: to the nearest, a scale for each output; it has no groups.
+    kept. rtn: int4, to the nearest. int8, fp8: to the nearest, a scale for each output, no groups.
 
     Raises ConfigError for what does not go together.
     """
@@ -53,7 +54,7 @@ class Recipe:
 
     @property
     def bits(self) -> int:
-        return 8 if self.method == "int8" else 4
+        return 8 if self.method in WITHOUT_GROUPS else 4
 
 
 def quantize(
@@ -96,7 +97,7 @@ def _check_shapes(source: Path, config: ModelConfig, recipe: Recipe) -> None:
         "intermediate_size": config.intermediate_size,
         "num_attention_heads * head_dim": config.num_heads * config.head_dim,
     }
-    if recipe.method != "int8":
+    if recipe.method not in WITHOUT_GROUPS:
         for name, width in widths.items():
             if width % recipe.group_size:
                 fits = [f"; --group-size {size} does" for size in GROUP_SIZES if width % size == 0]
@@ -120,7 +121,8 @@ def _identity(source: Path, recipe: Recipe, texts: Sequence[Sequence[int]]) -> d
 def _quantization_config(recipe: Recipe) -> dict[str, Any]:
     if recipe.method == "gptq":
         return layouts.gptq_config(recipe.bits, recipe.group_size, recipe.act_order, DAMPING)
-    return layouts.compressed_config(recipe.bits, None if recipe.method == "int8" else recipe.group_size)
+    group_size = None if recipe.method in WITHOUT_GROUPS else recipe.group_size
+    return layouts.compressed_config("float" if recipe.method == "fp8" else "int", recipe.bits, group_size)
 
 
 class _Layers:
@@ -159,41 +161,42 @@ class _Layers:
     def _layer(
         self, index: int, weights: LayerWeights, calibration: Calibration | None, device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """The values (N, K) that the layer's fused linears have now: read back where they are written, else made and
-        written."""
+        """The values (N, K) that the layer's fused linears have now, where calibration goes on with them: read back
+        where they are written, else made and written."""
         if self._output.has(self._files[index]):
             return self._read_back(index, weights) if calibration is not None else {}
         moments = {} if calibration is None else calibration.moments(index, weights)
-        linears = {}
-        for field in FUSED:
-            weight = getattr(weights, field)
-            assert isinstance(weight, DenseWeight)
-            moments_KK = moments.pop(field, None)
-            linears[field] = self._integers(weight.weight_NK.to(device), moments_KK)
         prefix = f"model.layers.{index}."
         replaced = {f"{prefix}{name}.weight" for names in FUSED.values() for name in names}
         kept = [n for n in self._reader.checkpoint.home if n.startswith(prefix) and n not in replaced]
         tensors = {name: self._reader.checkpoint.take(name) for name in kept if not name.endswith(DERIVED)}
-        for field, linear in linears.items():
-            for name, part in zip(FUSED[field], self._parts(field, linear)):
-                named = (
-                    layouts.gptq_tensors(part) if self._recipe.method == "gptq" else layouts.compressed_tensors(part)
-                )
-                tensors |= {f"{prefix}{name}.{suffix}": tensor for suffix, tensor in named.items()}
+        values: dict[str, torch.Tensor] = {}
+        for field, names in FUSED.items():
+            weight = getattr(weights, field)
+            assert isinstance(weight, DenseWeight)
+            linear = self._quantized(weight.weight_NK.to(device), moments.pop(field, None))
+            ends = np.cumsum(self._rows[field]).tolist()
+            for name, start, stop in zip(names, [0, *ends], ends):
+                stored = self._stored(linear.rows(start, stop))
+                tensors |= {f"{prefix}{name}.{suffix}": tensor for suffix, tensor in stored.items()}
+            if calibration is not None and isinstance(linear, IntLinear):
+                values[field] = linear.dequantize().cpu()
         self._output.write(self._files[index], tensors)
-        return {field: linear.dequantize().cpu() for field, linear in linears.items()}
+        return values
 
-    def _integers(self, weight_NK: torch.Tensor, moments_KK: torch.Tensor | None) -> IntLinear:
-        recipe, bits = self._recipe, self._recipe.bits
-        if moments_KK is not None:  # the type that GPTQ's kernels take
-            return gptq(weight_NK, moments_KK, bits, recipe.group_size, torch.float16, recipe.act_order)
-        group_size = weight_NK.shape[1] if recipe.method == "int8" else recipe.group_size
-        return round_to_nearest(weight_NK, bits, group_size, weight_NK.dtype)
+    def _quantized(self, weight_NK: torch.Tensor, moments_KK: torch.Tensor | None) -> IntLinear | FloatLinear:
+        recipe, dtype = self._recipe, weight_NK.dtype
+        if moments_KK is not None:  # float16 is the type that GPTQ's kernels take
+            return gptq(weight_NK, moments_KK, recipe.bits, recipe.group_size, torch.float16, recipe.act_order)
+        if recipe.method == "fp8":
+            return to_float8(weight_NK, dtype)
+        group_size = weight_NK.shape[1] if recipe.method in WITHOUT_GROUPS else recipe.group_size
+        return round_to_nearest(weight_NK, recipe.bits, group_size, dtype)
 
-    def _parts(self, field: str, linear: IntLinear) -> list[IntLinear]:
-        """The fused linear cut into those that the checkpoint names."""
-        ends = np.cumsum(self._rows[field]).tolist()
-        return [linear.rows(start, stop) for start, stop in zip([0, *ends], ends)]
+    def _stored(self, linear: IntLinear | FloatLinear) -> dict[str, torch.Tensor]:
+        if isinstance(linear, FloatLinear):
+            return layouts.compressed_floats(linear)
+        return layouts.gptq_tensors(linear) if self._recipe.method == "gptq" else layouts.compressed_tensors(linear)
 
     def _read_back(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
         form = GptqFormat.from_config(_quantization_config(self._recipe), self._output.partial / "config.json")
@@ -247,7 +250,7 @@ class _Written:
         return self._tensors[name].view(shape)
 
 
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "F8_E4M3": 1}
 
 
 def _with(weights: LayerWeights, values: Mapping[str, torch.Tensor]) -> LayerWeights:

@@ -105,6 +105,23 @@ def test_the_files_hold_the_weights_as_their_formats_say_and_the_engine_reads_th
             np.testing.assert_array_equal(read, expected.astype(np.float32))
 
 
+def test_8_bit_floats_are_the_nearest_there_are(pipe, base, tmp_path):
+    made(pipe, base, tmp_path / "out", "fp8")
+    plain, stored = tensors_of(base), tensors_of(tmp_path / "out")
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()].unique()
+    reader = WeightReader(tmp_path / "out", read_config(tmp_path / "out"))
+    [*_, last] = reader.layers()
+    name = "model.layers.2.mlp.down_proj"
+    value, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
+    assert value.dtype == torch.float8_e4m3fn
+    wanted = plain[f"{name}.weight"] / scale
+    off, least = (value.float() - wanted).abs(), (every - wanted[..., None]).abs().amin(-1)
+    torch.testing.assert_close(off, least, rtol=1e-5, atol=1e-5)
+    assert torch.equal(value.float().abs().amax(1), torch.full((64,), 448.0))
+    torch.testing.assert_close(last.down.dequantize(torch.float32), value.float() * scale, rtol=0, atol=0)
+
+
 def test_all_that_belongs_to_a_checkpoint_comes_along(pipe, base, tmp_path):
     made(pipe, base, tmp_path / "out", "int8")
     out = tmp_path / "out"
