@@ -74,12 +74,10 @@ def _spread(moments_KK: torch.Tensor) -> torch.Tensor:
 
     An input that was never anything but 0 is alone: its weights are rounded to the nearest.
     """
-    moments_KK = moments_KK.clone()
     diagonal_K = moments_KK.diagonal()
     if not bool(moments_KK.isfinite().all()):
         raise ModelError("calibration: inputs of a linear are no finite numbers; does the model work in 16 bit?")
     mean = float(diagonal_K.mean()) or 1.0
-    diagonal_K[diagonal_K == 0] = mean
     damping = DAMPING
     while damping <= MOST_DAMPING:
         damped_KK = moments_KK + torch.diag(torch.full_like(diagonal_K, damping * mean))

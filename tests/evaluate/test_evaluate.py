@@ -114,6 +114,18 @@ def test_a_model_is_no_distance_from_itself_and_its_own_answers_are_expected(pip
     assert one["perplexity"] == two["perplexity"]
 
 
+def test_the_reference_is_measured_quantized_on_load_too(pipe, checkpoints, texts):
+    base = str(checkpoints[0])
+    told = measured(pipe, "--against", base, "--quantization", "int8", "--quantization", "int4-rtn",
+                    "--data", str(texts[0]), "--limit", "3", "--max-tokens", "2")  # fmt: skip
+    plain, int8, int4 = told["models"]
+    assert [model["name"] for model in (int8, int4)] == [f"{base}, int8 on load", f"{base}, int4-rtn on load"]
+    assert 0 < int8["kl_mean"] < int4["kl_mean"], "8 bits lose less than 4"
+    assert int4["weight_bytes"] < int8["weight_bytes"] < plain["weight_bytes"]
+    code, _, err = pipe("eval", base, "--quantization", "nf4", "--data", str(texts[0]))
+    assert (code, "name it with --against" in err) == (2, True)
+
+
 def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts, tmp_path):
     (tmp_path / "job.yaml").write_text(
         f"input: {{path: {texts[0]}}}\nprompt: {{template: 'Say {{text}}'}}\nmodel: {{path: {checkpoints[0]}}}\n"

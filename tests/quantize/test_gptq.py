@@ -95,6 +95,12 @@ def test_fewer_tokens_than_inputs_are_enough_and_no_numbers_are_refused(linear):
     few = x_TK[:3]
     made = gptq(weight, few.T @ few, 4, GROUP, torch.float16).dequantize()
     assert loss(weight, made, few) < loss(weight, round_to_nearest(weight, 4, GROUP, torch.float16).dequantize(), few)
+    alike = torch.eye(K)
+    alike[0, 1] = alike[1, 0] = 1.05  # by rounding: no inputs have such moments
+    gptq(weight, alike, 4, GROUP, torch.float16)
+    alike[0, 1] = alike[1, 0] = 5.0
+    with pytest.raises(ModelError, match="too alike"):
+        gptq(weight, alike, 4, GROUP, torch.float16)
     with pytest.raises(ModelError, match="no finite numbers"):
         gptq(weight, torch.full((K, K), torch.nan), 4, GROUP, torch.float16)
 
@@ -104,7 +110,8 @@ def test_rounding_is_to_the_nearest_of_a_symmetric_range():
     made = round_to_nearest(weight, 4, 8, torch.float32)
     assert made.scales_NG[0].tolist() == [1.0]
     assert made.q_NK[0].tolist() == [15, 0, 8, 9, 8, 8, 8, 8]
-    assert made.dequantize()[1].tolist() == [0] * 8
+    assert made.q_NK[1].tolist() == [8] * 8
+    assert made.scales_NG[1].item() > 0
     weight = torch.randn(5, 64)
     for bits, group in ((4, 32), (8, 64)):
         made = round_to_nearest(weight, bits, group, torch.float32)

@@ -20,7 +20,7 @@ from pipeline.model.load import WeightReader
 from pipeline.quantize import awq
 from pipeline.quantize.folder import OutputFolder
 from pipeline.quantize.layers import FUSED, Calibration
-from tests.checkpoints import FAMILIES, Family, load_reference, write_checkpoint
+from tests.checkpoints import FAMILIES, Family, load_reference, make_family, write_checkpoint
 
 CONFIG = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -188,9 +188,13 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
-def test_layers_see_what_transformers_layers_see(base):
+@pytest.mark.parametrize("name", ["llama-linear-bias-tied", "qwen2-window", "qwen3"])
+def test_layers_see_what_transformers_layers_see(tmp_path, name):
     """The second moments of every linear's inputs, by hooks in another implementation."""
-    rng = np.random.default_rng(1)
+    base, rng = (
+        make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2),
+        np.random.default_rng(1),
+    )
     texts = [rng.integers(0, 256, n).tolist() for n in (40, 17, 3)]
     model, seen = load_reference(base), {}
     for name, module in model.named_modules():
@@ -207,7 +211,7 @@ def test_layers_see_what_transformers_layers_see(base):
         moments = calibration.moments(index, weights)
         for field, names in FUSED.items():
             x_TK = torch.cat(seen[f"model.layers.{index}.{names[0]}"])
-            torch.testing.assert_close(moments[field].double(), x_TK.T @ x_TK, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(moments[field].double(), x_TK.T @ x_TK, rtol=1e-3, atol=2e-3)
         calibration.advance(index, weights)
 
 
