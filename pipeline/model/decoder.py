@@ -117,7 +117,7 @@ class DecoderLayer:
         if row_R is not None and len(row_R) < len(q_TND):
             if len(row_R) == 0:
                 return x_TH[:0], residual_TH[:0]
-            rows = torch.from_numpy(row_R).to(q_TND.device)
+            rows = on_device(row_R, q_TND.device)
             q_TND, residual_TH, where = q_TND[rows], residual_TH[rows], where.rows(row_R)
         x_TH = self.attend(q_TND, where, kv)
         x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, self.post_norm_H, eps)
