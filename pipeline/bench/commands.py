@@ -226,3 +226,43 @@ def plain_against_drafted(as_json: bool, **options: Any) -> None:
     from pipeline.bench.speculation import bench_speculation
 
     _print_bench(bench_speculation(say=say, **options), as_json)
+
+
+@bench.command("roofline")
+@click.option("--model", default="llama-8b-awq", show_default=True, metavar="SHAPE|PATH",
+              help="tiny, qwen3-0.6b or llama-8b, also with -awq (nothing is written); or a checkpoint.")  # fmt: skip
+@click.option("cards", "--card", metavar="NAME", multiple=True,
+              help="The beginning of its name, such as h100. May be repeated; else all.")  # fmt: skip
+@click.option("--requests", metavar="SET", multiple=True,
+              help="A fixed request set, such as summaries. May be repeated; else all.")  # fmt: skip
+@click.option("--max-num-seqs", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--bandwidth-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's bandwidth, that reading weights, keys and values reaches.")  # fmt: skip
+@click.option("--gemm-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's rate, that 16-bit products and attention reach.")  # fmt: skip
+@click.option("--int4-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's rate, that products of int4 weights reach.")  # fmt: skip
+@click.option("--step-ms", type=click.FloatRange(min=0), default=0.0, show_default=True,
+              help="Of each step, in which the card waits.")  # fmt: skip
+@json_flag
+@answers
+def bounds_of_cards(
+    bandwidth_share: float, gemm_share: float, int4_share: float, step_ms: float, as_json: bool, **options: Any
+) -> None:
+    """What a card could do at the most, by the cost model: seconds of steps, and of jobs over fixed request sets.
+
+    \b
+    Examples:
+      pipeline bench roofline
+      pipeline bench roofline --model llama-8b-awq --card h100 --requests summaries
+      pipeline bench roofline --card h200 --bandwidth-share 0.85 --gemm-share 0.7 --int4-share 0.33 --step-ms 0.2
+
+    Nothing is run, no card is needed. With the default shares the figures are bounds that no engine beats. The cards'
+    figures are their makers' (pipeline/hardware.yaml).
+    """
+    from pipeline.bench.roofline import bench_roofline
+    from pipeline.roofline.step import Reached
+
+    reached = Reached(bandwidth_share, bandwidth_share, gemm_share, int4_share, gemm_share, step_ms / 1e3)
+    _print_bench(bench_roofline(reached=reached, **options), as_json)

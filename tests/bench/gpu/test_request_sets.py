@@ -18,7 +18,14 @@ CLAIMS = {  # requests, prompt from and to, output from and to
     "single": (1, 512, 512, 256, 256),
 }
 # of the lengths: figures of different days can be compared only while these stand
-DIGESTS = {"summaries": "191deac3", "mixed": "78be65d4", "generation": "6c35f882", "shared": "37144fda", "classification": "1a7e675b", "single": "7c1705e8"}
+DIGESTS = {
+    "summaries": "191deac3",
+    "mixed": "78be65d4",
+    "generation": "6c35f882",
+    "shared": "37144fda",
+    "classification": "1a7e675b",
+    "single": "7c1705e8",
+}
 
 
 def test_the_sets_are_those_of_the_claims():
@@ -53,9 +60,7 @@ def test_a_round_has_the_lengths_and_its_own_prompts():
         small = REQUEST_SETS[name].smaller(64, 8)
         one, again, other = (small.round(r, 1000) for r in ("1", "1", "2"))
         assert one == again
-        assert [(len(r.prompt_token_ids), r.max_tokens) for r in one] == [
-            (n.prompt, n.output) for n in small.lengths()
-        ]
+        assert [(len(r.prompt_token_ids), r.max_tokens) for r in one] == [(n.prompt, n.output) for n in small.lengths()]
         assert all(r.ignore_eos for r in one)
         assert not any(a.prompt_token_ids[:8] == b.prompt_token_ids[:8] for a, b in zip(one, other))
         tokens = [token for r in one for token in r.prompt_token_ids]
