@@ -1,12 +1,13 @@
 """The commands of `pipeline bench`: options, and which benchmark they go to."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from pipeline.console import answers, json_flag, print_json, print_result, say
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PipelineError
 
 
 @click.group()
@@ -266,3 +267,45 @@ def bounds_of_cards(
 
     reached = Reached(bandwidth_share, bandwidth_share, gemm_share, int4_share, gemm_share, step_ms / 1e3)
     _print_bench(bench_roofline(reached=reached, **options), as_json)
+
+
+@bench.command("gpu")
+@click.option("models", "--model", multiple=True, default=("llama-8b-awq", "qwen3-0.6b"), show_default=True,
+              metavar="SHAPE|PATH", help="As of bench engine. May be repeated.")  # fmt: skip
+@click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]|cpu")
+@_bench_options(dtype="auto")
+@click.option("--sections", default="correctness,kernels,linears,jobs", show_default=True, metavar="NAME,NAME",
+              callback=lambda context, option, text: tuple(text.split(",")), help="What to run.")  # fmt: skip
+@click.option("--requests", metavar="SET", multiple=True,
+              help="A fixed request set of the jobs, such as summaries. May be repeated; else all.")  # fmt: skip
+@_bench_options(rounds=1)
+@click.option("--quick", is_flag=True, help="An eighth of the requests, fewer sizes: some five minutes on a card.")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Of this engine; else its own choice.")
+@_bench_options(peers=(), folder=None)
+@click.option("--out", metavar="FILE", help="JSON of what is known so far, replaced as sections end.")
+@json_flag
+@answers
+def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """On an NVIDIA GPU: are the kernels right, how near the card's limits are they, how long do whole jobs take?
+
+    \b
+    Examples:
+      pipeline bench gpu --out gpu.json
+      pipeline bench gpu --quick
+      pipeline bench gpu --sections jobs --requests summaries --peer vllm=/envs/vllm/bin/python
+      pipeline bench gpu --device cpu --quick --model tiny-awq
+
+    Needs torch, triton, transformers and click, no Ray and no network: checkpoints have random weights and are made on
+    the spot. correctness: every kernel and the engine's tokens against the oracle. kernels, linears: their time against
+    bytes and products at the rates that the card reaches alone. jobs: fixed request sets through the engine, and
+    through vLLM where --peer says so, in turn, each with the card to itself. Leaves with 70 when a check or a section
+    failed. The last example is for a machine without a card: it shows that everything runs, and its figures mean
+    nothing.
+    """
+    from pipeline.bench.gpu.run import bench_gpu
+    from pipeline.bench.peer import parse_peer
+
+    told = bench_gpu(peers=[parse_peer(peer) for peer in peers], say=say, **options)
+    _print_bench(told, as_json)
+    if told.failed:
+        sys.exit(PipelineError.exit_code)

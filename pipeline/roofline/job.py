@@ -189,3 +189,28 @@ def simulate_job(
         sequences=sequence_s / wall_s,
         parts=parts,
     )
+
+
+def job_flops(requests: Sequence[RequestTokens], size: DecoderSize, cached_tokens: int = 0) -> float:
+    """Operations that a job's products need. cached_tokens: of prompts, found computed; spread over the requests."""
+    computed = sum(n.prompt + n.output - 1 for n in requests) - cached_tokens
+    cached = cached_tokens / len(requests)
+    keys = sum((n.prompt + n.output) * (n.prompt + n.output - 1) / 2 - cached * (cached + 1) / 2 for n in requests)
+    attention = 4.0 * size.layers * size.heads * size.head_dim * keys
+    head = 2.0 * size.head_parameters * sum(n.output for n in requests)
+    return 2.0 * size.linear_parameters * computed + head + attention
+
+
+def job_bytes(
+    requests: Sequence[RequestTokens],
+    size: DecoderSize,
+    weights: Weights,
+    num_steps: int,
+    kv_value_bytes: float = DENSE_BYTES,
+) -> float:
+    """Bytes that a job of `num_steps` has to read: all weights in each step, as small as they are kept, and the keys
+    and values that each generated token sees."""
+    packed = weights.packed_bytes if weights.int4 else DENSE_BYTES
+    a_step = size.linear_parameters * packed + size.head_parameters * DENSE_BYTES
+    contexts = sum((n.output - 1) * n.prompt + n.output * (n.output - 1) / 2 for n in requests)
+    return num_steps * a_step + size.kv_bytes_per_token(kv_value_bytes) * contexts

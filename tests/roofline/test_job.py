@@ -5,7 +5,16 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.roofline import job as job_module
-from pipeline.roofline.job import Batching, Moment, RequestTokens, kv_room, simulate_job, tail_seconds
+from pipeline.roofline.job import (
+    Batching,
+    Moment,
+    RequestTokens,
+    job_bytes,
+    job_flops,
+    kv_room,
+    simulate_job,
+    tail_seconds,
+)
 from pipeline.roofline.step import AWQ, DENSE, Ceilings, DecoderSize, StepTokens, Weights, step_seconds
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
@@ -83,3 +92,19 @@ def test_the_tail_is_when_fewer_than_half_are_left():
     moments = [Moment(1.0, 9, 4), Moment(2.0, 5, 4), Moment(4.0, 2, 4), Moment(7.0, 1, 2), Moment(9.0, 0, 1)]
     assert tail_seconds(moments) == 5.0
     assert tail_seconds([Moment(2.0, 0, 1)]) == 2.0
+
+
+def test_a_jobs_work_is_its_steps_work():
+    requests = [RequestTokens(5, 3), RequestTokens(2, 1)]
+    tokens, rows, keys = 5 + 2 + 2, 4, sum(range(1, 8)) + 1 + 2
+    assert job_flops(requests, SIZE) == (
+        2 * SIZE.linear_parameters * tokens + 2 * SIZE.head_parameters * rows + 4 * 2 * 4 * 64 * keys
+    )
+    less = job_flops(requests, SIZE) - job_flops(requests, SIZE, cached_tokens=2)  # one of each request
+    assert less == 2 * SIZE.linear_parameters * 2 + 4 * 2 * 4 * 64 * 2
+    read = 3 * 2 * (SIZE.linear_parameters + SIZE.head_parameters) + SIZE.kv_bytes_per_token() * (6 + 7)
+    assert job_bytes(requests, SIZE, DENSE, num_steps=3) == read
+    assert job_bytes(requests, SIZE, AWQ, 3) < read
+    found = simulate_job(RAGGED, SIZE, DENSE, CARD, Batching(64, 4096, 16_000, 16))
+    assert found.wall_s >= job_flops(RAGGED, SIZE) / CARD.flops_per_s
+    assert found.wall_s >= job_bytes(RAGGED, SIZE, DENSE, found.num_steps) / CARD.bytes_per_s
