@@ -10,6 +10,7 @@ Suffixes as in `kernels/contract.py`; K and N of a linear are its inputs and out
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -129,44 +130,38 @@ def _cases(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(sum(shape))).to(dtype)
 
-    def of_linear(weight: LinearWeight, tokens: int) -> Callable[[], Pairs]:
+    def of_linear(weight: LinearWeight, tokens: int) -> Pairs:
         x_TK = normal(tokens, weight.in_features)
-        return lambda: [(kernels.prepare_linear(weight)(x_TK), oracle.prepare_linear(weight)(x_TK.float()))]
+        return [(kernels.prepare_linear(weight)(x_TK), oracle.prepare_linear(weight)(x_TK.float()))]
 
-    def of_norm(tokens: int, hidden: int) -> Callable[[], Pairs]:
+    def of_norm(tokens: int, hidden: int) -> Pairs:
         x_TH, weight_H = normal(tokens, hidden), normal(hidden)
         residual_TH = normal(tokens, hidden + 1)[:, 1:].contiguous()
+        wide_y, wide_sum = oracle.add_rms_norm(x_TH.float(), residual_TH.float(), weight_H.float(), EPS)
+        y_TH, sum_TH = kernels.add_rms_norm(x_TH, residual_TH, weight_H, EPS)  # may write into its inputs
+        return [(y_TH, wide_y), (sum_TH, wide_sum)]
 
-        def run() -> Pairs:
-            y_TH, sum_TH = kernels.add_rms_norm(x_TH.clone(), residual_TH.clone(), weight_H, EPS)
-            wide_y, wide_sum = oracle.add_rms_norm(x_TH.float(), residual_TH.float(), weight_H.float(), EPS)
-            return [(y_TH, wide_y), (sum_TH, wide_sum)]
-
-        return run
-
-    def of_gate(tokens: int, width: int) -> Callable[[], Pairs]:
+    def of_gate(tokens: int, width: int) -> Pairs:
         gate_up = normal(tokens, 2 * width)
-        return lambda: [(kernels.silu_mul(gate_up), oracle.silu_mul(gate_up.float()))]
+        return [(kernels.silu_mul(gate_up), oracle.silu_mul(gate_up.float()))]
 
     for weight_name, weight in _linears(dtype):
         for tokens in TOKENS:
-            yield "linear", f"{weight_name}, {tokens} tokens", of_linear(weight, tokens)
+            yield "linear", f"{weight_name}, {tokens} tokens", partial(of_linear, weight, tokens)
     for tokens in ROWS:
-        yield "add_rms_norm", f"{tokens} tokens of 4096", of_norm(tokens, 4096)
-        yield "add_rms_norm", f"{tokens} tokens of 896", of_norm(tokens, 896)
-        yield "silu_mul", f"{tokens} tokens of 1792", of_gate(tokens, 1792)
+        yield "add_rms_norm", f"{tokens} tokens of 4096", partial(of_norm, tokens, 4096)
+        yield "add_rms_norm", f"{tokens} tokens of 896", partial(of_norm, tokens, 896)
+        yield "silu_mul", f"{tokens} tokens of 1792", partial(of_gate, tokens, 1792)
     for heads in ALL_HEADS:
         about = f"{heads.num_heads} heads on {heads.num_kv_heads} of {heads.head_dim}"
-        for name, (counts, contexts) in STEPS.items():
-            step = paged_step(counts, contexts, heads, dtype, device, seed=heads.num_heads)
+        steps = {name: partial(paged_step, *step, heads, dtype, device) for name, step in STEPS.items()}
+        for name, step in steps.items():
             for window in (None, 48):
                 case = f"{name}, {about}" + (f", window {window}" if window else "")
                 yield "attention", case, _of_attention(kernels, oracle, step, window)
-        counts, contexts = STEPS["chunks beside decoding"]
-        step = paged_step(counts, contexts, heads, dtype, device)
         for norm in (False, True):
             case = f"{about}{', norms' if norm else ''}"
-            yield "norm_rope_write", case, _of_write(kernels, oracle, step, normal, norm)
+            yield "norm_rope_write", case, _of_write(kernels, oracle, steps["chunks beside decoding"], normal, norm)
 
 
 def _linears(dtype: torch.dtype) -> Iterator[tuple[str, LinearWeight]]:
@@ -190,8 +185,11 @@ def random_int4(n: int, k: int, group: int, random: torch.Generator) -> GroupInt
     )
 
 
-def _of_attention(kernels: Kernels, oracle: Kernels, step: PagedStep, window: int | None) -> Callable[[], Pairs]:
+def _of_attention(
+    kernels: Kernels, oracle: Kernels, make_step: Callable[[], PagedStep], window: int | None
+) -> Callable[[], Pairs]:
     def run() -> Pairs:
+        step = make_step()
         scale = step.q_TND.shape[2] ** -0.5
         q_TND, k, v = step.q_TND, step.k_cache_CBKD, step.v_cache_CBKD
         actual = kernels.attention(q_TND, k, v, replace(step.where, worked_out={}), scale, window)
@@ -201,17 +199,22 @@ def _of_attention(kernels: Kernels, oracle: Kernels, step: PagedStep, window: in
 
 
 def _of_write(
-    kernels: Kernels, oracle: Kernels, step: PagedStep, normal: Callable[..., torch.Tensor], norm: bool
+    kernels: Kernels,
+    oracle: Kernels,
+    make_step: Callable[[], PagedStep],
+    normal: Callable[..., torch.Tensor],
+    norm: bool,
 ) -> Callable[[], Pairs]:
     def run() -> Pairs:
+        step = make_step()
         tokens, heads, head_dim = step.q_TND.shape
         qkv_TMD = normal(tokens, heads + 2 * step.k_cache_CBKD.shape[2], head_dim)
         angle_TD2 = normal(tokens, head_dim // 2).float()
         cos_TD2, sin_TD2 = angle_TD2.cos(), angle_TD2.sin()
         norms = (normal(head_dim), normal(head_dim + 1)[1:].contiguous()) if norm else None
         wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
-        k, v, slots = step.k_cache_CBKD.clone(), step.v_cache_CBKD.clone(), step.where.slot_mapping_T
-        wide_k, wide_v = k.float(), v.float()
+        k, v, slots = step.k_cache_CBKD, step.v_cache_CBKD, step.where.slot_mapping_T
+        wide_k, wide_v = k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
         q_TND = kernels.norm_rope_write(qkv_TMD.clone(), cos_TD2, sin_TD2, norms, EPS, k, v, slots)
         expected = oracle.norm_rope_write(qkv_TMD.float(), cos_TD2, sin_TD2, wide_norms, EPS, wide_k, wide_v, slots)
         return [(q_TND, expected), (k, wide_k), (v, wide_v)]
