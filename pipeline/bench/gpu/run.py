@@ -116,6 +116,7 @@ def bench_gpu(
         _check(kept, asked, say)
     stopwatch = Stopwatch(on, scale.budget_s)
     for name, model in zip(wanted, found):
+        say(f"rates: {name}")
         with kept.section("rates", name):
             rated = _rated(model, asked, stopwatch)
             kept.model(rated)
@@ -150,7 +151,6 @@ class _Kept:
     @contextmanager
     def section(self, name: str, model: str) -> Iterator[None]:
         """Whatever is raised in it is told of in the result; what was found before stays."""
-        self._say(f"{name}: {model}")
         try:
             yield
         except Exception as error:  # a kernel that does not run on this card must not cost what the others showed
@@ -162,6 +162,7 @@ class _Kept:
 def _check(kept: _Kept, asked: Asked, say: Say) -> None:
     device, scale = asked.device, asked.scale
     dtypes = [torch.bfloat16, torch.float16] if device.type == "cuda" else [torch.float32]
+    say("correctness: all kernels against the oracle")
     with kept.section("correctness", "all kernels"):
         checks = list(check_kernels(device, dtypes, scale.checked_each))
         kept.update(correctness=Correctness(tuple(checks)))
@@ -188,18 +189,21 @@ def _measure(
     size, weights, dtype = decoder_size(config), weights_of(config), DTYPES[figures.dtype]
     kernels = select_kernels(device, dtype)
     if "kernels" in asked.sections:
+        say(f"kernels: {name}")
         for case in kernel_cases(size, kernels, dtype, stopwatch, rates, scale.kernels):
             with kept.section("kernels", name):
                 before = () if figures.kernels is None else figures.kernels.times
                 figures = replace(figures, kernels=KernelTimes((*before, case())))
                 kept.model(figures)
     if "linears" in asked.sections:
+        say(f"linears: {name}")
         for case in linear_cases(size, weights, kernels, dtype, stopwatch, scale.tokens):
             with kept.section("linears", name):
                 before = () if figures.linears is None else figures.linears.times
                 figures = replace(figures, linears=summed_up((*before, *case()), size, weights, rates))
                 kept.model(figures)
     if "jobs" in asked.sections:
+        say(f"jobs: {name}")
         with kept.section("jobs", name):
             reached = reached_of(rates, figures.kernels, figures.linears)
             limits = Limits(size, weights, rates, reached, memory_bytes(device))
