@@ -88,7 +88,7 @@ def test_what_makes_no_sense_is_refused(options, why):
 def test_a_model_that_is_not_there_and_a_file_that_cannot_be_written(tmp_path):
     with pytest.raises(ModelError):
         bench_gpu(("/no/such/model",), "cpu", quick=True)
-    with pytest.raises(OutputError, match="--out .*cannot be written"):
+    with pytest.raises(OutputError, match=r"--out .*cannot be written"):
         bench_gpu(("tiny",), "cpu", quick=True, out=str(tmp_path / "no" / "such" / "folder"))
 
 

@@ -28,7 +28,8 @@ def times(**paths):
 
 
 def test_paths_cross_where_16_bit_is_faster_from_there_on():
-    found = summed_up(times(dense=(100, 110, 400), fused=(30, 120, 900), scratch=(180, 190, 390), served=(30, 115, 400)), SIZE, AWQ, RATES)  # fmt: skip
+    measured = times(dense=(100, 110, 400), fused=(30, 120, 900), scratch=(180, 190, 390), served=(30, 115, 400))
+    found = summed_up(measured, SIZE, AWQ, RATES)
     assert found.layer_s("int4 fused") == pytest.approx({1: 30e-6, 64: 120e-6, 1024: 900e-6})
     assert found.crossovers == {"int4 fused": 64, "scratch": None}
     assert found.behind == pytest.approx({1: 1.0, 64: 115 / 110, 1024: 400 / 390})
@@ -45,8 +46,8 @@ def test_paths_cross_where_16_bit_is_faster_from_there_on():
 
 
 def test_a_path_that_broke_off_is_left_out():
-    broken = [time for time in times(dense=(1, 2, 3), fused=(1, 2, 3), served=(1, 2, 3)) if time != times(fused=(1, 2, 3))[-1]]  # fmt: skip
-    found = summed_up(broken, SIZE, AWQ, RATES)
+    whole, last = times(dense=(1, 2, 3), fused=(1, 2, 3), served=(1, 2, 3)), times(fused=(1, 2, 3))[-1]
+    found = summed_up([time for time in whole if time != last], SIZE, AWQ, RATES)
     assert found.paths == ["16 bit", "served"]
     assert found.crossovers == {}
     alone = summed_up(times(fused=(1, 2, 3)), SIZE, AWQ, RATES)
@@ -63,7 +64,8 @@ def test_predictions_go_by_what_the_kernels_reached():
         kernel("decoding, 4 at 100", 2e-6), kernel("decoding, 8 at 100", 4e-6), kernel("decoding, 1 at 1", 1.25e-6),
         kernel("2 prompts of 60", 1.0, flops=2e11), KernelTime("silu_mul", "decoding", 1.0, 1e-9, 1.0, 0.0),
     ))  # fmt: skip
-    linears = summed_up(times(dense=(9999, 110, 2000), fused=(30, 120, 4000), served=(1310.72, 115, 400)), SIZE, AWQ, RATES)  # fmt: skip
+    measured = times(dense=(9999, 110, 2000), fused=(30, 120, 4000), served=(1310.72, 115, 400))
+    linears = summed_up(measured, SIZE, AWQ, RATES)
     found = reached_of(RATES, kernels, linears)
     assert (found.kv, found.attention) == (0.5, 0.2)
     rate = 2 * PARAMETERS * 1024 / 1e12
