@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from pipeline.errors import ModelError
+
 VOCAB = 320  # 256 bytes, specials, and unused ids above
 
 
@@ -169,3 +171,18 @@ def _pack(values: np.ndarray) -> torch.Tensor:
         for nibble, column in enumerate(columns):
             packed[:, word] |= values[:, word * 8 + column].astype(np.uint32) << np.uint32(4 * nibble)
     return torch.from_numpy(packed.view(np.int32).copy())
+
+
+class Named(dict[str, torch.Tensor]):
+    """Tensors by name, as readers take them from a checkpoint."""
+
+    def take(self, name: str) -> torch.Tensor:
+        if name not in self:
+            raise ModelError(f"tensor {name} is missing from the checkpoint")
+        return self[name]
+
+    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.take(name)
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise ModelError(f"tensor {name} is {tuple(tensor.shape)} {tensor.dtype}")
+        return tensor

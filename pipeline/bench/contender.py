@@ -13,6 +13,7 @@ import torch
 
 from pipeline.bench.workload import BenchRequest
 from pipeline.engine.engine import Engine
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.runner import Runner
 from pipeline.engine.step import StepInput
 from pipeline.errors import PipelineError
@@ -58,14 +59,17 @@ class _RecordingRunner:
     """Passes steps on to the engine's runner and notes their sizes and the model's time."""
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, self.vocab_size = runner, runner.vocab_size
+        self.runner, self.vocab_size, self.is_asynchronous = runner, runner.vocab_size, runner.is_asynchronous
         self.last: tuple[StepInput, float] | None = None
 
-    def execute(self, step: StepInput) -> torch.Tensor:
+    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
         start = time.perf_counter()
-        logits = self.runner.execute(step)
+        logits = self.runner.execute(step, late)
         self.last = (step, time.perf_counter() - start)
         return logits
+
+    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.runner.greedy(logits_RV)
 
     def zero_blocks(self, blocks: list[int]) -> None:
         self.runner.zero_blocks(blocks)

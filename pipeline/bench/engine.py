@@ -150,7 +150,7 @@ def bench_engine(
         ours = ThisEngine(engine, shared_prefixes=reports)
         lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), decoder.dtype == torch.float32, say)
         dense = found.folder
-        if config.awq is not None and (batch_sizes or peers):
+        if config.quantization is not None and (batch_sizes or peers):
             dense = dequantized(found.folder, decoder.dtype, say)
         about: dict[str, dict[str, str]] = {}
         for name, place in peers:
@@ -217,7 +217,7 @@ def _peer_task(
     return PeerTask(
         model=str(folder.resolve()),
         dense_model=str(dense.resolve()),
-        quantized=config.awq is not None,
+        quantized=config.quantization is not None,
         dtype=str(engine.resolved["dtype"]),
         threads=int(engine.resolved["num_threads"]),
         max_model_len=engine.max_model_len,

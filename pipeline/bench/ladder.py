@@ -33,6 +33,7 @@ from pipeline.engine.resolve import resolve
 from pipeline.errors import PipelineError
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
+from pipeline.quant.awq import AwqFormat
 
 ONE, STATIC, DYNAMIC, CONTINUOUS, SHARING, INT4 = (
     "one request at a time",
@@ -128,7 +129,8 @@ def bench_ladder(
     own = read_config(found.folder)
     resolved = resolve(EngineConfig(str(found.folder), dtype=dtype), own)
     name = str(resolved.dtype).removeprefix("torch.")
-    is_served = own.awq is not None and "int4" in select_kernels(resolved.device, resolved.dtype).served_by["linear"]
+    is_awq = isinstance(own.quantization, AwqFormat)
+    is_served = is_awq and "int4" in select_kernels(resolved.device, resolved.dtype).served_by["linear"]
     plain = dequantized(found.folder, resolved.dtype, say) if is_served else found.folder
     prompts = _Prompts(plain, requests, output_tokens)
     longest = prompts.longest(rounds)
@@ -182,7 +184,7 @@ def bench_ladder(
         name,
         rounds,
         rungs,
-        "" if is_served else _why_no_int4(own.awq is not None, name),
+        "" if is_served else _why_no_int4(is_awq, name),
         machine,
     )
 

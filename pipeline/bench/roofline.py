@@ -178,7 +178,11 @@ def decoder_size(config: ModelConfig) -> DecoderSize:
 
 
 def weights_of(config: ModelConfig) -> Weights:
-    return DENSE if config.awq is None else replace(AWQ, group_size=config.awq.group_size)
+    """What the linears of a checkpoint are on a card: 4-bit ones stay so, all others are computed from 16 bit."""
+    quantized = config.quantization
+    if quantized is None or quantized.bits != 4:
+        return DENSE
+    return replace(AWQ, group_size=quantized.group_size or config.hidden_size)
 
 
 def _steps() -> list[tuple[str, StepTokens]]:

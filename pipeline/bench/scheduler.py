@@ -19,9 +19,11 @@ import torch
 
 from pipeline.bench.measure import alternating, facts_to_text, machine_facts
 from pipeline.engine.engine import Engine
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.step import StepInput
 from pipeline.engine.tokenizer import Tokenizer
+from pipeline.kernels import reference
 from pipeline.model.locate import locate_model
 
 HOST_VOCAB = 256  # small, so that a step's time is the host's and not that of reading logits
@@ -165,6 +167,9 @@ def bench_scheduler(
 class _NoModel:
     """The runner of an engine: a row of made logits for each that wants one. Notes when it was called."""
 
+    is_asynchronous = False
+    greedy = staticmethod(reference.greedy)
+
     def __init__(self, num_rows: int, vocab_size: int, ending: Sequence[int]) -> None:
         self.vocab_size = vocab_size
         generator = torch.Generator().manual_seed(num_rows)
@@ -173,7 +178,7 @@ class _NoModel:
         self.logits_RV[:, list(ending)] = -1.0
         self.entered_ns = self.left_ns = 0
 
-    def execute(self, step: StepInput) -> torch.Tensor:
+    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
         self.entered_ns = perf_counter_ns()
         logits_RV = self.logits_RV[: len(step.logit_row_R)]
         self.left_ns = perf_counter_ns()

@@ -25,7 +25,7 @@ from pipeline.job.model_cache import cache_folder
 from pipeline.model.config import read_config, read_json
 from pipeline.model.load import Checkpoint
 from pipeline.model.locate import locate_model
-from pipeline.quant.awq import SUFFIXES, read_linear
+from pipeline.quant.awq import SUFFIXES, AwqFormat
 
 SHARD_BYTES = 512 << 20
 GROUP = 128
@@ -146,9 +146,9 @@ def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = l
 
     What a program without AWQ kernels computes the same model from.
     """
-    awq = read_config(folder).awq
-    if awq is None:
-        raise ConfigError(f"{folder}: not an AWQ checkpoint")
+    awq = read_config(folder).quantization
+    if not isinstance(awq, AwqFormat) or awq.version != "gemm":
+        raise ConfigError(f"{folder}: not an AWQ checkpoint of the gemm layout")
     place = derived(folder, str(dtype).removeprefix("torch."))
     if place.is_dir():
         return place
@@ -160,7 +160,7 @@ def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = l
             if suffix == "qweight":
                 packed = checkpoint.take(name)
                 shape_NK = (packed.shape[1] * 8, packed.shape[0])
-                yield f"{prefix}.weight", read_linear(prefix, shape_NK, awq, checkpoint, None).dequantize(dtype)
+                yield f"{prefix}.weight", awq.read_linear(prefix, shape_NK, checkpoint, None).dequantize(dtype)
             elif suffix not in SUFFIXES:
                 yield name, checkpoint.take(name).to(dtype)
 

@@ -49,7 +49,13 @@ class JobConfig(Section):
 
     def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
         """The engine's options, with the folders that the model and its draft model were found in."""
-        return EngineConfig(model=model_path, draft=draft_path, num_threads=num_threads, **self.engine.model_dump())
+        return EngineConfig(
+            model=model_path,
+            quantization=self.model.quantization,
+            draft=draft_path,
+            num_threads=num_threads,
+            **self.engine.model_dump(),
+        )
 
     @property
     def draft_model(self) -> str | None:
@@ -93,13 +99,19 @@ class JobConfig(Section):
         }
 
     def numerics(self) -> dict[str, Any]:
-        """What may change a token by rounding, as configured; the job replaces `auto` by what it became."""
-        return {
+        """What may change a token by rounding, as configured; the job replaces `auto` by what it became.
+
+        `quantization` only where there is one: outputs of jobs from before it was there go on.
+        """
+        numerics = {
             "device": self.engine.device.partition(":")[0],
             "dtype": self.engine.dtype,
             "kv_cache_dtype": self.engine.kv_cache_dtype,
             "activation_dtype": self.engine.activation_dtype,
+            "kernels": self.engine.kernels,
         }
+        wanted = self.model.quantization
+        return numerics if wanted == "none" else numerics | {"quantization": wanted}
 
     def free(self) -> dict[str, Any]:
         """What may change from run to run, without secrets: no storage options, no passwords in urls."""
@@ -107,7 +119,7 @@ class JobConfig(Section):
         return {
             "name": self.name,
             "input": {"path": without_password(self.input.path), "on_corrupt": self.input.on_corrupt},
-            "model": self.model.model_dump(exclude={"storage"})
+            "model": self.model.model_dump(exclude={"storage", "quantization"})
             | {"path": without_password(self.model.path), "draft": self._shown_draft()},
             "engine": {"device": self.engine.device, **engine},
             "output": {"path": without_password(self.output.path)},

@@ -17,7 +17,7 @@ _KNOWN_ELSEWHERE = {
     "tensor_parallel_size": f"{_NOT_YET}: a model runs on one device; run.actors runs several copies of it",
     "pipeline_parallel_size": f"{_NOT_YET}: a model runs on one device; run.actors runs several copies of it",
     "data_parallel_size": "run.actors sets how many copies of the model run",
-    "quantization": "read from the checkpoint's own config.json",
+    "quantization": "named model.quantization here; a checkpoint that is quantized says so itself",
     "trust_remote_code": "code from a checkpoint is never run",
     "max_new_tokens": "named sampling.max_tokens here",
     "n": f"{_NOT_YET}: one completion a row",

@@ -106,12 +106,14 @@ class PromptSection(Section):
 class ModelSection(Section):
     """Which checkpoint: a folder, an fsspec url such as s3://, a Hugging Face id, or one of EMBEDDED_MODELS.
 
-    `draft` is another one, smaller and with the same tokens, that proposes tokens for it to check.
+    `draft` is another one, smaller and with the same tokens, that proposes tokens for it to check. `quantization` makes
+    the linears of a 16- or 32-bit checkpoint smaller while it is loaded; the draft model stays as it is.
     """
 
     path: Place
     storage: dict[str, Any] = Field(default={}, repr=False)
     draft: Place | None = None
+    quantization: Literal["none", "int8", "int4-rtn", "nf4"] = "none"
     trust: Literal["never"] = "never"
 
     @field_validator("path", "draft")
@@ -155,6 +157,7 @@ class EngineSection(Section):
     kv_cache_memory_bytes: Bytes | None = None
     kv_cache_dtype: Literal["auto"] = "auto"
     activation_dtype: Literal["auto"] = "auto"
+    kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     speculation: Speculation = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
 

@@ -86,7 +86,7 @@ def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
 
     config = read_config(folder)
     stored = str(config.dtype).removeprefix("torch.")
-    kind = stored if config.awq is None else f"AWQ int4, groups of {config.awq.group_size}, the rest {stored}"
+    kind = stored if config.quantization is None else f"{config.quantization}, the rest {stored}"
     size = f"{config.num_parameters() / 1e6:,.1f} million parameters"
     yield Check("model", "architecture", "ok", f"{size}, {config.num_layers} layers, {kind}")
     device = torch.device("cuda" if torch.cuda.is_available() and subject.device != "cpu" else "cpu")

@@ -47,10 +47,14 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks, forgetting what they held. The caller has checked `num_free`."""
         assert count <= len(self._free), "allocate more blocks than are free"
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        next_free, ref_count, hashes, block_of = self._free.popitem, self._ref_count, self._hash, self._block_of
+        blocks = [next_free(False)[0] for _ in range(count)]  # False: from the front
         for block in blocks:
-            self._forget(block)
-            self._ref_count[block] = 1
+            key = hashes[block]
+            if key is not None:
+                del block_of[key]
+                hashes[block] = None
+            ref_count[block] = 1
         self.generation[blocks] += 1
         return blocks
 
@@ -64,8 +68,10 @@ class BlockPool:
             found.append(block)
         return found
 
-    def is_free(self, block: int) -> bool:
-        return self._ref_count[block] == 0
+    def num_free_of(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are free."""
+        ref_count = self._ref_count
+        return sum([ref_count[block] == 0 for block in blocks])
 
     def held_once(self, blocks: Iterable[int]) -> list[int]:
         """Those of `blocks` that have a single holder."""
@@ -78,33 +84,32 @@ class BlockPool:
                 del self._free[block]
             self._ref_count[block] += 1
 
-    def register(self, block: int, key: bytes) -> None:
-        """Make a full block findable. Where the same prefix is known already, the first block stays the known one."""
-        assert self._ref_count[block] > 0, "register a block nobody holds"
-        if key not in self._block_of and self._hash[block] is None:
-            self._block_of[key] = block
-            self._hash[block] = key
+    def register(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
+        """Make full blocks findable. Where the same prefix is known already, the first block stays the known one."""
+        ref_count, hashes, block_of = self._ref_count, self._hash, self._block_of
+        for block, key in zip(blocks, keys):
+            assert ref_count[block] > 0, "register a block nobody holds"
+            if hashes[block] is None and block_of.setdefault(key, block) == block:
+                hashes[block] = key
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference on each of a sequence's blocks, given in order; the last ones are reused first."""
+        ref_count, hashes, free = self._ref_count, self._hash, self._free
         for block in reversed(blocks):
-            self._ref_count[block] -= 1
-            assert self._ref_count[block] >= 0, "release a block nobody holds"
-            if self._ref_count[block] == 0:
-                self._free[block] = None
-                if self._hash[block] is None:
-                    self._free.move_to_end(block, last=False)
+            count = ref_count[block] = ref_count[block] - 1
+            assert count >= 0, "release a block nobody holds"
+            if count == 0:
+                free[block] = None
+                if hashes[block] is None:
+                    free.move_to_end(block, last=False)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Make blocks unfindable (their content is not to be trusted)."""
         for block in blocks:
-            self._forget(block)
-
-    def _forget(self, block: int) -> None:
-        key = self._hash[block]
-        if key is not None:
-            del self._block_of[key]
-            self._hash[block] = None
+            key = self._hash[block]
+            if key is not None:
+                del self._block_of[key]
+                self._hash[block] = None
 
     def check(self) -> None:
         """Assert every invariant; O(num_blocks), for tests."""

@@ -5,6 +5,7 @@ gives several tokens to a sequence; they are taken one after the other, each as 
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,14 @@ from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import RowError
 
 Append = Callable[[np.ndarray, np.ndarray], None]  # of slots and their next tokens
+
+
+class _End(NamedTuple):
+    """Of one sequence; `text` is given where a stop string has cut it."""
+
+    slot: int
+    reason: FinishReason
+    text: str | None = None
 
 
 class Completing:
@@ -63,21 +72,24 @@ class Completing:
     def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray, now_us: int) -> list[Completion]:
         table = self._table
         known_R = table.num_known[slot_R]
-        may_stop_R = known_R >= table.min_known[slot_R]
-        stop_R = may_stop_R & table.stops_at_eos[slot_R] & self._is_eos[token_R]
         length_R = known_R >= table.limit[slot_R]
-        completions = []
+        stop_R = self._is_eos[token_R]
+        if stop_R.any():
+            stop_R &= table.stops_at_eos[slot_R] & (known_R >= table.min_known[slot_R])
+        ends: list[_End] = []
         for r in np.flatnonzero(stop_R | length_R | table.has_stops[slot_R]).tolist():
-            slot, token = int(slot_R[r]), int(token_R[r])
-            text: str | None = None
+            slot, text = int(slot_R[r]), None
             stopped = bool(stop_R[r])
             if table.has_stops[slot] and not stopped:
-                stopped, text = self._check_stops(slot, token, bool(may_stop_R[r]))
+                stopped, text = self._check_stops(slot, int(token_R[r]), bool(known_R[r] >= table.min_known[slot]))
             if stopped:
-                completions.append(self._finished(slot, "stop", text, now_us))
+                ends.append(_End(slot, "stop", text))
             elif length_R[r]:
-                completions.append(self._finished(slot, "length", None, now_us))
-        return completions
+                ends.append(_End(slot, "length"))
+        if not ends:
+            return []
+        sequences = self._scheduler.finish([end.slot for end in ends])
+        return [self._completion(sequence, end, now_us) for sequence, end in zip(sequences, ends)]
 
     def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:
         """Whether a stop token id or stop string ends the sequence here, and the text it ends with if a string does."""
@@ -87,18 +99,17 @@ class Completing:
         match = sequence.stop_checker.push(token) if sequence.stop_checker is not None else None
         return match is not None, match.text if match is not None else None
 
-    def _finished(self, slot: int, reason: FinishReason, text: str | None, now_us: int) -> Completion:
-        sequence = self._scheduler.finish(slot)
-        request = sequence.request
+    def _completion(self, sequence: Sequence, end: "_End", now_us: int) -> Completion:
         token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
+        text = end.text
         if text is None:
             # Without a stop string, what stopped it is its last token: EOS or a stop token id, which is no text.
-            text = self._tokenizer.decode(token_ids[:-1] if reason == "stop" else token_ids)
+            text = self._tokenizer.decode(token_ids[:-1] if end.reason == "stop" else token_ids)
         return Completion(
-            row_id=request.row_id,
+            row_id=sequence.request.row_id,
             token_ids=token_ids,
             text=text,
-            finish_reason=reason,
+            finish_reason=end.reason,
             num_prompt_tokens=sequence.num_prompt,
             num_cached_tokens=max(sequence.num_cached, 0),
             logprobs=sequence.logprobs,

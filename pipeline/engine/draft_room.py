@@ -7,7 +7,7 @@ Nobody is preempted for them.
 import numpy as np
 
 from pipeline.engine.scheduler import Scheduler
-from pipeline.engine.step import StepPlan, runs
+from pipeline.engine.step import StepPlan, runs, share
 
 
 class DraftRoom:
@@ -51,9 +51,3 @@ class DraftRoom:
         draft_S = np.zeros_like(plan.count_S)
         draft_S[sampling] = count_S
         return StepPlan(plan.slot_S, plan.start_S, plan.count_S + draft_S, plan.samples_S, draft_S)
-
-
-def share(wanted_S: np.ndarray, available: int) -> np.ndarray:
-    """`available` dealt out, as much as each wants, the first ones first."""
-    before_S = np.cumsum(wanted_S) - wanted_S
-    return np.clip(available - before_S, 0, wanted_S)

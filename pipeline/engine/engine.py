@@ -16,30 +16,30 @@ import numpy as np
 
 from pipeline.engine.accounting import classify, record
 from pipeline.engine.block_pool import BlockPool
+from pipeline.engine.build import build
 from pipeline.engine.completing import Completing, failed
 from pipeline.engine.detokenizer import StopChecker
 from pipeline.engine.drafting import Drafting
-from pipeline.engine.loaded import LoadedModel
-from pipeline.engine.memory import is_out_of_memory, kv_budget_bytes, release_cached_memory
+from pipeline.engine.flight import Flight
+from pipeline.engine.memory import is_out_of_memory
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
 from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
 from pipeline.engine.propose.proposer import Proposer
-from pipeline.engine.resolve import Resolved, Speculation, resolve, set_threads
+from pipeline.engine.resolve import Speculation
 from pipeline.engine.runner import Runner
-from pipeline.engine.sampler import SamplerOutput, SamplingBatch, Verified, greedy, sample
+from pipeline.engine.sampler import Drawn, SamplerOutput, SamplingBatch, Verified, greedy, sample
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence, SlotTable
+from pipeline.engine.shortage import Shortage
 from pipeline.engine.step import StepPlan, build_input, runs
 from pipeline.engine.timing import controlled_drafts
 from pipeline.engine.tokenizer import Tokenizer
-from pipeline.errors import ConfigError, EnvironmentFailed, RowError
+from pipeline.errors import ConfigError, RowError
 from pipeline.kernels.select import must_compile
-from pipeline.model.config import read_config
-from pipeline.model.locate import locate_model
 
-MAX_SUSPECTS = 3  # sequences that fit the memory not even alone, with nothing computed in between
+NOBODY = np.zeros(0, dtype=np.int64)
 
 
 class Engine:
@@ -52,50 +52,25 @@ class Engine:
 
         Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
         """
-        folder = locate_model(config.model)
-        model = read_config(folder)
-        resolved = resolve(config, model)
-        threads = set_threads(config.num_threads)
-        tokenizer = Tokenizer.from_folder(str(folder))
         self._say = say or _say_nothing
-        self._say("reading weights")
-        if must_compile(resolved.device):
+        built = build(config, self._say)
+        if must_compile(built.runner.decoder.kernels):
             self._warming_up = "compiling CPU kernels (first time on this machine)"
-        target = LoadedModel.load(folder, model, resolved)
-        draft = None
-        if resolved.speculation is not None and "draft" in resolved.speculation.proposers:
-            assert config.draft is not None
-            self._say("reading the draft model's weights")
-            draft = LoadedModel.load_draft(config.draft, tokenizer, resolved)
-        loaded = [target] if draft is None else [target, draft]
-        num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded))
-        max_model_len = _fit_length(config, resolved, num_blocks)
+        resolved = built.resolved
         self._assemble(
-            target.runner(num_blocks, resolved.block_size, max_model_len),
-            tokenizer,
-            num_blocks,
+            built.runner,
+            built.tokenizer,
+            built.num_blocks,
             resolved.block_size,
-            max_model_len,
+            built.max_model_len,
             resolved.max_num_seqs,
             resolved.max_num_batched_tokens,
             config.enable_prefix_caching,
             config.seed,
         )
         if resolved.speculation is not None:
-            runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
-            self._speculate_as(resolved.speculation, runner)
-        self.resolved: dict[str, str | int] = {
-            "device": str(resolved.device),
-            "dtype": str(resolved.dtype).removeprefix("torch."),
-            "max_model_len": max_model_len,
-            "max_num_seqs": resolved.max_num_seqs,
-            "max_num_batched_tokens": resolved.max_num_batched_tokens,
-            "block_size": resolved.block_size,
-            "num_kv_blocks": num_blocks,
-            "weights": target.weights,
-            "num_threads": threads,
-            "speculation": "off" if resolved.speculation is None else str(resolved.speculation),
-        } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
+            self._speculate_as(resolved.speculation, built.draft_runner, built.runner.captured_tokens)
+        self.resolved: dict[str, str | int] = built.about
 
     @classmethod
     def from_parts(
@@ -147,7 +122,9 @@ class Engine:
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._completing = Completing(self.scheduler, tokenizer, runner)
         self.drafting: Drafting | None = None
-        self._suspects: list[Sequence] = []  # did not fit the memory alone; nothing was computed since
+        self._shortage = Shortage(self.scheduler)
+        self._flight: Flight | None = None
+        self._landed_early: list[Completion] = []  # finished outside of a step, for the next one to return
         self._order = 0
         self._closed = False
 
@@ -183,13 +160,14 @@ class Engine:
 
     def abort(self, row_id: object) -> bool:
         """Forget a request wherever it is; no completion will come. False when it is not here (any more)."""
-        sequence = self.scheduler.abort(row_id)
-        return sequence is not None
+        self._landed_early += self._land()  # what ends with the token that is being drawn for it is too late to abort
+        return self.scheduler.abort(row_id) is not None
 
     @property
     def num_unfinished(self) -> int:
         scheduler = self.scheduler
-        return len(scheduler.waiting) + len(scheduler.running) + scheduler.num_rejected + len(self._suspects)
+        here = len(scheduler.waiting) + len(scheduler.running)
+        return here + scheduler.num_rejected + self._shortage.num_suspects + len(self._landed_early)
 
     @property
     def has_unfinished(self) -> bool:
@@ -203,29 +181,33 @@ class Engine:
         """
         self._check_open()
         start_ns = time.perf_counter_ns()
+        completions, self._landed_early = self._landed_early, []
+        promised_P, landed = self._promise()
+        completions += landed
         plan = self.scheduler.plan()
         if plan is None:
-            self._convict_suspects()
+            self._shortage.convict()
         elif self.drafting is not None:
             plan = self.drafting.extend(plan)
-        completions = [failed(*rejected) for rejected in self.scheduler.take_rejected()]
+        completions += [failed(*rejected) for rejected in self.scheduler.take_rejected()]
         if plan is None:
-            return completions
+            return completions + self._land()
         slot_R = plan.slot_S[plan.samples_S]
-        output = self._compute(plan, slot_R)
+        output = self._compute(plan, slot_R, promised_P)
         if output is None:
-            self._make_smaller(plan)
+            self.scheduler.retract(promised_P)
+            completions += self._land()
+            self._shortage.make_smaller(plan, self.stats)
             self.stats.repeated_us += (time.perf_counter_ns() - start_ns) // 1000
             return completions
-        self._convict_suspects()
+        self._shortage.convict()
         tokens = classify(plan, self.table)
         kv_used_ppm = self.pool.num_held * 1_000_000 // self.pool.num_blocks
         self.scheduler.advance(plan)
-        generated_before, now_us = self.stats.generated_tokens, _now_us()
-        if isinstance(output, Verified):
-            completions += self._completing.take_verified(slot_R, output, now_us)
-        else:
-            completions += self._completing.take(slot_R, output, now_us)
+        self.scheduler.retract(promised_P)
+        landed = self._land()
+        generated_before = self.stats.generated_tokens
+        completions += landed + self._take(slot_R, output, some_ended=bool(landed))
         step_us = (time.perf_counter_ns() - start_ns) // 1000
         record(self.stats, tokens, len(plan.slot_S), kv_used_ppm, step_us)
         if self.drafting is not None:
@@ -302,7 +284,7 @@ class Engine:
         """Drop the weights and the KV cache. The engine answers ConfigError from then on."""
         if not self._closed:
             self._closed = True
-            self.drafting = self.scheduler.watcher = None
+            self.drafting = self.scheduler.watcher = self._flight = None
             del self.runner, self._completing
             self.tokenizer.close()
 
@@ -312,7 +294,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _speculate_as(self, speculation: Speculation, draft: Runner | None) -> None:
+    def _speculate_as(self, speculation: Speculation, draft: Runner | None, padded_to: Items[int]) -> None:
         most, vocab_size = speculation.max_draft_tokens, self.runner.vocab_size
         proposers: list[Proposer] = []
         for name in speculation.proposers:
@@ -324,52 +306,71 @@ class Engine:
         policy: DraftPolicy = FixedDrafts(most)
         if not speculation.forced:
             self._say(self._warming_up if self._warming_up != Engine._warming_up else "timing steps, for drafts")
-            policy = controlled_drafts(proposers, most, self.runner, self.table, self.scheduler.max_num_batched_tokens)
+            policy = controlled_drafts(
+                proposers, most, self.runner, self.table, self.scheduler.max_num_batched_tokens, padded_to
+            )
         self.speculate(proposers, policy)
 
     # -- parts of a step
 
-    def _compute(self, plan: StepPlan, slot_R: np.ndarray) -> SamplerOutput | Verified | None:
-        """The next tokens of the sequences that sample, of some perhaps several; None when the memory does not
-        suffice."""
+    def _promise(self) -> tuple[np.ndarray, list[Completion]]:
+        """The slots whose next token is being drawn and may be counted on; else what ended when it was waited for.
+
+        A plan that gives up sequences waits: they leave with all they know.
+        """
+        if self._flight is None:
+            return NOBODY, []
+        promised_P = self.scheduler.promise(self._flight.slot_K)
+        if not self.scheduler.would_preempt():
+            return promised_P, []
+        self.scheduler.retract(promised_P)
+        return NOBODY, self._land()
+
+    def _compute(
+        self, plan: StepPlan, slot_R: np.ndarray, promised_P: np.ndarray
+    ) -> SamplerOutput | Verified | Drawn | None:
+        """The next tokens of the sequences that sample, of some perhaps several, or on their way; None when the memory
+        does not suffice."""
+        late = None
+        if self._flight is not None and len(promised_P):
+            late = self._flight.late(plan, promised_P, self.table.num_slots)
         try:
-            logits_RV = self.runner.execute(build_input(plan, self.table))
+            logits_RV = self.runner.execute(build_input(plan, self.table), late)
             is_plain = self.table.is_plain[slot_R].all()
             if plan.draft_S is not None and self.drafting is not None:
                 return self.drafting.verify(logits_RV, None if is_plain else self._draft_batch(plan, slot_R))
             if is_plain:
-                return greedy(logits_RV)
+                return Drawn(*self.runner.greedy(logits_RV)) if self.runner.is_asynchronous else greedy(logits_RV)
             return sample(logits_RV, SamplingBatch.of(self.table, slot_R, self.table.num_known[slot_R]))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             return None
 
-    def _make_smaller(self, plan: StepPlan) -> None:
-        """Undo a step that did not fit; a sequence of which one token alone does not fit is taken out."""
-        release_cached_memory()
-        self.stats.num_out_of_memory += 1
-        self.scheduler.undo(plan)
-        if plan.num_tokens == 1:
-            self._suspects.append(self.scheduler.drop(int(plan.slot_S[0])))
-        if len(self._suspects) == MAX_SUSPECTS:
-            raise EnvironmentFailed(
-                f"out of memory: {MAX_SUSPECTS} sequences in a row did not fit even alone and one token at a time, so "
-                "it is not they. Something else takes this machine's memory, or engine.gpu_memory_utilization or "
-                "engine.kv_cache_memory_bytes leaves too little beside the KV cache"
-            )
+    def _take(self, slot_R: np.ndarray, output: SamplerOutput | Verified | Drawn, some_ended: bool) -> list[Completion]:
+        """Give sequences their tokens, or leave them in flight where the device is still drawing them.
 
-    def _convict_suspects(self) -> None:
-        """Another sequence was computed, or none is left to try: the memory that suspects lack is their own doing."""
-        for sequence in self._suspects:
-            self.scheduler.reject(
-                sequence,
-                RowError.OUT_OF_MEMORY,
-                f"not even one of its {len(sequence.token_ids)} tokens, alone in a step, fits the memory that is free; "
-                "lower engine.gpu_memory_utilization or engine.kv_cache_memory_bytes to leave more beside the KV cache",
-            )
-            self.scheduler.lift_limit()
-        self._suspects.clear()
+        Of sequences that have ended since the step was planned (`some_ended`), the tokens are dropped.
+        """
+        if isinstance(output, Verified):
+            return self._completing.take_verified(slot_R, output, _now_us())
+        if isinstance(output, Drawn):
+            flight = Flight.of(slot_R, output, self.scheduler.running)
+            self._flight = flight if len(flight.slot_K) else None
+            if self.drafting is not None:
+                return self._land()
+            return []
+        if some_ended:
+            here_R = np.flatnonzero(np.isin(slot_R, self.scheduler.running))
+            slot_R, output = slot_R[here_R], output.of_rows(here_R)
+        return self._completing.take(slot_R, output, _now_us())
+
+    def _land(self) -> list[Completion]:
+        """Wait for the step in flight and take its tokens."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        return self._completing.take(flight.slot_K, flight.output(), _now_us())
 
     def _draft_batch(self, plan: StepPlan, slot_S: np.ndarray) -> SamplingBatch:
         """A row behind the known tokens of each sequence and one behind each draft, which sees the drafts before it."""
@@ -389,30 +390,3 @@ def _say_nothing(_: str) -> None:
 
 def _now_us() -> int:
     return time.monotonic_ns() // 1000
-
-
-def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: int) -> int:
-    block_bytes = resolved.block_size * bytes_per_token
-    per_sequence = -(-resolved.max_model_len // resolved.block_size)
-    need = resolved.max_num_seqs * per_sequence * block_bytes
-    budget = kv_budget_bytes(resolved.device, config.kv_cache_memory_bytes, need, config.gpu_memory_utilization)
-    num_blocks = budget // block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"a KV cache of {budget} bytes holds no two blocks of {block_bytes} bytes; raise "
-            "engine.kv_cache_memory_bytes"
-        )
-    return num_blocks
-
-
-def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:
-    """max_model_len, lowered to what the KV cache holds when the user left it open, refused when they did not."""
-    capacity = num_blocks * resolved.block_size
-    if resolved.max_model_len <= capacity:
-        return resolved.max_model_len
-    if config.max_model_len is not None:
-        raise ConfigError(
-            f"engine.max_model_len = {config.max_model_len} does not fit the KV cache of {capacity} tokens; lower "
-            "it or raise engine.kv_cache_memory_bytes"
-        )
-    return capacity

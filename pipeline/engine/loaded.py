@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.engine.footprint import measured_step_bytes, step_input_shape
+from pipeline.engine.memory import dense_weights_fit, gpu_share_bytes
 from pipeline.engine.resolve import Resolved
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
@@ -12,6 +14,8 @@ from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.locate import locate_model
+
+EXPECTED_TOKENS = 2048  # of a sequence, for which the KV cache is to have room before 4-bit weights get a 16-bit form
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,13 @@ class LoadedModel:
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, resolved: Resolved) -> "LoadedModel":
         """Raises ModelError when the checkpoint's tensors do not match its config."""
-        kernels = select_kernels(resolved.device, resolved.dtype)
+        keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
+            config,
+            resolved.dtype,
+            gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
+            resolved.max_num_seqs * min(resolved.max_model_len, EXPECTED_TOKENS),
+        )
+        kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense)
         return cls(config, Decoder(folder, config, kernels, resolved.dtype, resolved.device), kernels)
 
     @classmethod
@@ -49,10 +59,24 @@ class LoadedModel:
     @property
     def weights(self) -> str:
         """What kind of weights it has, to read."""
-        awq = self.config.awq
-        return "dense" if awq is None else f"awq int4, groups of {awq.group_size}"
+        kind = "dense" if self.config.quantization is None else str(self.config.quantization)
+        widened = self.decoder.num_widened
+        return f"{kind}; {widened} fused linears of several formats dequantized" if widened else kind
+
+    def step_bytes(self, resolved: Resolved) -> int:
+        """What the largest step takes on a GPU beside weights and KV cache; 0 on a CPU, whose memory has room to give.
+
+        Captured steps keep memory of their own, at most as much again.
+        """
+        if resolved.device.type != "cuda":
+            return 0
+        num_tokens, num_sequences, _ = step_input_shape(resolved)
+        num_blocks = -(-num_tokens // num_sequences // resolved.block_size) + 1
+        runner = self.runner(num_blocks, resolved.block_size, resolved.max_model_len)
+        return 2 * measured_step_bytes(runner, resolved)
 
     def runner(self, num_blocks: int, block_size: int, max_model_len: int) -> ModelRunner:
         """A runner with a KV cache of that size."""
-        kv = KVCache.allocate(self.config, num_blocks, block_size, self.decoder.dtype, self.decoder.device)
+        spare = self.kernels.graph_attention is not None
+        kv = KVCache.allocate(self.config, num_blocks, block_size, self.decoder.dtype, self.decoder.device, spare)
         return ModelRunner(self.decoder, kv, block_size, max_model_len)

@@ -8,7 +8,8 @@ from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig
 
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
-GPU_RESERVE_BYTES = 2 << 30  # activations and workspace of a step
+MIN_GROUP_SIZE = 32  # of 4-bit weights: a scale of 16 bits and a zero of 8 for each group
+SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
 
 
 def free_cpu_bytes() -> int:
@@ -29,11 +30,12 @@ def weight_bytes(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
         return config.num_parameters() * dtype.itemsize
     width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
     embeddings = 2 * config.vocab_size * config.hidden_size * width  # a table to look up and a linear, tied or not
-    if config.awq is None:
+    if config.quantization is None:
         return config.num_linear_parameters() * width + embeddings
-    packed = 0.5 + 8 / config.awq.group_size  # bytes, a scale and a zero in float32 for each group
-    if dtype != torch.float32:
-        packed += dtype.itemsize  # the dense form for many tokens
+    bits, group_size = config.quantization.bits, config.quantization.group_size
+    packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a scale and a zero in float32 for a group
+    if dtype != torch.float32:  # the dense form for many tokens, and of wider weights than 4 bits for few too
+        packed = dtype.itemsize + (packed if bits == 4 else 0)
     return int(config.num_linear_parameters() * packed) + embeddings
 
 
@@ -62,17 +64,41 @@ def _cgroup(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def kv_budget_bytes(device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float) -> int:
-    """Bytes for the KV cache: `wanted` when given, else what `need` asks for within the device's share."""
+def gpu_share_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    """What is free of the part of a GPU's memory that may be used; below 0 where others use more than the rest."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free - int(total * (1.0 - gpu_memory_utilization))
+
+
+def dense_weights_fit(config: ModelConfig, dtype: torch.dtype, budget_bytes: int, kv_tokens: int) -> bool:
+    """Whether `budget_bytes` hold 4-bit weights, their `dtype` form beside them and a KV cache of so many tokens.
+
+    Steps of many tokens are multiplied with that form; without room for it, it is written anew in each of them.
+    """
+    linears = config.num_linear_parameters()
+    packed_and_dense = linears * (0.5 + 3 / MIN_GROUP_SIZE + dtype.itemsize)
+    embeddings = 2 * config.vocab_size * config.hidden_size * dtype.itemsize
+    cache = kv_tokens * config.kv_bytes_per_token(dtype)
+    return packed_and_dense + embeddings + cache + SLACK_BYTES <= budget_bytes
+
+
+def kv_budget_bytes(
+    device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float, step_bytes: int
+) -> int:
+    """Bytes for the KV cache: `wanted` when given, else what `need` asks for within the device's share.
+
+    `step_bytes`: what the largest step takes beside weights and cache, on a GPU.
+    """
     if wanted is not None:
         return wanted
     if device.type == "cpu":
         return min(need, int(free_cpu_bytes() * CPU_SHARE))
-    free, total = torch.cuda.mem_get_info(device)
-    budget = free - int(total * (1.0 - gpu_memory_utilization)) - GPU_RESERVE_BYTES
+    budget = gpu_share_bytes(device, gpu_memory_utilization) - step_bytes - SLACK_BYTES
     if budget <= 0:
+        free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(
             f"{device}: {free >> 20} MiB free of {total >> 20} after loading the weights leave nothing for the KV "
-            f"cache at engine.gpu_memory_utilization = {gpu_memory_utilization}"
+            f"cache at engine.gpu_memory_utilization = {gpu_memory_utilization}: a step takes {step_bytes >> 20} MiB, "
+            f"{SLACK_BYTES >> 20} are kept in reserve. Lower engine.max_num_batched_tokens, or raise the utilization"
         )
     return min(need, budget)

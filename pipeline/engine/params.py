@@ -88,6 +88,9 @@ class EngineConfig:
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step.
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
+    kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
+    quantization: "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while they are loaded,
+    by rounding; "none" leaves them as they are stored, quantized or not.
     draft: a smaller model with the same tokens, which proposes tokens for `model` to check.
     speculation: "off" (or False); "auto", which with a draft model looks for drafts there and in the texts themselves
     and drafts where that pays; or {"proposer": "ngram" or "draft", "max_draft_tokens": n, "forced": False}: "ngram" is
@@ -108,6 +111,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"
     activation_dtype: str = "auto"
+    kernels: str = "auto"
+    quantization: str = "none"
     draft: str | None = None
     speculation: str | bool | dict[str, str | int] = "auto"
     seed: int = 0

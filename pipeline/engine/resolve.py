@@ -1,7 +1,7 @@
 """From an `EngineConfig` with "auto" in it to the numbers an engine runs with."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,6 +9,7 @@ from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
+from pipeline.quant.nearest import METHODS, RoundToNearest
 
 DEFAULT_DRAFT_TOKENS = 6
 MOST_DRAFT_TOKENS = 32
@@ -34,10 +35,12 @@ class Resolved:
 
     device: torch.device
     dtype: torch.dtype
+    kernels: str  # of kernels.select.KERNELS
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    gpu_memory_utilization: float
     speculation: Speculation | None  # None: off
 
 
@@ -61,12 +64,28 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     return Resolved(
         device=device,
         dtype=_dtype(config.dtype, device, model),
+        kernels=config.kernels,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
+        gpu_memory_utilization=config.gpu_memory_utilization,
         speculation=_speculation(config),
     )
+
+
+def quantized_on_load(model: ModelConfig, method: str) -> ModelConfig:
+    """The model with its linears quantized by `method` as they are loaded. Raises ConfigError where that cannot be."""
+    if method == "none":
+        return model
+    if method not in METHODS:
+        raise ConfigError(f"model.quantization = {method!r}: expected none, {', '.join(METHODS)}")
+    if model.quantization is not None:
+        raise ConfigError(
+            f"model.quantization = {method!r}: this checkpoint is quantized already ({model.quantization}); leave the "
+            "key out, or take the 16-bit checkpoint"
+        )
+    return replace(model, quantization=RoundToNearest(method))
 
 
 def set_threads(num_threads: int | None) -> int:

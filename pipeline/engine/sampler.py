@@ -75,6 +75,32 @@ class SamplerOutput:
     finite: np.ndarray  # bool [R]
     logprobs: dict[int, TokenLogprobs]
 
+    def of_rows(self, rows: np.ndarray) -> "SamplerOutput":
+        """Of these rows alone, in their order."""
+        logprobs = {r: self.logprobs[row] for r, row in enumerate(rows.tolist()) if row in self.logprobs}
+        return SamplerOutput(self.token_ids[rows], self.finite[rows], logprobs)
+
+
+class Drawn:
+    """What `greedy` gives, being worked out by a device that the host does not wait for.
+
+    `token_ids_R` can be used on the device at once; the copy for the host is under way.
+    """
+
+    def __init__(self, token_ids_R: torch.Tensor, finite_R: torch.Tensor) -> None:
+        self.token_ids_R = token_ids_R
+        both_2R = torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)])
+        self._both_2R = both_2R.to("cpu", non_blocking=True)  # into pinned memory
+        self._copied = torch.cuda.Event() if token_ids_R.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def output(self) -> SamplerOutput:
+        """The tokens on the host; waits for them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return SamplerOutput(*_tokens_and_finite(self._both_2R.numpy()), {})
+
 
 @dataclass(frozen=True)
 class Verified:
@@ -93,9 +119,7 @@ class Verified:
 
     def tokens(self, sequences: np.ndarray, number: int) -> SamplerOutput:
         """Their tokens number `number`, from 0, in the form that a plain step gives them."""
-        rows, out = self.first_S[sequences] + number, self.output
-        logprobs = {r: out.logprobs[row] for r, row in enumerate(rows.tolist()) if row in out.logprobs}
-        return SamplerOutput(out.token_ids[rows], out.finite[rows], logprobs)
+        return self.output.of_rows(self.first_S[sequences] + number)
 
 
 def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
@@ -189,9 +213,12 @@ def _best_in_numpy(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _on_host(token_ids_R: torch.Tensor, finite_R: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and whether they mean something, as numpy arrays, in one transfer."""
-    both = torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)]).cpu().numpy()
-    finite = both[1].astype(bool)
-    return np.where(finite, both[0], 0), finite
+    return _tokens_and_finite(torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)]).cpu().numpy())
+
+
+def _tokens_and_finite(both_2R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    finite = both_2R[1].astype(bool)
+    return np.where(finite, both_2R[0], 0), finite
 
 
 def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

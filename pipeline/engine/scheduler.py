@@ -26,13 +26,14 @@ import numpy as np
 from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.params import EngineStats
 from pipeline.engine.sequence import Sequence, SlotTable
-from pipeline.engine.step import StepPlan
+from pipeline.engine.step import StepPlan, share
 from pipeline.errors import RowError
 
 MIN_HISTORY = 64  # finished sequences before their lengths predict others'
 HISTORY = 1024
 EXPECTED_PERCENTILE = 75
 RECOVERY_STEPS = 16
+UNKNOWN_TOKEN = -1  # stands in the table where a token is promised
 MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
 
 Rejected = tuple[Sequence, RowError, str]
@@ -107,32 +108,42 @@ class Scheduler:
         self._num_history = 0
         self._expected, self._history_changed = None, False
 
-    def finish(self, slot: int) -> Sequence:
-        """Take out a running sequence that came to its end, and expect such lengths of others."""
-        generated = int(self.table.num_known[slot] - self.table.num_prompt[slot])
-        self._history[self._num_history % HISTORY] = generated
-        self._num_history += 1
+    def finish(self, slots: list[int]) -> list[Sequence]:
+        """Take out running sequences that came to their end, and expect such lengths of others."""
+        place_N = np.arange(self._num_history, self._num_history + len(slots)) % HISTORY
+        self._history[place_N] = self.table.num_known[slots] - self.table.num_prompt[slots]
+        self._num_history += len(slots)
         self._history_changed = True
-        return self.drop(slot, finished=True)
+        return self._take_out(slots, finished=True)
 
-    def drop(self, slot: int, keep_blocks: bool = True, finished: bool = False) -> Sequence:
-        """Take out a running sequence, ended or not. Its full blocks can be found from now on, or no more if
-        `keep_blocks` is false.
+    def drop(self, slot: int, keep_blocks: bool = True) -> Sequence:
+        """Take out a running sequence before its end. Its full blocks can be found from now on, or no more if
+        `keep_blocks` is false."""
+        (sequence,) = self._take_out([slot], keep_blocks=keep_blocks)
+        return sequence
 
-        Blocks that it generated were not findable before: no prompt that waits beside it goes on from there, and so
-        generating costs no hashes on the way.
+    def _take_out(self, slots: list[int], keep_blocks: bool = True, finished: bool = False) -> list[Sequence]:
+        """Take out running sequences, ended or not.
+
+        Blocks that they generated were not findable before: no prompt that waits beside them goes on from there, and
+        so generating costs no hashes on the way.
         """
-        if self.watcher is not None:
-            self.watcher.left(slot, finished)
-        blocks = self.table.blocks_of(slot)
-        if keep_blocks:
-            prompt, computed = int(self.table.num_prompt[slot]), int(self.table.num_computed[slot])
-            self._make_findable(slot, prompt // self.pool.block_size, computed // self.pool.block_size)
-        else:
-            self.pool.forget(blocks)
-        self.running = self.running[self.running != slot]
-        self.pool.release(blocks)
-        return self.table.vacate(slot)
+        table, size = self.table, self.pool.block_size
+        leaves_S = np.zeros(table.num_slots, dtype=bool)
+        leaves_S[slots] = True
+        self.running = self.running[~leaves_S[self.running]]
+        sequences = []
+        for slot, prompt, computed in zip(slots, table.num_prompt[slots].tolist(), table.num_computed[slots].tolist()):
+            if self.watcher is not None:
+                self.watcher.left(slot, finished)
+            blocks = table.blocks_of(slot)
+            if keep_blocks:
+                self._make_findable(slot, blocks, prompt // size, computed // size)
+            else:
+                self.pool.forget(blocks)
+            self.pool.release(blocks)
+            sequences.append(table.vacate(slot))
+        return sequences
 
     def abort(self, row_id: object) -> Sequence | None:
         """Drop a sequence wherever it is; None when it is not here."""
@@ -149,17 +160,19 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decide the next step and allocate its blocks; None when there is nothing to compute."""
-        slot_S, count_S, preempted = self._plan_running()
+        slot_S, start_S, count_S, preempted = self._plan_running()
         if self.waiting and not preempted:
-            admitted, counts = self._admit(self.step_tokens - int(count_S.sum()))
-            if admitted:
-                slot_S = np.concatenate([slot_S, admitted])
-                count_S = np.concatenate([count_S, counts])
-        used = count_S > 0
-        slot_S, count_S = slot_S[used], count_S[used]
+            slots, starts, counts = self._admit(self.step_tokens - int(count_S.sum()))
+            if slots:
+                slot_S, start_S, count_S = (
+                    np.concatenate([running_S, np.array(admitted, dtype=np.int64)])
+                    for running_S, admitted in ((slot_S, slots), (start_S, starts), (count_S, counts))
+                )
+        if not count_S.all():
+            used = np.flatnonzero(count_S)
+            slot_S, start_S, count_S = slot_S[used], start_S[used], count_S[used]
         if not len(slot_S):
             return None
-        start_S = self.table.num_computed[slot_S]
         return StepPlan(slot_S, start_S, count_S, start_S + count_S == self.table.num_known[slot_S])
 
     def advance(self, plan: StepPlan) -> None:
@@ -171,16 +184,21 @@ class Scheduler:
         table.last_step[plan.slot_S] = self._num_steps
         if self.step_tokens < self.max_num_batched_tokens and self._num_steps % RECOVERY_STEPS == 0:
             self.step_tokens = min(2 * self.step_tokens, self.max_num_batched_tokens)
-        prefilling = np.flatnonzero(plan.start_S < table.num_prompt[plan.slot_S])
-        for slot, start, end in zip(*(of_S[prefilling].tolist() for of_S in (plan.slot_S, plan.start_S, end_S))):
-            self._make_findable(slot, start // size, min(end, table.at(slot).num_prompt) // size)
+        if not self.enable_prefix_caching:
+            return
+        prompt_S = table.num_prompt[plan.slot_S]
+        prefilling = np.flatnonzero(plan.start_S < prompt_S)
+        first_P, end_P = plan.start_S[prefilling] // size, np.minimum(end_S, prompt_S)[prefilling] // size
+        for slot, first, end in zip(plan.slot_S[prefilling].tolist(), first_P.tolist(), end_P.tolist()):
+            self._make_findable(slot, table.block_table[slot, :end].tolist(), first, end)
 
     def undo(self, plan: StepPlan) -> None:
         """The plan did not fit the memory: nothing of it counts, and the next ones are at most half as large.
 
-        What it wrote into blocks that a sequence keeps is written again by the step that counts.
+        What it wrote into blocks that a sequence keeps is written again by the step that counts. Sequences of it that
+        have ended since are passed by.
         """
-        for slot in plan.slot_S.tolist():
+        for slot in plan.slot_S[np.isin(plan.slot_S, self.running)].tolist():
             self._release_uncomputed(slot)
         self.step_tokens = max(plan.num_tokens // 2, 1)
 
@@ -199,6 +217,27 @@ class Scheduler:
         self.table.num_computed[slot_R] = self.table.num_known[slot_R]
         self.append(slot_R, token_R)
 
+    def promise(self, slot_R: np.ndarray) -> np.ndarray:
+        """Plan as if each of these sequences, all computed, knew the token that the device is drawing for it.
+
+        Those that end with that token by their length are left out. Returns the others, for `retract`, which must come
+        before the tokens are appended.
+        """
+        table = self.table
+        slot_R = slot_R[table.num_known[slot_R] + 1 < table.limit[slot_R]]
+        table.token_ids[slot_R, table.num_known[slot_R]] = UNKNOWN_TOKEN
+        table.num_known[slot_R] += 1
+        return slot_R
+
+    def retract(self, slot_R: np.ndarray) -> None:
+        """Take a promise back."""
+        self.table.num_known[slot_R] -= 1
+
+    def would_preempt(self) -> bool:
+        """Whether the running sequences' next tokens need more blocks than are free."""
+        *_, missing_S = self._wanted()
+        return int(missing_S.sum()) > self.pool.num_free
+
     def release_draft_blocks(self, slot_S: np.ndarray) -> None:
         """Take from these sequences the blocks that held nothing but drafts which were not accepted."""
         used_S = -(-self.table.num_computed[slot_S] // self.pool.block_size)
@@ -207,12 +246,11 @@ class Scheduler:
 
     # -- running sequences
 
-    def _plan_running(self) -> tuple[np.ndarray, np.ndarray, bool]:
-        preempted = False
+    def _plan_running(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+        """Slots, the position from which each computes, and how many tokens; last whether anyone was preempted."""
+        table, preempted = self.table, False
         while True:
-            slot_S = self.running
-            count_S = self._chunks(slot_S)
-            missing_S = self._missing_blocks(slot_S, count_S)
+            slot_S, start_S, count_S, missing_S = self._wanted()
             num_missing = int(missing_S.sum())
             if num_missing <= self.pool.num_free:
                 break
@@ -223,32 +261,33 @@ class Scheduler:
                 self._preempt(slot_S)
         if num_missing:
             grown_S = np.flatnonzero(missing_S)
-            self.table.append_blocks(slot_S[grown_S], missing_S[grown_S], self.pool.allocate(num_missing))
-        return slot_S, count_S, preempted
+            table.append_blocks(slot_S[grown_S], missing_S[grown_S], self.pool.allocate(num_missing))
+        return slot_S, start_S, count_S, preempted
 
-    def _chunks(self, slot_S: np.ndarray) -> np.ndarray:
-        need_S = self.table.num_known[slot_S] - self.table.num_computed[slot_S]
+    def _wanted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of the running sequences: slots, from where they compute, how many tokens, and the blocks they lack."""
+        table, slot_S = self.table, self.running
+        start_S = table.num_computed[slot_S]
+        count_S = self._chunks(slot_S, table.num_known[slot_S] - start_S)
+        needed_S = (start_S + count_S + (self.pool.block_size - 1)) // self.pool.block_size
+        return slot_S, start_S, count_S, np.maximum(needed_S - table.num_blocks[slot_S], 0)
+
+    def _chunks(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
         if self.step_tokens < self.max_num_batched_tokens:
             return self._turns(slot_S, need_S)
-        count_S = np.ones_like(need_S)
+        count_S = np.minimum(need_S, 1)  # 0: all it knows is computed, and its last token is being drawn
         long = np.flatnonzero(need_S > 1)
         if len(long):
-            budget = self.max_num_batched_tokens - (len(need_S) - len(long))
-            before = np.cumsum(need_S[long]) - need_S[long]
-            count_S[long] = np.clip(budget - before, 0, need_S[long])
+            budget = self.max_num_batched_tokens - int(count_S.sum()) + len(long)
+            count_S[long] = share(need_S[long], budget)
         return count_S
 
     def _turns(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
         """What each computes under a limit: those first that were computed the longest ago, of equals the oldest."""
         turn = np.argsort(self.table.last_step[slot_S], kind="stable")
-        before = np.cumsum(need_S[turn]) - need_S[turn]
         count_S = np.empty_like(need_S)
-        count_S[turn] = np.clip(self.step_tokens - before, 0, need_S[turn])
+        count_S[turn] = share(need_S[turn], self.step_tokens)
         return count_S
-
-    def _missing_blocks(self, slot_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
-        end_S = self.table.num_computed[slot_S] + count_S
-        return np.maximum(-(-end_S // self.pool.block_size) - self.table.num_blocks[slot_S], 0)
 
     def _preempt(self, slot_S: np.ndarray) -> None:
         victim = int(slot_S[1:][np.argmin(self.table.num_computed[slot_S[1:]])])
@@ -267,12 +306,15 @@ class Scheduler:
 
     # -- admission
 
-    def _admit(self, budget: int) -> tuple[list[int], list[int]]:
-        """Move waiting sequences into slots; returns them with the tokens each computes in this step."""
+    def _admit(self, budget: int) -> tuple[list[int], list[int], list[int]]:
+        """Move waiting sequences into slots; returns those, the positions from which they compute in this step, and how
+        many tokens."""
         slots: list[int] = []
+        starts: list[int] = []
         counts: list[int] = []
+        pool, size, expected = self.pool, self.pool.block_size, self._expected_output()
         in_progress = self._hashes_in_progress()
-        reserved = self._expected_blocks_of_running()
+        reserved = self._expected_blocks_of_running(expected)
         deferred: list[Sequence] = []
         while self.waiting and budget > 0 and self.table.num_free_slots and len(deferred) < MAX_DEFERRED:
             sequence = self.waiting.popleft()
@@ -280,30 +322,30 @@ class Scheduler:
             if being_computed:
                 deferred.append(sequence)
                 continue
-            need = self._expected_blocks(sequence) - sum(not self.pool.is_free(block) for block in hits)
-            if (len(self.running) or slots) and reserved + need > self.pool.num_free:
+            num_final = self._expected_blocks(sequence, expected)
+            need = num_final - len(hits) + pool.num_free_of(hits)
+            if (len(self.running) or slots) and reserved + need > pool.num_free:
                 self.waiting.appendleft(sequence)
                 break
-            computed = len(hits) * self.pool.block_size
-            count = min(len(sequence.token_ids) - computed, budget)
-            slot, num_blocks = self._start(sequence, hits, computed + count)
-            reserved += max(self._expected_blocks(sequence) - num_blocks, 0)
+            start = len(hits) * size
+            count = min(len(sequence.token_ids) - start, budget)
+            num_blocks = -(-(start + count) // size)
+            slots.append(self._start(sequence, hits, num_blocks))
+            starts.append(start)
+            counts.append(count)
+            reserved += max(num_final - num_blocks, 0)
             in_progress.update(sequence.hashes[len(hits) :])
             budget -= count
-            slots.append(slot)
-            counts.append(count)
         self.waiting.extendleft(reversed(deferred))
         if slots:
-            self.running = np.concatenate([self.running, np.array(slots, dtype=np.int64)])
-            self.running = self.running[np.argsort(self.table.order[self.running], kind="stable")]
-        return slots, counts
+            self._run(slots)
+        return slots, starts, counts
 
-    def _start(self, sequence: Sequence, hits: list[int], end: int) -> tuple[int, int]:
-        """Give it a slot, the known blocks of its prefix and fresh ones up to `end`; returns slot and blocks held."""
+    def _start(self, sequence: Sequence, hits: list[int], num_blocks: int) -> int:
+        """Give it a slot, the known blocks of its prefix and fresh ones, so that it holds `num_blocks`."""
         self.pool.share(hits)
-        blocks = hits + self.pool.allocate(-(-end // self.pool.block_size) - len(hits))
-        slot = self.table.occupy(sequence, blocks)
         computed = len(hits) * self.pool.block_size
+        slot = self.table.occupy(sequence, hits + self.pool.allocate(num_blocks - len(hits)))
         self.table.num_computed[slot] = computed
         if self.watcher is not None:
             self.watcher.admitted(slot)
@@ -311,7 +353,14 @@ class Scheduler:
             sequence.num_cached = min(computed, sequence.num_prompt)
             self.stats.cached_tokens += sequence.num_cached
             self.stats.prompt_tokens += sequence.num_cached
-        return slot, len(blocks)
+        return slot
+
+    def _run(self, slots: list[int]) -> None:
+        """Put them among the running ones; only one that was preempted can be older than some of these."""
+        self.running = np.concatenate([self.running, np.array(slots, dtype=np.int64)])
+        order_S = self.table.order[self.running]
+        if (order_S[1:] < order_S[:-1]).any():
+            self.running = self.running[np.argsort(order_S, kind="stable")]
 
     def _prefix(self, sequence: Sequence, in_progress: set[bytes]) -> tuple[list[int], bool]:
         """Known blocks of its prefix, and whether the block after them is being computed by another sequence."""
@@ -321,8 +370,7 @@ class Scheduler:
         usable = (len(sequence.token_ids) - 1) // size  # the last token is always computed: its logits are wanted
         sequence.extend_hashes(sequence.token_ids, usable, size)
         hits = self.pool.find(sequence.hashes[:usable])
-        following = sequence.hashes[len(hits) : usable]
-        return hits, bool(following) and following[0] in in_progress
+        return hits, len(hits) < usable and sequence.hashes[len(hits)] in in_progress
 
     def _hashes_in_progress(self) -> set[bytes]:
         """Hashes of prompt blocks that running sequences still have to compute."""
@@ -346,33 +394,34 @@ class Scheduler:
             self._history_changed = False
         return self._expected
 
-    def _expected_blocks(self, sequence: Sequence) -> int:
+    def _expected_blocks(self, sequence: Sequence, expected: int | None) -> int:
         limit = min(sequence.num_prompt + sequence.request.params.max_tokens, self.table.max_model_len)
-        expected, size = self._expected_output(), self.pool.block_size
+        size = self.pool.block_size
         if expected is not None:
             limit = min(limit, max(sequence.num_prompt + expected, len(sequence.token_ids) + size))
         return -(-limit // size)
 
-    def _expected_blocks_of_running(self) -> int:
+    def _expected_blocks_of_running(self, expected: int | None) -> int:
+        """Blocks that the running sequences are expected to need beside those that they hold."""
         table, size = self.table, self.pool.block_size
         slot_S = self.running
         final_S = table.limit[slot_S]
-        expected = self._expected_output()
         if expected is not None:
             likely_S = np.maximum(table.num_prompt[slot_S] + expected, table.num_known[slot_S] + size)
             final_S = np.minimum(final_S, likely_S)
-        return int(np.maximum(-(-final_S // size) - table.num_blocks[slot_S], 0).sum())
+        final_S += size - 1
+        final_S //= size
+        final_S -= table.num_blocks[slot_S]
+        return int(np.maximum(final_S, 0, out=final_S).sum())
 
     # -- small parts
 
-    def _make_findable(self, slot: int, first: int, end: int) -> None:
-        """Register its blocks number `first` to `end`, all computed."""
-        if first >= end or not self.enable_prefix_caching:
-            return
-        sequence = self.table.at(slot)
-        sequence.extend_hashes(self.table.token_ids[slot], end, self.pool.block_size)
-        for block, key in zip(self.table.block_table[slot, first:end].tolist(), sequence.hashes[first:end]):
-            self.pool.register(block, key)
+    def _make_findable(self, slot: int, blocks: list[int], first: int, end: int) -> None:
+        """Register those of its blocks from number `first` up to `end`, all computed."""
+        if first < end and self.enable_prefix_caching:
+            sequence = self.table.at(slot)
+            sequence.extend_hashes(self.table.token_ids[slot], end, self.pool.block_size)
+            self.pool.register(blocks[first:end], sequence.hashes[first:end])
 
     def _release_uncomputed(self, slot: int) -> None:
         self.pool.release(self.table.drop_uncomputed_blocks(slot))

@@ -53,29 +53,58 @@ class StepInput:
 
 def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     """Gather a plan's arrays without a loop over sequences."""
-    size = table.block_size
-    query_start_S1 = np.zeros(len(plan.slot_S) + 1, dtype=np.int64)
-    np.cumsum(plan.count_S, out=query_start_S1[1:])
-    sequence_T = np.repeat(np.arange(len(plan.slot_S)), plan.count_S)
-    position_T = plan.start_S[sequence_T] + np.arange(len(sequence_T)) - query_start_S1[sequence_T]
-    slot_T = plan.slot_S[sequence_T]
-    context_len_S = plan.start_S + plan.count_S
+    size, slot_S, count_S = table.block_size, plan.slot_S, plan.count_S
+    context_len_S = plan.start_S + count_S
+    query_start_S1 = np.zeros(len(slot_S) + 1, dtype=np.int64)
+    np.cumsum(count_S, out=query_start_S1[1:])
     most_blocks = -(-int(context_len_S.max()) // size)
-    block_T = table.block_table[slot_T, position_T // size].astype(np.int64)
+    slot_T, position_T = np.repeat(slot_S, count_S), runs(plan.start_S, count_S)
+    number_T = position_T // size
+    block_T = table.block_table.take(slot_T * table.block_table.shape[1] + number_T).astype(np.int64)
     logit_row_R = query_start_S1[1:][plan.samples_S] - 1
     if plan.draft_S is not None:
         logit_row_R = runs(logit_row_R - plan.draft_S[plan.samples_S], plan.draft_S[plan.samples_S] + 1)
     return StepInput(
-        token_id_T=table.token_ids[slot_T, position_T].astype(np.int64),
+        token_id_T=table.token_ids.take(slot_T * table.max_model_len + position_T).astype(np.int64),
         position_T=position_T,
-        slot_mapping_T=block_T * size + position_T % size,
+        slot_mapping_T=(block_T - number_T) * size + position_T,
         query_start_S1=query_start_S1.astype(np.int32),
         context_len_S=context_len_S.astype(np.int32),
-        block_table_SM=table.block_table[plan.slot_S, :most_blocks],
+        block_table_SM=table.block_table[slot_S, :most_blocks],
         logit_row_R=logit_row_R,
+    )
+
+
+def made_input(
+    num_tokens: int, num_sequences: int, context_len: int, block_size: int, max_len: int, num_rows: int
+) -> StepInput:
+    """A step of no real sequences, to see what one costs: each has up to `context_len` tokens behind it and computes
+    its share of `num_tokens`, the first `num_rows` of which want logits. All read the same blocks, from block 0 on, and
+    write into the last of them."""
+    count_S = np.full(num_sequences, num_tokens // num_sequences, dtype=np.int64)
+    count_S[: num_tokens % num_sequences] += 1
+    query_start_S1 = np.append(0, np.cumsum(count_S))
+    offset_T = np.arange(num_tokens) - np.repeat(query_start_S1[:-1], count_S)
+    position_T = np.minimum(context_len + offset_T, max_len - 1)
+    most_blocks = -(-int(position_T.max() + 1) // block_size)
+    return StepInput(
+        token_id_T=np.ones(num_tokens, dtype=np.int64),
+        position_T=position_T,
+        slot_mapping_T=position_T,  # block b is the b-th of every sequence
+        query_start_S1=query_start_S1.astype(np.int32),
+        context_len_S=np.minimum(context_len + count_S, max_len).astype(np.int32),
+        block_table_SM=np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1)),
+        logit_row_R=np.arange(num_rows),
     )
 
 
 def runs(first_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
     """first_N[0], first_N[0] + 1, ..., count_N[0] of them, then those of first_N[1], and so on."""
-    return np.arange(int(count_N.sum())) + np.repeat(first_N - np.cumsum(count_N) + count_N, count_N)
+    end_N = np.cumsum(count_N)
+    return np.arange(int(end_N[-1]) if len(end_N) else 0) + np.repeat(first_N - end_N + count_N, count_N)
+
+
+def share(wanted_S: np.ndarray, available: int) -> np.ndarray:
+    """`available` dealt out, as much as each wants, the first ones first."""
+    before_S = np.cumsum(wanted_S) - wanted_S
+    return np.clip(available - before_S, 0, wanted_S)

@@ -5,7 +5,6 @@ Steps are run on the engine's own KV cache while nobody is in it; what they leav
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from pipeline.engine.propose.draft_model import DraftModelProposer
@@ -17,7 +16,7 @@ from pipeline.engine.speculation.controlled import ControlledDrafts
 from pipeline.engine.speculation.controller import Controller
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.proposing import ProposingCost
-from pipeline.engine.step import StepInput
+from pipeline.engine.step import made_input
 
 CONTEXTS = (64, 1024)  # tokens of the contexts that steps are timed at, as far as the model goes
 TOKENS_PER_SEQUENCE = 4  # of drafted steps
@@ -25,14 +24,19 @@ BUDGET_S = 1.0  # seconds for the table of steps
 
 
 def controlled_drafts(
-    proposers: Sequence[Proposer], most_drafts: int, runner: Runner, table: SlotTable, max_num_batched_tokens: int
+    proposers: Sequence[Proposer],
+    most_drafts: int,
+    runner: Runner,
+    table: SlotTable,
+    max_num_batched_tokens: int,
+    padded_to: Sequence[int],
 ) -> ControlledDrafts:
-    """Time steps and passes, and make the policy that drafts where it pays."""
+    """Time steps and passes, and make the policy that drafts where it pays. padded_to: see `StepCost`."""
     most_tokens = min(max_num_batched_tokens, table.num_slots * (1 + most_drafts))
     longest = max(table.max_model_len - most_tokens // table.num_slots - TOKENS_PER_SEQUENCE, 1)
     short, long = (min(context, longest) for context in CONTEXTS)
     step = _timed_step(runner, table)
-    cost = StepCost.measure(step, max(most_tokens, 2), (short, long), TOKENS_PER_SEQUENCE, budget_s=BUDGET_S)
+    cost = StepCost.measure(step, max(most_tokens, 2), (short, long), TOKENS_PER_SEQUENCE, padded_to, BUDGET_S)
     priors, proposing = [], []
     for proposer in proposers:
         if isinstance(proposer, DraftModelProposer):
@@ -48,7 +52,9 @@ def _timed_step(runner: Runner, table: SlotTable) -> Callable[[int, int, int], N
     """Runs a step of (tokens, sequences, context) and waits for it: see `cost.RunStep`."""
 
     def run(num_tokens: int, num_sequences: int, context_len: int) -> None:
-        logits_RV = runner.execute(_step_input(num_tokens, num_sequences, context_len, table))
+        logits_RV = runner.execute(
+            made_input(num_tokens, num_sequences, context_len, table.block_size, table.max_model_len, num_tokens)
+        )
         if logits_RV.is_cuda:
             torch.cuda.synchronize(logits_RV.device)
 
@@ -59,23 +65,3 @@ def _timed_pass(runner: Runner, table: SlotTable, context_len: int) -> Callable[
     """Runs a draft pass over so many sequences."""
     step = _timed_step(runner, table)
     return lambda num_sequences: step(num_sequences, num_sequences, context_len)
-
-
-def _step_input(num_tokens: int, num_sequences: int, context_len: int, table: SlotTable) -> StepInput:
-    """All sequences read the same blocks and write into the last of them."""
-    size = table.block_size
-    count_S = np.full(num_sequences, num_tokens // num_sequences, dtype=np.int64)
-    count_S[: num_tokens % num_sequences] += 1
-    query_start_S1 = np.append(0, np.cumsum(count_S))
-    offset_T = np.arange(num_tokens) - np.repeat(query_start_S1[:-1], count_S)
-    position_T = np.minimum(context_len + offset_T, table.max_model_len - 1)
-    most_blocks = -(-int(position_T.max() + 1) // size)
-    return StepInput(
-        token_id_T=np.ones(num_tokens, dtype=np.int64),
-        position_T=position_T,
-        slot_mapping_T=position_T,  # block b is the b-th of every sequence
-        query_start_S1=query_start_S1.astype(np.int32),
-        context_len_S=np.minimum(context_len + count_S, table.max_model_len).astype(np.int32),
-        block_table_SM=np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1)),
-        logit_row_R=np.arange(num_tokens),
-    )

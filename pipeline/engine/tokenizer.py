@@ -23,6 +23,7 @@ import tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
 from pipeline.engine.chat import ChatRenderer, ChatTemplateError, with_system
+from pipeline.engine.token_bytes import TokenBytes
 from pipeline.errors import ModelError
 from pipeline.model.config import MAX_JSON_BYTES, read_json
 from pipeline.model.folder import checked_file
@@ -73,6 +74,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self._name = name
         self._parsing = backend  # knows control tokens: encodes rendered chats, decodes
+        self._bytes = TokenBytes.of(backend)
         self._control = _control_tokens(backend, chat_template or "")
         literal_json = _literal_json(backend, self._control)
         self._literal = tokenizers.Tokenizer.from_str(literal_json)
@@ -190,7 +192,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; special tokens are left out and blanks are left as they are."""
-        return self._parsing.decode(list(ids), skip_special_tokens=True)
+        if self._bytes is None:
+            return self._parsing.decode(list(ids), skip_special_tokens=True)
+        return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
 
     def differs_from(self, other: "Tokenizer") -> str | None:
         """A token whose id is another one there, told in words; None where each id means the same text in both."""

@@ -7,11 +7,12 @@ B block size, C number of blocks, M most blocks of a sequence in a block table.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from pipeline.kernels.transfer import on_device
 from pipeline.quant.packed import LinearWeight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -45,9 +46,37 @@ class AttentionInput:
             query_start_S1=np.arange(len(row_R) + 1, dtype=np.int32),
             context_len_S=(self.context_len_S[sequence_R] - behind_R).astype(np.int32),
             block_table_SM=self.block_table_SM[sequence_R],
-            slot_mapping_T=self.slot_mapping_T[torch.from_numpy(row_R).to(self.slot_mapping_T.device)],
+            slot_mapping_T=self.slot_mapping_T[on_device(row_R, self.slot_mapping_T.device)],
             block_size=self.block_size,
         )
+
+
+@dataclass(frozen=True)
+class GraphShape:
+    """The largest steps that are to be captured and replayed, and the heads of the model."""
+
+    max_seqs: int
+    max_blocks: int  # of a sequence
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: frozenset[int | None]  # of its layers
+    max_queries: int  # tokens that a sequence computes in such a step, if the kernels can take as many
+
+
+class GraphAttention(Protocol):
+    """What attention reads of a step, in device tensors that stay where they are.
+
+    With its `worked_out` in an `AttentionInput`, `Kernels.attention` launches the same work whatever the step, so that
+    it can be captured once and replayed after `refill`.
+    """
+
+    worked_out: dict[Hashable, Any]
+    max_queries: int
+
+    def refill(self, where: AttentionInput) -> None:
+        """Bring the tensors up to a step, without waiting for the device."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +91,9 @@ class Kernels:
     attention(q_TND, k_cache_CBKD, v_cache_CBKD, AttentionInput, scale, window) -> o_TND; window None is full
       causal attention, else a query at position p sees keys p - window + 1 .. p.
     silu_mul(gate_up_T2F) -> silu(first half) * second half.
+    greedy(logits_RV) -> (token_R int64, finite_R bool): the best token of each row, of equal ones the first; a row that
+      holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
+    graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
     """
 
     prepare_linear: Callable[[LinearWeight], Linear]
@@ -81,4 +113,6 @@ class Kernels:
     ]
     attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionInput, float, int | None], torch.Tensor]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    greedy: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     served_by: dict[str, str]
+    graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None

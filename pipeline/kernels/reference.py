@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.quant.packed import LinearWeight
 
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype, device: torch.device) -> Linear:
-    """A linear on dense weights in `dtype`; grouped integers are dequantized once."""
-    dense = weight.dequantize(dtype) if isinstance(weight, GroupIntWeight) else weight.weight_NK.to(dtype)
-    weight_NK = dense.to(device)
+    """A linear on dense weights in `dtype`; quantized ones are dequantized once."""
+    weight_NK = weight.dequantize(dtype).to(device)
     bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
     return lambda x_TK: F.linear(x_TK, weight_NK, bias_N)
 
@@ -105,6 +104,11 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_TF) * up_TF
 
 
+def greedy(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    best_R, token_R = logits_RV.max(dim=-1)
+    return token_R, torch.isfinite(best_R)
+
+
 def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     return Kernels(
         prepare_linear=lambda weight: prepare_linear(weight, dtype, device),
@@ -112,7 +116,8 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         norm_rope_write=norm_rope_write,
         attention=attention,
         silu_mul=silu_mul,
+        greedy=greedy,
         served_by=dict.fromkeys(
-            ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul"), "torch (reference)"
+            ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy"), "torch (reference)"
         ),
     )

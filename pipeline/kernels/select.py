@@ -5,15 +5,53 @@ from importlib.util import find_spec
 
 import torch
 
+from pipeline.errors import ConfigError
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
 
+KERNELS = ("auto", "reference", "cpu", "triton")
 
-def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest set that serves `device` and `dtype`; `Kernels.served_by` names each one's origin."""
-    kernels = reference_kernels(dtype, device)
-    if device.type != "cpu":
-        return kernels
+
+def select_kernels(device: torch.device, dtype: torch.dtype, wanted: str = "auto", keep_dense: bool = True) -> Kernels:
+    """The set `wanted` of KERNELS for `device` and `dtype`; "auto" is the fastest that serves them.
+
+    `Kernels.served_by` names each one's origin. keep_dense: see `triton.kernel_set.triton_kernels`. Raises ConfigError
+    for a set that is not there or does not serve the device.
+    """
+    on_gpu = device.type != "cpu"
+    if wanted == "auto":
+        wanted = ("triton" if find_spec("triton") is not None else "reference") if on_gpu else "cpu"
+        if on_gpu and wanted == "reference":
+            slow = reference_kernels(dtype, device)
+            why = "torch (reference): triton is not installed, this is slower"
+            return replace(slow, served_by=dict.fromkeys(slow.served_by, why))
+    if wanted == "reference":
+        return reference_kernels(dtype, device)
+    if wanted == "cpu":
+        if on_gpu:
+            raise ConfigError(f"engine.kernels = 'cpu': they do not serve {device}; use auto or triton")
+        return _cpu_kernels(dtype)
+    if wanted == "triton":
+        return _triton_kernels(device, dtype, keep_dense)
+    raise ConfigError(f"engine.kernels = {wanted!r}: expected one of {', '.join(KERNELS)}")
+
+
+def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool) -> Kernels:
+    if find_spec("triton") is None:
+        raise ConfigError("engine.kernels = 'triton': the package triton is not installed; pip install triton")
+    from pipeline.kernels.triton.kernel_set import is_interpreted, triton_kernels
+    from pipeline.kernels.triton.linear import Scratch
+
+    if device.type == "cpu" and not is_interpreted():
+        raise ConfigError(
+            "engine.kernels = 'triton': these kernels are for NVIDIA GPUs. On a CPU only Triton's interpreter runs "
+            "them, very slowly, where TRITON_INTERPRET=1 is set; use auto"
+        )
+    return triton_kernels(dtype, device, scratch=None if keep_dense else Scratch(dtype, device))
+
+
+def _cpu_kernels(dtype: torch.dtype) -> Kernels:
+    kernels = reference_kernels(dtype, torch.device("cpu"))
     from pipeline.kernels.cpu.linear import prepare_linear, supports_bf16
 
     if dtype == torch.bfloat16:
@@ -31,7 +69,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
     own_threads()
     if dtype == torch.float32:
-        linear = "numba on bfloat16 and int4 weights; torch (BLAS) on float32 weights"
+        linear = "numba on bfloat16, 8-bit and int4 weights; torch (BLAS) on float32 weights"
     return replace(
         kernels,
         add_rms_norm=add_rms_norm,
@@ -44,13 +82,14 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
             "norm_rope_write": "numba, one pass",
             "attention": "numba",
             "silu_mul": "numba, one pass",
+            "greedy": "numpy",
         },
     )
 
 
-def must_compile(device: torch.device) -> bool:
+def must_compile(kernels: Kernels) -> bool:
     """Whether kernels are compiled before the first step, which takes some seconds, once on a machine."""
-    if device.type != "cpu" or find_spec("numba") is None:
+    if not any("numba" in origin for origin in kernels.served_by.values()) or find_spec("numba") is None:
         return False
     from pipeline.kernels.cpu import compiled, compiled_linear
 

@@ -15,7 +15,7 @@ import torch
 from pipeline.errors import ModelError
 from pipeline.model.folder import checked_file
 from pipeline.model.rope import Rope
-from pipeline.quant.awq import AwqFormat
+from pipeline.quant.formats import QuantFormat, read_format
 
 MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -42,7 +42,7 @@ class ModelConfig:
     tie_embeddings: bool
     windows: tuple[int | None, ...]  # a layer's sliding window in tokens; None: full attention
     dtype: torch.dtype
-    awq: AwqFormat | None
+    quantization: QuantFormat | None  # None: the linears are dense
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
@@ -201,6 +201,6 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
         rope=rope,
         tie_embeddings=f.flag("tie_word_embeddings", False),
         dtype=DTYPES[dtype],
-        awq=None if quantization is None else AwqFormat.from_config(quantization, path),
+        quantization=None if quantization is None else read_format(quantization, path),
         **FAMILIES[family](f, layers),
     )

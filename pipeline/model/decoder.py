@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
 from pipeline.kernels.cpu.pages import ask_for_huge_pages
+from pipeline.kernels.transfer import on_device
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import LayerWeights, WeightReader
 from pipeline.quant.packed import DenseWeight
@@ -24,16 +25,25 @@ class KVCache:
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    has_spare_block: bool = False
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        with_spare_block: bool = False,
     ) -> "KVCache":
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        """`with_spare_block`: one more, the last, for what is written by tokens that pad a step."""
+        shape = (num_blocks + with_spare_block, block_size, config.num_kv_heads, config.head_dim)
         layers = range(config.num_layers)
         kv = cls(
             [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
             [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
+            with_spare_block,
         )
         if device.type == "cpu":
             for cache in (*kv.keys, *kv.values):
@@ -111,6 +121,7 @@ class Decoder:
         self.final_norm_H = reader.final_norm().to(device, dtype)
         self.lm_head = kernels.prepare_linear(DenseWeight(embedding) if config.tie_embeddings else reader.lm_head())
         reader.finish()
+        self.num_widened = len(reader.widened)
 
     def forward(
         self,
@@ -136,7 +147,7 @@ class Decoder:
             if layer is self.layers[-1] and len(row_R) < len(q_TND):
                 if len(row_R) == 0:
                     return x_TH[:0]
-                rows = torch.from_numpy(row_R).to(self.device)
+                rows = on_device(row_R, self.device)
                 q_TND, residual_TH, where = q_TND[rows], residual_TH[rows], where.rows(row_R)
             x_TH = layer.attend(q_TND, where, kv)
             x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, layer.post_norm_H, eps)

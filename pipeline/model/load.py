@@ -15,12 +15,11 @@ from safetensors import SafetensorError, safe_open
 from pipeline.errors import ModelError
 from pipeline.model.config import ModelConfig, read_json
 from pipeline.model.folder import checked_file
-from pipeline.quant.awq import SUFFIXES, read_linear
 from pipeline.quant.packed import DenseWeight, LinearWeight, concatenate
+from pipeline.quant.reading import FLOATS, take_dense
 
 DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 PLAIN_NAME = re.compile(r"[\w.+=@ ()-]+\.safetensors")
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,12 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 class Checkpoint:
-    """Named tensors of a folder, each handed out exactly once; `finish` proves that nothing was left."""
+    """Named tensors of a folder, each handed out exactly once; `finish` proves that nothing was left.
 
-    def __init__(self, folder: Path, ignore: tuple[str, ...] = ()) -> None:
+    `ignore`: names, `unused`: last parts of names, of tensors that nobody has to take.
+    """
+
+    def __init__(self, folder: Path, ignore: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> None:
         self.folder = folder
         self.home: dict[str, Path] = {}
         self.open: dict[Path, object] = {}
@@ -83,7 +85,11 @@ class Checkpoint:
                 if name in self.home:
                     raise ModelError(f"{path}: tensor {name} is also in {self.home[name].name}")
                 self.home[name] = path
-        self.left = {n for n in self.home if not n.endswith(DERIVED) and n not in ignore}
+        self.left = {
+            name
+            for name in self.home
+            if not name.endswith(DERIVED) and name not in ignore and name.rpartition(".")[2] not in unused
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self.home
@@ -120,7 +126,12 @@ class WeightReader:
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self.config = config
-        self.checkpoint = Checkpoint(folder, ignore=("lm_head.weight",) if config.tie_embeddings else ())
+        self.widened: list[str] = []  # fused linears whose parts are quantized differently, dense therefore
+        self.checkpoint = Checkpoint(
+            folder,
+            ignore=("lm_head.weight",) if config.tie_embeddings else (),
+            unused=config.quantization.unused if config.quantization is not None else (),
+        )
 
     def embedding(self) -> torch.Tensor:
         c = self.config
@@ -158,16 +169,14 @@ class WeightReader:
         self.checkpoint.finish()
 
     def _fused(self, parts: list[tuple[str, tuple[int, int]]], bias: bool) -> LinearWeight:
-        try:
-            return concatenate([self._linear(name, shape, bias) for name, shape in parts])
-        except ValueError:
-            names = ", ".join(name for name, _ in parts)
-            raise ModelError(
-                f"{self.checkpoint.folder}: {names} are quantized differently, which is not served"
-            ) from None
+        weights = [self._linear(name, shape, bias) for name, shape in parts]
+        fused = concatenate(weights)
+        if isinstance(fused, DenseWeight) and not all(isinstance(weight, DenseWeight) for weight in weights):
+            self.widened.append(parts[0][0])
+        return fused
 
     def _linear(self, prefix: str, shape_NK: tuple[int, int], bias: bool) -> LinearWeight:
         bias_N = self.checkpoint.take_float(f"{prefix}.bias", shape_NK[:1]) if bias else None
-        if self.config.awq is not None and any(f"{prefix}.{s}" in self.checkpoint for s in SUFFIXES):
-            return read_linear(prefix, shape_NK, self.config.awq, self.checkpoint, bias_N)
-        return DenseWeight(self.checkpoint.take_float(f"{prefix}.weight", shape_NK), bias_N)
+        if self.config.quantization is None:
+            return take_dense(prefix, shape_NK, self.checkpoint, bias_N)
+        return self.config.quantization.read_linear(prefix, shape_NK, self.checkpoint, bias_N)

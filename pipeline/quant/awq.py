@@ -1,105 +1,115 @@
-"""AutoAWQ GEMM checkpoints -> packed weights.
+"""AutoAWQ checkpoints -> packed weights.
 
-Layout (AutoAWQ, `awq/modules/linear/gemm.py`): for a linear of K inputs and N outputs, `qweight` (K, N/8) int32,
-`qzeros` (K/g, N/8) int32, `scales` (K/g, N); nibble i of an int32 holds output column ORDER[i] of its eight;
-weight[k, n] = (q - z) * scale.
+Layouts for a linear of K inputs, N outputs and groups of g; weight = (q - z) * scale.
+
+`gemm` (AutoAWQ, `awq/modules/linear/gemm.py`): `qweight` (K, N/8) int32, `qzeros` (K/g, N/8) int32, `scales` (K/g, N);
+part i of an int32 holds output ORDER[i] of its eight.
+`gemv` (`gemv.py`): `qweight` (N, K/8) int32, eight inputs from the lowest bits on; `qzeros` (N, W) int32, eight groups
+a word, `scales` (N, 8 W), both filled up to W words of groups, a multiple of 128 / g where g is less.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pipeline.errors import ModelError
-from pipeline.quant.packed import GroupIntWeight
+from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.quant.reading import (
+    Options,
+    Tensors,
+    group_of,
+    groups_text,
+    take_as,
+    take_dense,
+    take_scales,
+    unpack_words,
+)
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES = (-1, 32, 64, 128)
 SUFFIXES = ("qweight", "qzeros", "scales")
-
-
-class Tensors(Protocol):
-    """Named tensors of a checkpoint; `take` raises ModelError for a name it does not have."""
-
-    def __contains__(self, name: str) -> bool: ...
-    def take(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class AwqFormat:
-    """The quantization_config of an AutoAWQ checkpoint, checked."""
+    """The quantization_config of an AutoAWQ checkpoint, checked. `group_size` None: one group of all inputs."""
 
-    group_size: int
+    group_size: int | None
     zero_point: bool
-    modules_to_not_convert: tuple[str, ...] = ()
+    version: str = "gemm"
+    bits: int = 4
+    unused: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "AwqFormat":
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
+        older = {"bits": config.get("w_bit"), "group_size": config.get("q_group_size")}
+        options = Options({**older, **config, "version": str(config.get("version", "gemm")).lower()}, path)
+        options.one_of("quant_method", ("awq",))
+        options.one_of("bits", (4,))
+        options.names("modules_to_not_convert")  # such a linear has no qweight
+        group = options.one_of("group_size", GROUP_SIZES, 128)
+        return cls(
+            None if group == -1 else group,
+            options.one_of("zero_point", (True, False), True),
+            options.one_of("version", ("gemm", "gemv")),
+        )
 
-        def check(name: str, value: object, served: tuple[object, ...]) -> None:
-            if value not in served:
-                raise ModelError(
-                    f"{path}: quantization_config.{name} = {value!r:.200} is not served; AWQ checkpoints need "
-                    f"{name} in {served}"
-                )
+    def __str__(self) -> str:
+        return f"AWQ int4, {groups_text(self.group_size)}"
 
-        check("quant_method", config.get("quant_method"), ("awq",))
-        check("bits", config.get("bits", config.get("w_bit")), (4,))
-        check("version", str(config.get("version", "gemm")).lower(), ("gemm",))
-        group = config.get("group_size", config.get("q_group_size", 128))
-        check("group_size", group, GROUP_SIZES)
-        skip = config.get("modules_to_not_convert") or []
-        if not isinstance(skip, list) or not all(isinstance(name, str) for name in skip):
-            raise ModelError(
-                f"{path}: quantization_config.modules_to_not_convert = {skip!r:.200}: expected a list of names"
-            )
-        zero_point = config.get("zero_point", True)
-        check("zero_point", zero_point, (True, False))
-        return cls(int(group), bool(zero_point), tuple(skip))
+    def read_linear(
+        self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None
+    ) -> LinearWeight:
+        """One linear: dense where the checkpoint has no quantized tensors of that name.
+
+        A symmetric checkpoint (`zero_point` false) has zeros of 8; its qzeros are absent or empty (all bits zero).
+        Raises ModelError when a tensor's type or shape is not the layout's for `shape_NK` (N, K).
+        """
+        if not any(f"{prefix}.{suffix}" in tensors for suffix in SUFFIXES):
+            return take_dense(prefix, shape_NK, tensors, bias_N)
+        n, k = shape_NK
+        size = group_of(shape_NK, self.group_size, prefix)
+        if n % 8 or k % 8:
+            raise ModelError(f"{prefix}: {n} outputs and {k} inputs do not divide into packs of 8")
+        read = self._read_gemv if self.version == "gemv" else self._read_gemm
+        q_NK, scales_NG, zeros_NG = read(prefix, shape_NK, size, tensors)
+        if zeros_NG is None or not (self.zero_point or bool(zeros_NG.any())):
+            zeros_NG = torch.full_like(scales_NG, 8.0)
+        return GroupIntWeight(q_NK, scales_NG.contiguous(), zeros_NG.to(torch.float32).contiguous(), size, bias_N)
+
+    def _read_gemm(
+        self, prefix: str, shape_NK: tuple[int, int], size: int, tensors: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        n, k = shape_NK
+        qweight = take_as(tensors, f"{prefix}.qweight", [(k, n // 8)], [torch.int32])
+        scales_GN = take_scales(tensors, f"{prefix}.scales", [(k // size, n)])
+        zeros_NG = None
+        if self._has_zeros(prefix, tensors):
+            qzeros = take_as(tensors, f"{prefix}.qzeros", [(k // size, n // 8)], [torch.int32])
+            zeros_NG = unpack_columns(qzeros).t()
+        return unpack_columns(qweight).t().contiguous(), scales_GN.t(), zeros_NG
+
+    def _read_gemv(
+        self, prefix: str, shape_NK: tuple[int, int], size: int, tensors: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        n, k = shape_NK
+        groups, multiple = k // size, max(1, 128 // size)
+        words = -(-groups // (8 * multiple)) * multiple
+        qweight = take_as(tensors, f"{prefix}.qweight", [(n, k // 8)], [torch.int32])
+        scales_NG = take_scales(tensors, f"{prefix}.scales", [(n, 8 * words)])[:, :groups]
+        zeros_NG = None
+        if self._has_zeros(prefix, tensors):
+            qzeros = take_as(tensors, f"{prefix}.qzeros", [(n, words)], [torch.int32])
+            zeros_NG = unpack_words(qzeros, 4)[:, :groups]
+        return unpack_words(qweight, 4), scales_NG, zeros_NG
+
+    def _has_zeros(self, prefix: str, tensors: Tensors) -> bool:
+        return self.zero_point or f"{prefix}.qzeros" in tensors
 
 
 def unpack_columns(packed: torch.Tensor) -> torch.Tensor:
-    """(rows, N/8) int32 -> (rows, N) uint8 in true column order."""
-    shifts = torch.tensor([4 * ORDER.index(column) for column in range(8)], dtype=torch.int32)
-    nibbles = (packed.unsqueeze(-1) >> shifts) & 0xF
-    return nibbles.view(packed.shape[0], -1).to(torch.uint8)
-
-
-def read_linear(
-    prefix: str, shape_NK: tuple[int, int], awq: AwqFormat, tensors: Tensors, bias_N: torch.Tensor | None
-) -> GroupIntWeight:
-    """Build one linear from the tensors `prefix`.qweight / .qzeros / .scales.
-
-    A symmetric checkpoint (`zero_point` false) has zeros of 8; its qzeros are absent or empty (all bits zero).
-    Raises ModelError when a tensor's type or shape is not the layout's for `shape_NK` (N, K).
-    """
-    n, k = shape_NK
-    g = awq.group_size
-    if k % g or n % 8:
-        raise ModelError(f"{prefix}: {k} inputs and {n} outputs do not divide into groups of {g} and packs of 8")
-    qweight = _expect(tensors.take(f"{prefix}.qweight"), f"{prefix}.qweight", (k, n // 8), (torch.int32,))
-    float_types = (torch.float16, torch.bfloat16, torch.float32)
-    scales = _expect(tensors.take(f"{prefix}.scales"), f"{prefix}.scales", (k // g, n), float_types)
-    zeros_GN = torch.full((k // g, n), 8.0)
-    if awq.zero_point or f"{prefix}.qzeros" in tensors:
-        qzeros = _expect(tensors.take(f"{prefix}.qzeros"), f"{prefix}.qzeros", (k // g, n // 8), (torch.int32,))
-        if awq.zero_point or bool(qzeros.any()):
-            zeros_GN = unpack_columns(qzeros).to(torch.float32)
-    return GroupIntWeight(
-        unpack_columns(qweight).t().contiguous(),
-        scales.to(torch.float32).t().contiguous(),
-        zeros_GN.t().contiguous(),
-        g,
-        bias_N,
-    )
-
-
-def _expect(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-        raise ModelError(
-            f"{name}: found {tuple(tensor.shape)} {tensor.dtype}, expected {shape} in one of "
-            f"{', '.join(str(d) for d in dtypes)}"
-        )
-    return tensor
+    """(rows, N/8) int32 of the gemm layout -> (rows, N) uint8 in true column order."""
+    return unpack_words(packed, 4, ORDER)

@@ -1,6 +1,6 @@
 """The canonical weights of a linear layer: checkpoint formats are converted to these, kernels read only these.
 
-Shapes: N output features, K input features, g group size.
+Shapes: N output features, K input features, g group size, G groups, C entries of a codebook.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,19 @@ class DenseWeight:
     def in_features(self) -> int:
         return self.weight_NK.shape[1]
 
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight itself in `dtype`."""
+        return self.weight_NK.to(dtype)
+
 
 @dataclass(frozen=True)
 class GroupIntWeight:
-    """Unsigned 4-bit integers with a scale and a zero point for each group of `group_size` inputs of an output.
+    """Unsigned 4- or 8-bit integers with a scale and a zero point for each group of `group_size` inputs of an output.
 
-    weight = (q_NK - zeros_NG) * scales_NG, the group index being k // group_size. `q_NK` holds one value (0..15) a
-    byte, `zeros_NG` integers in the type of the scales (float32), so that symmetric checkpoints are zeros of 8.
+    weight = (q_NK - zeros_NG) * scales_NG, the group index being k // group_size. `q_NK` holds one value a byte,
+    `zeros_NG` integers in the type of the scales (float32), so that symmetric checkpoints are zeros of 8, or of 128.
+    A scale for each output alone is one group of K inputs. Where `input_order_K` is given, column j of `q_NK` is input
+    input_order_K[j]: checkpoints whose groups are not of neighbouring inputs; y = x[:, input_order_K] @ that.T + bias.
     """
 
     q_NK: torch.Tensor
@@ -37,6 +43,8 @@ class GroupIntWeight:
     zeros_NG: torch.Tensor
     group_size: int
     bias_N: torch.Tensor | None = None
+    bits: int = 4
+    input_order_K: torch.Tensor | None = None  # int64
 
     @property
     def out_features(self) -> int:
@@ -51,34 +59,137 @@ class GroupIntWeight:
         n, k = self.q_NK.shape
         q_NGg = self.q_NK.view(n, k // self.group_size, self.group_size).to(torch.float32)
         w_NGg = (q_NGg - self.zeros_NG.unsqueeze(-1)) * self.scales_NG.unsqueeze(-1)
-        return w_NGg.view(n, k).to(dtype)
+        w_NK = w_NGg.view(n, k).to(dtype)
+        if self.input_order_K is None:
+            return w_NK
+        return torch.empty_like(w_NK).index_copy_(1, self.input_order_K, w_NK)
 
 
-LinearWeight = DenseWeight | GroupIntWeight
+@dataclass(frozen=True)
+class CodebookWeight:
+    """4-bit codes of `codebook_C` (16 float32 values) with a scale for each group of `group_size` inputs of an output.
+
+    weight = codebook_C[code_NK] * scales_NG, the group index being k // group_size; one code (0..15) a byte.
+    """
+
+    code_NK: torch.Tensor
+    scales_NG: torch.Tensor
+    codebook_C: torch.Tensor
+    group_size: int
+    bias_N: torch.Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.code_NK.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.code_NK.shape[1]
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as a dense (N, K) tensor, rounded once to float32, once more when `dtype` is narrower."""
+        n, k = self.code_NK.shape
+        value_NGg = self.codebook_C[self.code_NK.to(torch.int64)].view(n, -1, self.group_size)
+        return (value_NGg * self.scales_NG.unsqueeze(-1)).view(n, k).to(dtype)
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """float8_e4m3fn values with a float32 scale for each block of `block` (outputs, inputs).
+
+    weight[n, k] = value_NK[n, k] * scales_RG[n // block[0], k // block[1]]; the last blocks may be cut off by the
+    weight's edge. A scale for the whole weight is a block of (N, K), one for each output a block of (1, K).
+    """
+
+    value_NK: torch.Tensor
+    scales_RG: torch.Tensor
+    block: tuple[int, int]
+    bias_N: torch.Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.value_NK.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.value_NK.shape[1]
+
+    @property
+    def scales_NG(self) -> torch.Tensor:
+        """Each output's own scales: a row of blocks repeated for the outputs in it."""
+        return self.scales_RG.repeat_interleave(self.block[0], 0)[: self.out_features]
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as a dense (N, K) tensor, rounded once to float32, once more when `dtype` is narrower."""
+        scale_NK = self.scales_NG.repeat_interleave(self.block[1], 1)[:, : self.in_features]
+        return (self.value_NK.to(torch.float32) * scale_NK).to(dtype)
+
+
+LinearWeight = DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight
 
 
 def concatenate(parts: list[LinearWeight]) -> LinearWeight:
     """Fuse linears that read the same input (q, k, v; gate and up) into one with their outputs side by side.
 
-    Raises ValueError when the parts are of different kinds or group sizes.
+    Parts of one form (kind, bits, group size, order of inputs) stay in it. Others become one dense weight, in float32
+    where one of them was quantized, so that each output still computes what its own weight would.
     """
-    first = parts[0]
     biases = [p.bias_N for p in parts]
     if any(b is not None for b in biases):
         filled = [b if b is not None else torch.zeros(p.out_features) for p, b in zip(parts, biases)]
         bias_N = torch.cat([b.to(torch.float32) for b in filled])
     else:
         bias_N = None
-    if all(isinstance(p, DenseWeight) for p in parts):
-        return DenseWeight(torch.cat([p.weight_NK for p in parts]), bias_N)  # type: ignore[union-attr]
+    dense = [p for p in parts if isinstance(p, DenseWeight)]
+    if len(dense) == len(parts):
+        return DenseWeight(torch.cat([p.weight_NK for p in dense]), bias_N)
+    fused = _fused_groups(parts, bias_N) or _fused_codebooks(parts, bias_N) or _fused_fp8(parts, bias_N)
+    return fused or DenseWeight(torch.cat([p.dequantize(torch.float32) for p in parts]), bias_N)
+
+
+def _fused_groups(parts: list[LinearWeight], bias_N: torch.Tensor | None) -> GroupIntWeight | None:
     groups = [p for p in parts if isinstance(p, GroupIntWeight)]
-    if len(groups) != len(parts) or any(p.group_size != groups[0].group_size for p in groups):
-        raise ValueError("only linears of one kind and group size can be fused")
-    assert isinstance(first, GroupIntWeight)
+    if len(groups) < len(parts) or len({(p.bits, p.group_size) for p in groups}) > 1:
+        return None
+    orders, first = [p.input_order_K for p in groups], groups[0]
+    if not all(_same_order(order, orders[0]) for order in orders):
+        return None
     return GroupIntWeight(
         torch.cat([p.q_NK for p in groups]),
         torch.cat([p.scales_NG for p in groups]),
         torch.cat([p.zeros_NG for p in groups]),
         first.group_size,
         bias_N,
+        first.bits,
+        first.input_order_K,
     )
+
+
+def _same_order(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
+
+
+def _fused_codebooks(parts: list[LinearWeight], bias_N: torch.Tensor | None) -> CodebookWeight | None:
+    coded = [p for p in parts if isinstance(p, CodebookWeight)]
+    if len(coded) < len(parts) or len({p.group_size for p in coded}) > 1:
+        return None
+    if not all(torch.equal(p.codebook_C, coded[0].codebook_C) for p in coded):
+        return None
+    return CodebookWeight(
+        torch.cat([p.code_NK for p in coded]),
+        torch.cat([p.scales_NG for p in coded]),
+        coded[0].codebook_C,
+        coded[0].group_size,
+        bias_N,
+    )
+
+
+def _fused_fp8(parts: list[LinearWeight], bias_N: torch.Tensor | None) -> Fp8Weight | None:
+    """With a scale row for each output where blocks of several outputs do not end where the parts do."""
+    floats = [p for p in parts if isinstance(p, Fp8Weight)]
+    if len(floats) < len(parts) or len({p.block[1] for p in floats}) > 1:
+        return None
+    value_NK, (rows, columns) = torch.cat([p.value_NK for p in floats]), floats[0].block
+    if all(p.block[0] == rows and p.out_features % rows == 0 for p in floats) and rows < floats[0].out_features:
+        return Fp8Weight(value_NK, torch.cat([p.scales_RG for p in floats]), (rows, columns), bias_N)
+    return Fp8Weight(value_NK, torch.cat([p.scales_NG for p in floats]), (1, columns), bias_N)

@@ -32,7 +32,7 @@ def test_packed_weights_are_all_values_and_their_zeros_lie_in_the_middle(tmp_pat
 def test_every_tensor_is_used_and_the_tokenizer_has_the_vocabulary(tmp_path, name):
     model = bench_model(name, str(tmp_path))
     config = read_config(model.folder)
-    assert (config.awq is not None) == name.endswith("awq")
+    assert (config.quantization is not None) == name.endswith("awq")
     assert "random weights" in model.about
     reader = WeightReader(model.folder, config)
     reader.embedding()

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 
 from pipeline.engine.engine import Engine
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.step import StepInput
+from pipeline.kernels.reference import greedy
 
 VOCAB = 97
 EOS = 96
@@ -39,6 +41,8 @@ class HashRunner:
     """
 
     vocab_size = VOCAB
+    is_asynchronous = False
+    greedy = staticmethod(greedy)
 
     def __init__(
         self, num_blocks: int, block_size: int, bad_token: int | None = None, memory: int | None = None
@@ -48,7 +52,10 @@ class HashRunner:
         self.tokens_per_step: list[int] = []
         self.zeroed: list[int] = []
 
-    def execute(self, step: StepInput) -> torch.Tensor:
+    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        if late is not None:
+            late.put_into(torch.from_numpy(step.token_id_T))
+        assert (step.token_id_T >= 0).all(), "a promised token was taken for a known one"
         self.tokens_per_step.append(len(step.token_id_T))
         self.cache.reshape(-1)[step.slot_mapping_T] = step.token_id_T
         logits = torch.zeros(len(step.logit_row_R), VOCAB)
@@ -86,10 +93,16 @@ class PlainTokenizer:
 
 
 def hash_engine(
-    num_blocks: int, block_size: int = 4, bad_token: int | None = None, memory: int | None = None, **options: int
+    num_blocks: int,
+    block_size: int = 4,
+    bad_token: int | None = None,
+    memory: int | None = None,
+    is_asynchronous: bool = False,
+    **options: int,
 ) -> Engine:
     """An engine on a HashRunner whose blocks turn stale whenever they are handed out anew."""
     runner = HashRunner(num_blocks, block_size, bad_token, memory)
+    runner.is_asynchronous = is_asynchronous
     settings = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 16} | options
     engine = Engine.from_parts(runner, PlainTokenizer(), num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
     allocate = engine.pool.allocate

@@ -33,7 +33,7 @@ class PoolMachine(RuleBasedStateMachine):
     def register(self, data: st.DataObject, token: int) -> None:
         block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.held))))
         (key,) = chain_hashes(ROOT, np.array([token] * 4), 4)
-        self.pool.register(block, key)
+        self.pool.register([block], [key])
         if key not in self.known and block not in self.known.values():
             self.known[key] = block
 

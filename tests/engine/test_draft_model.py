@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pipeline.engine.engine import Engine
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.propose.draft_model import NEAR, DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
@@ -19,6 +20,7 @@ from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.step import StepInput
 from pipeline.errors import ModelError
+from pipeline.kernels.reference import greedy
 from tests.checkpoints import Family, make_family
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
 from tests.engine.test_scheduler import random_requests, run
@@ -138,12 +140,12 @@ def test_a_vocabulary_of_another_size() -> None:
     class Cut(HashRunner):
         vocab_size = 60
 
-        def execute(self, step: StepInput) -> torch.Tensor:
-            return super().execute(step)[:, : self.vocab_size]
+        def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+            return super().execute(step, late)[:, : self.vocab_size]
 
     class Padded(HashRunner):
-        def execute(self, step: StepInput) -> torch.Tensor:
-            logits = super().execute(step)
+        def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+            logits = super().execute(step, late)
             return torch.cat([logits, torch.full((len(logits), 30), 9.0)], dim=1)
 
     for runner_of, accepts_all in ((Cut, False), (Padded, True)):
@@ -160,10 +162,12 @@ def test_a_vocabulary_of_another_size() -> None:
 class TableRunner:
     """The law of the next token depends on the last one alone."""
 
+    is_asynchronous, greedy = False, staticmethod(greedy)
+
     def __init__(self, logits_VV: torch.Tensor) -> None:
         self.logits_VV, self.vocab_size = logits_VV, len(logits_VV)
 
-    def execute(self, step: StepInput) -> torch.Tensor:
+    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
         return self.logits_VV[torch.from_numpy(step.token_id_T[step.logit_row_R])]
 
     def zero_blocks(self, blocks: list[int]) -> None: ...

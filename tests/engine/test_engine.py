@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline import Engine, EngineConfig, Request, SamplingParams
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Completion
 from pipeline.engine.step import StepInput
 from pipeline.errors import ConfigError
@@ -243,8 +244,8 @@ def test_fault_49_logits_that_turn_nan_in_the_middle_end_that_row_only(folder: P
         clean = engine.generate(prompts, greedy(12))
         execute, calls = engine.runner.execute, iter(range(100))
 
-        def execute_or_poison(step: StepInput) -> torch.Tensor:
-            logits_RV = execute(step).clone()
+        def execute_or_poison(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+            logits_RV = execute(step, late).clone()
             if next(calls) == 5:
                 logits_RV[2] = float("nan")
             return logits_RV
@@ -282,7 +283,7 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
     config = EngineConfig(model=str(folder), device="cpu", dtype="float32", max_model_len=128)
     with Engine(config, said.append) as engine:
         engine.warm_up()
-        assert [message.split()[0] for message in said] == ["reading", "warming"]
+        assert [message.split()[0] for message in said] in (["reading", "warming"], ["reading", "compiling"])
         assert engine.stats.num_steps == 0
         engine.generate(prompts_of(10), greedy(8))
         stats = engine.stats

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.engine import MAX_SUSPECTS, Engine
+from pipeline.engine.engine import Engine
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.memory import is_out_of_memory
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.scheduler import RECOVERY_STEPS
+from pipeline.engine.shortage import MAX_SUSPECTS
 from pipeline.engine.step import StepInput
 from pipeline.errors import EnvironmentFailed
 from tests.checkpoints import Family, make_family
@@ -26,8 +28,8 @@ def fail_where(engine: Engine, fails: Callable[[StepInput], bool]) -> list[int]:
     """Steps that `fails` names raise after they wrote their keys and values; returns their sizes, as they come."""
     execute, failed = engine.runner.execute, []
 
-    def execute_or_fail(step: StepInput) -> torch.Tensor:
-        logits = execute(step)
+    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        logits = execute(step, late)
         if fails(step):
             failed.append(len(step.token_id_T))
             raise ERRORS[len(failed) % len(ERRORS)]
@@ -43,8 +45,9 @@ def context_of(engine: Engine, step: StepInput, s: int) -> list[int]:
     return engine.runner.cache[step.block_table_SM[s]].reshape(-1)[:length].tolist()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int) -> None:
+def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_asynchronous: bool) -> None:
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 3, 4, 8]))
     engine = hash_engine(
@@ -53,6 +56,7 @@ def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int) -> N
         max_num_seqs=int(rng.integers(1, 9)),
         max_num_batched_tokens=int(rng.integers(9, 60)),
         enable_prefix_caching=bool(rng.random() < 0.8),
+        is_asynchronous=is_asynchronous,
     )
     most = int(rng.integers(1, 12))
     failed = fail_where(engine, lambda step: len(step.token_id_T) > (1 if rng.random() < 0.1 else most))
@@ -67,9 +71,12 @@ def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int) -> N
     assert engine.stats.generated_tokens == sum(len(c.token_ids) for c in done.values())
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("place", ["prefill", "decode"])
-def test_fault_03_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_complete(place: str) -> None:
-    engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=64)
+def test_fault_03_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_complete(
+    place: str, is_asynchronous: bool
+) -> None:
+    engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=64, is_asynchronous=is_asynchronous)
     requests = [Request(row, [row, 5, 6, 7, 8, 9], SamplingParams(max_tokens=30, ignore_eos=True)) for row in range(20)]
     expected = {row: expected_tokens([row, 5, 6, 7, 8, 9], 30, 64, False) for row in range(20)}
     most = 3 if place == "prefill" else 11
@@ -130,7 +137,7 @@ def test_fault_05_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory() ->
         engine = hash_engine(16, 4)
         engine.add(Request(0, [1], SamplingParams()))
 
-        def execute(step: StepInput, error: Exception = error) -> torch.Tensor:
+        def execute(step: StepInput, late: LateTokens | None = None, error: Exception = error) -> torch.Tensor:
             raise error
 
         engine.runner.execute = execute  # type: ignore[method-assign]

@@ -42,7 +42,8 @@ def run(
             table, size = engine.table, engine.pool.block_size
             for slot in engine.scheduler.running:
                 known, computed = int(table.num_known[slot]), int(table.num_computed[slot])
-                assert 0 <= computed < known <= int(table.limit[slot])
+                assert 0 <= computed <= known <= int(table.limit[slot])
+                assert computed < known or engine.runner.is_asynchronous, "nobody draws its next token"
                 held = len(table.blocks_of(slot)) * size
                 assert computed <= held < computed + size + 1, "more than one partial block is wasted"
         steps += 1
@@ -51,8 +52,9 @@ def run(
     return done
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(24))
-def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int) -> None:
+def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int, is_asynchronous: bool) -> None:
     rng = np.random.default_rng(seed)
     max_len = int(rng.choice([40, 64]))
     size = int(rng.choice([1, 3, 4, 8]))
@@ -64,6 +66,7 @@ def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int) ->
         max_num_seqs=int(rng.integers(1, 9)),
         max_num_batched_tokens=int(rng.integers(9, 60)),
         enable_prefix_caching=bool(rng.random() < 0.8),
+        is_asynchronous=is_asynchronous,
     )
     requests = random_requests(rng, 40, max_len)
     done = run(engine, requests, arrivals=rng)

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.engine.block_pool import ROOT, chain_hashes
 from pipeline.engine.engine import Engine
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.offer import Offer
@@ -402,8 +403,8 @@ def test_logits_behind_drafts_are_those_of_plain_steps(folder: Path) -> None:
         with float32_engine(folder) as engine:
             execute, kept = engine.runner.execute, []
 
-            def execute_and_keep(step: StepInput) -> torch.Tensor:
-                kept.append(execute(step).clone())
+            def execute_and_keep(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+                kept.append(execute(step, late).clone())
                 return kept[-1]
 
             engine.runner.execute = execute_and_keep  # type: ignore[method-assign]

@@ -1,12 +1,14 @@
 """Plain prompts: the tokens of AutoTokenizer, except that control-token text stays text."""
 
 import json
+import random
 import shutil
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from pipeline.engine.tokenizer import Tokenizer
@@ -50,6 +52,11 @@ def tokenizer(folder):
 def spm_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spm")
     return small_tokenizers.save(folder, small_tokenizers.sentencepiece_like(), bos="<s>", eos="</s>")
+
+
+@pytest.fixture(scope="module")
+def spm_tokenizer(spm_folder):
+    return Tokenizer.from_folder(spm_folder)
 
 
 def test_ordinary_text_has_the_tokens_of_transformers(folder, spm_folder, tokenizer):
@@ -97,6 +104,25 @@ def test_a_vocabulary_that_spells_its_control_tokens(spm_folder):
         assert tokenizer.decode(ids) == text.removeprefix(" ") or tokenizer.decode(ids) == text
     batch = tokenizer.encode_batch(["a te", "a</s>", "b"])
     assert batch == [tokenizer.encode(text) for text in ("a te", "a</s>", "b")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 440), max_size=60))
+def test_any_tokens_decode_to_the_text_of_the_library(tokenizer, spm_tokenizer, ids):
+    for each in (tokenizer, spm_tokenizer):
+        assert each.decode(ids) == each._parsing.decode(ids, skip_special_tokens=True)
+
+
+def test_every_byte_and_every_added_token_decodes_to_the_text_of_the_library(tokenizer):
+    backend = tokenizer._parsing
+    of_bytes = [backend.token_to_id(character) for character in pre_tokenizers.ByteLevel.alphabet()]
+    assert len({tokenizer._bytes[token_id] for token_id in of_bytes}) == 256
+    rng = random.Random(0)
+    borders = [backend.token_to_id(spelled) for spelled in "âĤ¬ðŁĺĢíłĤÃ"]  # bytes that begin and go on characters
+    added = list(backend.get_added_tokens_decoder())
+    for _ in range(5_000):
+        ids = rng.choices([*borders, *rng.choices(of_bytes, k=4), *rng.choices(added, k=2)], k=rng.randrange(1, 9))
+        assert tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=True)
 
 
 def test_decode_leaves_special_tokens_out_and_blanks_alone(tokenizer):

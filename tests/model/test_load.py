@@ -90,7 +90,8 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
             "partial_rotary",
         ),
         ({"dtype": "float8"}, "float8"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method = 'bitsandbytes' is not served"),
+        ({"quantization_config": {"quant_method": ["awq"]}}, "quant_method = .'awq'. is not served"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
     ],
 )

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from pipeline.errors import ModelError
 from pipeline.kernels.cpu.linear import Int4Linear, serves_int4
 from pipeline.model.config import read_config
-from pipeline.quant.awq import AwqFormat, read_linear, unpack_columns
+from pipeline.quant.awq import AwqFormat, unpack_columns
 from pipeline.quant.packed import DenseWeight, GroupIntWeight, concatenate
-from tests.checkpoints import VOCAB, Family, load_reference, quantize_randomly, write_checkpoint
+from tests.checkpoints import VOCAB, Family, Named, load_reference, quantize_randomly, write_checkpoint
 from tests.parity.harness import (
     LOGIT_TOLERANCE,
     Agreement,
@@ -107,26 +107,27 @@ def test_bfloat16_engine_follows_the_float32_logits(checkpoint: Path) -> None:
     ):
         ours, exact = our_logits(low, prompt), our_logits(high, prompt)
     assert float((ours - exact).abs().mean() / exact.std()) < 0.1
-    assert low.resolved["weights"].startswith("awq int4")
+    assert low.resolved["weights"].startswith("AWQ int4, groups of ")
 
 
-def test_fusing_keeps_the_order_of_outputs_and_refuses_mixed_kinds() -> None:
+def test_fusing_keeps_the_order_of_outputs_and_widens_mixed_kinds() -> None:
     a, b = DenseWeight(torch.ones(2, 4)), DenseWeight(torch.zeros(3, 4), torch.arange(3.0))
     fused = concatenate([a, b])
     assert isinstance(fused, DenseWeight)
     assert fused.weight_NK[:, 0].tolist() == [1, 1, 0, 0, 0]
     assert fused.bias_N is not None
     assert fused.bias_N.tolist() == [0, 0, 0, 1, 2]
-    grouped = GroupIntWeight(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1), torch.ones(2, 1), 32)
-    with pytest.raises(ValueError, match="one kind"):
-        concatenate([a, grouped])
+    grouped = GroupIntWeight(torch.zeros(2, 4, dtype=torch.uint8), torch.ones(2, 1), torch.ones(2, 1), 4)
+    widened = concatenate([a, grouped])
+    assert isinstance(widened, DenseWeight)
+    assert widened.weight_NK.tolist() == [[1.0] * 4] * 2 + [[-1.0] * 4] * 2
 
 
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"bits": 8}, "bits"),
-        ({"version": "gemv"}, "version"),
+        ({"version": "gemv_fast"}, "version"),
         ({"quant_method": "gptq"}, "quant_method"),
         ({"group_size": 16}, "group_size"),
         ({"group_size": [128]}, "group_size"),
@@ -141,19 +142,15 @@ def test_fault_42_a_format_that_is_not_served_is_refused_by_name(change: dict, f
         AwqFormat.from_config(config | change, Path("config.json"))
 
 
-class Named(dict[str, torch.Tensor]):
-    take = dict.__getitem__
-
-
 def test_tensors_of_a_wrong_shape_or_type_are_refused_by_name(checkpoint: Path) -> None:
-    awq = read_config(checkpoint).awq
+    awq = read_config(checkpoint).quantization
     assert awq is not None
     tensors = Named(load_file(checkpoint / "model.safetensors"))
     name = "model.layers.0.mlp.down_proj"
     with pytest.raises(ModelError, match=r"down_proj\.qweight"):
-        read_linear(name, (128, 512), awq, tensors, None)
+        awq.read_linear(name, (128, 512), tensors, None)
     with pytest.raises(ModelError, match="do not divide"):
-        read_linear(name, (128, 200), awq, tensors, None)
+        awq.read_linear(name, (128, 200), tensors, None)
     tensors[f"{name}.scales"] = tensors[f"{name}.scales"].to(torch.int32)
     with pytest.raises(ModelError, match=r"down_proj\.scales"):
-        read_linear(name, (128, 256), awq, tensors, None)
+        awq.read_linear(name, (128, 256), tensors, None)

@@ -145,6 +145,14 @@ def _cases(
         gate_up = normal(tokens, 2 * width)
         return [(kernels.silu_mul(gate_up), oracle.silu_mul(gate_up.float()))]
 
+    def of_greedy(rows: int, vocab_size: int) -> Pairs:
+        logits_RV = normal(rows, vocab_size).float().round(decimals=1)  # the first of equal ones counts
+        logits_RV[:: rows + 1, 7] = float("inf")
+        logits_RV[1::5, -1] = float("nan")
+        token_R, finite_R = kernels.greedy(logits_RV)
+        best_R, sound_R = oracle.greedy(logits_RV)
+        return [(finite_R, sound_R.float()), (token_R * sound_R, (best_R * sound_R).float())]
+
     for weight_name, weight in _linears(dtype):
         for tokens in TOKENS:
             yield "linear", f"{weight_name}, {tokens} tokens", partial(of_linear, weight, tokens)
@@ -152,6 +160,7 @@ def _cases(
         yield "add_rms_norm", f"{tokens} tokens of 4096", partial(of_norm, tokens, 4096)
         yield "add_rms_norm", f"{tokens} tokens of 896", partial(of_norm, tokens, 896)
         yield "silu_mul", f"{tokens} tokens of 1792", partial(of_gate, tokens, 1792)
+        yield "greedy", f"{tokens} rows of 32,011", partial(of_greedy, tokens, 32_011)
     for heads in ALL_HEADS:
         about = f"{heads.num_heads} heads on {heads.num_kv_heads} of {heads.head_dim}"
         steps = {name: partial(paged_step, *step, heads, dtype, device) for name, step in STEPS.items()}

@@ -6,7 +6,7 @@ All requests of a set are there from the beginning, as in a job. Each round has 
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -187,8 +187,10 @@ def _predict(work: RequestSet, engine: Engine, limits: Limits, reached: Reached)
         resolved["num_kv_blocks"] * resolved["block_size"],
         resolved["block_size"],
     )
-    ceilings = limits.ceilings(reached)
-    return simulate_job(work.lengths(), limits.size, limits.weights, ceilings, batching, work.shared_prefix)
+    weights = replace(limits.weights, cached="scratch" not in str(engine.resolved["kernel.linear"]))
+    return simulate_job(
+        work.lengths(), limits.size, weights, limits.ceilings(reached), batching, work.shared_prefix
+    )
 
 
 def _gaps(engine: Engine, say: Callable[[str], None]) -> Iterator[Gap]:

@@ -114,6 +114,10 @@ def kernel_cases(
     def of_write(tokens: int) -> KernelTime:
         return timed("norm_rope_write", f"{tokens:,} tokens", _write(tokens, heads, kernels, dtype, stopwatch.device))
 
+    def of_greedy(rows: int) -> KernelTime:
+        logits_RV = torch.randn(rows, size.vocab, device=stopwatch.device)
+        return timed("greedy", f"{rows:,} rows", (float(logits_RV.nbytes), 0.0, lambda: kernels.greedy(logits_RV)))
+
     def of_attention(case: str, counts: list[int], contexts: list[int]) -> KernelTime:
         step = paged_step(counts, contexts, heads, dtype, stopwatch.device)
         q_TND, k, v, scale = step.q_TND, step.k_cache_CBKD, step.v_cache_CBKD, size.head_dim**-0.5
@@ -128,6 +132,7 @@ def kernel_cases(
     for tokens in cases.tokens:
         yield from (partial(of, tokens) for of in (of_norm, of_gate, of_write))
     for sequences, context in cases.decoding:
+        yield partial(of_greedy, sequences)
         yield partial(of_attention, f"decoding, {sequences:,} at {context:,}", [1] * sequences, [context] * sequences)
         if sequences > 1:
             contexts = _skewed(sequences, context)

@@ -58,7 +58,7 @@ def run_peers(
             task = PeerTask(
                 model=str(folder.resolve()),
                 dense_model=str(folder.resolve()),
-                quantized=config.awq is not None,
+                quantized=config.quantization is not None,
                 dtype=str(ours.settings["dtype"]),
                 threads=torch.get_num_threads(),
                 max_model_len=max(each.longest for each in sets),

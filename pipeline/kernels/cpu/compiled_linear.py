@@ -2,7 +2,8 @@
 float32.
 
 A weight (N, K) lies in tiles of L outputs ("lanes"): words_TWL[tile, w] holds a few consecutive inputs of each lane
-in 32 bits: two of bfloat16 (the even one in the low half) or eight of 4 bits (input 8 w + j in bits 4 j to 4 j + 3).
+in 32 bits: two of bfloat16 (the even one in the low half), four of 8 bits or eight of 4 bits (input 8 w + j in bits 4 j
+to 4 j + 3).
 So a tile is read from memory front to back, and every loop over lanes becomes
 vector code. The last tile is filled up with zeros. Apart from `compiled.py`, since numba's cache on disk looks at
 whole files.
@@ -24,6 +25,12 @@ TOKENS = 256  # that go through a tile at a time: their sums stay in the second 
 
 _NIBBLES = tuple(np.uint32(0xF << 4 * j) for j in range(8))
 _INVERSES = tuple(np.float32(16.0**-j) for j in range(8))
+_BYTES = tuple(np.uint32(0xFF << 8 * j) for j in range(4))
+_BYTE_INVERSES = tuple(np.float32(256.0**-j) for j in range(4))
+_MAGNITUDES = tuple(np.uint32(0x7F << 8 * j) for j in range(4))
+_SIGNS = tuple(np.uint32(0x80 << 8 * j) for j in range(4))
+FLOAT8_EXPONENT = np.float32(2.0**120)
+"""A float8_e4m3fn's exponent and fraction in their places of a float32 are its value times 2^-120."""
 _HIGH_HALF = np.uint32(0xFFFF0000)
 _HALF = np.uint32(16)
 
@@ -100,6 +107,100 @@ def multiply_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, out_MN):
                     w5[n] = (np.float32(np.int32(bits & _NIBBLES[5])) * _INVERSES[5] - z) * s
                     w6[n] = (np.float32(np.int32(bits & _NIBBLES[6])) * _INVERSES[6] - z) * s
                     w7[n] = (np.float32(np.int32(bits >> np.uint32(28))) - z) * s  # masked it would be negative
+            _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
+        first = t * LANES
+        for m in range(count):
+            for n in range(min(LANES, num_outputs - first)):
+                out_MN[first_token + m, first + n] = sum_ML[m, n]
+
+
+@njit(**options)
+def multiply_int8(x_MK, words_TWL, scales_TGL, zeros_TGL, size, out_MN):
+    """`multiply_int4` of integers of 8 bits; `size` inputs share a scale."""
+    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    num_pieces = (num_tokens + TOKENS - 1) // TOKENS
+    for item in prange(len(words_TWL) * num_pieces):
+        t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
+        count = min(TOKENS, num_tokens - first_token)
+        words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
+        wide_DL = np.empty((DEPTH, LANES), np.float32)
+        sums, wide = sum_ML.reshape(-1), wide_DL.reshape(-1)
+        for start in range(0, num_inputs, DEPTH):
+            depth = min(DEPTH, num_inputs - start)
+            for d in range(0, depth, 4):
+                word, group = words_WL[(start + d) // 4], (start + d) // size
+                scale, zero = scales_TGL[t, group], zeros_TGL[t, group]
+                w0, w1, w2, w3 = wide_DL[d], wide_DL[d + 1], wide_DL[d + 2], wide_DL[d + 3]
+                for n in range(LANES):
+                    bits, z, s = word[n], zero[n], scale[n]
+                    w0[n] = (np.float32(np.int32(bits & _BYTES[0])) - z) * s
+                    w1[n] = (np.float32(np.int32(bits & _BYTES[1])) * _BYTE_INVERSES[1] - z) * s
+                    w2[n] = (np.float32(np.int32(bits & _BYTES[2])) * _BYTE_INVERSES[2] - z) * s
+                    w3[n] = (np.float32(np.int32(bits >> np.uint32(24))) - z) * s  # masked it would be negative
+            _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
+        first = t * LANES
+        for m in range(count):
+            for n in range(min(LANES, num_outputs - first)):
+                out_MN[first_token + m, first + n] = sum_ML[m, n]
+
+
+@njit(**options)
+def multiply_float8(x_MK, words_TWL, scales_TGL, size, out_MN):
+    """out = x @ weight.T of float8_e4m3fn weights, each as `Fp8Weight.dequantize` rounds it; x and out float32.
+
+    `scales_TGL` are the weight's times FLOAT8_EXPONENT; `size` inputs share one, the last group may have fewer.
+    """
+    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    num_pieces = (num_tokens + TOKENS - 1) // TOKENS
+    for item in prange(len(words_TWL) * num_pieces):
+        t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
+        count = min(TOKENS, num_tokens - first_token)
+        words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
+        wide_DL = np.empty((DEPTH, LANES), np.float32)
+        bits_DL, sums, wide = wide_DL.view(np.uint32), sum_ML.reshape(-1), wide_DL.reshape(-1)
+        for start in range(0, num_inputs, DEPTH):
+            depth = min(DEPTH, num_inputs - start)
+            for d in range(0, depth, 4):
+                word, scale = words_WL[(start + d) // 4], scales_TGL[t, (start + d) // size]
+                b0, b1, b2, b3 = bits_DL[d], bits_DL[d + 1], bits_DL[d + 2], bits_DL[d + 3]
+                for n in range(LANES):
+                    bits = word[n]
+                    b0[n] = (bits & _MAGNITUDES[0]) << np.uint32(20) | (bits & _SIGNS[0]) << np.uint32(24)
+                    b1[n] = (bits & _MAGNITUDES[1]) << np.uint32(12) | (bits & _SIGNS[1]) << np.uint32(16)
+                    b2[n] = (bits & _MAGNITUDES[2]) << np.uint32(4) | (bits & _SIGNS[2]) << np.uint32(8)
+                    b3[n] = (bits & _MAGNITUDES[3]) >> np.uint32(4) | (bits & _SIGNS[3])
+                w0, w1, w2, w3 = wide_DL[d], wide_DL[d + 1], wide_DL[d + 2], wide_DL[d + 3]
+                for n in range(LANES):
+                    s = scale[n]
+                    w0[n] *= s
+                    w1[n] *= s
+                    w2[n] *= s
+                    w3[n] *= s
+            _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
+        first = t * LANES
+        for m in range(count):
+            for n in range(min(LANES, num_outputs - first)):
+                out_MN[first_token + m, first + n] = sum_ML[m, n]
+
+
+@njit(**options)
+def multiply_coded4(x_MK, words_TWL, scales_TGL, codebook_C, size, out_MN):
+    """out = x @ weight.T of 4-bit codes, each weight as `CodebookWeight.dequantize` rounds it; x and out float32."""
+    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    num_pieces = (num_tokens + TOKENS - 1) // TOKENS
+    for item in prange(len(words_TWL) * num_pieces):
+        t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
+        count = min(TOKENS, num_tokens - first_token)
+        words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
+        wide_DL = np.empty((DEPTH, LANES), np.float32)
+        sums, wide = sum_ML.reshape(-1), wide_DL.reshape(-1)
+        for start in range(0, num_inputs, DEPTH):
+            depth = min(DEPTH, num_inputs - start)
+            for d in range(depth):
+                word, scale = words_WL[(start + d) // 8], scales_TGL[t, (start + d) // size]
+                shift, out = np.uint32(4 * (d % 8)), wide_DL[d]
+                for n in range(LANES):
+                    out[n] = codebook_C[word[n] >> shift & _NIBBLES[0]] * scale[n]
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
         first = t * LANES
         for m in range(count):

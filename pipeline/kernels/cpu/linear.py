@@ -8,7 +8,9 @@ all the time there is, and packed bfloat16 of the same values for many, where th
 at load for each shape.
 """
 
+from dataclasses import replace
 from importlib.util import find_spec
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ import torch.nn.functional as F
 from pipeline.kernels.contract import Linear
 from pipeline.kernels.cpu.crossover import crossover
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
+
+INT4PACK_GROUPS = (32, 64, 128, 256)
 
 
 def supports_bf16() -> bool:
@@ -67,7 +71,8 @@ class Int4Linear:
         scales_GN = weight.scales_NG.t()
         zeros_GN = (8.0 - weight.zeros_NG.t()) * scales_GN
         self.scale_zero_GN2 = torch.stack([scales_GN, zeros_GN], dim=-1).to(torch.bfloat16).contiguous()
-        self.dense = DenseLinear(weight.dequantize(torch.bfloat16), weight.bias_N, torch.bfloat16)
+        in_its_order = replace(weight, input_order_K=None)  # as the int4 form has it
+        self.dense = DenseLinear(in_its_order.dequantize(torch.bfloat16), weight.bias_N, torch.bfloat16)
         key = "int4pack", weight.out_features, weight.in_features
         self.crossover = crossover(key, self.int4, self.dense, weight.in_features, torch.bfloat16)
 
@@ -79,27 +84,33 @@ class Int4Linear:
         return self.int4(x_TK) if x_TK.shape[0] <= self.crossover else self.dense(x_TK)
 
 
-def serves_int4(weight: GroupIntWeight, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and weight.out_features % 64 == 0 and weight.in_features % 32 == 0
+class ReorderedLinear:
+    """A linear whose weight has its inputs in another order: each token's are put in that order first."""
+
+    def __init__(self, linear: Linear, input_order_K: torch.Tensor) -> None:
+        self.linear, self.input_order_K = linear, input_order_K
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self.linear(x_TK.index_select(1, self.input_order_K))
+
+
+def serves_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntWeight]:
+    """Whether torch's int4 product takes this weight."""
+    if not isinstance(weight, GroupIntWeight) or weight.bits != 4 or dtype != torch.bfloat16:
+        return False
+    return weight.out_features % 64 == 0 and weight.in_features % 32 == 0 and weight.group_size in INT4PACK_GROUPS
 
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
     """Pack one weight for CPU. The caller can drop its own copy."""
+    linear: Linear | None = None
     if dtype == torch.float32 and find_spec("numba") is not None:
-        narrow = _narrow(weight)
-        if narrow is not None:
-            return narrow
-    if isinstance(weight, GroupIntWeight):
-        if serves_int4(weight, dtype):
-            return Int4Linear(weight)
+        from pipeline.kernels.cpu.narrow import narrow_linear
+
+        linear = narrow_linear(weight)
+    elif serves_int4(weight, dtype):
+        linear = Int4Linear(weight)
+    if linear is None:
         return DenseLinear(weight.dequantize(dtype), weight.bias_N, dtype)
-    return DenseLinear(weight.weight_NK, weight.bias_N, dtype)
-
-
-def _narrow(weight: LinearWeight) -> Linear | None:
-    from pipeline.kernels.cpu.narrow import Bfloat16Linear, GroupInt4Linear, as_bfloat16
-
-    if isinstance(weight, GroupIntWeight):
-        return GroupInt4Linear(weight)
-    weight_NK = as_bfloat16(weight.weight_NK)
-    return None if weight_NK is None else Bfloat16Linear(weight_NK, weight.bias_N)
+    order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
+    return linear if order_K is None else ReorderedLinear(linear, order_K)

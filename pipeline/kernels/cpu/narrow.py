@@ -1,8 +1,10 @@
-"""float32 linears whose weight is read as narrow as it was stored: bfloat16, or 4-bit integers in groups.
+"""float32 linears whose weight is read as narrow as it was stored: bfloat16, integers or codes of 4 bits, integers or
+floats of 8.
 
 Widening either to float32 rounds nothing that the dense float32 weight would not round, so these compute what that
 would. With few tokens the time of a linear is that of reading its weight, and a half or an eighth of the bytes takes as
-much less of it; with many it is the multiply, for which widening is little work beside.
+much less of it; with many it is the multiply, for which widening is little work beside. Codes are looked up in a table
+one by one, which is the slowest widening of them.
 """
 
 from abc import ABC, abstractmethod
@@ -13,10 +15,12 @@ import torch
 from pipeline.kernels.cpu import compiled_linear
 from pipeline.kernels.cpu.compiled import use_threads
 from pipeline.kernels.cpu.compiled_linear import LANES
-from pipeline.quant.packed import GroupIntWeight
+from pipeline.quant.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
 PARALLEL_PRODUCTS = 1 << 18
 """Products below this stay on one thread: waking another one would take longer than it saves."""
+FLOAT8_SCALE_LIMIT = 128.0
+"""Scales are kept times 2^120, which float32 holds below this."""
 
 
 class NarrowLinear(ABC):
@@ -51,6 +55,7 @@ class Bfloat16Linear(NarrowLinear):
 
 class GroupInt4Linear(NarrowLinear):
     def __init__(self, weight: GroupIntWeight) -> None:
+        """Of 4 bits, groups of a multiple of 8 inputs. x comes in the weight's order of inputs."""
         super().__init__((weight.out_features, weight.in_features), weight.bias_N)
         nibble_NWJ = weight.q_NK.numpy().reshape(weight.out_features, -1, 8)
         self.words_TWL = _tiles(_join(nibble_NWJ))
@@ -59,6 +64,60 @@ class GroupInt4Linear(NarrowLinear):
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
         compiled_linear.multiply_int4(x_MK, self.words_TWL, self.scales_TGL, self.zeros_TGL, out_MN)
+
+
+class GroupInt8Linear(NarrowLinear):
+    def __init__(self, weight: GroupIntWeight) -> None:
+        """Of 8 bits, groups of a multiple of 4 inputs. x comes in the weight's order of inputs."""
+        super().__init__((weight.out_features, weight.in_features), weight.bias_N)
+        self.words_TWL = _tiles(_join(weight.q_NK.numpy().reshape(weight.out_features, -1, 4)))
+        self.scales_TGL = _tiles(weight.scales_NG.to(torch.float32).numpy())
+        self.zeros_TGL = _tiles(weight.zeros_NG.to(torch.float32).numpy())
+        self.group_size = weight.group_size
+
+    def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
+        compiled_linear.multiply_int8(x_MK, self.words_TWL, self.scales_TGL, self.zeros_TGL, self.group_size, out_MN)
+
+
+class Float8Linear(NarrowLinear):
+    def __init__(self, weight: Fp8Weight) -> None:
+        """Of blocks of a multiple of 4 inputs (or of all), and scales below FLOAT8_SCALE_LIMIT."""
+        super().__init__((weight.out_features, weight.in_features), weight.bias_N)
+        byte_NWJ = weight.value_NK.view(torch.uint8).numpy().reshape(weight.out_features, -1, 4)
+        self.words_TWL = _tiles(_join(byte_NWJ))
+        self.scales_TGL = _tiles(weight.scales_NG.numpy() * compiled_linear.FLOAT8_EXPONENT)
+        self.block_inputs = weight.block[1]
+
+    def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
+        compiled_linear.multiply_float8(x_MK, self.words_TWL, self.scales_TGL, self.block_inputs, out_MN)
+
+
+class CodebookLinear(NarrowLinear):
+    def __init__(self, weight: CodebookWeight) -> None:
+        """Of groups of a multiple of 8 inputs."""
+        super().__init__((weight.out_features, weight.in_features), weight.bias_N)
+        self.words_TWL = _tiles(_join(weight.code_NK.numpy().reshape(weight.out_features, -1, 8)))
+        self.scales_TGL = _tiles(weight.scales_NG.numpy())
+        self.codebook_C = weight.codebook_C.numpy()
+        self.group_size = weight.group_size
+
+    def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
+        compiled_linear.multiply_coded4(x_MK, self.words_TWL, self.scales_TGL, self.codebook_C, self.group_size, out_MN)
+
+
+def narrow_linear(weight: LinearWeight) -> NarrowLinear | None:
+    """The linear that reads `weight` as it is; None where none does and it has to be widened at load."""
+    if isinstance(weight, DenseWeight):
+        weight_NK = as_bfloat16(weight.weight_NK)
+        return None if weight_NK is None else Bfloat16Linear(weight_NK, weight.bias_N)
+    if isinstance(weight, GroupIntWeight):
+        if weight.group_size % (32 // weight.bits):
+            return None
+        return GroupInt4Linear(weight) if weight.bits == 4 else GroupInt8Linear(weight)
+    if isinstance(weight, CodebookWeight):
+        return None if weight.group_size % 8 else CodebookLinear(weight)
+    fits = weight.in_features % 4 == 0 and weight.block[1] % 4 == 0
+    return Float8Linear(weight) if fits and float(weight.scales_RG.abs().max()) < FLOAT8_SCALE_LIMIT else None
 
 
 def as_bfloat16(weight_NK: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,119 @@
+"""From an `EngineConfig` to a loaded model with a KV cache: all that an engine is made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.engine.graphs import CudaCapture
+from pipeline.engine.loaded import LoadedModel
+from pipeline.engine.memory import kv_budget_bytes
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.resolve import Resolved, quantized_on_load, resolve, set_threads
+from pipeline.engine.runner import ModelRunner
+from pipeline.engine.tokenizer import Tokenizer
+from pipeline.errors import ConfigError
+from pipeline.model.config import read_config
+from pipeline.model.locate import locate_model
+
+MOST_CHECKED_TOKENS = 512  # of a captured step with drafts: larger ones are bound by the device, not by launches
+
+
+@dataclass(frozen=True)
+class Built:
+    """`num_blocks`: of the KV cache, which the draft model's runner has as well. about: what every `auto` became."""
+
+    resolved: Resolved
+    runner: ModelRunner
+    draft_runner: ModelRunner | None
+    tokenizer: Tokenizer
+    num_blocks: int
+    max_model_len: int
+    about: dict[str, str | int]
+
+
+def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
+    """Load what `config` names. `say` is told what takes long.
+
+    Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
+    """
+    folder = locate_model(config.model)
+    model = quantized_on_load(read_config(folder), config.quantization)
+    resolved = resolve(config, model)
+    threads = set_threads(config.num_threads)
+    tokenizer = Tokenizer.from_folder(str(folder))
+    say("reading weights")
+    target = LoadedModel.load(folder, model, resolved)
+    draft = None
+    if resolved.speculation is not None and "draft" in resolved.speculation.proposers:
+        assert config.draft is not None
+        say("reading the draft model's weights")
+        draft = LoadedModel.load_draft(config.draft, tokenizer, resolved)
+    loaded = [target] if draft is None else [target, draft]
+    step_bytes = max(each.step_bytes(resolved) for each in loaded)
+    num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
+    max_model_len = _fit_length(config, resolved, num_blocks)
+    runner = target.runner(num_blocks, resolved.block_size, max_model_len)
+    draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
+    if resolved.device.type == "cuda":
+        _capture_steps(runner, draft_runner, resolved, say)
+    about: dict[str, str | int] = {
+        "device": str(resolved.device),
+        "dtype": str(resolved.dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "max_num_seqs": resolved.max_num_seqs,
+        "max_num_batched_tokens": resolved.max_num_batched_tokens,
+        "block_size": resolved.block_size,
+        "num_kv_blocks": num_blocks,
+        "weights": target.weights,
+        "num_threads": threads,
+        "speculation": "off" if resolved.speculation is None else str(resolved.speculation),
+    } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
+    return Built(resolved, runner, draft_runner, tokenizer, num_blocks, max_model_len, about)
+
+
+def _capture_steps(
+    runner: ModelRunner, draft: ModelRunner | None, resolved: Resolved, say: Callable[[str], None]
+) -> None:
+    """Of the target: plain decoding and the checking of drafts; of the draft model: its passes."""
+    num_drafts = resolved.speculation.max_draft_tokens if resolved.speculation is not None else 0
+    for each in (runner, draft):
+        if each is None or each.decoder.kernels.graph_attention is None:
+            continue
+        most_tokens = resolved.max_num_seqs
+        if each is runner:
+            most_tokens = max(most_tokens, min(MOST_CHECKED_TOKENS, (1 + num_drafts) * most_tokens))
+        each.capture_steps(
+            CudaCapture(),
+            max_num_seqs=resolved.max_num_seqs,
+            max_queries=1 + num_drafts,
+            most_tokens=most_tokens,
+            say=lambda done, total: say(f"capturing steps, {done} of {total}"),
+        )
+
+
+def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: int, step_bytes: int) -> int:
+    block_bytes = resolved.block_size * bytes_per_token
+    per_sequence = -(-resolved.max_model_len // resolved.block_size)
+    need = resolved.max_num_seqs * per_sequence * block_bytes
+    budget = kv_budget_bytes(
+        resolved.device, config.kv_cache_memory_bytes, need, config.gpu_memory_utilization, step_bytes
+    )
+    num_blocks = budget // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"a KV cache of {budget} bytes holds no two blocks of {block_bytes} bytes; raise "
+            "engine.kv_cache_memory_bytes"
+        )
+    return num_blocks
+
+
+def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:
+    """max_model_len, lowered to what the KV cache holds when the user left it open, refused when they did not."""
+    capacity = num_blocks * resolved.block_size
+    if resolved.max_model_len <= capacity:
+        return resolved.max_model_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"engine.max_model_len = {config.max_model_len} does not fit the KV cache of {capacity} tokens; lower "
+            "it or raise engine.kv_cache_memory_bytes"
+        )
+    return capacity

@@ -1,0 +1,49 @@
+"""What the largest step takes on a GPU beside the weights and the KV cache, measured before the cache is made."""
+
+import numpy as np
+import torch
+
+from pipeline.engine.memory import release_cached_memory
+from pipeline.engine.params import SamplingParams
+from pipeline.engine.resolve import Resolved
+from pipeline.engine.runner import ModelRunner
+from pipeline.engine.sampler import SamplingBatch, sample
+from pipeline.engine.sequence import SAMPLING_OPTIONS, sampling_options
+from pipeline.engine.step import made_input
+
+
+def step_input_shape(resolved: Resolved) -> tuple[int, int, int]:
+    """Tokens, sequences and rows that sample of the step that takes most: prompts as long as there can be, and as many
+    rows as can run."""
+    num_tokens = resolved.max_num_batched_tokens
+    num_sequences = -(-num_tokens // min(resolved.max_model_len, num_tokens))
+    return num_tokens, num_sequences, min(resolved.max_num_seqs, num_tokens)
+
+
+def measured_step_bytes(runner: ModelRunner, resolved: Resolved) -> int:
+    """Run that step and draw its tokens in the way that takes most memory. `runner` has a small cache of its own: as
+    many blocks as one of the sequences needs."""
+    num_tokens, num_sequences, num_rows = step_input_shape(resolved)
+    step = made_input(num_tokens, num_sequences, 0, resolved.block_size, resolved.max_model_len, num_rows)
+    device = resolved.device
+    release_cached_memory()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    sample(runner.execute(step), _drawn_rows(num_rows))
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _drawn_rows(num_rows: int) -> SamplingBatch:
+    options = sampling_options(SamplingParams(temperature=1.0, top_p=0.9))
+    nobody = np.zeros(num_rows, dtype=np.int64)
+    return SamplingBatch(
+        options=np.full(num_rows, np.array(options, dtype=SAMPLING_OPTIONS)),
+        seeds=nobody.astype(np.uint64),
+        positions=nobody,
+        ending_ids=np.full(num_rows, None, dtype=object),
+        token_ids=np.zeros((1, 1), dtype=np.int32),
+        slots=nobody,
+        num_prompt=nobody,
+        num_known=nobody,
+    )

@@ -1,0 +1,14 @@
+"""Host arrays to the device without waiting for what the device is doing."""
+
+import numpy as np
+import torch
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`array` as a tensor on `device`: the same memory on a CPU, else a copy that is queued behind the device's work.
+
+    A copy from ordinary memory would first wait until the device has nothing left to do. torch keeps the pinned memory
+    until the copy is done.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,34 @@
+"""Attention's part of captured steps. See `contract.GraphAttention`."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from pipeline.kernels.contract import AttentionInput, GraphShape
+from pipeline.kernels.triton.attention import AttentionPlan, plan_key
+from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
+from pipeline.kernels.triton.launch import Target
+
+
+class CapturedAttention:
+    """A `DecodeWork` for each sliding window of the model's layers, large enough for every step of `shape`."""
+
+    def __init__(self, shape: GraphShape, device: torch.device) -> None:
+        self.max_queries = min(shape.max_queries, most_queries(shape.num_heads // shape.num_kv_heads))
+        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        target = Target.of(device)
+        self._works = [
+            DecodeWork.allocate(
+                *(shape.max_seqs, shape.max_blocks, *heads, device, target),
+                num_queries=self.max_queries,
+                window=window,
+            )
+            for window in shape.windows
+        ]
+        plans = {plan_key(work.window): AttentionPlan(work, None) for work in self._works}
+        self.worked_out: dict[Hashable, Any] = dict(plans)
+
+    def refill(self, where: AttentionInput) -> None:
+        for work in self._works:
+            work.refill(where)

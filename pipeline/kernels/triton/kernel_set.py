@@ -1,0 +1,46 @@
+"""The Triton kernels as a set. See `contract.Kernels`."""
+
+import torch
+import triton
+
+from pipeline.kernels.contract import Kernels
+from pipeline.kernels.triton.attention import PagedAttention
+from pipeline.kernels.triton.fused import add_rms_norm, norm_rope_write, silu_mul
+from pipeline.kernels.triton.graph import CapturedAttention
+from pipeline.kernels.triton.linear import Scratch, prepare_linear
+from pipeline.kernels.triton.sampling import greedy
+
+
+def triton_kernels(
+    dtype: torch.dtype, device: torch.device, *, scratch: Scratch | None = None, deterministic: bool = False
+) -> Kernels:
+    """Kernels for an NVIDIA GPU, or for a CPU where Triton's interpreter runs (TRITON_INTERPRET=1, for tests).
+
+    `scratch`: where 4-bit weights are widened for steps of many tokens; without it each linear keeps a 16-bit form
+    beside. `deterministic`: a sequence's attention does not depend on what else is in the step. Linears are not
+    covered: cuBLAS chooses its order of sums by the number of tokens.
+    """
+    widened = "16-bit weights kept" if scratch is None else "16-bit weights in a shared scratch"
+    attention = "Triton: paged, split over the GPU for few tokens a sequence, tiles of 128 rows for many"
+    return Kernels(
+        prepare_linear=lambda weight: prepare_linear(weight, dtype, device, scratch),
+        add_rms_norm=add_rms_norm,
+        norm_rope_write=norm_rope_write,
+        attention=PagedAttention(device, deterministic),
+        silu_mul=silu_mul,
+        greedy=greedy,
+        served_by={
+            "linear": f"cuBLAS; int4 weights: Triton for few tokens, cuBLAS for many ({widened})",
+            "add_rms_norm": "Triton, one launch",
+            "norm_rope_write": "Triton, one launch",
+            "attention": f"{attention}; batch-invariant" if deterministic else attention,
+            "silu_mul": "Triton, one launch",
+            "greedy": "Triton, two launches",
+        },
+        graph_attention=CapturedAttention,
+    )
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before Triton was first imported."""
+    return bool(triton.knobs.runtime.interpret)

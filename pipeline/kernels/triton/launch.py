@@ -1,0 +1,61 @@
+"""One launch of a kernel as data, so that what runs, what is compiled without a GPU and what is tested are the same."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_KIB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """What tile sizes and grids depend on."""
+
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    max_shared_bytes: int  # of one block
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Target":
+        """The device's own; of a CPU, where kernels run in Triton's interpreter, a small GPU's."""
+        if device.type != "cuda":
+            return cls((8, 0), 4, shared_bytes_of((8, 0)))
+        capability = torch.cuda.get_device_capability(device)
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(capability, count, shared_bytes_of(capability))
+
+    @property
+    def has_wgmma(self) -> bool:
+        return self.capability[0] == 9
+
+
+def shared_bytes_of(capability: tuple[int, int]) -> int:
+    """Most shared memory of one block, in bytes (CUDA C++ Programming Guide, technical specifications per compute
+    capability). An unknown one is taken for the smallest."""
+    return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99) * _KIB
+
+
+A100 = Target((8, 0), 108, shared_bytes_of((8, 0)))
+H100 = Target((9, 0), 132, shared_bytes_of((9, 0)))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """`kernel` over `grid` with positional `arguments` (tensors, integers, floats) and compile-time `constants`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def power_of_two(number: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `number` and `least`."""
+    return max(least, 1 << (number - 1).bit_length())

@@ -1,0 +1,98 @@
+"""Every launch that a model's steps are made of, on tensors without memory: no GPU is needed to compile them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.kernels.triton.decode import decode_launches
+from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
+from pipeline.kernels.triton.fused import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
+from pipeline.kernels.triton.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
+from pipeline.kernels.triton.launch import Launch, Target
+from pipeline.kernels.triton.prefill import PrefillWork, prefill_launch
+from pipeline.kernels.triton.sampling import greedy_launches
+
+_META = torch.device("meta")
+_BLOCKS, _BLOCK, _TABLE = 1024, 64, 128
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model the kernels depend on."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    qk_norm: bool = False
+    group_size: int = 128  # of 4-bit weights
+
+
+def launches_of(
+    shape: ModelShape, dtype: torch.dtype, target: Target, window: int | None = None, num_tokens: int = 512
+) -> dict[str, Launch]:
+    """By name, for layers with this window. int4 kernels at the fewest tokens and at the most of one tile."""
+
+    def empty(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device=_META)
+
+    x_TH, norm_H, norm_D = empty(num_tokens, shape.hidden_size), empty(shape.hidden_size), empty(shape.head_dim)
+    qkv_TMD = empty(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    angle_TD2 = empty(num_tokens, shape.head_dim // 2, dtype=torch.float32)
+    norms = (norm_D, norm_D) if shape.qk_norm else None
+    cache_CBKD = empty(_BLOCKS, _BLOCK, shape.num_kv_heads, shape.head_dim)
+    slot_T = empty(num_tokens, dtype=torch.int64)
+    q_TND = empty(num_tokens, shape.num_heads, shape.head_dim)
+    rope = norm_rope_write_launch(qkv_TMD, angle_TD2, angle_TD2, norms, 1e-5, cache_CBKD, cache_CBKD, slot_T, q_TND)
+    out_TF = empty(num_tokens, shape.intermediate_size)
+    fused = {
+        "add_rms_norm": add_rms_norm_launch(x_TH, x_TH, norm_H, 1e-5),
+        "norm_rope_write": rope,
+        "silu_mul": silu_mul_launch(empty(num_tokens, 2 * shape.intermediate_size), out_TF),
+    }
+    parts, whole = greedy_launches(
+        empty(num_tokens, shape.vocab_size, dtype=torch.float32), slot_T, empty(num_tokens, dtype=torch.bool)
+    )
+    sampling = {"greedy, parts": parts, "greedy, whole": whole}
+    return fused | _attention(shape, q_TND, cache_CBKD, target, window) | _int4(shape, dtype, target) | sampling
+
+
+def _attention(
+    shape: ModelShape, q_TND: torch.Tensor, cache_CBKD: torch.Tensor, target: Target, window: int | None
+) -> dict[str, Launch]:
+    found = {}
+    for num_queries in sorted({1, most_queries(shape.num_heads // shape.num_kv_heads)}):
+        work = DecodeWork.allocate(
+            *(256, _TABLE, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
+            num_queries=num_queries,
+            window=window,
+        )
+        sums, join = decode_launches(q_TND, cache_CBKD, cache_CBKD, q_TND, work, 0.1, target)
+        found |= {f"decode, {num_queries} queries": sums, f"decode, {num_queries} queries, join": join}
+    numbers = (
+        torch.empty(sizes, dtype=torch.int32, device=_META) for sizes in ((64, 2), (257,), (256,), (256, _TABLE))
+    )
+    work = PrefillWork(window, *numbers)
+    return found | {"prefill": prefill_launch(q_TND, cache_CBKD, cache_CBKD, q_TND, work, 0.1, target)}
+
+
+def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+    num_outputs, num_inputs, group = shape.hidden_size, shape.intermediate_size, shape.group_size
+    groups = -(-num_inputs // group), num_outputs
+    tiled = TiledInt4(
+        torch.empty(-(-num_inputs // CHUNK), num_outputs, WORDS, dtype=torch.int32, device=_META),
+        torch.empty(groups, dtype=torch.float16, device=_META),
+        torch.empty(groups, dtype=torch.uint8, device=_META),
+        group,
+        num_inputs,
+    )
+    weight_NK = torch.empty(num_outputs, num_inputs, dtype=dtype, device=_META)
+    found = {"dequantize": dequantize_launch(tiled, weight_NK)}
+    for num_tokens in (1, 64):
+        x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
+        out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
+        names = f"int4, {num_tokens} tokens", f"int4, {num_tokens} tokens, join"
+        found |= dict(zip(names, int4_launches(x_MK, tiled, None, out_MN, target)))
+    return found

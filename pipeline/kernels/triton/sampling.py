@@ -1,0 +1,79 @@
+"""The best token of each row of logits in two launches, without another pass for what is not finite.
+
+Suffixes: R rows, V vocabulary, P parts of a row.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# It does not see what `triton.jit` makes of a function.
+
+import torch
+import triton
+import triton.language as tl
+
+from pipeline.kernels.triton.launch import Launch, power_of_two
+
+_WIDTH = 8192  # tokens of a part
+
+
+@triton.jit
+def _best_of_part(logits_ptr, value_ptr, token_ptr, stride, num_tokens, num_parts, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = token < num_tokens
+    logit = tl.load(logits_ptr + row * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    logit = tl.where(logit != logit, float("inf"), logit)  # a maximum may pass NaN by
+    best, at = tl.max(logit, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(value_ptr + row * num_parts + tl.program_id(1), best)
+    tl.store(token_ptr + row * num_parts + tl.program_id(1), tl.program_id(1) * WIDTH + at)
+
+
+@triton.jit
+def _best_of_parts(value_ptr, token_ptr, best_ptr, finite_ptr, num_parts, PARTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    value = tl.load(value_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
+    token = tl.load(token_ptr + row * num_parts + part, mask=part < num_parts, other=0)
+    best, at = tl.max(value, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    finite = (best > float("-inf")) & (best < float("inf"))
+    chosen = tl.sum(tl.where(part == at, token, 0), axis=0)
+    tl.store(best_ptr + row, tl.where(finite, chosen, 0).to(tl.int64))
+    tl.store(finite_ptr + row, finite)
+
+
+def greedy(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token with the largest logit of each row (int64), of equal ones the first, and whether the row is finite.
+
+    A row that holds NaN or +inf, or nothing above -inf, is not, and its token is 0: what `engine.sampler.greedy` says.
+    Stays on the device.
+    """
+    num_rows = len(logits_RV)
+    token_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
+    finite_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device)
+    if num_rows:
+        for launch in greedy_launches(logits_RV, token_R, finite_R):
+            launch.run()
+    return token_R, finite_R
+
+
+def greedy_launches(logits_RV: torch.Tensor, token_R: torch.Tensor, finite_R: torch.Tensor) -> tuple[Launch, Launch]:
+    """float32, float16 or bfloat16 logits; rows may lie apart."""
+    num_rows, num_tokens = logits_RV.shape
+    assert logits_RV.stride(1) == 1
+    num_parts = -(-num_tokens // _WIDTH)
+    value_RP = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits_RV.device)
+    token_RP = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits_RV.device)
+    parts = Launch(
+        _best_of_part,
+        (num_rows, num_parts),
+        (logits_RV, value_RP, token_RP, logits_RV.stride(0), num_tokens, num_parts),
+        {"WIDTH": _WIDTH},
+        num_warps=8,
+    )
+    whole = Launch(
+        _best_of_parts,
+        (num_rows,),
+        (value_RP, token_RP, token_R, finite_R, num_parts),
+        {"PARTS": power_of_two(num_parts)},
+        num_warps=1,
+    )
+    return parts, whole

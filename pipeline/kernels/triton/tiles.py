@@ -1,0 +1,92 @@
+"""The loop that both attention kernels are made of: rows of queries over tiles of keys and values found through a block
+table, with the softmax worked out as the tiles pass (online softmax: Milakov and Gimelshein 2018; FlashAttention-2:
+Dao 2023).
+
+A row is one query token of one query head; the rows of a tile share a KV head. Scores are in powers of two: the scale
+holds log2(e). Suffixes in kernels: R rows, L keys of a tile, D head size.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# It does not see what `triton.jit` makes of a function.
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+
+def stages_for(buffers: int) -> int:
+    """Pipeline stages that keep this many tiles of keys and values in shared memory.
+
+    A tile's block number is loaded before the tile, and Triton divides the stages among loads that wait for loads.
+    """
+    return 2 * buffers + 1
+
+
+@triton.jit
+def attend(
+    weighted_RD,
+    best_R,
+    sum_R,
+    q_RD,
+    position_R,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    context,
+    begin,
+    end,
+    scale,
+    window,
+    KV_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Take the keys at positions `begin` to `end` (`begin` a multiple of KEYS) into the running softmax of each row.
+
+    Without MASKED every row must see every key of them. k_ptr and v_ptr point at the KV head in slot 0; slots lie
+    KV_STRIDE elements apart. weighted_RD and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
+    """
+    column = tl.arange(0, COLUMNS)
+    offset = tl.arange(0, KEYS)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = start + offset
+        if BLOCK % KEYS == 0:
+            block = tl.load(table_ptr + start // BLOCK).to(tl.int64)
+            slot_at = block * BLOCK * KV_STRIDE + (start % BLOCK + offset)[:, None] * KV_STRIDE + column[None, :]
+        else:
+            block = tl.load(table_ptr + key // BLOCK, mask=key < context, other=0).to(tl.int64)
+            slot_at = (block * BLOCK + key % BLOCK)[:, None] * KV_STRIDE + column[None, :]
+        # What lies behind the context may be anything, NaN too, and 0 * NaN is NaN.
+        if MASKED:
+            there = (key < context)[:, None] & (column < HEAD_DIM)[None, :]
+            k_LD = tl.load(k_ptr + slot_at, mask=there, other=0.0)
+            v_LD = tl.load(v_ptr + slot_at, mask=there, other=0.0)
+        elif COLUMNS != HEAD_DIM:
+            there = (column < HEAD_DIM)[None, :]
+            k_LD = tl.load(k_ptr + slot_at, mask=there, other=0.0)
+            v_LD = tl.load(v_ptr + slot_at, mask=there, other=0.0)
+        else:
+            k_LD = tl.load(k_ptr + slot_at)
+            v_LD = tl.load(v_ptr + slot_at)
+        score_RL = tl.dot(q_RD, tl.trans(k_LD), input_precision="ieee") * scale
+        if MASKED:
+            seen_RL = key[None, :] <= position_R[:, None]
+            if WINDOWED:
+                seen_RL = seen_RL & (key[None, :] > position_R[:, None] - window)
+            score_RL = tl.where(seen_RL, score_RL, float("-inf"))
+        new_best_R = tl.maximum(best_R, tl.max(score_RL, axis=1))
+        # A row that has seen nothing yet keeps -inf; 0 in its place, as -inf - -inf is NaN.
+        base_R = tl.where(new_best_R == float("-inf"), 0.0, new_best_R)
+        weight_RL = tl.exp2(score_RL - base_R[:, None])
+        shrink_R = tl.exp2(best_R - base_R)
+        sum_R = sum_R * shrink_R + tl.sum(weight_RL, axis=1)
+        weighted_RD = weighted_RD * shrink_R[:, None]
+        weighted_RD = tl.dot(weight_RL.to(v_LD.dtype), v_LD, weighted_RD, input_precision="ieee")
+        best_R = new_best_R
+    return weighted_RD, best_R, sum_R

@@ -1,0 +1,52 @@
+"""Compiles kernels for GPUs that are not there and prints what came of each as a line of JSON.
+
+`python -m tests.kernels.triton.compiling sm_80|sm_90`, in a process of its own: elsewhere in the tests kernels are
+interpreted, which is settled when triton is imported.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+
+from pipeline.kernels.triton.compile import compile_for
+from pipeline.kernels.triton.launch import A100, H100, Launch
+from pipeline.kernels.triton.launches import ModelShape, launches_of
+
+TARGETS = {"sm_80": A100, "sm_90": H100}
+LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
+QWEN3_SMALL = ModelShape(1024, 3072, 16, 8, 128, 151936, qk_norm=True)
+
+
+def with_constants(launch: Launch, **constants: int) -> Launch:
+    return replace(launch, constants={**launch.constants, **constants})
+
+
+def chosen(name: str) -> dict[str, Launch]:
+    """All kernels for sm_90, those with products for sm_80, and some that must be found wanting."""
+    target = TARGETS[name]
+    all_of = launches_of(LLAMA_8B, torch.bfloat16, target)
+    windowed = launches_of(LLAMA_8B, torch.bfloat16, target, window=4096)
+    if name == "sm_80":
+        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens"
+        wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
+        return {key: all_of[key] for key in kept} | {
+            "prefill, windowed": windowed["prefill"],
+            "control: too many keys for the registers": wanting,
+        }
+    normed = launches_of(QWEN3_SMALL, torch.float16, target)["norm_rope_write"]
+    wanting = with_constants(all_of["prefill"], STAGES=7)
+    return all_of | {"norm_rope_write, normed": normed, "control: too many stages for the memory": wanting}
+
+
+def main(name: str) -> None:
+    target = TARGETS[name]
+    for key, launch in chosen(name).items():
+        compiled = compile_for(launch, target)
+        told = {"name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma}
+        print(json.dumps(told | {"registers": compiled.registers, "shared_bytes": compiled.shared_bytes}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,100 @@
+"""Random steps over a paged cache, and the types and tolerances of the Triton kernels' tests.
+
+Without a GPU the kernels run in Triton's interpreter, whose products of bfloat16 are wrong: that type is for a GPU.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.contract import AttentionInput
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+_ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(DEVICE.type != "cuda", reason="no GPU: bfloat16 is for one"))
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=_ON_GPU)], ids=str
+)
+
+ATTENTION = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute; values are normal
+PRODUCT = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the largest
+RELATIVE = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of one elementwise pass
+
+
+def close(ours: torch.Tensor, oracle: torch.Tensor) -> bool:
+    """Within rounding of the float32 oracle; sums may cancel, so not of each value alone."""
+    error, size = (ours.float().cpu() - oracle).abs(), oracle.abs() + oracle.square().mean().sqrt()
+    return bool((error <= RELATIVE[ours.dtype] * size).all())
+
+
+@dataclass(frozen=True)
+class Step:
+    """Queries, caches whose unused slots are NaN, and where everything lies."""
+
+    q_TND: torch.Tensor
+    k_cache_CBKD: torch.Tensor
+    v_cache_CBKD: torch.Tensor
+    where: AttentionInput
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q_TND, self.k_cache_CBKD, self.v_cache_CBKD
+
+    @property
+    def wide(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In float32 on the CPU, for the oracle."""
+        return self.q_TND.float().cpu(), self.k_cache_CBKD.float().cpu(), self.v_cache_CBKD.float().cpu()
+
+    def alone(self, sequence: int) -> "Step":
+        """One sequence of it, over the same caches."""
+        w = self.where
+        start, stop = int(w.query_start_S1[sequence]), int(w.query_start_S1[sequence + 1])
+        where = AttentionInput(
+            np.array([0, stop - start], dtype=np.int32),
+            w.context_len_S[sequence : sequence + 1],
+            w.block_table_SM[sequence : sequence + 1],
+            w.slot_mapping_T[start:stop],
+            w.block_size,
+        )
+        return Step(self.q_TND[start:stop], self.k_cache_CBKD, self.v_cache_CBKD, where)
+
+
+def make_step(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Step:
+    """Sequences of (context, its last tokens that are queries) in scattered blocks; `heads` of queries and of keys."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    num_heads, kv_heads = heads
+    blocks_of = [-(-context // block_size) for context, _ in lengths]
+    num_blocks = sum(blocks_of) + 3
+    order = rng.permutation(num_blocks)
+    table = np.full((len(lengths), max(blocks_of)), -1, dtype=np.int32)
+    caches = [torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(2)]
+    slots, taken = [], 0
+    for s, (context, count) in enumerate(lengths):
+        mine = order[taken : taken + blocks_of[s]]
+        taken += blocks_of[s]
+        table[s, : len(mine)] = mine
+        position = np.arange(context)
+        slot = mine[position // block_size] * block_size + position % block_size
+        for cache in caches:
+            cache.flatten(0, 1)[torch.from_numpy(slot)] = torch.randn(context, kv_heads, head_dim).to(dtype)
+        slots.append(slot[context - count :])
+    query_start = np.concatenate([[0], np.cumsum([count for _, count in lengths])]).astype(np.int32)
+    where = AttentionInput(
+        query_start,
+        np.array([context for context, _ in lengths], dtype=np.int32),
+        table,
+        torch.from_numpy(np.concatenate(slots)).to(DEVICE),
+        block_size,
+    )
+    q_TND = torch.randn(int(query_start[-1]), num_heads, head_dim).to(DEVICE, dtype)
+    return Step(q_TND, caches[0].to(DEVICE), caches[1].to(DEVICE), where)

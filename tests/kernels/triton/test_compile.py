@@ -1,0 +1,82 @@
+"""Every kernel compiles for sm_80 and sm_90, fits registers and shared memory, and reaches wgmma where it can."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.errors import EnvironmentFailed
+from pipeline.kernels.triton.compile import compile_for
+from pipeline.kernels.triton.fused import silu_mul_launch
+from pipeline.kernels.triton.launch import H100, shared_bytes_of
+from tests.kernels.triton.problems import DEVICE
+
+ROOT = Path(__file__).parents[3]
+EVERYWHERE = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, dict]]:
+    """By target and name, what the kernels came to. One process for each target."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.triton.compiling"]
+    running = {
+        name: subprocess.Popen([*command, name], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for name in ("sm_80", "sm_90")
+    }
+    told = {}
+    for name, process in running.items():
+        out, _ = process.communicate()
+        assert process.returncode == 0
+        lines = [json.loads(line) for line in out.splitlines()]
+        told[name] = {line["name"]: line for line in lines}
+    return told
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_no_kernel_spills_or_takes_too_much_memory(compiled: dict, target: str) -> None:
+    served = {name: line for name, line in compiled[target].items() if not name.startswith("control")}
+    assert set(EVERYWHERE) <= set(served)
+    assert {name: line["problems"] for name, line in served.items() if line["problems"]} == {}
+
+
+def test_all_kernels_are_compiled(compiled: dict) -> None:
+    kernels = {name.split(",")[0] for name in compiled["sm_90"]}
+    assert kernels >= {
+        "add_rms_norm",
+        "norm_rope_write",
+        "silu_mul",
+        "decode",
+        "prefill",
+        "int4",
+        "dequantize",
+        "greedy",
+    }
+
+
+def test_large_tiles_reach_wgmma(compiled: dict) -> None:
+    reached = {name for name, line in compiled["sm_90"].items() if line["uses_wgmma"]}
+    assert reached >= {"prefill", "int4, 1 tokens", "int4, 64 tokens"}
+    assert "decode, 1 queries" not in reached, "16 rows are too few for wgmma: the check would find it anywhere"
+    assert not any(line["uses_wgmma"] for line in compiled["sm_80"].values())
+
+
+def test_a_tile_that_is_too_large_is_told(compiled: dict) -> None:
+    spilled = compiled["sm_80"]["control: too many keys for the registers"]["problems"]
+    assert any("registers spilled" in problem for problem in spilled)
+    too_much = compiled["sm_90"]["control: too many stages for the memory"]["problems"]
+    assert any(f"{H100.max_shared_bytes} at most" in problem for problem in too_much)
+
+
+def test_shared_memory_of_cards() -> None:
+    assert [shared_bytes_of(c) // 1024 for c in ((8, 0), (9, 0), (8, 9), (7, 5))] == [163, 227, 99, 99]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels are compiled here, not interpreted")
+def test_an_interpreted_kernel_cannot_be_compiled() -> None:
+    with pytest.raises(EnvironmentFailed, match="unset TRITON_INTERPRET"):
+        compile_for(silu_mul_launch(torch.empty(1, 4), torch.empty(1, 2)), H100)
