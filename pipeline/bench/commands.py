@@ -1,12 +1,13 @@
 """The commands of `pipeline bench`: options, and which benchmark they go to."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from pipeline.console import answers, json_flag, print_json, print_result, say
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PipelineError
 
 
 @click.group()
@@ -226,3 +227,85 @@ def plain_against_drafted(as_json: bool, **options: Any) -> None:
     from pipeline.bench.speculation import bench_speculation
 
     _print_bench(bench_speculation(say=say, **options), as_json)
+
+
+@bench.command("roofline")
+@click.option("--model", default="llama-8b-awq", show_default=True, metavar="SHAPE|PATH",
+              help="tiny, qwen3-0.6b or llama-8b, also with -awq (nothing is written); or a checkpoint.")  # fmt: skip
+@click.option("cards", "--card", metavar="NAME", multiple=True,
+              help="The beginning of its name, such as h100. May be repeated; else all.")  # fmt: skip
+@click.option("--requests", metavar="SET", multiple=True,
+              help="A fixed request set, such as summaries. May be repeated; else all.")  # fmt: skip
+@click.option("--max-num-seqs", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--bandwidth-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's bandwidth, that reading weights, keys and values reaches.")  # fmt: skip
+@click.option("--gemm-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's rate, that 16-bit products and attention reach.")  # fmt: skip
+@click.option("--int4-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's rate, that products of int4 weights reach.")  # fmt: skip
+@click.option("--step-ms", type=click.FloatRange(min=0), default=0.0, show_default=True,
+              help="Of each step, in which the card waits.")  # fmt: skip
+@json_flag
+@answers
+def bounds_of_cards(
+    bandwidth_share: float, gemm_share: float, int4_share: float, step_ms: float, as_json: bool, **options: Any
+) -> None:
+    """What a card could do at the most, by the cost model: seconds of steps, and of jobs over fixed request sets.
+
+    \b
+    Examples:
+      pipeline bench roofline
+      pipeline bench roofline --model llama-8b-awq --card h100 --requests summaries
+      pipeline bench roofline --card h200 --bandwidth-share 0.85 --gemm-share 0.7 --int4-share 0.33 --step-ms 0.2
+
+    Nothing is run, no card is needed. With the default shares the figures are bounds that no engine beats. The cards'
+    figures are their makers' (pipeline/hardware.yaml).
+    """
+    from pipeline.bench.roofline import bench_roofline
+    from pipeline.roofline.step import Reached
+
+    reached = Reached(bandwidth_share, bandwidth_share, gemm_share, int4_share, gemm_share, step_ms / 1e3)
+    _print_bench(bench_roofline(reached=reached, **options), as_json)
+
+
+@bench.command("gpu")
+@click.option("models", "--model", multiple=True, default=("llama-8b-awq", "qwen3-0.6b"), show_default=True,
+              metavar="SHAPE|PATH", help="As of bench engine. May be repeated.")  # fmt: skip
+@click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]|cpu")
+@_bench_options(dtype="auto")
+@click.option("--sections", default="correctness,kernels,linears,jobs", show_default=True, metavar="NAME,NAME",
+              callback=lambda context, option, text: tuple(text.split(",")), help="What to run.")  # fmt: skip
+@click.option("--requests", metavar="SET", multiple=True,
+              help="A fixed request set of the jobs, such as summaries. May be repeated; else all.")  # fmt: skip
+@_bench_options(rounds=1)
+@click.option("--quick", is_flag=True, help="An eighth of the requests, fewer sizes: some five minutes on a card.")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Of this engine; else its own choice.")
+@_bench_options(peers=(), folder=None)
+@click.option("--out", metavar="FILE", help="JSON of what is known so far, replaced as sections end.")
+@json_flag
+@answers
+def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """On an NVIDIA GPU: are the kernels right, how near the card's limits are they, how long do whole jobs take?
+
+    \b
+    Examples:
+      pipeline bench gpu --out gpu.json
+      pipeline bench gpu --quick
+      pipeline bench gpu --sections jobs --requests summaries --peer vllm=/envs/vllm/bin/python
+      pipeline bench gpu --device cpu --quick --model tiny-awq
+
+    Needs torch, triton, transformers and click, no Ray and no network: checkpoints have random weights and are made on
+    the spot. correctness: every kernel and the engine's tokens against the oracle. kernels, linears: their time against
+    bytes and products at the rates that the card reaches alone. jobs: fixed request sets through the engine, and
+    through vLLM where --peer says so, in turn, each with the card to itself. Leaves with 70 when a check or a section
+    failed. The last example is for a machine without a card: it shows that everything runs, and its figures mean
+    nothing.
+    """
+    from pipeline.bench.gpu.run import bench_gpu
+    from pipeline.bench.peer import parse_peer
+
+    told = bench_gpu(peers=[parse_peer(peer) for peer in peers], say=say, **options)
+    _print_bench(told, as_json)
+    if told.failed:
+        sys.exit(PipelineError.exit_code)

@@ -32,8 +32,8 @@ class PeerTask:
     """What every peer gets. dense_model: the folder with plain weights; the model's own unless it is AWQ. work_folder:
     where it may keep what it makes of the checkpoint.
 
-    shared_prefixes: whether prompts begin alike, so that a prefix cache is of use. eos_token_ids: what ends requests
-    that do not ignore EOS.
+    max_num_seqs: None leaves it to the peer. shared_prefixes: whether prompts begin alike, so that a prefix cache is of
+    use. eos_token_ids: what ends requests that do not ignore EOS. performance_mode: vLLM's; None is its default.
     """
 
     model: str
@@ -42,11 +42,12 @@ class PeerTask:
     dtype: str
     threads: int
     max_model_len: int
-    max_num_seqs: int
+    max_num_seqs: int | None
     work_folder: str
     shared_prefixes: bool
     eos_token_ids: tuple[int, ...]
     sets: Mapping[str, Sequence[BenchRequest]]
+    performance_mode: str | None = None
 
 
 def parse_peer(text: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -24,12 +25,12 @@ from pipeline.job.model_cache import cache_folder
 from pipeline.model.config import read_config, read_json
 from pipeline.model.load import Checkpoint
 from pipeline.model.locate import locate_model
-from pipeline.quant.awq import ORDER, SUFFIXES, AwqFormat
+from pipeline.quant.awq import SUFFIXES, AwqFormat
 
 SHARD_BYTES = 512 << 20
 GROUP = 128
 SEED = 20_261_121
-VERSION = 2  # another number is another cache entry: raise it when what is written changes
+VERSION = 3  # another number is another cache entry: raise it when what is written changes
 
 
 @dataclass(frozen=True)
@@ -183,21 +184,13 @@ def derived(folder: Path, kind: str) -> Path:
     return cache_folder().parent / "bench" / f"{folder.name}-{tag}-{kind}"
 
 
-def pack_columns(q_RN: torch.Tensor) -> torch.Tensor:
-    """(rows, N) of values 0 to 15 -> (rows, N/8) int32 in AutoAWQ's order: the inverse of `awq.unpack_columns`."""
-    rows, columns = q_RN.shape
-    nibbles = q_RN.view(rows, columns // 8, 8)[:, :, list(ORDER)].to(torch.int64)
-    words = (nibbles << (4 * torch.arange(8))).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-
-
 def _tensors(shape: Shape, awq: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a checkpoint in the order of the layers.
 
     Norms are about 1; each linear keeps the size of what goes through it, so that layers outweigh the embedding and
     completions vary instead of repeating one token: a comparison of them then says something.
     """
-    random = torch.Generator().manual_seed(SEED)
+    random, bits = torch.Generator().manual_seed(SEED), np.random.default_rng(SEED)
 
     def normal(outputs: int, inputs: int) -> torch.Tensor:
         return (torch.randn((outputs, inputs), generator=random) * inputs**-0.5).to(torch.bfloat16)
@@ -205,17 +198,21 @@ def _tensors(shape: Shape, awq: bool) -> Iterator[tuple[str, torch.Tensor]]:
     def norm(size: int) -> torch.Tensor:
         return (torch.rand(size, generator=random) + 0.5).to(torch.bfloat16)
 
+    def words(rows: int, columns: int) -> torch.Tensor:
+        """Eight values of 0 to 15 in each int32: even bits are even values, in whichever order they are packed."""
+        return torch.from_numpy(np.frombuffer(bytearray(bits.bytes(rows * columns // 2)), dtype=np.int32)).view(
+            rows, columns // 8
+        )
+
     def linear(name: str, inputs: int, outputs: int) -> Iterator[tuple[str, torch.Tensor]]:
         if not awq:
             yield f"{name}.weight", normal(outputs, inputs)
             return
         groups = inputs // GROUP
-        q_KN = torch.randint(0, 16, (inputs, outputs), dtype=torch.uint8, generator=random)
-        zeros_GN = torch.randint(6, 10, (groups, outputs), dtype=torch.uint8, generator=random)
         # values spread evenly over 0..15 have a deviation of 4.6
         scales_GN = (0.5 + torch.rand((groups, outputs), generator=random)) * (inputs**-0.5 / 4.6)
-        yield f"{name}.qweight", pack_columns(q_KN)
-        yield f"{name}.qzeros", pack_columns(zeros_GN)
+        yield f"{name}.qweight", words(inputs, outputs)
+        yield f"{name}.qzeros", (words(groups, outputs) & 0x33333333) + 0x66666666  # 6 to 9
         yield f"{name}.scales", scales_GN.to(torch.float16)
 
     yield "model.embed_tokens.weight", normal(shape.vocab, shape.hidden)

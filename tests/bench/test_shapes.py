@@ -8,12 +8,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.bench import shapes
-from pipeline.bench.shapes import BenchModel, bench_model, dequantized, pack_columns
+from pipeline.bench.shapes import BenchModel, bench_model, dequantized
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader
-from pipeline.quant.awq import unpack_columns
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +20,12 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
 
 
-def test_packing_is_the_inverse_of_unpacking():
-    q = torch.randint(0, 16, (5, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(unpack_columns(pack_columns(q)), q)
+def test_packed_weights_are_all_values_and_their_zeros_lie_in_the_middle(tmp_path):
+    for layer in WeightReader(folder := bench_model("tiny-awq", str(tmp_path)).folder, read_config(folder)).layers():
+        count_Q = torch.bincount(layer.gate_up.q_NK.flatten().long())
+        assert len(count_Q) == 16
+        assert count_Q.min() > 0.9 * count_Q.float().mean()
+        assert layer.gate_up.zeros_NG.unique().tolist() == [6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-awq"])

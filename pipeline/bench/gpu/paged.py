@@ -1,0 +1,83 @@
+"""Steps for kernels alone: random keys and values in a paged cache whose blocks lie in any order.
+
+Suffixes as in `kernels/contract.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.kernels.contract import AttentionInput
+
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """Queries of a step, the caches they look into, and where."""
+
+    q_TND: torch.Tensor
+    k_cache_CBKD: torch.Tensor
+    v_cache_CBKD: torch.Tensor
+    where: AttentionInput
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of one layer: what the contexts' keys and values take."""
+        row_bytes = self.k_cache_CBKD[0, 0].numel() * self.k_cache_CBKD.dtype.itemsize
+        return 2.0 * float(self.where.context_len_S.sum()) * row_bytes
+
+    @property
+    def flops(self) -> float:
+        """Of one layer: products of queries with the keys they see, and of weights with values."""
+        count_S = np.diff(self.where.query_start_S1).astype(np.float64)
+        seen = (count_S * self.where.context_len_S - count_S * (count_S - 1) / 2).sum()
+        return 4.0 * self.q_TND.shape[1] * self.q_TND.shape[2] * float(seen)
+
+
+def paged_step(
+    counts: Sequence[int],
+    contexts: Sequence[int],
+    heads: Heads,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    block_size: int = BLOCK_SIZE,
+) -> PagedStep:
+    """Sequence s computes the last counts[s] tokens of its context of contexts[s]. Values are normal, from `seed`."""
+    rng, random = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)
+    context_S, query_start_S1 = np.array(contexts), np.append(0, np.cumsum(counts))
+    blocks_S = -(-context_S // block_size)
+    order = rng.permutation(int(blocks_S.sum()))
+    table_SM = np.zeros((len(contexts), int(blocks_S.max())), dtype=np.int32)
+    first = 0
+    for s, blocks in enumerate(blocks_S.tolist()):
+        table_SM[s, :blocks] = order[first : first + blocks]
+        first += blocks
+    sequence_T = np.repeat(np.arange(len(counts)), counts)
+    position_T = np.arange(query_start_S1[-1]) - (query_start_S1[1:] - context_S)[sequence_T]
+    slot_T = table_SM[sequence_T, position_T // block_size].astype(np.int64) * block_size + position_T % block_size
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float32, device=device, generator=random).to(dtype)
+
+    cache = (len(order), block_size, heads.num_kv_heads, heads.head_dim)
+    where = AttentionInput(
+        query_start_S1=query_start_S1.astype(np.int32),
+        context_len_S=context_S.astype(np.int32),
+        block_table_SM=table_SM,
+        slot_mapping_T=torch.from_numpy(slot_T).to(device),
+        block_size=block_size,
+    )
+    return PagedStep(
+        normal(int(query_start_S1[-1]), heads.num_heads, heads.head_dim), normal(*cache), normal(*cache), where
+    )

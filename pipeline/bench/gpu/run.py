@@ -1,0 +1,295 @@
+"""The GPU benchmark as a whole: what is run at which scale, in which order, and that nothing found is lost."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from pipeline.bench.gpu import kernel_times, linear_times
+from pipeline.bench.gpu.correctness import Correctness, check_kernels
+from pipeline.bench.gpu.engine_check import check_engine
+from pipeline.bench.gpu.jobs import Limits, run_our_jobs
+from pipeline.bench.gpu.kernel_times import KernelCases, KernelTimes, kernel_cases
+from pipeline.bench.gpu.linear_times import DENSE_PATH, INT4_PATH, SERVED_PATH, LinearTimes, linear_cases, summed_up
+from pipeline.bench.gpu.peers import MODES, run_peers
+from pipeline.bench.gpu.rates import Rates, measure_rates
+from pipeline.bench.gpu.report import Failure, GpuBench, ModelFigures
+from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
+from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.measure import machine_facts
+from pipeline.bench.roofline import decoder_size, find_set, weights_of
+from pipeline.bench.shapes import BenchModel, bench_model
+from pipeline.engine.memory import free_cpu_bytes
+from pipeline.errors import ConfigError, OutputError
+from pipeline.kernels.select import default_dtype, select_kernels
+from pipeline.model.config import DTYPES, read_config
+from pipeline.roofline.step import Reached
+
+SECTIONS = ("correctness", "kernels", "linears", "jobs")
+CHECKED_MODELS = ("tiny-awq", "tiny")  # that the engine's tokens are checked on
+MODELS = ("llama-8b-awq", "qwen3-0.6b")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run: whole on a card, quick in some five minutes, or just enough to see that it works."""
+
+    requests_by: int
+    tokens_by: int
+    budget_s: float  # of one measurement
+    copy_bytes: int
+    gemm_sizes: tuple[int, ...]
+    kernels: KernelCases
+    tokens: tuple[int, ...]
+    checked_each: int  # every so manyth of the checks
+    checked_tokens: int  # of each completion
+
+
+FULL = Scale(1, 1, 0.3, 2 << 30, (4096, 8192), kernel_times.FULL, linear_times.FULL_TOKENS, 1, 32)
+QUICK = Scale(8, 1, 0.1, 1 << 30, (8192,), kernel_times.QUICK, linear_times.QUICK_TOKENS, 1, 16)
+SMOKE = Scale(256, 16, 0.0, 1 << 20, (64,), kernel_times.SMOKE, linear_times.SMOKE_TOKENS, 7, 4)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run is to do, checked."""
+
+    device: torch.device
+    dtype: str
+    sections: tuple[str, ...]
+    sets: tuple[RequestSet, ...]
+    rounds: int
+    peers: tuple[tuple[str, str], ...]
+    max_num_seqs: int | None
+    folder: str | None
+    scale: Scale
+
+
+def bench_gpu(
+    models: Sequence[str] = MODELS,
+    device: str = "cuda",
+    dtype: str = "auto",
+    sections: Sequence[str] = SECTIONS,
+    requests: Sequence[str] = (),
+    rounds: int = 1,
+    quick: bool = False,
+    peers: Sequence[tuple[str, str]] = (),
+    max_num_seqs: int | None = None,
+    folder: str | None = None,
+    out: str | None = None,
+    say: Say = lambda text: None,
+) -> GpuBench:
+    """Run `sections` on `device`. out: a file that holds the JSON of what is known so far, from the first moment on.
+
+    A section that fails is told of in the result and the next one runs. Raises ConfigError where the device is not
+    there or an option makes no sense, OutputError where `out` cannot be written.
+    """
+    on = _device(device, quick)
+    scale = SMOKE if on.type == "cpu" else QUICK if quick else FULL
+    if unknown := [name for name, _ in peers if name not in MODES]:
+        raise ConfigError(f"--peer {unknown[0]}: expected one of {', '.join(MODES)} here")
+    if unknown := [name for name in sections if name not in SECTIONS]:
+        raise ConfigError(f"--sections {unknown[0]}: expected some of {', '.join(SECTIONS)}")
+    sets = [find_set(name) for name in requests] or list(REQUEST_SETS.values())
+    smaller = tuple(each.smaller(scale.requests_by, scale.tokens_by) for each in sets)
+    asked = Asked(on, dtype, tuple(sections), smaller, rounds, tuple(peers), max_num_seqs, folder, scale)
+    settings = {
+        "sections": ", ".join(sections),
+        "scale": "smoke" if scale is SMOKE else "quick" if scale is QUICK else "full",
+        "rounds": str(rounds),
+    }
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    kept = _Kept(GpuBench(date, _facts(on), settings, tuple(each.to_text() for each in smaller)), out, say)
+    kept.update()
+    wanted = models if set(sections) - {"correctness"} else ()
+    found = [bench_model(name, folder, say) for name in wanted]
+    if "correctness" in sections:
+        _check(kept, asked, say)
+    stopwatch = Stopwatch(on, scale.budget_s)
+    for name, model in zip(wanted, found):
+        say(f"rates: {name}")
+        with kept.section("rates", name):
+            rated = _rated(model, asked, stopwatch)
+            kept.model(rated)
+            _measure(kept, rated, model, name, asked, stopwatch, say)
+    kept.update(complete=True)
+    return kept.bench
+
+
+class _Kept:
+    """What is known so far, and in its file."""
+
+    def __init__(self, bench: GpuBench, out: str | None, say: Say) -> None:
+        self.bench, self._say = bench, say
+        self._path = None if out is None else Path(out).expanduser()
+
+    def update(self, **changes: object) -> None:
+        self.bench = replace(self.bench, **changes)  # type: ignore[arg-type]
+        if self._path is None:
+            return
+        try:
+            there = self._path.with_name(f".{self._path.name}.part")
+            there.write_text(json.dumps(self.bench.to_json(), allow_nan=False))
+            os.replace(there, self._path)
+        except OSError as error:
+            raise OutputError(f"--out {self._path}: cannot be written ({error})") from None
+
+    def model(self, figures: ModelFigures) -> None:
+        """Put these figures in the place of the same model's earlier ones."""
+        others = tuple(model for model in self.bench.models if model.model != figures.model)
+        self.update(models=(*others, figures))
+
+    @contextmanager
+    def section(self, name: str, model: str) -> Iterator[None]:
+        """Whatever is raised in it is told of in the result; what was found before stays."""
+        try:
+            yield
+        except Exception as error:  # a kernel that does not run on this card must not cost what the others showed
+            why = f"{type(error).__name__}: {str(error).strip()[:2000]}"
+            self._say(f"{name}: {model} failed: {why}")
+            self.update(failures=(*self.bench.failures, Failure(name, model, why)))
+
+
+def _check(kept: _Kept, asked: Asked, say: Say) -> None:
+    device, scale = asked.device, asked.scale
+    dtypes = [torch.bfloat16, torch.float16] if device.type == "cuda" else [torch.float32]
+    say("correctness: all kernels against the oracle")
+    with kept.section("correctness", "all kernels"):
+        checks = list(check_kernels(device, dtypes, scale.checked_each))
+        kept.update(correctness=Correctness(tuple(checks)))
+        for name in CHECKED_MODELS:
+            shape = bench_model(name, asked.folder, say).folder
+            for dtype in dtypes:
+                say(f"correctness: the engine with {name} in {dtype}")
+                checks.append(check_engine(shape, device, _named(dtype), scale.checked_tokens, say))
+                kept.update(correctness=Correctness(tuple(checks)))
+
+
+def _rated(found: BenchModel, asked: Asked, stopwatch: Stopwatch) -> ModelFigures:
+    """The device's own rates in the type that the model is run in."""
+    wide = DTYPES.get(asked.dtype) or default_dtype(asked.device, read_config(found.folder).dtype)
+    rates = measure_rates(stopwatch, wide, asked.scale.copy_bytes, asked.scale.gemm_sizes)
+    return ModelFigures(found.about, _named(wide), rates)
+
+
+def _measure(
+    kept: _Kept, figures: ModelFigures, found: BenchModel, name: str, asked: Asked, stopwatch: Stopwatch, say: Say
+) -> None:
+    """The sections of one model, each kept as it ends."""
+    config, scale, device, rates = read_config(found.folder), asked.scale, asked.device, figures.rates
+    size, weights, dtype = decoder_size(config), weights_of(config), DTYPES[figures.dtype]
+    kernels = select_kernels(device, dtype)
+    if "kernels" in asked.sections:
+        say(f"kernels: {name}")
+        for case in kernel_cases(size, kernels, dtype, stopwatch, rates, scale.kernels):
+            with kept.section("kernels", name):
+                before = () if figures.kernels is None else figures.kernels.times
+                figures = replace(figures, kernels=KernelTimes((*before, case())))
+                kept.model(figures)
+    if "linears" in asked.sections:
+        say(f"linears: {name}")
+        for case in linear_cases(size, weights, kernels, dtype, stopwatch, scale.tokens):
+            with kept.section("linears", name):
+                before = () if figures.linears is None else figures.linears.times
+                figures = replace(figures, linears=summed_up((*before, *case()), size, weights, rates))
+                kept.model(figures)
+    if "jobs" in asked.sections:
+        say(f"jobs: {name}")
+        with kept.section("jobs", name):
+            reached = reached_of(rates, figures.kernels, figures.linears)
+            limits = Limits(size, weights, rates, reached, memory_bytes(device))
+            figures = replace(figures, reached=reached)
+            for jobs in run_our_jobs(
+                found.folder, device, asked.dtype, asked.sets, asked.rounds, limits, asked.max_num_seqs, say
+            ):
+                figures = replace(figures, jobs=jobs)
+                kept.model(figures)
+            assert figures.jobs is not None
+            for peer in run_peers(asked.peers, found.folder, asked.sets, asked.rounds, config, figures.jobs, say):
+                figures = replace(figures, peers=(*figures.peers, peer))
+                kept.model(figures)
+
+
+def reached_of(rates: Rates, kernels: KernelTimes | None, linears: LinearTimes | None) -> Reached:
+    """Shares of the measured rates that this run's kernels reached, never above 1; 1 where nothing was measured."""
+
+    def share(value: float) -> float:
+        return min(value, 1.0)
+
+    found = Reached()
+    attention = [] if kernels is None else [time for time in kernels.times if time.kernel == "attention"]
+    if decoding := [share(time.share) for time in attention if time.case.startswith("decoding")]:
+        found = replace(found, kv=median(decoding))
+    if prompts := [time.flops / time.seconds for time in attention if "prompt" in time.case]:
+        found = replace(found, attention=share(median(prompts) / rates.gemm_flops_per_s))
+    if linears is not None and {DENSE_PATH, SERVED_PATH} <= set(linears.paths):
+        few, many = min(time.tokens for time in linears.times), max(time.tokens for time in linears.times)
+        least_s = min(floor[few] for floor in linears.floors_s.values())
+        rate = {path: linears.flops_per_token * many / linears.layer_s(path)[many] for path in linears.paths}
+        found = replace(
+            found,
+            bandwidth=share(least_s / linears.layer_s(SERVED_PATH)[few]),
+            gemm=share(rate[DENSE_PATH] / rates.gemm_flops_per_s),
+            int4=share(rate.get(INT4_PATH, rate[DENSE_PATH]) / rates.gemm_flops_per_s),
+        )
+    return found
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def memory_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(free_cpu_bytes())
+
+
+def _device(name: str, quick: bool) -> torch.device:
+    if name == "cpu":
+        if not quick:
+            raise ConfigError(
+                "--device cpu: only with --quick, to see that everything runs; `pipeline bench engine` measures "
+                "processors"
+            )
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device {name}: this needs an NVIDIA GPU and torch {torch.__version__} sees none, so nothing was "
+            "measured. `--device cpu --quick --model tiny-awq` runs every section on the processor, to see that they "
+            "work"
+        )
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device {name}: expected cuda, cuda:N or cpu") from None
+    torch.cuda.set_device(device)
+    return device
+
+
+def _facts(device: torch.device) -> dict[str, str]:
+    facts = machine_facts()
+    for name in ("triton", "vllm"):
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if device.type != "cuda":
+        return {"card": "none: run on the processor, to see that it works"} | facts
+    card = torch.cuda.get_device_properties(device)
+    return {
+        "card": card.name,
+        "card memory": f"{card.total_memory / 1e9:.1f} GB",
+        "compute capability": f"{card.major}.{card.minor}",
+        "multiprocessors": str(card.multi_processor_count),
+        "cuda": str(torch.version.cuda),
+    } | facts

@@ -1,0 +1,103 @@
+"""The checks of the GPU benchmark: right kernels pass, wrong ones do not, and one that breaks costs nothing else."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipeline.bench.gpu import correctness, engine_check
+from pipeline.bench.gpu.correctness import Check, Correctness, check_kernels, outcome, relative_error
+from pipeline.bench.gpu.engine_check import check_engine
+from pipeline.bench.gpu.paged import Heads
+from pipeline.bench.shapes import bench_model
+from pipeline.kernels.reference import reference_kernels
+
+CPU = torch.device("cpu")
+
+
+def checks_of(monkeypatch, **wrong):
+    """Those of reference kernels in float32, some of them replaced."""
+    kernels = replace(reference_kernels(torch.float32, CPU), **wrong)
+    monkeypatch.setattr(correctness, "select_kernels", lambda device, dtype: kernels)
+    monkeypatch.setattr(correctness, "ALL_HEADS", (Heads(14, 2, 64),))
+    monkeypatch.setattr(correctness, "LINEARS_NK", ((384, 256),))
+    monkeypatch.setattr(correctness, "TOKENS", (3,))
+    monkeypatch.setattr(correctness, "ROWS", (3,))
+    return Correctness(tuple(check_kernels(CPU, [torch.float32])))
+
+
+def test_the_oracle_passes_its_own_checks(monkeypatch):
+    found = checks_of(monkeypatch)
+    assert not found.failed
+    assert {check.kernel for check in found.checks} == {
+        "linear", "add_rms_norm", "silu_mul", "attention", "norm_rope_write",
+    }  # fmt: skip
+    assert max(check.error for check in found.checks) == 0
+
+
+def _off_by_one(kernels):
+    def attention(q, k, v, where, scale, window):
+        return kernels.attention(q, k, v, replace(where, context_len_S=where.context_len_S - 1), scale, window)
+
+    return attention
+
+
+def test_a_wrong_kernel_fails_and_is_named(monkeypatch):
+    right = reference_kernels(torch.float32, CPU)
+
+    def add_rms_norm(x, residual, weight, eps):
+        y, residual = right.add_rms_norm(x, residual, weight, eps)
+        return y, residual * 1.001
+
+    def norm_rope_write(qkv, cos, sin, norms, eps, k, v, slots):
+        q = right.norm_rope_write(qkv, cos, sin, norms, eps, k, v, slots)
+        v[0, 0] += 0.01
+        return q
+
+    def silu_mul(gate_up):
+        return right.silu_mul(gate_up)[:, :-1]
+
+    def broken(weight):
+        raise RuntimeError("ptxas: out of registers")
+
+    for name, wrong in {
+        "attention": _off_by_one(right), "add_rms_norm": add_rms_norm, "norm_rope_write": norm_rope_write,
+        "silu_mul": silu_mul, "prepare_linear": broken,
+    }.items():  # fmt: skip
+        found = checks_of(monkeypatch, **{name: wrong})
+        assert {check.kernel for check in found.failed} == {name.removeprefix("prepare_")}
+        assert "FAILED" in found.to_text()
+    assert all("RuntimeError: ptxas: out of registers" in check.failure for check in found.failed)
+    assert "none ran" in found.to_text()
+    assert found.to_json()["passed"] == len(found.checks) - len(found.failed) > 0
+
+
+def test_errors_are_relative_and_never_pass_unseen():
+    expected = torch.tensor([1.0, -4.0])
+    assert relative_error(torch.tensor([1.1, -4.0]), expected) == pytest.approx(0.1 / 4)
+    assert relative_error(torch.tensor([float("nan"), -4.0]), expected) == float("inf")
+    assert relative_error(torch.tensor([1.0]), expected) == float("inf")
+    check = Check("k", "c", "float32", "us", None, 0.1)
+    assert not check.passed
+    assert outcome(check, lambda: 0.1).passed
+    assert not outcome(check, lambda: 0.11).passed
+    assert "not finite" in outcome(check, lambda: float("inf")).failure
+
+
+def test_the_engines_tokens_are_the_oracles_best(tmp_path, monkeypatch):
+    folder = bench_model("tiny-awq", str(tmp_path)).folder
+    assert check_engine(folder, CPU, "float32", 4, lambda text: None).passed
+    prompts = engine_check._prompts(2048, 4)
+    assert len({tuple(prompt[:64]) for prompt in prompts[1::2]}) == 1
+    real = engine_check._most_behind
+
+    def one_token_wrong(oracle, prompts, completions):
+        completions[3].token_ids[1] = (completions[3].token_ids[1] + 1) % 2048
+        return real(oracle, prompts, completions)
+
+    monkeypatch.setattr(engine_check, "_most_behind", one_token_wrong)
+    wrong = check_engine(folder, CPU, "float32", 4, lambda text: None)
+    assert not wrong.passed
+    assert wrong.error > 0.5
+    assert "LONGEST" not in check_engine(tmp_path, CPU, "float32", 4, print).failure
+    assert "ModelError" in check_engine(tmp_path, CPU, "float32", 4, print).failure

@@ -1,0 +1,142 @@
+"""The GPU benchmark as a whole: a smoke run with nothing but torch, transformers and click, refusals, what is kept."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipeline
+from pipeline.bench.gpu import run
+from pipeline.bench.gpu.kernel_times import KernelTime
+from pipeline.bench.gpu.run import SECTIONS, bench_gpu
+from pipeline.errors import ConfigError, ModelError, OutputError
+
+ABSENT = ("ray", "pydantic", "pyarrow", "pandas", "s3fs", "boto3", "botocore", "rich", "accelerate", "numba")
+BARE = f"""
+import socket, sys
+for name in {ABSENT!r}:
+    sys.modules[name] = None  # as where it is not installed
+def refuse(*_):
+    raise OSError("no network here")
+socket.socket.connect = refuse
+from pipeline.cli import main
+main()
+"""
+SMOKE = ("--device", "cpu", "--quick", "--model", "tiny-awq")
+
+
+def test_every_section_runs_on_a_bare_machine(tmp_path):
+    command = [sys.executable, "-c", BARE, "bench", "gpu", *SMOKE, "--folder", str(tmp_path), "--out", "kept.json"]
+    environment = os.environ | {"PYTHONPATH": str(Path(pipeline.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout.splitlines()[-1])
+    assert told == json.loads((tmp_path / "kept.json").read_text())
+    assert told["complete"]
+    assert not told["failures"]
+    assert told["settings"]["scale"] == "smoke"
+    assert told["machine"]["card"].startswith("none")
+    checks = told["correctness"]["checks"]
+    assert told["correctness"]["passed"] == len(checks) > 20
+    assert {check["kernel"] for check in checks} >= {"linear", "attention", "norm_rope_write", "engine"}
+    (model,) = told["models"]
+    assert {time["kernel"] for time in model["kernels"]["times"]} == {
+        "add_rms_norm", "silu_mul", "norm_rope_write", "attention",
+    }  # fmt: skip
+    assert {(time["linear"], time["path"]) for time in model["linears"]["times"]} == {
+        (linear, path) for linear in ("qkv", "o", "gate_up", "down") for path in ("16 bit", "served")
+    }
+    assert [job["requests"] for job in model["jobs"]["jobs"]] == list(run.REQUEST_SETS)
+    for job in model["jobs"]["jobs"]:
+        assert 0 < job["bound_s"] <= job["predicted_s"]
+        assert job["num_preemptions"] == job["num_out_of_memory"] == 0
+    assert "Whole jobs through the engine" in ran.stdout
+
+
+def test_without_a_card_it_says_so(pipe, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("a card is here")
+    out = tmp_path / "out.json"
+    code, stdout, stderr = pipe("bench", "gpu", "--out", str(out))
+    assert code == 2
+    assert stdout == ""
+    assert "needs an NVIDIA GPU" in stderr
+    assert not out.exists()
+    code, stdout, _ = pipe("bench", "gpu", "--json")
+    assert code == 2
+    assert json.loads(stdout)["error"]["kind"] == "ConfigError"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"quick": False}, "only with --quick"),
+        ({"sections": ("kernels", "speed")}, "--sections speed"),
+        ({"requests": ("chat",)}, "--requests chat"),
+        ({"peers": [("openvino", "/bin/true")]}, "--peer openvino: expected one of vllm"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, why):
+    with pytest.raises(ConfigError, match=why):
+        bench_gpu(**{"models": ("tiny",), "device": "cpu", "quick": True} | options)
+
+
+def test_a_model_that_is_not_there_and_a_file_that_cannot_be_written(tmp_path):
+    with pytest.raises(ModelError):
+        bench_gpu(("/no/such/model",), "cpu", quick=True)
+    with pytest.raises(OutputError, match=r"--out .*cannot be written"):
+        bench_gpu(("tiny",), "cpu", quick=True, out=str(tmp_path / "no" / "such" / "folder"))
+
+
+def test_what_fails_costs_nothing_else(pipe, tmp_path, monkeypatch):
+    good = KernelTime("attention", "decoding, 1 at 1", 2e-6, 1e-6, 1.0, 1.0)
+
+    def breaks():
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(run, "kernel_cases", lambda *_: iter([lambda: good, breaks, lambda: good]))
+    out = tmp_path / "kept.json"
+    code, stdout, _ = pipe(
+        "bench", "gpu", *SMOKE, "--sections", "kernels,linears", "--folder", str(tmp_path), "--out", str(out)
+    )
+    assert code == 70
+    told = json.loads(stdout.splitlines()[-1])
+    assert told == json.loads(out.read_text())
+    assert [failure["why"] for failure in told["failures"]] == ["RuntimeError: CUDA error: an illegal memory access"]
+    (model,) = told["models"]
+    assert len(model["kernels"]["times"]) == 2
+    assert len(model["linears"]["times"]) == 4 * 2 * 2
+    assert model["jobs"] is None
+    assert "FAILED kernels, tiny-awq: RuntimeError" in stdout
+
+
+def test_a_killed_run_keeps_what_it_had(tmp_path, monkeypatch):
+    out = tmp_path / "kept.json"
+
+    def killed(*_):
+        yield lambda: KernelTime("silu_mul", "1 tokens", 2e-6, 1e-6, 1.0, 1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "kernel_cases", killed)
+    with pytest.raises(KeyboardInterrupt):
+        bench_gpu(("tiny",), "cpu", sections=("kernels", "jobs"), quick=True, folder=str(tmp_path), out=str(out))
+    told = json.loads(out.read_text())
+    assert not told["complete"]
+    assert len(told["models"][0]["kernels"]["times"]) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_on_a_card_everything_runs_and_is_right(tmp_path):
+    found = bench_gpu(("tiny-awq",), quick=True, sections=SECTIONS, folder=str(tmp_path))
+    assert found.complete
+    assert not found.failed, found.to_text()
+    (model,) = found.models
+    assert model.linears is not None
+    assert {"int4 fused", "cached", "scratch"} <= set(model.linears.paths)
+    assert model.jobs is not None
+    assert model.jobs.gaps

@@ -1,0 +1,80 @@
+"""The command that needs no card: the makers' figures, the model's sizes, jobs that do not fit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pipeline.bench import roofline
+from pipeline.bench.roofline import bench_roofline, decoder_size, find_card, find_set, model_size, weights_of
+from pipeline.bench.shapes import bench_model
+from pipeline.errors import ConfigError, ModelError
+from pipeline.hardware import load_cards
+from pipeline.model.config import read_config
+from pipeline.roofline.step import Ceilings, Reached
+
+
+def test_a_bound_comes_from_the_cards_own_figures():
+    found = bench_roofline("llama-8b", ["h100"], ["single"])
+    (card,) = found.cards
+    alone = next(bound.seconds for bound in found.steps if bound.work == "decoding, 1 at once")
+    size, _, _ = model_size("llama-8b")
+    assert alone.linears_s == pytest.approx(2 * size.linear_parameters / card.bandwidth_bytes_per_s)
+    (job,) = found.jobs
+    assert (job.requests, job.weights) == ("single", "16 bit")
+    prompt_s = 2 * 512 * size.linear_parameters / card.bf16_flops
+    assert 255 * alone.linears_s + prompt_s < job.job.wall_s < 1.1 * (255 * alone.total_s + prompt_s)
+    assert "A bound: nothing is faster." in found.to_text()
+    assert json.loads(json.dumps(found.to_json()))["jobs"][0]["job"]["num_steps"] == 256
+
+
+def test_shares_slow_it_down_and_int4_has_its_crossover():
+    bound = bench_roofline("llama-8b-awq", ["H200"], ["single"])
+    slow = bench_roofline("llama-8b-awq", ["H200"], ["single"], reached=Reached(0.5, 0.5, 0.5, 0.25, 0.5))
+    assert slow.jobs[0].job.wall_s == pytest.approx(2 * bound.jobs[0].job.wall_s, rel=0.1)
+    assert bound.crossovers == {"H200": None}
+    assert 0 < slow.crossovers["H200"] < 300
+    assert "H200: 16-bit products are faster than int4 ones from" in slow.to_text()
+
+
+def test_what_does_not_fit_is_said():
+    size, weights, _ = model_size("llama-8b")
+    small = Ceilings("small", 1e12, 1e14, 8e9)
+    bound = roofline._job(find_set("single"), size, weights, small, 8, 512)
+    assert (bound.job, bound.kv_tokens) == (None, 0)
+    told = replace(bench_roofline("tiny", ["l4"], ["single"]), jobs=(bound,)).to_text()
+    assert "does not fit: 0 tokens of room beside the weights" in told
+    apart = roofline._job(find_set("single"), *model_size("llama-8b-awq")[:2], small, 8, 512)
+    assert (apart.weights, apart.job is None) == ("int4", False)  # no room for 16-bit weights beside them
+
+
+def test_cards_and_sets_go_by_name():
+    assert find_card("l4").name == "L4"
+    assert find_card("h100") in load_cards()
+    with pytest.raises(ConfigError, match="--card tpu: expected the beginning of one of H200"):
+        bench_roofline(cards=["tpu"])
+    with pytest.raises(ConfigError, match="--requests chat: expected one of summaries"):
+        bench_roofline(requests=["chat"])
+    with pytest.raises(ModelError):
+        bench_roofline("/no/such/model")
+
+
+def test_a_shape_is_the_checkpoint_it_writes(tmp_path):
+    for name in ("tiny", "tiny-awq"):
+        config = read_config(bench_model(name, str(tmp_path)).folder)
+        assert model_size(name)[:2] == (decoder_size(config), weights_of(config))
+        assert decoder_size(config).linear_parameters == config.num_linear_parameters()
+
+
+def test_the_command(pipe):
+    code, out, _ = pipe(
+        "bench", "roofline", "--model", "tiny", "--card", "l4", "--requests", "single", "--gemm-share", "0.5",
+        "--step-ms", "1",
+    )  # fmt: skip
+    assert code == 0
+    told = json.loads(out.splitlines()[-1])
+    assert (told["reached"]["gemm"], told["reached"]["step_s"]) == (0.5, 1e-3)
+    assert told["jobs"][0]["job"]["wall_s"] > 0.256
+    code, _, err = pipe("bench", "roofline", "--card", "tpu")
+    assert code == 2
+    assert "--card tpu" in err

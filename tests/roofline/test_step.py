@@ -1,0 +1,108 @@
+"""A step's bound against sums done by hand, and what must hold of every bound."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.roofline.step import (
+    AWQ,
+    DENSE,
+    Ceilings,
+    DecoderSize,
+    Reached,
+    StepTokens,
+    Weights,
+    crossover,
+    linear_seconds,
+    step_seconds,
+)
+
+SIZE = DecoderSize(hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, head_dim=64, vocab=1000)
+LLAMA_8B = DecoderSize(4096, 14_336, 32, 32, 8, 128, 128_256)
+CARD = Ceilings("a card", 1e9, 1e12, 1e9)
+SCRATCH = Weights(int4=True, cached=False)
+
+
+def step(counts, contexts, rows):
+    return StepTokens(np.array(counts), np.array(contexts), rows)
+
+
+def test_sizes_are_those_of_the_model():
+    assert SIZE.linears() == [("qkv", 256, 512), ("o", 256, 256), ("gate_up", 256, 1024), ("down", 512, 256)]
+    assert SIZE.linear_parameters == 2 * (256 * 512 + 256 * 256 + 256 * 1024 + 512 * 256)
+    assert SIZE.kv_bytes_per_token() == 2 * 2 * 2 * 64 * 2
+    assert LLAMA_8B.linear_parameters + 2 * LLAMA_8B.head_parameters == 8_029_995_008  # 8.03e9, without norms
+    assert LLAMA_8B.kv_bytes_per_token() == 131_072
+
+
+def test_a_decoding_step_reads_weights_keys_and_values_once():
+    seconds = step_seconds(step([1, 1], [10, 30], 2), SIZE, DENSE, CARD)
+    assert seconds.linears_s == pytest.approx(SIZE.linear_parameters * 2 / 1e9)
+    assert seconds.head_s == pytest.approx(256 * 1000 * 2 / 1e9)
+    assert seconds.kv_s == pytest.approx((40 + 2) * SIZE.kv_bytes_per_token() / 1e9)
+    assert seconds.attention_s == pytest.approx(4 * 2 * 4 * 64 * 40 / 1e12)
+    assert seconds.total_s == pytest.approx(seconds.linears_s + seconds.kv_s + seconds.head_s)
+
+
+def test_a_long_prompt_is_computing():
+    seconds = step_seconds(step([5000], [5000], 1), SIZE, DENSE, CARD)
+    assert seconds.linears_s == pytest.approx(2 * 5000 * SIZE.linear_parameters / 1e12)
+    assert seconds.attention_s == pytest.approx(4 * 2 * 4 * 64 * (5000 * 5001 / 2) / 1e12)
+    assert seconds.head_s == pytest.approx(256 * 1000 * 2 / 1e9)
+    last = step_seconds(step([100], [5000], 1), SIZE, DENSE, CARD)  # a chunk sees all that is before it
+    assert last.attention_s == pytest.approx(4 * 2 * 4 * 64 * sum(range(4901, 5001)) / 1e12)
+    assert step_seconds(step([100], [5000], 0), SIZE, DENSE, CARD).head_s == 0
+
+
+def test_int4_weights_take_the_path_that_is_faster():
+    slow_int4 = replace(CARD, reached=Reached(gemm=0.8, int4=0.4))
+    few, many = (linear_seconds(m, 1024, 1024, AWQ, slow_int4) for m in (1, 100_000))
+    packed = 0.5 + 2.5 / 128
+    assert few == pytest.approx({"int4": packed * 2**20 / 1e9, "dense": 2 * 2**20 / 1e9})
+    assert many["int4"] == pytest.approx(2 * many["dense"])
+    tokens = step([1] * 2000, [1] * 2000, 0)
+    taken = step_seconds(tokens, SIZE, AWQ, slow_int4).linears_s
+    assert taken == pytest.approx(step_seconds(tokens, SIZE, DENSE, slow_int4).linears_s)
+    made = linear_seconds(100, 1024, 1024, SCRATCH, slow_int4)
+    assert made["scratch"] == pytest.approx(
+        linear_seconds(100, 1024, 1024, DENSE, slow_int4)["dense"] + (packed + 2) * 2**20 / 1e9
+    )
+    assert set(linear_seconds(1, 8, 8, DENSE, CARD)) == {"dense"}
+
+
+def test_the_crossover_is_where_the_paths_are_equal():
+    card = Ceilings("H200", 4.8e12, 989e12, 141e9, Reached(0.9, 0.85, 0.7, 0.33, 0.45))
+    # int4 takes 2 M / 0.33 F a weight, the reading of 16 bit 2 / 0.9 B: M = 0.33 F / 0.9 B = 75.5
+    assert crossover(LLAMA_8B, AWQ, card) == 76
+    later = crossover(LLAMA_8B, SCRATCH, card)
+    assert 76 < later < 400
+    assert crossover(LLAMA_8B, AWQ, replace(card, reached=Reached())) is None  # as fast as 16 bit, it never loses
+    assert crossover(LLAMA_8B, DENSE, card) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3000)), min_size=1, max_size=20),
+    st.sampled_from([DENSE, AWQ, SCRATCH]),
+    st.tuples(*[st.floats(0.05, 1.0)] * 5),
+)
+def test_no_step_beats_its_bytes_or_its_products(sequences, weights, shares):
+    counts, contexts = (list(each) for each in zip(*((n, n + before) for n, before in sequences)))
+    tokens = step(counts, contexts, len(counts))
+    bound = step_seconds(tokens, SIZE, weights, CARD)
+    fewest = 2 if weights is DENSE else weights.packed_bytes
+    least_bytes = SIZE.linear_parameters * fewest + SIZE.head_parameters * 2
+    least_bytes += SIZE.kv_bytes_per_token() * sum(contexts)
+    assert bound.total_s >= least_bytes / CARD.bytes_per_s
+    flops = 2 * SIZE.linear_parameters * sum(counts) + 2 * SIZE.head_parameters * len(counts)
+    assert bound.total_s >= flops / CARD.flops_per_s
+    predicted = step_seconds(tokens, SIZE, weights, replace(CARD, reached=Reached(*shares, step_s=1e-4)))
+    assert predicted.total_s >= bound.total_s + 1e-4
+    more = step([*counts, 5], [*contexts, 9], len(counts) + 1)
+    longer = step(counts, [contexts[0] + 7, *contexts[1:]], len(counts))
+    for other in (more, longer):
+        assert step_seconds(other, SIZE, weights, CARD).total_s >= bound.total_s
+    assert step_seconds(tokens, SIZE, weights, CARD, kv_value_bytes=1).kv_s == pytest.approx(bound.kv_s / 2)
