@@ -10,14 +10,23 @@ from typing import Any
 import torch
 
 from pipeline.doctor.check import Subject, shown_bytes
-from pipeline.engine.memory import CPU_SHARE, GPU_RESERVE_BYTES, free_cpu_bytes, weight_bytes
+from pipeline.engine.memory import (
+    CPU_SHARE,
+    EXPECTED_TOKENS,
+    SLACK_BYTES,
+    dense_weights_fit,
+    free_cpu_bytes,
+    weight_bytes,
+)
 from pipeline.engine.params import EngineConfig
+from pipeline.engine.resolve import GPU_MAX_NUM_SEQS
 from pipeline.hardware import load_cards
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 
 LENGTHS = (512, 2_048, 8_192, 32_768)
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # of the KV cache, as the engine has it when nothing else is asked for
+STEP_BYTES = 2 << 30  # about what the largest step takes on a GPU; the engine measures it when it starts
 GROUP_SIZE = 128  # of the int4 weights whose size is told
 
 
@@ -91,8 +100,10 @@ def _here(config: ModelConfig, subject: Subject, lengths: tuple[int, ...]) -> Pl
 def _card(
     name: str, memory: int, config: ModelConfig, gpu: torch.device, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> Place:
-    weights = weight_bytes(config, gpu, dtype)
-    kv = int(memory * EngineConfig.gpu_memory_utilization) - GPU_RESERVE_BYTES - weights
+    share = int(memory * EngineConfig.gpu_memory_utilization)
+    cached_tokens = GPU_MAX_NUM_SEQS * min(EXPECTED_TOKENS, config.max_position)
+    weights = weight_bytes(config, gpu, dtype, dense_weights_fit(config, dtype, share, cached_tokens))
+    kv = share - STEP_BYTES - SLACK_BYTES - weights
     return _place(name, memory, config, gpu, dtype, weights, kv, lengths)
 
 

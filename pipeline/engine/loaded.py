@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.engine.footprint import measured_step_bytes, step_input_shape
-from pipeline.engine.memory import dense_weights_fit, gpu_share_bytes
+from pipeline.engine.memory import EXPECTED_TOKENS, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.resolve import Resolved
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
@@ -14,8 +14,6 @@ from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.locate import locate_model
-
-EXPECTED_TOKENS = 2048  # of a sequence, for which the KV cache is to have room before 4-bit weights get a 16-bit form
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig
 
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
-MIN_GROUP_SIZE = 32  # of 4-bit weights: a scale of 16 bits and a zero of 8 for each group
+MIN_GROUP_SIZE = 32  # of 4-bit weights, which have a scale of 16 bits and a zero of 8 for each group on a GPU
+EXPECTED_TOKENS = 2048  # of a sequence, for which the KV cache is to have room before 4-bit weights get a 16-bit form
 SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
 
 
@@ -24,10 +25,17 @@ def free_cpu_bytes() -> int:
     return available
 
 
-def weight_bytes(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """What linears and embeddings take once loaded, about; norms and biases left out."""
+def weight_bytes(config: ModelConfig, device: torch.device, dtype: torch.dtype, keeps_dense: bool = True) -> int:
+    """What linears and embeddings take once loaded, about; norms and biases left out.
+
+    keeps_dense: of 4-bit weights on a GPU, see `dense_weights_fit`.
+    """
     if device.type != "cpu":
-        return config.num_parameters() * dtype.itemsize
+        dense = config.num_parameters() * dtype.itemsize
+        if config.quantization is None or config.quantization.bits != 4:
+            return dense
+        packed = int(config.num_linear_parameters() * (0.5 + 3 / (config.quantization.group_size or MIN_GROUP_SIZE)))
+        return packed + dense - (0 if keeps_dense else config.num_linear_parameters() * dtype.itemsize)
     width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
     embeddings = 2 * config.vocab_size * config.hidden_size * width  # a table to look up and a linear, tied or not
     if config.quantization is None:
@@ -75,11 +83,8 @@ def dense_weights_fit(config: ModelConfig, dtype: torch.dtype, budget_bytes: int
 
     Steps of many tokens are multiplied with that form; without room for it, it is written anew in each of them.
     """
-    linears = config.num_linear_parameters()
-    packed_and_dense = linears * (0.5 + 3 / MIN_GROUP_SIZE + dtype.itemsize)
-    embeddings = 2 * config.vocab_size * config.hidden_size * dtype.itemsize
-    cache = kv_tokens * config.kv_bytes_per_token(dtype)
-    return packed_and_dense + embeddings + cache + SLACK_BYTES <= budget_bytes
+    weights = weight_bytes(config, torch.device("cuda"), dtype)
+    return weights + kv_tokens * config.kv_bytes_per_token(dtype) + SLACK_BYTES <= budget_bytes
 
 
 def kv_budget_bytes(

@@ -12,6 +12,7 @@ from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.quant.nearest import METHODS, RoundToNearest
 
 DEFAULT_DRAFT_TOKENS = 6
+GPU_MAX_NUM_SEQS = 512
 MOST_DRAFT_TOKENS = 32
 PROPOSERS = ("ngram", "draft")
 
@@ -49,7 +50,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     _refuse_unserved(config)
     device = _device(config.device)
     on_gpu = device.type == "cuda"
-    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, 512 if on_gpu else 64)
+    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, GPU_MAX_NUM_SEQS if on_gpu else 64)
     batched = _positive("max_num_batched_tokens", config.max_num_batched_tokens, 8192 if on_gpu else 2048)
     if batched < max_num_seqs:
         raise ConfigError(

@@ -26,8 +26,9 @@ class CapturedAttention:
             )
             for window in shape.windows
         ]
-        plans = {plan_key(work.window): AttentionPlan(work, None) for work in self._works}
-        self.worked_out: dict[Hashable, Any] = dict(plans)
+        self.worked_out: dict[Hashable, Any] = {}
+        for work in self._works:
+            self.worked_out[plan_key(work.window)] = AttentionPlan(work, None)
 
     def refill(self, where: AttentionInput) -> None:
         for work in self._works:

@@ -1,7 +1,7 @@
 """The Triton kernels as a set. See `contract.Kernels`."""
 
 import torch
-import triton
+from triton import knobs
 
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.triton.attention import PagedAttention
@@ -43,4 +43,4 @@ def triton_kernels(
 
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before Triton was first imported."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
