@@ -75,10 +75,11 @@ class PagedAttention:
         few, many = np.flatnonzero(count_S <= most_queries(group)), np.flatnonzero(count_S > most_queries(group))
         decode = prefill = None
         if len(few):
-            most = most_queries(group) if self.deterministic else power_of_two(int(count_S[few].max()))
+            most = power_of_two(int(count_S[few].max()))
             max_seqs, max_blocks = where.block_table_SM.shape
             decode = DecodeWork.allocate(
-                *(max_seqs, max_blocks, num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
+                *(max_seqs, max_blocks, where.block_size),
+                *(num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
                 num_queries=min(most, most_queries(group)),
                 window=window,
                 deterministic=self.deterministic,

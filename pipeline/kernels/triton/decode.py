@@ -47,6 +47,7 @@ def _decode(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    KEPT_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -100,7 +101,7 @@ def _decode(
             out_RD = weighted_RD / sum_R[:, None]
             tl.store(out_at + column_D[None, :], out_RD.to(out_ptr.dtype.element_ty), mask=there_RD)
         else:
-            partial_R = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * ROWS + row_R
+            partial_R = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * KEPT_ROWS + row_R
             tl.store(best_ptr + partial_R, best_R, mask=real_R)
             tl.store(sum_ptr + partial_R, sum_R, mask=real_R)
             tl.store(partial_ptr + partial_R[:, None] * HEAD_DIM + column_D[None, :], weighted_RD, mask=there_RD)
@@ -120,6 +121,7 @@ def _combine(
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    KEPT_ROWS: tl.constexpr,
 ):
     """Add up the partial sums of the sequences that were cut, in the order of their keys."""
     kv_head = tl.program_id(0)
@@ -136,7 +138,7 @@ def _combine(
         best_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         sum_R = tl.zeros([ROWS], dtype=tl.float32)
         for partial in range(first_partial, first_partial + num_partials):
-            partial_R = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * ROWS + row_R
+            partial_R = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * KEPT_ROWS + row_R
             its_best_R = tl.load(best_ptr + partial_R, mask=real_R, other=0.0)
             its_sum_R = tl.load(sum_ptr + partial_R, mask=real_R, other=1.0)
             its_RD = tl.load(partial_ptr + partial_R[:, None] * HEAD_DIM + column_D[None, :], mask=there_RD, other=0.0)
@@ -175,6 +177,7 @@ def decode_launches(
         "HEAD_DIM": head_dim,
         "COLUMNS": columns,
         "ROWS": work.num_rows,
+        "KEPT_ROWS": work.sum_PKR.shape[2],
     }
     partials = work.partial_PKRD, work.best_PKR, work.sum_PKR
     stages = _stages(columns, q_TND.element_size(), target)

@@ -84,8 +84,9 @@ def _numbers(count_N: np.ndarray) -> np.ndarray:
 class DecodeWork:
     """Device tensors of a fixed size that `refill` brings up to a step; the kernels read nothing else of it.
 
-    `num_rows`: rows of a tile, for `num_queries` query tokens a sequence at most. `window` is that of the layers it
-    serves. item_I4, lane_start, split_S3 and num_splits are views of `numbers`, which one copy fills.
+    `num_rows`: rows of a tile, of which group * `num_queries` may stand for a query: R in the names below. `window` is
+    that of the layers it serves. item_I4, lane_start, split_S3, num_splits, query_start_S1 and context_len_S are views
+    of `numbers`, which one copy fills.
     """
 
     num_lanes: int
@@ -110,6 +111,7 @@ class DecodeWork:
         cls,
         max_seqs: int,
         max_blocks: int,
+        block_size: int,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -123,8 +125,10 @@ class DecodeWork:
         """For steps of at most `max_seqs` sequences of at most `max_blocks` blocks and `num_queries` query tokens.
 
         Twice the programs that a GPU has multiprocessors, divided among the KV heads. The partial sums take
-        P * num_heads * num_queries * head_dim * 4 bytes or up to a few times that (rows come in powers of two), P being
-        twice the lanes, or 8 * max_seqs with `deterministic`.
+        P * num_heads * num_queries * head_dim * 4 bytes, P being twice the lanes; with `deterministic`, max_seqs times
+        a sequence's pieces of 1024 keys, 8 at most.
+
+        Raises ValueError for more query tokens than `most_queries`.
         """
         group = num_heads // num_kv_heads
         if num_queries > most_queries(group):
@@ -133,16 +137,19 @@ class DecodeWork:
                 f"where {group} query heads share a KV head"
             )
         num_lanes = max(1, 2 * target.num_multiprocessors // num_kv_heads)
-        num_rows = power_of_two(group * num_queries, 16)
-        num_partials = _FIXED_PIECES * max_seqs if deterministic else 2 * num_lanes
-        num_items = num_partials if deterministic else max_seqs + num_lanes
+        # The rows of a tile may decide the order of its sums.
+        num_rows = power_of_two(group * (most_queries(group) if deterministic else num_queries), 16)
+        max_tiles = -(-max_blocks * block_size // KEYS)
+        pieces = max_seqs * min(_FIXED_PIECES, -(-max_tiles // _FIXED_PIECE))
+        num_partials = pieces if deterministic else 2 * num_lanes
+        num_items = pieces if deterministic else max_seqs + num_lanes
         max_splits = max_seqs if deterministic else min(max_seqs, num_lanes)
         sizes = 4 * num_items, num_lanes + 1, 3 * max_splits, 1, max_seqs + 1, max_seqs
         aligned = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
         numbers = torch.zeros(sum(aligned), dtype=torch.int32, device=device)
         views = (part[:size] for part, size in zip(numbers.split(aligned), sizes))
         items, lane_start, splits, num_splits, query_start_S1, context_len_S = views
-        rows = num_partials, num_kv_heads, num_rows
+        rows = num_partials, num_kv_heads, group * num_queries
         return cls(
             num_lanes=num_lanes,
             num_queries=num_queries,
@@ -176,6 +183,7 @@ class DecodeWork:
         if self.window is not None:
             first_seen_S = np.maximum(0, context_S - count_S - self.window + 1)
         dealt = deal(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_lanes, self.deterministic)
+        assert int(dealt.item_I4[:, 3].max()) < len(self.partial_PKRD)
         parts = (
             (dealt.item_I4, self.item_I4),
             (dealt.lane_start, self.lane_start),

@@ -65,7 +65,7 @@ def _attention(
     found = {}
     for num_queries in sorted({1, most_queries(shape.num_heads // shape.num_kv_heads)}):
         work = DecodeWork.allocate(
-            *(256, _TABLE, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
+            *(256, _TABLE, _BLOCK, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
             num_queries=num_queries,
             window=window,
         )

@@ -52,13 +52,14 @@ def test_groups_and_head_sizes(group: int, head_dim: int, dtype: torch.dtype) ->
     check(make_step([(67, 1), (130, 20), (70, 3)], (2 * group, 2), head_dim, 64, dtype), None)
 
 
-@pytest.mark.parametrize("window", [None, 1, 64, 65])
-@pytest.mark.parametrize("block_size", [1, 7, 16, 32, 128])
+@pytest.mark.parametrize(
+    ("block_size", "window"), [(1, None), (7, None), (7, 64), (16, 65), (32, None), (64, 1), (64, 64), (128, 65)]
+)
 def test_blocks_of_any_size_and_windows_at_tile_borders(block_size: int, window: int | None) -> None:
     check(make_step([(67, 1), (130, 20), (129, 2)], (2, 1), 16, block_size, torch.float32), window)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = []
@@ -94,7 +95,7 @@ def test_too_many_heads_are_refused_by_name() -> None:
 # -- determinism
 
 
-BATCH = [(900, 1), (1400, 1), (70, 3), (2100, 1)]
+BATCH = [(1100, 1), (70, 3), (1300, 1)]
 
 
 def differing(deterministic: bool) -> int:
@@ -168,10 +169,10 @@ def test_launches_do_not_change_from_step_to_step(deterministic: bool) -> None:
     """What a CUDA graph would have recorded in the first step serves the next ones: only tensors are filled anew."""
     window = 70
     target = Target.of(DEVICE)
-    shape = 6, 12, 4, 2, 16
+    shape = 6, 32, 64, 4, 2, 16
     work = DecodeWork.allocate(*shape, DEVICE, target, num_queries=4, window=window, deterministic=deterministic)
     steps = [
-        make_step([(600, 1), (5, 1), (64, 4)], (4, 2), 16, 64, torch.float32),
+        make_step([(1500, 1), (5, 1), (64, 4)], (4, 2), 16, 64, torch.float32),
         make_step([(65, 2)], (4, 2), 16, 64, torch.float32),
         make_step([(100, 1)] * 6, (4, 2), 16, 64, torch.float32),
     ]
@@ -192,7 +193,7 @@ def test_launches_do_not_change_from_step_to_step(deterministic: bool) -> None:
 
 def test_a_plan_that_lies_ready_is_used() -> None:
     step = make_step([(100, 1), (30, 1)], (2, 1), 16, 64, torch.float32)
-    work = DecodeWork.allocate(4, 4, 2, 1, 16, DEVICE, Target.of(DEVICE))
+    work = DecodeWork.allocate(4, 4, 64, 2, 1, 16, DEVICE, Target.of(DEVICE))
     work.refill(step.where)
     work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # tells the ready plan from one made anew
     step.where.worked_out[plan_key(None)] = AttentionPlan(work, None)
@@ -205,18 +206,18 @@ def test_a_plan_that_lies_ready_is_used() -> None:
 def test_work_for_more_queries_than_the_kernel_takes_is_refused() -> None:
     assert [most_queries(group) for group in (1, 4, 8, 16, 64, 71)] == [8, 8, 8, 4, 1, 1]
     with pytest.raises(ValueError, match="takes 4 at most where 16 query heads"):
-        DecodeWork.allocate(1, 1, 16, 1, 16, DEVICE, H100, num_queries=5)
+        DecodeWork.allocate(1, 1, 64, 16, 1, 16, DEVICE, H100, num_queries=5)
 
 
 def test_tensors_of_the_work_lie_aligned() -> None:
     """Else each number of sequences would have its kernel compiled anew."""
     for max_seqs in (1, 2, 3, 5):
-        work = DecodeWork.allocate(max_seqs, 3, 2, 1, 16, torch.device("cpu"), H100, deterministic=max_seqs > 2)
+        work = DecodeWork.allocate(max_seqs, 3, 64, 2, 1, 16, torch.device("cpu"), H100, deterministic=max_seqs > 2)
         views = work.item_I4, work.lane_start, work.split_S3, work.num_splits, work.query_start_S1, work.context_len_S
         assert [(view.data_ptr() - work.numbers.data_ptr()) % 16 for view in views] == [0] * 6
 
 
 def test_an_h100_gets_two_programs_a_multiprocessor() -> None:
-    work = DecodeWork.allocate(256, 128, 32, 8, 128, torch.device("meta"), H100)
+    work = DecodeWork.allocate(256, 128, 64, 32, 8, 128, torch.device("meta"), H100)
     assert 2 * 132 - 8 < 8 * work.num_lanes <= 2 * 132
     assert KEYS == 64
