@@ -169,6 +169,14 @@ def test_a_linear_that_the_config_leaves_out_is_not_stored_quantized() -> None:
             form.read_linear("a.q_proj", SHAPE, tensors, None)
 
 
+def test_the_shape_that_a_packed_weight_says_is_the_models() -> None:
+    form, tensors, _ = packed("int4")
+    for lie in ([64, 48], [48, 65], [-48, 64]):
+        tensors["a.q_proj.weight_shape"] = torch.tensor(lie)
+        with pytest.raises(ModelError, match=r"a\.q_proj\.weight_shape: says .*, expected \(48, 64\)"):
+            form.read_linear("a.q_proj", SHAPE, tensors, None)
+
+
 def test_a_symmetric_checkpoint_has_no_zero_points_but_zeros() -> None:
     form = read_format(compressed(group("int-quantized", 8, "channel", LINEAR, symmetric=True)), PATH)
     tensors, dense = int_quantized(True)(np.random.default_rng(0), SHAPE)
