@@ -5,8 +5,9 @@ Layouts for K inputs, N outputs, G groups (compressed-tensors, `compressors/`), 
 by half its range; `weight_scale` (N, G), `weight_shape` (N, K) as two integers; where not symmetric
 `weight_zero_point` (N/p, G) int32, packed in the same way along N; `weight_g_idx` (K,) int32, the group of each input,
 where inputs were ordered by activation.
-`int-quantized`, `naive-quantized`: `weight` (N, K) int8, `weight_scale`, and `weight_zero_point` as int8.
+`int-quantized`: `weight` (N, K) int8, `weight_scale`, and `weight_zero_point` as int8.
 `float-quantized`: `weight` (N, K) float8_e4m3fn and its scales, as `fp8.py` has them.
+`naive-quantized`: one of these two, by the weights' `type`.
 weight = (q - zero) * scale. G is 1 where there is a scale for each output; one for the whole weight is (1,).
 
 Weights alone are served: a checkpoint that wants its activations in 8 bits too is computed with them as they come,
@@ -35,8 +36,8 @@ from pipeline.quant.reading import (
     unpack_words,
 )
 
-PACKED, INTEGERS, FLOATS8 = "pack-quantized", ("int-quantized", "naive-quantized"), "float-quantized"
-FORMATS = (PACKED, *INTEGERS, FLOATS8)
+PACKED, INTEGERS, FLOATS8, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+FORMATS = (PACKED, INTEGERS, FLOATS8, NAIVE)  # naive: integers or floats of 8 bits, activations as they come
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -146,7 +147,7 @@ def _scheme(group: Options, default_format: object) -> Scheme:
     inner = Options({"format": default_format} | given, group.path, group.where)
     form = inner.one_of("format", FORMATS)
     weights = inner.section("weights")
-    is_float = form == FLOATS8
+    is_float = form == FLOATS8 or (form == NAIVE and weights.values.get("type") == "float")
     weights.one_of("type", ("float",) if is_float else ("int",), "int")
     bits = weights.one_of("num_bits", (4, 8) if form == PACKED else (8,))
     strategy = weights.one_of("strategy", STRATEGIES if is_float else STRATEGIES[:3], "tensor")
@@ -155,7 +156,7 @@ def _scheme(group: Options, default_format: object) -> Scheme:
     if weights.values.get("dynamic") not in (None, False):
         raise weights.refuse("dynamic", "false")
     return Scheme(
-        form,
+        FLOATS8 if is_float else form,
         bits,
         weights.one_of("symmetric", (True, False), True),
         weights.group_size() if strategy == "group" else None,

@@ -151,7 +151,10 @@ def fp8(block: tuple[int, int] | None, scale_name: str, per_output: bool = False
         for i in range(n):
             for j in range(k):
                 dense[i, j] = np.float32(_e4m3(int(codes[i, j]))) * scales[i // rows, j // columns]
-        return {"weight": weight, scale_name: torch.from_numpy(stored.copy())}, dense
+        tensors = {"weight": weight, scale_name: torch.from_numpy(stored.copy())}
+        if block is None:  # of activations, as a static scheme has it
+            tensors["input_scale"] = torch.tensor(0.01)
+        return tensors, dense
 
     return pack
 

@@ -29,7 +29,7 @@ TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 
 
 def group(form: str, bits: int, strategy: str, targets: list[str], **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "float" if "float" in form else "int", "strategy": strategy, **more}
+    weights = {"num_bits": bits, "type": "float" if "float" in form else "int", "strategy": strategy} | more
     return {"targets": targets, "format": form, "weights": weights}
 
 
@@ -74,6 +74,16 @@ WHOLE: dict[str, tuple[dict[str, Any], Pack, str]] = {
         compressed(group("int-quantized", 8, "channel", LINEAR) | {"input_activations": TOKEN}),
         int_quantized(True),
         "compressed-tensors int8, a scale for each output, activations not in 8 bits",
+    ),
+    "compressed fp8, naive": (
+        compressed(group("naive-quantized", 8, "channel", LINEAR, type="float")),
+        fp8(None, "weight_scale", per_output=True),
+        "compressed-tensors fp8 (e4m3)",
+    ),
+    "compressed int8, naive": (
+        compressed(group("naive-quantized", 8, "tensor", LINEAR, symmetric=False)),
+        int_quantized(False),
+        "compressed-tensors int8, a scale for each output",
     ),
     "compressed fp8": (
         compressed(group("float-quantized", 8, "block", LINEAR, block_structure=[64, 32])),
