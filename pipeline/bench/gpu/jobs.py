@@ -188,9 +188,7 @@ def _predict(work: RequestSet, engine: Engine, limits: Limits, reached: Reached)
         resolved["block_size"],
     )
     weights = replace(limits.weights, cached="scratch" not in str(engine.resolved["kernel.linear"]))
-    return simulate_job(
-        work.lengths(), limits.size, weights, limits.ceilings(reached), batching, work.shared_prefix
-    )
+    return simulate_job(work.lengths(), limits.size, weights, limits.ceilings(reached), batching, work.shared_prefix)
 
 
 def _gaps(engine: Engine, say: Callable[[str], None]) -> Iterator[Gap]:
