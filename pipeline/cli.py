@@ -12,6 +12,7 @@ import click
 
 from pipeline import __version__
 from pipeline.bench.commands import bench
+from pipeline.checkpoint_commands import eval_command, quantize_command
 from pipeline.console import answer_of, answers, json_flag, print_json, print_result, say, with_exit_codes
 from pipeline.errors import ConfigError, EnvironmentFailed, TooManyRowErrors
 
@@ -383,12 +384,15 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
       pipeline doctor                            this machine alone
       pipeline doctor --model models/Qwen3-4B --output s3://bucket/results
 
+    Of a model it also says what it takes and how many sequences fit beside it, here and on the cards of
+    configs/hardware.yaml.
+
     Looks at versions, devices, memory, disks and kernels; at a model's files; at whether a store is reached and
     creates files only where none stands. Loads no weights and downloads nothing. --model, --input and --output
     replace those of the job file. Leaves with 3 when something failed, with 2 when only what was given is wrong.
     """
     from pipeline.config import load_job
-    from pipeline.doctor import Subject, diagnose, exit_code
+    from pipeline.doctor import Subject, diagnose, exit_code, memory_of
 
     subject = Subject.of_job(load_job(job)) if job is not None else Subject()
     subject = subject.replacing(model, source, output)
@@ -399,14 +403,20 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
             print_result((f"\n{check.group}\n" if check.group != group else "") + check.to_text())
             group = check.group
     count = {state: sum(check.state == state for check in checks) for state in ("ok", "warning", "failed")}
+    memory = memory_of(subject)
     if as_json:
-        print_json({**count, "checks": [check.to_json() for check in checks]})
+        told = {"checks": [check.to_json() for check in checks], "memory": None if memory is None else memory.to_json()}
+        print_json({**count, **told})
     else:
+        if memory is not None:
+            print_result(f"\n{memory.to_text()}")
         print_result(f"\n{count['failed']} failed, {count['warning']} warnings")
     sys.exit(exit_code(checks))
 
 
 cli.add_command(bench)
+cli.add_command(eval_command)
+cli.add_command(quantize_command)
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ def test_a_full_job(job):
 def test_every_engine_and_sampling_option_reaches_the_engine(job):
     """A field added to the engine must be added to the job file, or left out on purpose."""
     config = job()
-    not_in_jobs = {"model", "draft", "num_threads"}
+    not_in_jobs = {"model", "quantization", "draft", "num_threads"}  # or in the section of the model
     assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
     assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields)
 
@@ -181,6 +181,7 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         ("engine: {speculation: {max_drafts: 3}}\n", "engine.speculation.max_drafts: unknown key"),
         ("engine: {speculation: {max_draft_tokens: 99}}\n", "engine.speculation.max_draft_tokens: expected at most 32"),
         ("engine: {kv_cache_dtype: fp8}\n", "only `auto` is supported yet"),
+        ("engine: {quantization: awq}\n", "named model.quantization here; a checkpoint that is quantized"),
         ("engine: {gpu_memory_utilization: 90}\n", "expected at most 1"),
         ("run: {window_bytes: lots}\n", "expected a number of bytes, such as 8_000_000 or 8 GiB; got 'lots'"),
         ("run: {max_error_rate: 5}\n", "expected at most 1"),
@@ -279,7 +280,11 @@ IDENTITY = [
     ("prompt:", "run: {unit_tokens: 5}\nprompt:"),
     ("prompt:", "run: {unit_rows: 5}\nprompt:"),
 ]
-NUMERICS = [("prompt:", "engine: {dtype: float32}\nprompt:"), ("prompt:", "engine: {device: cpu}\nprompt:")]
+NUMERICS = [
+    ("prompt:", "engine: {dtype: float32}\nprompt:"),
+    ("prompt:", "engine: {device: cpu}\nprompt:"),
+    ("path: demo", "path: demo, quantization: nf4"),
+]
 FREE = [
     ("path: out", "path: elsewhere"),
     ("path: data", "path: copied/data"),
@@ -316,6 +321,14 @@ def test_what_may_change_from_run_to_run(job, before: str, after: str):
     base, changed = job(), job(MINIMAL.replace(before, after, 1))
     assert changed.identity() == base.identity()
     assert changed.numerics() == base.numerics()
+
+
+def test_quantization_on_load_is_the_target_models_and_no_key_of_older_jobs(job):
+    plain, smaller = job(), job(MINIMAL.replace("path: demo", "path: demo, quantization: int4-rtn"))
+    assert smaller.engine_config("folder", None) == EngineConfig(model="folder", quantization="int4-rtn")
+    assert smaller.numerics() == plain.numerics() | {"quantization": "int4-rtn"}
+    assert "quantization" not in plain.numerics()
+    assert smaller.free() == plain.free()
 
 
 def test_another_gpu_of_the_machine_is_the_same_numerics(job):

@@ -6,13 +6,17 @@ No value of a storage option or of an environment variable is shown.
 """
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from pipeline.doctor import machine
 from pipeline.doctor import subject as given
 from pipeline.doctor.check import Check, Subject
 from pipeline.errors import PipelineError
 
-__all__ = ["Check", "Subject", "diagnose", "exit_code"]
+if TYPE_CHECKING:
+    from pipeline.doctor.fit import MemoryTable
+
+__all__ = ["Check", "Subject", "diagnose", "exit_code", "memory_of"]
 
 
 def diagnose(subject: Subject) -> Iterator[Check]:
@@ -35,6 +39,16 @@ def diagnose(subject: Subject) -> Iterator[Check]:
         except Exception as error:  # a broken library can raise anything, and the other checks are still worth making
             todo = "This may be a broken installation: install the package into a fresh virtual environment."
             yield Check(group, group, "failed", f"{type(error).__name__} while looking", todo)
+
+
+def memory_of(subject: Subject) -> "MemoryTable | None":
+    """What its model takes and how many sequences fit, here and on known cards; None where no model is at hand."""
+    config = given.model_config(subject)
+    if config is None:
+        return None
+    from pipeline.doctor.fit import memory_table
+
+    return memory_table(config, subject)
 
 
 def exit_code(checks: list[Check]) -> int:

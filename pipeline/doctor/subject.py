@@ -5,14 +5,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.config import without_password
 from pipeline.data.parts import PartStore
 from pipeline.data.source import open_source
 from pipeline.data.storage import filesystem
 from pipeline.doctor.check import Check, Subject, shown_bytes
-from pipeline.errors import ModelError, OutputError
+from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.examine import MODEL_FILES, examine, missing_model_files, model_kind
+
+if TYPE_CHECKING:
+    from pipeline.model.config import ModelConfig
 
 
 def job(subject: Subject) -> Iterator[Check]:
@@ -41,10 +45,8 @@ def model(subject: Subject) -> Iterator[Check]:
         if absent:
             raise ModelError(f"{shown}: no {' and no '.join(absent)} there; expected a checkpoint's folder")
         yield Check("model", "folder", "ok", f"{shown}: {' and '.join(MODEL_FILES)} are there")
-        with tempfile.TemporaryDirectory() as folder:
-            fs, root = filesystem(path, subject.model_storage)
-            (Path(folder) / "config.json").write_bytes(fs.cat_file(posixpath.join(root, "config.json")))
-            yield from _architecture(Path(folder), subject)
+        with _fetched_config(subject) as folder:
+            yield from _architecture(folder, subject)
         return
     folder = _cached(path) if kind == "id" else _local(path)
     if folder is None:
@@ -55,6 +57,33 @@ def model(subject: Subject) -> Iterator[Check]:
     yield from _architecture(folder, subject)
     yield _weights(folder)
     yield from _tokenizer(folder, subject)
+
+
+def model_config(subject: Subject) -> "ModelConfig | None":
+    """Of the model, when it is at hand; None where `model` says why it is not."""
+    from pipeline.model.config import read_config
+
+    if subject.model is None:
+        return None
+    try:
+        kind = model_kind(subject.model)
+        if kind == "url":
+            with _fetched_config(subject) as folder:
+                return read_config(folder)
+        folder = None if kind == "missing" else _cached(subject.model) if kind == "id" else _local(subject.model)
+        return None if folder is None else read_config(folder)
+    except (PipelineError, OSError):
+        return None
+
+
+@contextmanager
+def _fetched_config(subject: Subject) -> Iterator[Path]:
+    """A folder with the config.json of a model in a store."""
+    assert subject.model is not None
+    with tempfile.TemporaryDirectory() as folder:
+        fs, root = filesystem(subject.model, subject.model_storage)
+        (Path(folder) / "config.json").write_bytes(fs.cat_file(posixpath.join(root, "config.json")))
+        yield Path(folder)
 
 
 def _local(path: str) -> Path:

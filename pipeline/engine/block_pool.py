@@ -2,10 +2,11 @@
 
 A block is in exactly one of two states: held (reference count above 0) or free (in the LRU queue). A free block keeps
 its content and its hash until it is handed out again, so a prefix that nobody holds can still be found. All operations
-are O(1) a block.
+are O(1) a block. They are loops of few and cheap operations: the blocks of a sequence were last touched long before, so
+each object on the way is a miss of the processor's caches, and array operations cost more than a dozen blocks do.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -30,32 +31,44 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.generation = np.zeros(num_blocks, dtype=np.int64)  # how often each was handed out anew
+        self.generation = np.zeros(num_blocks, dtype=np.int64)  # number of the allocation that handed each out last
+        self._num_allocations = 0
         self._ref_count = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}  # invariant: _hash[_block_of[h]] == h
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently used first
+        # Free blocks, least recently used first. A block that is shared leaves its entry behind: of all entries of a
+        # block, so many first ones are passed over.
+        self._queue = deque(range(num_blocks))
+        self._num_left_behind = [0] * num_blocks
+        self._num_free = num_blocks
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._num_free
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self._num_free
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks, forgetting what they held. The caller has checked `num_free`."""
-        assert count <= len(self._free), "allocate more blocks than are free"
-        next_free, ref_count, hashes, block_of = self._free.popitem, self._ref_count, self._hash, self._block_of
-        blocks = [next_free(False)[0] for _ in range(count)]  # False: from the front
-        for block in blocks:
+        assert count <= self._num_free, "allocate more blocks than are free"
+        ref_count, hashes, block_of, left_behind = self._ref_count, self._hash, self._block_of, self._num_left_behind
+        blocks = []
+        while len(blocks) < count:
+            block = self._queue.popleft()
+            if left_behind[block]:
+                left_behind[block] -= 1
+                continue
+            blocks.append(block)
+            ref_count[block] = 1
             key = hashes[block]
             if key is not None:
                 del block_of[key]
                 hashes[block] = None
-            ref_count[block] = 1
-        self.generation[blocks] += 1
+        self._num_free -= count
+        self._num_allocations += 1
+        self.generation[blocks] = self._num_allocations
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
@@ -81,8 +94,11 @@ class BlockPool:
         """Take one more reference on each, out of the free queue where need be."""
         for block in blocks:
             if self._ref_count[block] == 0:
-                del self._free[block]
+                self._num_left_behind[block] += 1
+                self._num_free -= 1
             self._ref_count[block] += 1
+        if len(self._queue) > 2 * self.num_blocks:
+            self._queue, self._num_left_behind = deque(self._free_blocks()), [0] * self.num_blocks
 
     def register(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
         """Make full blocks findable. Where the same prefix is known already, the first block stays the known one."""
@@ -94,14 +110,20 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference on each of a sequence's blocks, given in order; the last ones are reused first."""
-        ref_count, hashes, free = self._ref_count, self._hash, self._free
+        ref_count, hashes, queue, num_freed = self._ref_count, self._hash, self._queue, 0
         for block in reversed(blocks):
             count = ref_count[block] = ref_count[block] - 1
             assert count >= 0, "release a block nobody holds"
             if count == 0:
-                free[block] = None
-                if hashes[block] is None:
-                    free.move_to_end(block, last=False)
+                num_freed += 1
+                if hashes[block] is not None:
+                    queue.append(block)
+                    continue
+                while self._num_left_behind[block]:  # could be found once and was forgotten: rare
+                    queue.remove(block)
+                    self._num_left_behind[block] -= 1
+                queue.appendleft(block)
+        self._num_free += num_freed
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Make blocks unfindable (their content is not to be trusted)."""
@@ -111,11 +133,24 @@ class BlockPool:
                 del self._block_of[key]
                 self._hash[block] = None
 
+    def _free_blocks(self) -> list[int]:
+        """In the order of the queue."""
+        to_pass, free = self._num_left_behind.copy(), []
+        for block in self._queue:
+            if to_pass[block]:
+                to_pass[block] -= 1
+            else:
+                free.append(block)
+        return free
+
     def check(self) -> None:
         """Assert every invariant; O(num_blocks), for tests."""
+        free = self._free_blocks()
+        assert len(free) == len(set(free)) == self._num_free, "the queue does not hold each free block once"
+        free = set(free)
         for block in range(self.num_blocks):
             assert self._ref_count[block] >= 0
-            assert (self._ref_count[block] == 0) == (block in self._free), f"block {block} is in both states or none"
+            assert (self._ref_count[block] == 0) == (block in free), f"block {block} is in both states or none"
             key = self._hash[block]
             assert key is None or self._block_of[key] == block, f"block {block} is not where its hash points"
         for key, block in self._block_of.items():

@@ -52,26 +52,29 @@ class Completing:
         self, slot_R: np.ndarray, output: SamplerOutput, now_us: int, append: Append | None = None
     ) -> list[Completion]:
         """Give each of these sequences its next token, and return the completions of those that end with it."""
-        finite_R = output.finite
-        slot_F, token_F = slot_R[finite_R], output.token_ids[finite_R]
+        slot_F, token_F, completions = slot_R, output.token_ids, []
+        if not output.finite.all():
+            slot_F, token_F = slot_R[output.finite], token_F[output.finite]
+            completions = [self._non_finite(slot) for slot in slot_R[~output.finite].tolist()]
         (append or self._scheduler.append)(slot_F, token_F)
-        self._note_first_tokens(slot_F, now_us)
+        known_F = self._table.num_known[slot_F]
+        self._note_first_tokens(slot_F, known_F, now_us)
         for row, logprobs in output.logprobs.items():
             kept = self._table.at(int(slot_R[row])).logprobs
             assert kept is not None
             kept.append(logprobs)
         self._scheduler.stats.generated_tokens += len(slot_F)
-        completions = [self._non_finite(slot) for slot in slot_R[~finite_R].tolist()]
-        return completions + self._finish_ended(slot_F, token_F, now_us)
+        return completions + self._finish_ended(slot_F, token_F, known_F, now_us)
 
-    def _note_first_tokens(self, slot_R: np.ndarray, now_us: int) -> None:
+    def _note_first_tokens(self, slot_R: np.ndarray, known_R: np.ndarray, now_us: int) -> None:
         """A sequence knows one token more than its prompt once in its life: preempted, it keeps what it generated."""
-        for slot in slot_R[self._table.num_known[slot_R] == self._table.num_prompt[slot_R] + 1].tolist():
+        for slot in slot_R[known_R == self._table.num_prompt[slot_R] + 1].tolist():
             self._table.at(slot).first_token_us = now_us
 
-    def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray, now_us: int) -> list[Completion]:
+    def _finish_ended(
+        self, slot_R: np.ndarray, token_R: np.ndarray, known_R: np.ndarray, now_us: int
+    ) -> list[Completion]:
         table = self._table
-        known_R = table.num_known[slot_R]
         length_R = known_R >= table.limit[slot_R]
         stop_R = self._is_eos[token_R]
         if stop_R.any():

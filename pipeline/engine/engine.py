@@ -37,7 +37,7 @@ from pipeline.engine.step import StepPlan, build_input, runs
 from pipeline.engine.timing import controlled_drafts
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, RowError
-from pipeline.kernels.select import must_compile
+from pipeline.kernels.select import must_compile, select_lookup
 
 NOBODY = np.zeros(0, dtype=np.int64)
 
@@ -299,7 +299,7 @@ class Engine:
         proposers: list[Proposer] = []
         for name in speculation.proposers:
             if name == "ngram":
-                proposers.append(NgramProposer(self.table, most))
+                proposers.append(NgramProposer(self.table, most, look_up=select_lookup()))
             else:
                 assert draft is not None
                 proposers.append(DraftModelProposer(draft, self.table, self.pool, most, vocab_size))

@@ -29,6 +29,7 @@ from pipeline.engine.rejection import DraftLaw, settle
 from pipeline.engine.sequence import SlotTable
 
 _FEW = 64  # best values looked at for top_p; rows that are flatter are looked at again
+_BLOCK_VALUES = 1 << 20  # of logits that are drawn from at a time on CPU: 4 MiB
 _GROUPS = 256  # of tokens, whose maxima tell how large the best values are at least
 
 
@@ -127,7 +128,7 @@ def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
     if _is_quick_in_numpy(logits_RV):
         best, token_ids = _best_in_numpy(logits_RV.numpy())
         finite = np.isfinite(best)
-        return SamplerOutput(np.where(finite, token_ids, 0), finite, {})
+        return SamplerOutput(token_ids if finite.all() else np.where(finite, token_ids, 0), finite, {})
     best_R, token_ids_R = logits_RV.max(dim=-1)
     return SamplerOutput(*_on_host(token_ids_R, torch.isfinite(best_R)), {})
 
@@ -148,14 +149,14 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch, law: DraftLaw | None =
         best_R[rows] = torch.where(torch.isfinite(best_R[rows]), best_changed_R, best_R[rows])
     finite_R = torch.isfinite(best_R)
     if len(plan.drawn):
-        rows = _on(plan.drawn, logits_RV)
-        w_RV = _weights(logits_RV, batch, plan.drawn)
-        u_R = uniforms(batch.seeds[plan.drawn], batch.positions[plan.drawn], PLAIN)
         token_ids_R = token_ids_R.clone()
-        drawn_ids_R = draw(w_RV, torch.from_numpy(u_R).to(w_RV.device))
-        if law is not None:
-            _settle_drafts(drawn_ids_R, w_RV, batch, plan.drawn, law)
-        token_ids_R[rows] = drawn_ids_R
+        for drawn in _blocks(plan.drawn, logits_RV):
+            w_RV = _weights(logits_RV, batch, drawn)
+            u_R = uniforms(batch.seeds[drawn], batch.positions[drawn], PLAIN)
+            drawn_ids_R = draw(w_RV, torch.from_numpy(u_R).to(w_RV.device))
+            if law is not None:
+                _settle_drafts(drawn_ids_R, w_RV, batch, drawn, law)
+            token_ids_R[_on(drawn, logits_RV)] = drawn_ids_R
     token_ids, finite = _on_host(token_ids_R, finite_R)
     return SamplerOutput(token_ids, finite, _logprobs(logits_RV, batch, plan, token_ids, finite))
 
@@ -178,6 +179,15 @@ def verify(
     differs = np.flatnonzero((output.token_ids != draft_R) | ~output.finite)
     first_S = np.append(0, np.flatnonzero(draft_R < 0)[:-1] + 1)
     return Verified(output, first_S, differs[np.searchsorted(differs, first_S)] - first_S)
+
+
+def _blocks(rows: np.ndarray, like: torch.Tensor) -> list[np.ndarray]:
+    """`rows` in blocks: some dozen passes over copies of their values follow, and a flat row widens what is looked at
+    of all rows beside it. A row's draw is its own, so blocks change nothing but time and memory."""
+    if like.device.type != "cpu":
+        return [rows]
+    size = max(_BLOCK_VALUES // like.shape[1], 1)
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
 def _settle_drafts(
@@ -330,12 +340,15 @@ def _weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) ->
     with_top_p = np.flatnonzero(options["top_p"] < 1.0)
     if len(with_top_p):
         picked = _on(with_top_p, w_RV)
-        w_RV[picked] = _cut_top_p(w_RV[picked], _column(options["top_p"][with_top_p], w_RV).double())
+        cut_RV = w_RV[picked]
+        _cut_top_p(cut_RV, _column(options["top_p"][with_top_p], w_RV).double())
+        if not isinstance(picked, slice):  # all rows are a view
+            w_RV[picked] = cut_RV
     return w_RV
 
 
-def _cut_top_p(w_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """`w_RV` with 0 wherever the better tokens alone reach top_p of the row's sum; of equal ones the lowest ids stay.
+def _cut_top_p(w_RV: torch.Tensor, top_p_R1: torch.Tensor) -> None:
+    """Write 0 wherever the better tokens alone reach top_p of the row's sum; of equal ones the lowest ids stay.
 
     Mostly a few tokens reach it. Rows where they do not are looked at again with every token that can matter: V
     tokens of less than a V-th of the last mass cannot reach into the kept part; half of that covers rounding.
@@ -350,13 +363,12 @@ def _cut_top_p(w_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
         unlikely_R1 = 0.5 * (1.0 - top_p_R1[on]) * total_R1[on] / w_RV.shape[1]
         likely = _values_from(w_RV[on], unlikely_R1.float())
         last_R1[on], num_equal_R1[on], is_tied_R[on], _ = _last_kept(*likely, wanted_R1[on])
-    cut_RV = w_RV.masked_fill(w_RV < last_R1, 0.0)
+    w_RV.masked_fill_(w_RV < last_R1, 0.0)
     tied = np.flatnonzero(is_tied_R.cpu().numpy())
     if len(tied):
         on = _on(tied, w_RV)
         equal_RV = w_RV[on] == last_R1[on]
-        cut_RV[on] = cut_RV[on].masked_fill(equal_RV & (equal_RV.cumsum(dim=-1) > num_equal_R1[on]), 0.0)
-    return cut_RV
+        w_RV[on] = w_RV[on].masked_fill(equal_RV & (equal_RV.cumsum(dim=-1) > num_equal_R1[on]), 0.0)
 
 
 def _last_kept(best_RC: torch.Tensor, num_best_R: torch.Tensor, wanted_R1: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -107,4 +107,4 @@ def runs(first_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
 def share(wanted_S: np.ndarray, available: int) -> np.ndarray:
     """`available` dealt out, as much as each wants, the first ones first."""
     before_S = np.cumsum(wanted_S) - wanted_S
-    return np.clip(available - before_S, 0, wanted_S)
+    return np.minimum(np.maximum(available - before_S, 0), wanted_S)

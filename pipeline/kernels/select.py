@@ -1,5 +1,6 @@
 """Which kernels serve a device and a type. The only place that decides it, and it says what it decided."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -85,6 +86,15 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
             "greedy": "numpy",
         },
     )
+
+
+def select_lookup() -> Callable[..., None] | None:
+    """The pass of the lookup proposer (`cpu/lookup.py`), whatever the device; None where numba is not installed."""
+    if find_spec("numba") is None:
+        return None
+    from pipeline.kernels.cpu.lookup import look_up
+
+    return look_up
 
 
 def must_compile(kernels: Kernels) -> bool:

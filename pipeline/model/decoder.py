@@ -56,7 +56,9 @@ class KVCache:
             cache[blocks] = value
 
 
-class _Layer:
+class DecoderLayer:
+    """One layer: its weights on a device, and what it makes of a step."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -97,6 +99,30 @@ class _Layer:
     def feed_forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.down(self.kernels.silu_mul(self.gate_up(x_TH)))
 
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        where: AttentionInput,
+        kv: KVCache,
+        row_R: np.ndarray | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and residual (T, H) behind this layer, of the tokens `row_R` alone where it is given; their keys and values
+        are written of all. May write into its inputs."""
+        k, eps = self.kernels, self.config.norm_eps
+        x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, self.input_norm_H, eps)
+        q_TND = self.write(x_TH, cos, sin, where.slot_mapping_T, kv)
+        if row_R is not None and len(row_R) < len(q_TND):
+            if len(row_R) == 0:
+                return x_TH[:0], residual_TH[:0]
+            rows = on_device(row_R, q_TND.device)
+            q_TND, residual_TH, where = q_TND[rows], residual_TH[rows], where.rows(row_R)
+        x_TH = self.attend(q_TND, where, kv)
+        x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, self.post_norm_H, eps)
+        return self.feed_forward(x_TH), residual_TH
+
 
 class Decoder:
     """Weights on a device and the forward pass of a step."""
@@ -116,7 +142,8 @@ class Decoder:
         narrower = embedding.dtype.itemsize < dtype.itemsize  # widened row by row, it takes half the memory
         self.embedding_VH = embedding.to(device, embedding.dtype if narrower else dtype)
         self.layers = [
-            _Layer(config, index, weights, kernels, dtype, device) for index, weights in enumerate(reader.layers())
+            DecoderLayer(config, index, weights, kernels, dtype, device)
+            for index, weights in enumerate(reader.layers())
         ]
         self.final_norm_H = reader.final_norm().to(device, dtype)
         self.lm_head = kernels.prepare_linear(DenseWeight(embedding) if config.tie_embeddings else reader.lm_head())
@@ -142,16 +169,10 @@ class Decoder:
         x_TH = F.embedding(token_ids_T, self.embedding_VH).to(self.dtype)
         residual_TH = torch.zeros_like(x_TH)
         for layer in self.layers:
-            x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, layer.input_norm_H, eps)
-            q_TND = layer.write(x_TH, cos, sin, where.slot_mapping_T, kv)
-            if layer is self.layers[-1] and len(row_R) < len(q_TND):
-                if len(row_R) == 0:
-                    return x_TH[:0]
-                rows = on_device(row_R, self.device)
-                q_TND, residual_TH, where = q_TND[rows], residual_TH[rows], where.rows(row_R)
-            x_TH = layer.attend(q_TND, where, kv)
-            x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, layer.post_norm_H, eps)
-            x_TH = layer.feed_forward(x_TH)
+            wanted_R = row_R if layer is self.layers[-1] else None
+            x_TH, residual_TH = layer.forward(x_TH, residual_TH, cos, sin, where, kv, wanted_R)
+        if len(row_R) == 0:
+            return x_TH
         return k.add_rms_norm(x_TH, residual_TH, self.final_norm_H, eps)[0]
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ class CompressedFormat:
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
         options = Options(config, path)
         options.one_of("quant_method", ("compressed-tensors",))
-        options.one_of("quantization_status", ("compressed",), "compressed")
+        options.one_of("quantization_status", ("compressed", "frozen"), "compressed")
         if options.section("sparsity_config").values.get("format", "dense") != "dense":
             raise options.refuse("sparsity_config", "none, or the format dense: sparse weights are not served")
         if options.section("transform_config").values.get("config_groups"):

@@ -37,6 +37,26 @@ class PoolMachine(RuleBasedStateMachine):
         if key not in self.known and block not in self.known.values():
             self.known[key] = block
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from(self.held))
+        self.pool.forget(blocks)
+        self.known = {key: block for key, block in self.known.items() if block not in blocks}
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), times=st.integers(1, 40))
+    def share_and_release(self, data: st.DataObject, times: int) -> None:
+        key = data.draw(st.sampled_from(sorted(self.known)))
+        for _ in range(times):
+            block = self.known[key]
+            self.pool.share([block])
+            self.pool.release([block])
+        if block in self.lru:
+            self.lru.remove(block)
+            self.lru.append(block)
+        assert len(self.pool._queue) <= 2 * self.pool.num_blocks + 1, "entries that are left behind pile up"
+
     @precondition(lambda self: self.known)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
@@ -90,3 +110,16 @@ def test_releasing_what_nobody_holds_is_caught() -> None:
     pool.release(blocks)
     with pytest.raises(AssertionError, match="nobody holds"):
         pool.release(blocks)
+
+
+def test_a_block_that_was_found_and_then_forgotten_is_the_next_to_be_reused() -> None:
+    pool = BlockPool(3, 4)
+    blocks = pool.allocate(1)
+    pool.register(blocks, chain_hashes(ROOT, np.array([1, 2, 3, 4]), 4))
+    pool.release(blocks)
+    pool.share(blocks)
+    pool.forget(blocks)
+    pool.release(blocks)
+    pool.check()
+    assert pool.allocate(1) == blocks
+    pool.check()

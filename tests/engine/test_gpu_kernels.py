@@ -1,41 +1,113 @@
 """The engine on the kernels for NVIDIA GPUs gives the reference's greedy tokens: here in Triton's interpreter, captured
-steps included, whose replay is run by calling the captured function again."""
+steps included, whose replay is the captured function called again on the same tensors."""
 
-import os
-import shutil
-import subprocess
-import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.checkpoints import VOCAB, Family, make_family, quantize_randomly, write_checkpoint
+from pipeline.engine.engine import Engine
+from pipeline.engine.graphs import graph_sizes
+from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.kernels.triton.kernel_set import triton_kernels
+from pipeline.kernels.triton.linear import Scratch
+from tests.checkpoints import VOCAB, Family, quantize_randomly, write_checkpoint
+from tests.kernels.triton.problems import DEVICE
 
-pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(DEVICE.type == "cuda", reason="the engine runs on the CPU here, and the kernels on the GPU"),
+]
 
 QWEN3 = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "max_window_layers": 1,
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
-    "tie_word_embeddings": True,
+    "eos_token_id": 257,
 }
-WINDOWED = Family("mistral-window", "mistral", {"sliding_window": 21, "head_dim": 16})
 
 
-def test_the_engine_on_gpu_kernels_gives_the_reference_tokens(tmp_path: Path) -> None:
-    models = tmp_path / "models"
-    make_family(models / "windowed", WINDOWED, seed=3)
-    write_checkpoint(tmp_path / "plain", Family("qwen3", "qwen3"), QWEN3, seed=4)
-    quantize_randomly(tmp_path / "plain", models / "int4", group_size=32, zero_point=True, seed=5)
-    shutil.rmtree(models / "int4-dense")
-    command = [sys.executable, "-m", "tests.engine.gpu_kernels", str(models)]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    assert ended.stdout.count("tokens equal three times") == 2
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4-bit weights, norms on queries and keys, a window on the second layer."""
+    path = tmp_path_factory.mktemp("gpu")
+    write_checkpoint(path / "plain", Family("qwen3", "qwen3"), QWEN3, seed=4)
+    return quantize_randomly(path / "plain", path / "int4", group_size=64, zero_point=True, seed=5)
+
+
+def replayed(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """What a CUDA graph does: the same work on the same tensors, whatever the arguments of the step were."""
+    output = function()
+
+    def replay() -> None:
+        output.copy_(function())
+
+    return replay, output
+
+
+def engine_of(folder: Path, kernels: str, **options: Any) -> Engine:
+    settings = {"max_model_len": 48, "max_num_seqs": 2, "max_num_batched_tokens": 24, "block_size": 16} | options
+    return Engine(EngineConfig(model=str(folder), device="cpu", dtype="float32", kernels=kernels, **settings))
+
+
+def tokens_of(engine: Engine) -> tuple[list[list[int]], int]:
+    """Completions of prompts that share a beginning, one computed in two chunks, and how many steps they took."""
+    rng = np.random.default_rng(3)
+    stem = rng.integers(0, 255, 16).tolist()
+    prompts = [(stem if n < 2 else []) + rng.integers(0, 255, length).tolist() for n, length in enumerate((10, 1, 5))]
+    params = [SamplingParams(max_tokens=3 + n % 3, ignore_eos=True) for n in range(len(prompts))]
+    with engine:
+        done = engine.generate(prompts, params)
+        return [completion.token_ids for completion in done], engine.stats.num_steps
+
+
+@pytest.mark.parametrize("with_drafts", [False, True], ids=["one-step-ahead", "drafts"])
+def test_captured_steps_give_the_reference_tokens(
+    folder: Path, with_drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without drafts as on a GPU: the next step is launched before the tokens of one are known, and wide forms of the
+    weights are written into a shared scratch."""
+    expected, _ = tokens_of(engine_of(folder, "reference"))
+    speculation = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True} if with_drafts else "off"
+    if not with_drafts:
+        monkeypatch.setattr("pipeline.kernels.triton.linear.CROSSOVER_SCRATCH", 4)
+        kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
+        monkeypatch.setattr("pipeline.engine.loaded.select_kernels", lambda *_: kernels)
+    engine = engine_of(folder, "triton", speculation=speculation)
+    runner: Any = engine.runner
+    runner.capture_steps(replayed, max_num_seqs=2, max_queries=3, most_tokens=6, say=lambda done, total: None)
+    assert runner.captured_tokens == [1, 2, 4, 6]
+    runner.is_asynchronous = not with_drafts
+    run, ran = runner._graphs.run, []
+
+    def run_and_count(*arguments: object) -> torch.Tensor:
+        ran.append(arguments)
+        return run(*arguments)
+
+    runner._graphs.run = run_and_count
+    tokens, num_steps = tokens_of(engine)
+    assert tokens == expected
+    assert len(ran) > num_steps / 2, "most steps are replayed"
+
+
+def test_sizes_of_captured_steps() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(6) == [1, 2, 4, 6]
+    sizes = graph_sizes(512)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == 512
+    assert all(high <= low * 1.125 for low, high in pairwise(sizes) if low >= 64)
+    assert len(sizes) < 48

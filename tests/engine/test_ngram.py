@@ -1,4 +1,6 @@
-"""The n-gram proposer against a search through the whole text."""
+"""The n-gram proposer against a search through the whole text, and its compiled pass against numpy."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,6 +11,10 @@ from pipeline.engine.propose.corpus import FinishedOutputs
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
 from pipeline.engine.sequence import Sequence, SlotTable
+from pipeline.kernels.select import select_lookup
+
+LookUp = Callable[..., None] | None
+both = pytest.mark.parametrize("look_up", [None, select_lookup()], ids=["numpy", "compiled"])
 
 
 def admit(table: SlotTable, proposer: NgramProposer, order: int, tokens: list[int]) -> int:
@@ -39,12 +45,13 @@ def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
     return 0, 0
 
 
+@both
 @pytest.mark.parametrize("seed", range(6))
-def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> None:
+def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int, look_up: LookUp) -> None:
     """Many sequences that come, grow at their own pace, go and come back elsewhere; small alphabets match a lot."""
     rng = np.random.default_rng(seed)
     table = SlotTable(9, 150, 4)
-    proposer = NgramProposer(table, 5, corpus_tokens=16)
+    proposer = NgramProposer(table, 5, corpus_tokens=16, look_up=look_up)
     alphabet = int(rng.choice([2, 4, 12]))
     order, num_asked, num_forgotten, num_matches, slots = 0, 0, 0, 0, {}
     proposer.index = SuffixIndex(1 << 22)
@@ -76,9 +83,43 @@ def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> 
     assert num_forgotten <= num_asked // 100
 
 
-def test_a_sequence_that_comes_back_in_another_slot_is_found_again() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_the_compiled_pass_offers_what_numpy_offers(seed: int) -> None:
+    """Tables so small that runs fall on each other's entries, too; each goes on with what the other has indexed."""
+    rng = np.random.default_rng(seed)
+    table, num_drafts = SlotTable(7, 700, 4), int(rng.integers(1, 9))
+    sizes = {"max_entries": int(rng.choice([16, 1024, 1 << 18])), "corpus_tokens": int(rng.choice([16, 80, 4096]))}
+    pair = [NgramProposer(table, num_drafts, look_up=look_up, **sizes) for look_up in (None, select_lookup())]
+    alphabet, slots, order, num_of_others = int(rng.choice([2, 6, 30])), [], 0, 0
+    for number in range(120):
+        while len(slots) < 7 and rng.random() < 0.3:
+            prompt = rng.integers(0, alphabet, int(rng.choice([1, 2, 9, 60, 600]))).tolist()
+            slots.append(admit(table, pair[0], order, prompt))
+            pair[1].admitted(slots[-1])
+            order += 1
+        asked = np.array([slot for slot in slots if rng.random() < 0.8], dtype=np.int64)
+        one, other = (proposer.offer(asked) for proposer in pair)
+        assert one.count_S.tolist() == other.count_S.tolist()
+        assert one.match_len_S.tolist() == other.match_len_S.tolist()
+        assert one.token_id_SK.tolist() == other.token_id_SK.tolist()
+        assert one.token_id_SK.dtype == other.token_id_SK.dtype
+        assert (pair[0].index.end_E == pair[1].index.end_E).all()
+        num_of_others += int(np.isin(one.count_S, range(1, num_drafts)).sum())
+        for slot in list(slots):
+            append(table, slot, rng.integers(0, alphabet, int(rng.integers(0, 4))).tolist())
+            if rng.random() < 0.05 or table.num_known[slot] > 690:
+                pair[1].left(slot, finished=True)
+                leave(table, pair[0], slot, finished=True)
+                slots.remove(slot)
+        if number % 10 == 0:
+            pair[0]._look_up, pair[1]._look_up = pair[1]._look_up, pair[0]._look_up
+    assert num_of_others > 0 or num_drafts == 1
+
+
+@both
+def test_a_sequence_that_comes_back_in_another_slot_is_found_again(look_up: LookUp) -> None:
     table = SlotTable(3, 60, 4)
-    proposer = NgramProposer(table, 3)
+    proposer = NgramProposer(table, 3, look_up=look_up)
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
     first = admit(table, proposer, 0, text)
     assert proposer.offer(np.array([first])).token_id_SK.tolist() == [[4, 5, 6]]
@@ -92,9 +133,10 @@ def test_a_sequence_that_comes_back_in_another_slot_is_found_again() -> None:
     assert offer.match_len_S.tolist() == [MAX_MATCH, 3]
 
 
-def test_finished_outputs_serve_others_where_they_match_better() -> None:
+@both
+def test_finished_outputs_serve_others_where_they_match_better(look_up: LookUp) -> None:
     table = SlotTable(4, 60, 4)
-    proposer = NgramProposer(table, 4)
+    proposer = NgramProposer(table, 4, look_up=look_up)
     done = admit(table, proposer, 0, [50, 51])
     append(table, done, [1, 2, 3, 4, 5, 6])
     leave(table, proposer, done, finished=True)
@@ -143,10 +185,11 @@ def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
     assert found > 100
 
 
-def test_a_table_that_is_far_too_small_forgets_and_never_errs() -> None:
+@both
+def test_a_table_that_is_far_too_small_forgets_and_never_errs(look_up: LookUp) -> None:
     rng = np.random.default_rng(0)
     table = SlotTable(4, 200, 4)
-    proposer = NgramProposer(table, 3, max_entries=16, corpus_tokens=16)
+    proposer = NgramProposer(table, 3, max_entries=16, corpus_tokens=16, look_up=look_up)
     assert proposer.index.num_entries == 16
     slots = np.array([admit(table, proposer, n, rng.integers(0, 3, 150).tolist()) for n in range(4)])
     matches = 0

@@ -222,6 +222,18 @@ def test_batch_mates_and_order_change_nothing(num_tokens, device):
         assert sample(*rows_of(logits, batch, [row])).token_ids[0] == together[row]
 
 
+@pytest.mark.parametrize("rows_of_a_block", [1, 7, 44])
+def test_blocks_of_rows_draw_what_all_rows_draw(rows_of_a_block, monkeypatch):
+    logits, batch = mixed_rows(45, 1300)
+    sizes = [len(block) for block in sampler._blocks(np.arange(45), logits)]
+    together = sample(logits, batch).token_ids
+    monkeypatch.setattr(sampler, "_BLOCK_VALUES", rows_of_a_block * 1300 + 50)
+    in_blocks = sample(logits, batch).token_ids
+    assert sizes == [45]
+    assert max(len(block) for block in sampler._blocks(np.arange(45), logits)) == rows_of_a_block
+    assert (in_blocks == together).all()
+
+
 def test_another_seed_or_position_draws_anew():
     logits = torch.zeros(1, 4096)
     params = [SamplingParams(max_tokens=9, temperature=1.0)]
@@ -338,7 +350,8 @@ def test_the_fewest_best_tokens_that_reach_top_p_are_kept(num_tokens, device):
     z[:, num_tokens // 2 :][40:50] = -np.inf
     w = np.exp(z - z.max(axis=1, keepdims=True)).astype(np.float32)
     top_p = rng.choice([0.001, 0.5, 0.9, 0.999], 60)
-    got = sampler._cut_top_p(torch.from_numpy(w).to(device), torch.from_numpy(top_p)[:, None].to(device))
+    got = torch.from_numpy(w).to(device, copy=True)
+    sampler._cut_top_p(got, torch.from_numpy(top_p)[:, None].to(device))
     for row, kept in enumerate(got.cpu().numpy()):
         order = np.lexsort((np.arange(num_tokens), -w[row]))
         before = w[row][order].astype(np.float64).cumsum() - w[row][order]

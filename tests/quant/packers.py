@@ -32,7 +32,7 @@ CONFIG = {
 
 
 def words(values: np.ndarray, bits: int) -> torch.Tensor:
-    """(R, C) -> (R, C * bits / 32) int32, the first value in the lowest bits; a last word that is not full has zeros."""
+    """(R, C) -> (R, C * bits / 32) int32, the first value in the lowest bits; a last word is filled up with zeros."""
     rows, columns = values.shape
     parts = 32 // bits
     packed = np.zeros((rows, -(-columns // parts)), dtype=np.uint32)
@@ -61,7 +61,7 @@ def gptq(bits: int, group_size: int, symmetric: bool, desc_act: bool, version: i
     """AutoGPTQ's layout; `desc_act` gives each group inputs from everywhere, the same for all linears of K inputs."""
 
     def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
-        n, k = shape
+        k = shape[1]
         size = k if group_size == -1 else group_size
         q, zeros, scales = drawn(rng, shape, k // size, bits, symmetric)
         group = np.arange(k) // size
@@ -86,7 +86,7 @@ def awq_gemv(group_size: int) -> Pack:
     """Filled up to as many words of groups as AutoAWQ's CUDA kernel reads at a time."""
 
     def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
-        n, k = shape
+        k = shape[1]
         q, zeros, scales = drawn(rng, shape, k // group_size, 4, symmetric=False)
         width = {128: 8, 64: 16, 32: 32}[group_size]
         padding = -(k // group_size) % width
@@ -104,7 +104,7 @@ def pack_quantized(bits: int, group_size: int | None, symmetric: bool, ordered: 
     """compressed-tensors' `pack-quantized`; `ordered`: with the g_idx of activation ordering by group."""
 
     def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
-        n, k = shape
+        k = shape[1]
         size = group_size or k
         q, zeros, scales = drawn(rng, shape, k // size, bits, symmetric)
         group = np.arange(k) // size
@@ -172,7 +172,7 @@ def write_pair(
     pack: Callable[[str], Pack | None],
     options: dict[str, Any] | None = None,
 ) -> tuple[Path, Path]:
-    """A quantized checkpoint and its dense float32 twin. `pack`: how the linear of a name is packed; None: not at all."""
+    """A quantized checkpoint and its dense float32 twin. `pack`: how a linear of that name is packed; None: not."""
     plain = write_checkpoint(root / "plain", Family("llama", "llama"), CONFIG | (options or {}), seed=4)
     rng = np.random.default_rng(len(json.dumps(quantization)))
     tensors: dict[str, torch.Tensor] = {}

@@ -132,11 +132,8 @@ def test_modules_not_converted_and_mixed_ones_are_fused_as_they_are(tmp_path: Pa
 
 
 def test_overrides_of_gptqmodel(tmp_path: Path) -> None:
-    dynamic = {
-        "-:.*down_proj": {},
-        r"+:.*\.mlp\.": {"bits": 8, "group_size": 64},
-        r".*\.[qkv]_proj": {"group_size": -1},
-    }
+    wider = {"bits": 8, "group_size": 64}
+    dynamic = {"-:.*down_proj": {}, r"+:.*\.mlp\.": wider, r".*\.[qkv]_proj": {"group_size": -1}}
 
     def pack(stem: str) -> Pack | None:
         if "down_proj" in stem:

@@ -4,7 +4,7 @@ Every run of MIN_MATCH to MAX_MATCH tokens has an entry that says where it ended
 compared: a run that falls on the entry of another replaces it, and who looks something up compares the tokens
 themselves. So a small table forgets, and never errs.
 
-Shapes: N places in texts, M tokens before a place (the last one first), L lengths of runs.
+Shapes: N places in texts, M tokens before a place (the last one first), L lengths of runs, E entries.
 """
 
 import numpy as np
@@ -33,12 +33,12 @@ class SuffixIndex:
     def __init__(self, num_entries: int) -> None:
         """num_entries: rounded up to a power of two; 4 bytes each, touched as they are used."""
         bits = max(int(num_entries - 1).bit_length(), 1)
-        self._end = np.zeros(1 << bits, dtype=np.int32)
+        self.end_E = np.zeros(1 << bits, dtype=np.int32)
         self._drop = np.uint64(64 - bits)
 
     @property
     def num_entries(self) -> int:
-        return len(self._end)
+        return len(self.end_E)
 
     def keys(self, tail_NM: np.ndarray, salt_N: np.ndarray | int) -> np.ndarray:
         """The entries (N, L) of the runs that end each tail."""
@@ -50,7 +50,7 @@ class SuffixIndex:
 
     def insert(self, key_NL: np.ndarray, end_N: np.ndarray) -> None:
         """Runs ended at these places; of equal runs the last one counts."""
-        self._end[key_NL] = end_N[:, None]
+        self.end_E[key_NL] = end_N[:, None]
 
     def find(
         self, key_NL: np.ndarray, tail_NM: np.ndarray, tokens: np.ndarray, begin_N: np.ndarray, before_N: np.ndarray
@@ -59,7 +59,7 @@ class SuffixIndex:
 
         Of equally long ones the last. A run shorter than MIN_MATCH is reported as length 0.
         """
-        end_NL = self._end[key_NL].astype(np.int64)
+        end_NL = self.end_E[key_NL].astype(np.int64)
         end_NL[end_NL >= before_N[:, None]] = 0
         alike_NLM = tails(tokens, begin_N[:, None], end_NL) == tail_NM[:, None, :]
         length_NL = np.logical_and.accumulate(alike_NLM, axis=-1).sum(axis=-1)

@@ -81,14 +81,15 @@ def compile_for(launch: Launch, target: Target) -> Compiled:
 
 def _source(launch: Launch) -> ASTSource:
     names = launch.kernel.arg_names
+    fixed = [not parameter.do_not_specialize for parameter in launch.kernel.params]
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes = {}
     for index, (name, argument) in enumerate(zip(names, launch.arguments)):
-        signature[name] = _type_of(argument)
+        signature[name] = _type_of(argument, fixed[index])
         if signature[name] == "constexpr":
             constants[name] = argument
-        elif _divides_by_16(argument):
+        elif fixed[index] and _divides_by_16(argument):
             attributes[(index,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(launch.constants, "constexpr")
     missing = [name for name in names if name not in signature]
@@ -96,12 +97,12 @@ def _source(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
 
 
-def _type_of(argument: Any) -> str:
+def _type_of(argument: Any, is_fixed: bool) -> str:
     if isinstance(argument, torch.Tensor):
         return "*" + _TYPES[argument.dtype]
     if isinstance(argument, float):
         return "fp32"
-    if argument is None or argument == 1:
+    if argument is None or (argument == 1 and is_fixed):
         return "constexpr"
     return "i32" if -(1 << 31) <= argument < 1 << 31 else "i64"
 

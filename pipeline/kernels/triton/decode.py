@@ -23,7 +23,7 @@ from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.tiles import LOG2_E, attend, stages_for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _decode(
     q_ptr,
     k_ptr,

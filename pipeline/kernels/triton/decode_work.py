@@ -15,6 +15,8 @@ KEYS = 64  # of a tile
 MAX_QUERIES = 8  # of a sequence that the decode kernel takes
 _MAX_ROWS = 64
 
+_ALIGNED = 4  # numbers of 4 bytes: see `Launch`
+
 _FIXED_PIECE = 16  # tiles
 _FIXED_PIECES = 8
 
@@ -136,8 +138,10 @@ class DecodeWork:
         num_items = num_partials if deterministic else max_seqs + num_lanes
         max_splits = max_seqs if deterministic else min(max_seqs, num_lanes)
         sizes = 4 * num_items, num_lanes + 1, 3 * max_splits, 1, max_seqs + 1, max_seqs
-        numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        items, lane_start, splits, num_splits, query_start_S1, context_len_S = numbers.split(sizes)
+        aligned = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        numbers = torch.zeros(sum(aligned), dtype=torch.int32, device=device)
+        views = (part[:size] for part, size in zip(numbers.split(aligned), sizes))
+        items, lane_start, splits, num_splits, query_start_S1, context_len_S = views
         rows = num_partials, num_kv_heads, num_rows
         return cls(
             num_lanes=num_lanes,
@@ -185,7 +189,7 @@ class DecodeWork:
         for values, into in parts:
             assert values.size <= into.numel(), "more sequences than the work was allocated for"
             filled[offset : offset + values.size] = values.ravel()
-            offset += into.numel()
+            offset += -(-into.numel() // _ALIGNED) * _ALIGNED
         self.numbers.copy_(numbers, non_blocking=True)
         table = _staging((num_seqs, num_blocks), self.numbers.device)
         table.numpy()[:] = where.block_table_SM

@@ -54,7 +54,7 @@ def _quarter(word_NW, QUARTER: tl.constexpr, dtype: tl.constexpr):
     return bits_NJ.to(tl.float16, bitcast=True).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks", "chunks_per_part"])
 def _multiply(
     x_ptr,
     word_ptr,

@@ -43,7 +43,11 @@ H100 = Target((9, 0), 132, shared_bytes_of((9, 0)))
 
 @dataclass(frozen=True)
 class Launch:
-    """`kernel` over `grid` with positional `arguments` (tensors, integers, floats) and compile-time `constants`."""
+    """`kernel` over `grid` with positional `arguments` (tensors, integers, floats) and compile-time `constants`.
+
+    Triton compiles a kernel anew for integers that are 1 or divide by 16 and for tensors that begin at multiples of 16
+    bytes, which takes seconds: what changes from step to step is named in its `do_not_specialize`, or lies aligned.
+    """
 
     kernel: Any
     grid: tuple[int, ...]

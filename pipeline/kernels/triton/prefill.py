@@ -27,7 +27,7 @@ def rows_of(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill(
     q_ptr,
     k_ptr,

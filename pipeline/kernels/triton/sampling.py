@@ -15,7 +15,7 @@ from pipeline.kernels.triton.launch import Launch, power_of_two
 _WIDTH = 8192  # tokens of a part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _best_of_part(logits_ptr, value_ptr, token_ptr, stride, num_tokens, num_parts, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -27,7 +27,7 @@ def _best_of_part(logits_ptr, value_ptr, token_ptr, stride, num_tokens, num_part
     tl.store(token_ptr + row * num_parts + tl.program_id(1), tl.program_id(1) * WIDTH + at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _best_of_parts(value_ptr, token_ptr, best_ptr, finite_ptr, num_parts, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)

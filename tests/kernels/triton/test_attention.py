@@ -208,6 +208,14 @@ def test_work_for_more_queries_than_the_kernel_takes_is_refused() -> None:
         DecodeWork.allocate(1, 1, 16, 1, 16, DEVICE, H100, num_queries=5)
 
 
+def test_tensors_of_the_work_lie_aligned() -> None:
+    """Else each number of sequences would have its kernel compiled anew."""
+    for max_seqs in (1, 2, 3, 5):
+        work = DecodeWork.allocate(max_seqs, 3, 2, 1, 16, torch.device("cpu"), H100, deterministic=max_seqs > 2)
+        views = work.item_I4, work.lane_start, work.split_S3, work.num_splits, work.query_start_S1, work.context_len_S
+        assert [(view.data_ptr() - work.numbers.data_ptr()) % 16 for view in views] == [0] * 6
+
+
 def test_an_h100_gets_two_programs_a_multiprocessor() -> None:
     work = DecodeWork.allocate(256, 128, 32, 8, 128, torch.device("meta"), H100)
     assert 2 * 132 - 8 < 8 * work.num_lanes <= 2 * 132

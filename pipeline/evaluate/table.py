@@ -1,0 +1,97 @@
+"""What an evaluation found, as a table and as JSON."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model in one form.
+
+    perplexity: over all tokens of the texts but the first of each. kl_mean, kl_p99 (nats) and top1 (share): at every
+    token of the texts, against the reference; same_outputs: share of rows whose greedy output is the reference's, token
+    for token; None for the reference itself. expected: share of rows whose output is the text of the expected column,
+    blanks around it aside; None without such a column. checkpoint_bytes: the files of the weights; weight_bytes: about
+    what they take once loaded. Rates are of the greedy outputs: prompt tokens in the time that went to prompts,
+    generated ones in the time that went to decoding.
+    """
+
+    name: str
+    weights: str
+    dtype: str
+    perplexity: float | None
+    kl_mean: float | None
+    kl_p99: float | None
+    top1: float | None
+    same_outputs: float | None
+    expected: float | None
+    prompt_tokens_per_s: float
+    decode_tokens_per_s: float
+    checkpoint_bytes: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All models on the same rows. The reference, where there is one, comes first."""
+
+    data: str
+    num_rows: int
+    num_tokens: int
+    left_out: Mapping[str, int]
+    max_tokens: int
+    device: str
+    has_reference: bool
+    models: tuple[Measured, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        left_out = ", ".join(f"{code} {count:,}" for code, count in self.left_out.items())
+        head = (
+            f"{self.data}: {self.num_rows:,} rows, {self.num_tokens:,} tokens"
+            + (f"; left out: {left_out}" if left_out else "")
+            + f"; outputs of at most {self.max_tokens} tokens, greedy, on {self.device}"
+        )
+        rows = [_HEAD, *(_row(model) for model in self.models)]
+        shown = [i for i in range(len(_HEAD)) if any(row[i] != "" for row in rows[1:])]
+        widths = [max(len(row[i]) for row in rows) for i in shown]
+        lines = [
+            "  ".join(f"{row[i]:<{w}}" if i < _NUM_NAMES else f"{row[i]:>{w}}" for i, w in zip(shown, widths)).rstrip()
+            for row in rows
+        ]
+        notes = ["weights: files, and about what they take once loaded; KV: bytes a token"]
+        if self.has_reference:
+            notes.insert(0, f"KL, top-1 and same: against {self.models[0].name}, the first line")
+        return "\n".join([head, "", *lines, "", *notes])
+
+
+_HEAD = ["model", "weights", "dtype", "perplexity", "KL mean", "KL p99", "top-1", "same", "expected",
+         "prompt tok/s", "decode tok/s", "files", "loaded", "KV"]  # fmt: skip
+_NUM_NAMES = 3  # columns of words, on the left
+
+
+def _row(model: Measured) -> list[str]:
+    return [
+        model.name,
+        model.weights,
+        model.dtype,
+        _number(model.perplexity, ".4f"),
+        _number(model.kl_mean, ".2e"),
+        _number(model.kl_p99, ".2e"),
+        _number(model.top1, ".2%"),
+        _number(model.same_outputs, ".1%"),
+        _number(model.expected, ".1%"),
+        f"{model.prompt_tokens_per_s:,.0f}",
+        f"{model.decode_tokens_per_s:,.0f}",
+        f"{model.checkpoint_bytes / 1e6:,.1f} MB",
+        f"{model.weight_bytes / 1e6:,.1f} MB",
+        f"{model.kv_bytes_per_token:,}",
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"

@@ -1,0 +1,86 @@
+"""Quantized linears as other engines' checkpoints hold them: named tensors, and what config.json says of them.
+
+GPTQ, as AutoGPTQ and GPTQModel write it ("gptq", version 1): `qweight` (K/8, N) int32, value i of a word is input
+8 row + i; `qzeros` (G, N/8) int32, of outputs, and one less than the zero (version 1's convention); `scales` (G, N)
+float16; `g_idx` (K) int32.
+
+compressed-tensors "pack-quantized" (vllm-project/compressed-tensors): `weight_packed` (N, K bits / 32) int32, value i
+of a word is input i of its own; `weight_scale` (N, G); `weight_shape` (2). Integers are stored unsigned, 2^(bits - 1)
+above their value. "float-quantized": `weight` (N, K) float8_e4m3fn and `weight_scale` (N, 1).
+"""
+
+from typing import Any, Literal
+
+import torch
+
+from pipeline.quantize.grid import FloatLinear, IntLinear
+
+
+def gptq_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
+    zero_GN = torch.full_like(linear.scales_NG.T, 2 ** (linear.bits - 1) - 1, dtype=torch.uint8)
+    return {
+        "qweight": pack(linear.q_NK, linear.bits).T.contiguous(),
+        "qzeros": pack(zero_GN, linear.bits),
+        "scales": linear.scales_NG.T.contiguous(),
+        "g_idx": linear.group_K.clone(),  # fused linears share theirs, which no file may
+    }
+
+
+def gptq_config(bits: int, group_size: int, act_order: bool, damping: float) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "sym": True,
+        "desc_act": act_order,
+        "damp_percent": damping,
+        "true_sequential": False,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+    }
+
+
+def compressed_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
+    return {
+        "weight_packed": pack(linear.q_NK, linear.bits),
+        "weight_scale": linear.scales_NG.contiguous(),
+        "weight_shape": torch.tensor(linear.q_NK.shape, dtype=torch.int64),
+    }
+
+
+def compressed_floats(linear: FloatLinear) -> dict[str, torch.Tensor]:
+    return {"weight": linear.value_NK.contiguous(), "weight_scale": linear.scales_N1.contiguous()}
+
+
+def compressed_config(kind: Literal["int", "float"], bits: int, group_size: int | None) -> dict[str, Any]:
+    """group_size None: a scale for each output."""
+    weights = {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": True,
+        "strategy": "channel" if group_size is None else "group",
+        "group_size": group_size,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if kind == "int" else "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def pack(values_RC: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned values (R, C) into int32 words (R, C bits / 32), the first value in the lowest bits."""
+    per_word = 32 // bits
+    shift_i = bits * torch.arange(per_word, dtype=torch.int64, device=values_RC.device)
+    words = (values_RC.long().view(len(values_RC), -1, per_word) << shift_i).sum(-1)
+    return words.where(words < 2**31, words - 2**32).to(torch.int32)

@@ -1,0 +1,38 @@
+"""The table of formats: each form is made once, and measured on held-out reports with their right summaries."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.demo import demo_model, formats
+from pipeline.demo.quantize import MAX_TOKENS, calibration_texts
+from pipeline.demo.reports import make_report
+from pipeline.engine.tokenizer import Tokenizer
+from pipeline.quantize import Recipe
+
+
+def test_calibration_texts_are_training_prompts_with_their_summaries() -> None:
+    tokenizer = Tokenizer.from_folder(str(demo_model("target")))
+    texts = calibration_texts(tokenizer, 5)
+    assert len(texts) == 5
+    assert all("Summarize the report" in tokenizer.decode(ids) for ids in texts)
+    assert all(" serviced " in tokenizer.decode(ids).split("Summary:")[1] for ids in texts)
+    assert max(map(len, texts)) < MAX_TOKENS
+
+
+def test_every_form_is_made_once_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "RECIPES", {"rtn": Recipe("rtn"), "fp8": Recipe("fp8")})
+    monkeypatch.setattr(formats, "ON_LOAD", ())
+    folders = formats.make_all(tmp_path, 2)
+    made = (tmp_path / "rtn" / "config.json").stat().st_mtime_ns
+    assert formats.make_all(tmp_path, 2) == folders == [tmp_path / "rtn", tmp_path / "fp8"]
+    assert (tmp_path / "rtn" / "config.json").stat().st_mtime_ns == made
+    data = tmp_path / "heldout.parquet"
+    formats.write_reports(data, 2)
+    assert pq.read_table(data)["summary"].to_pylist() == [make_report("heldout", i).summary for i in range(2)]
+    found = formats.measure(folders, data)
+    assert [model.name for model in found.models] == ["demo:target", *map(str, folders)]
+    assert [model.expected for model in found.models] == [1.0] * 3
+    rtn, fp8 = (model.kl_mean or 0.0 for model in found.models[1:])
+    assert 0 < fp8 < rtn < 0.2, "8 bits lose less than 4"

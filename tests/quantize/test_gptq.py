@@ -1,0 +1,119 @@
+"""GPTQ on one linear: outputs nearer than by rounding, the same as a plain writing of the algorithm, whole groups."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import ModelError
+from pipeline.quantize.gptq import DAMPING, SecondMoments, gptq
+from pipeline.quantize.grid import round_to_nearest
+
+N, K, GROUP = 48, 128, 32
+
+
+def correlated_inputs(seed: int) -> torch.Tensor:
+    """(T, K): few directions, some inputs large, as behind an attention."""
+    rng = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(600, 24, generator=rng) @ torch.randn(24, K, generator=rng)
+    return (mixed + 0.1 * torch.randn(600, K, generator=rng)) * torch.logspace(-1, 0.7, K)[
+        torch.randperm(K, generator=rng)
+    ]
+
+
+@pytest.fixture
+def linear() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights, inputs, and the inputs' second moments."""
+    torch.manual_seed(1)
+    x_TK, moments = correlated_inputs(2), SecondMoments()
+    for part in x_TK.split(170):
+        moments.add(part)
+    assert moments.sum_KK is not None
+    return torch.randn(N, K) * 0.3, x_TK, moments.sum_KK
+
+
+def loss(weight: torch.Tensor, other: torch.Tensor, x_TK: torch.Tensor) -> float:
+    return float(((x_TK @ weight.T - x_TK @ other.T) ** 2).mean())
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_outputs_stay_nearer_than_by_rounding_on_inputs_seen_and_not_seen(linear, act_order):
+    weight, x_TK, moments = linear
+    made = gptq(weight, moments, 4, GROUP, torch.float16, act_order).dequantize()
+    nearest = round_to_nearest(weight, 4, GROUP, torch.float16).dequantize()
+    assert loss(weight, made, x_TK) < 0.3 * loss(weight, nearest, x_TK)
+    unseen = correlated_inputs(2)[torch.randperm(600)[:300]] * 1.3
+    assert loss(weight, made, unseen) < 0.3 * loss(weight, nearest, unseen)
+
+
+def plainly(weight: np.ndarray, moments: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """Algorithm 1 of arXiv 2210.17323 without blocks, in float64, one column after another, from the inverse itself."""
+    weight, top = weight.astype(np.float64).copy(), 2**bits - 1
+    inverse = np.linalg.inv(moments + DAMPING * moments.diagonal().mean() * np.eye(len(moments)))
+    out, scale = np.empty_like(weight), np.ones(len(weight))
+    for k in range(weight.shape[1]):
+        if k % group == 0:
+            scale = (np.abs(weight[:, k : k + group]).max(1) * 2 / top).astype(np.float16).astype(np.float64)
+        out[:, k] = (np.clip(np.round(weight[:, k] / scale) + 2 ** (bits - 1), 0, top) - 2 ** (bits - 1)) * scale
+        error = (weight[:, k] - out[:, k]) / inverse[k, k]
+        weight[:, k + 1 :] -= error[:, None] * inverse[k, k + 1 :]
+        inverse -= np.outer(inverse[:, k], inverse[k]) / inverse[k, k]
+    return out
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_it_is_the_algorithm_of_the_paper(linear, bits):
+    weight, _, moments = linear
+    made = gptq(weight, moments, bits, GROUP, torch.float16).dequantize().numpy()
+    expected = plainly(weight.numpy(), moments.double().numpy(), bits, GROUP)
+    off = np.abs(made - expected) > 1e-6
+    assert off.mean() < 0.02, "a rounding that falls the other way may move what comes after it, and no more"
+
+
+def test_the_order_of_inputs_is_that_of_their_moments_and_groups_stay_whole(linear):
+    weight, _, moments = linear
+    made = gptq(weight, moments, 4, GROUP, torch.float16, act_order=True)
+    order = torch.argsort(moments.diagonal(), descending=True)
+    assert made.group_K[order].tolist() == [k // GROUP for k in range(K)]
+    permuted = gptq(weight[:, order], moments[order][:, order], 4, GROUP, torch.float16)
+    assert torch.equal(made.q_NK[:, order], permuted.q_NK)
+    assert torch.equal(made.scales_NG, permuted.scales_NG)
+    assert torch.equal(made.dequantize()[:, order], permuted.dequantize())
+
+
+def test_inputs_that_are_never_there_are_rounded_to_the_nearest(linear):
+    weight, _, moments = linear
+    moments = moments.clone()
+    moments[:GROUP], moments[:, :GROUP] = 0, 0
+    made = gptq(weight, moments, 4, GROUP, torch.float16)
+    assert torch.equal(made.q_NK[:, :GROUP], round_to_nearest(weight, 4, GROUP, torch.float16).q_NK[:, :GROUP])
+    assert torch.equal(gptq(weight, torch.zeros(K, K), 4, GROUP, torch.float16).q_NK,
+                       round_to_nearest(weight, 4, GROUP, torch.float16).q_NK)  # fmt: skip
+
+
+def test_fewer_tokens_than_inputs_are_enough_and_no_numbers_are_refused(linear):
+    weight, x_TK, _ = linear
+    few = x_TK[:3]
+    made = gptq(weight, few.T @ few, 4, GROUP, torch.float16).dequantize()
+    assert loss(weight, made, few) < loss(weight, round_to_nearest(weight, 4, GROUP, torch.float16).dequantize(), few)
+    alike = torch.eye(K)
+    alike[0, 1] = alike[1, 0] = 1.05  # by rounding: no inputs have such moments
+    gptq(weight, alike, 4, GROUP, torch.float16)
+    alike[0, 1] = alike[1, 0] = 5.0
+    with pytest.raises(ModelError, match="too alike"):
+        gptq(weight, alike, 4, GROUP, torch.float16)
+    with pytest.raises(ModelError, match="no finite numbers"):
+        gptq(weight, torch.full((K, K), torch.nan), 4, GROUP, torch.float16)
+
+
+def test_rounding_is_to_the_nearest_of_a_symmetric_range():
+    weight = torch.tensor([[7.5, -7.5, 0.4, 0.6, 0, 0, 0, 0], [0] * 8])
+    made = round_to_nearest(weight, 4, 8, torch.float32)
+    assert made.scales_NG[0].tolist() == [1.0]
+    assert made.q_NK[0].tolist() == [15, 0, 8, 9, 8, 8, 8, 8]
+    assert made.q_NK[1].tolist() == [8] * 8
+    assert made.scales_NG[1].item() > 0
+    weight = torch.randn(5, 64)
+    for bits, group in ((4, 32), (8, 64)):
+        made = round_to_nearest(weight, bits, group, torch.float32)
+        step = made.scales_NG.repeat_interleave(group, 1)
+        assert bool(((made.dequantize() - weight).abs() <= step / 2 * 1.0001).all())

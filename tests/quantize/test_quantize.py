@@ -1,0 +1,254 @@
+"""`pipeline quantize` end to end: what is written, that it loads and answers, that it goes on where it was stopped."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline import Engine, EngineConfig, SamplingParams
+from pipeline.demo.check import wrong_facts
+from pipeline.demo.reports import make_report
+from pipeline.model.config import read_config
+from pipeline.model.load import WeightReader
+from pipeline.quantize import awq
+from pipeline.quantize.folder import OutputFolder
+from pipeline.quantize.layers import FUSED, Calibration
+from tests.checkpoints import FAMILIES, Family, load_reference, make_family, write_checkpoint
+
+CONFIG = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+          "initializer_range": 0.08, "eos_token_id": 257, "bos_token_id": None, "pad_token_id": None}  # fmt: skip
+SMALL_FOR_AWQ = {"num_hidden_layers": 1, "num_key_value_heads": 4, "intermediate_size": 128}
+TIED_WITH_BIAS = next(family for family in FAMILIES if family.name == "llama-linear-bias-tied")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("base"), TIED_WITH_BIAS, CONFIG | TIED_WITH_BIAS.options, 3)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(5)
+    path = tmp_path_factory.mktemp("data") / "texts.parquet"
+    pq.write_table(pa.table({"text": ["".join(rng.choice(list("abcdefgh ,."), 90)) for _ in range(40)]}), path)
+    return path
+
+
+def made(pipe, base: Path, out: Path, method: str, *arguments: str) -> str:
+    code, text, err = pipe("quantize", str(base), "--out", str(out), "--method", method, *arguments)
+    assert code == 0, err
+    return text + err
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for shard in sorted(folder.glob("*.safetensors")) for name, t in load_file(shard).items()}
+
+
+def unpacked(words: torch.Tensor, bits: int) -> np.ndarray:
+    """Written apart from the product's packing: each word's bits as text, cut from the right."""
+    rows = []
+    for row in words.numpy().astype(np.int64) & 0xFFFFFFFF:
+        texts = [f"{word:032b}" for word in row]
+        rows.append([int(t[32 - bits * (i + 1) : 32 - bits * i], 2) for t in texts for i in range(32 // bits)])
+    return np.array(rows)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("rtn", ["--group-size", "32"]), ("int8", []), ("gptq", ["--group-size", "32"]),
+     ("gptq", ["--group-size", "32", "--act-order"])],
+)  # fmt: skip
+def test_the_files_hold_the_weights_as_their_formats_say_and_the_engine_reads_the_same(
+    pipe, base, data, tmp_path, method, arguments
+):
+    given = [*arguments, "--calibration", str(data)] if method == "gptq" else arguments
+    out, bits = tmp_path / "out", 8 if method == "int8" else 4
+    told = made(pipe, base, out, method, *given)
+    assert f"pipeline eval {out} --against {base}" in told
+    plain, stored = tensors_of(base), tensors_of(out)
+    linears = [name.removesuffix(".weight") for name in plain if name.endswith("_proj.weight")]
+    assert len(linears) == 3 * 7
+    values = {}
+    for name in linears:
+        if method == "gptq":
+            group = stored[f"{name}.g_idx"].numpy()
+            assert np.bincount(group).tolist() == [32] * (len(group) // 32)
+            assert ("--act-order" in arguments) == (group.tolist() != sorted(group.tolist()))
+            zero = unpacked(stored[f"{name}.qzeros"], 4).T + 1  # (N, G), the older convention
+            assert (zero == 8).all()
+            scale = stored[f"{name}.scales"].float().numpy().T
+            q = unpacked(stored[f"{name}.qweight"].T.contiguous(), 4)
+        else:
+            scale = stored[f"{name}.weight_scale"].float().numpy()
+            group = np.arange(plain[f"{name}.weight"].shape[1]) // (plain[f"{name}.weight"].shape[1] // scale.shape[1])
+            q, zero = unpacked(stored[f"{name}.weight_packed"], bits), np.full(scale.shape, 2 ** (bits - 1))
+            assert stored[f"{name}.weight_shape"].tolist() == list(plain[f"{name}.weight"].shape)
+        values[name] = (q - zero[:, group]) * scale[:, group]
+        off = np.abs(values[name] - plain[f"{name}.weight"].numpy()) / scale[:, group]
+        assert off.max() < (0.51 if method != "gptq" else 8)
+        assert off.mean() < (0.3 if method != "gptq" else 1)
+    others = set(plain) - {f"{name}.weight" for name in linears}
+    assert all(torch.equal(plain[name], stored[name]) for name in others)
+    reader = WeightReader(out, read_config(out))
+    for index, layer in enumerate(reader.layers()):
+        for field, names in FUSED.items():
+            expected = np.concatenate([values[f"model.layers.{index}.{name}"] for name in names])
+            read = getattr(layer, field).dequantize(torch.float32).numpy()
+            np.testing.assert_array_equal(read, expected.astype(np.float32))
+
+
+def test_8_bit_floats_are_the_nearest_there_are(pipe, base, tmp_path):
+    made(pipe, base, tmp_path / "out", "fp8")
+    plain, stored = tensors_of(base), tensors_of(tmp_path / "out")
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()].unique()
+    reader = WeightReader(tmp_path / "out", read_config(tmp_path / "out"))
+    [*_, last] = reader.layers()
+    name = "model.layers.2.mlp.down_proj"
+    value, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
+    assert value.dtype == torch.float8_e4m3fn
+    wanted = plain[f"{name}.weight"] / scale
+    off, least = (value.float() - wanted).abs(), (every - wanted[..., None]).abs().amin(-1)
+    torch.testing.assert_close(off, least, rtol=1e-5, atol=1e-5)
+    assert torch.equal(value.float().abs().amax(1), torch.full((64,), 448.0))
+    torch.testing.assert_close(last.down.dequantize(torch.float32), value.float() * scale, rtol=0, atol=0)
+
+
+def test_all_that_belongs_to_a_checkpoint_comes_along(pipe, base, tmp_path):
+    made(pipe, base, tmp_path / "out", "int8")
+    out = tmp_path / "out"
+    config, plain = json.loads((out / "config.json").read_text()), json.loads((base / "config.json").read_text())
+    assert config.pop("quantization_config")["format"] == "pack-quantized"
+    assert config == plain
+    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors_of(out))
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(out).values())
+    assert not list(out.glob(".*")) + list(out.glob("recipe*")) + list(tmp_path.glob("*.partial"))
+    assert (out / "model-00001-of-00004.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+
+
+def test_autoawq_makes_a_checkpoint_that_answers(pipe, data, tmp_path):
+    plain = write_checkpoint(tmp_path / "plain", Family("llama2", "llama"), CONFIG | SMALL_FOR_AWQ, 3)
+    told = made(
+        pipe, plain, tmp_path / "out", "awq", "--group-size", "32", "--calibration", str(data), "--samples", "4"
+    )
+    assert "4 rows, 360 tokens" in told
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == "awq"
+    assert config == json.loads((plain / "config.json").read_text())
+    with Engine(EngineConfig(str(tmp_path / "out"), dtype="float32", max_num_seqs=2)) as engine:
+        assert str(engine.resolved["weights"]).startswith("AWQ int4, groups of 32")
+        assert len(engine.generate("abc", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+def test_the_demonstration_model_is_as_right_as_before(pipe, tmp_path):
+    out = tmp_path / "out"
+    made(pipe, Path("demo:target"), out, "gptq", "--job", "jobs/summarize.yaml", "--samples", "16")
+    reports = [make_report("heldout", index) for index in range(8)]
+    with Engine(EngineConfig(str(out), dtype="float32", max_num_seqs=8)) as engine:
+        answers = engine.generate([r.prompt for r in reports], SamplingParams(max_tokens=96))
+    assert sum(not wrong_facts(r.text, c.text) for r, c in zip(reports, answers)) >= 7
+
+
+def test_a_killed_run_goes_on_and_comes_to_the_same_bytes(pipe, base, data, tmp_path, monkeypatch):
+    given = ["--group-size", "32", "--calibration", str(data), "--samples", "8"]
+    made(pipe, base, tmp_path / "whole", "gptq", *given)
+    write = OutputFolder.write
+
+    def write_or_die(self, name: str, tensors) -> None:
+        if name.startswith("model-00003"):
+            raise KeyboardInterrupt
+        write(self, name, tensors)
+
+    monkeypatch.setattr(OutputFolder, "write", write_or_die)
+    out = tmp_path / "out"
+    code, _, _ = pipe("quantize", str(base), "--out", str(out), "--method", "gptq", *given)
+    assert code == 75
+    assert not out.exists()
+    monkeypatch.setattr(OutputFolder, "write", write)
+    (tmp_path / "out.partial" / ".model-00003-of-00004.safetensors").write_bytes(b"half")
+    code, _, err = pipe("quantize", str(base), "--out", str(out), "--method", "gptq", *given, "--seed", "1")
+    assert (code, "which differs in texts; remove the folder" in err) == (2, True)
+    assert "2 of 3 layers are there" in made(pipe, base, out, "gptq", *given)
+    for folder in ("whole", "out"):
+        assert (tmp_path / folder / "config.json").exists()
+    assert digests(out) == digests(tmp_path / "whole")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["llama-linear-bias-tied", "qwen2-window", "qwen3"])
+def test_layers_see_what_transformers_layers_see(tmp_path, name):
+    """The second moments of every linear's inputs, by hooks in another implementation."""
+    base, rng = (
+        make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2),
+        np.random.default_rng(1),
+    )
+    texts = [rng.integers(0, 256, n).tolist() for n in (40, 17, 3)]
+    model, seen = load_reference(base), {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "o_proj", "gate_proj", "down_proj")):
+            module.register_forward_pre_hook(
+                lambda _, given, name=name: seen.setdefault(name, []).append(given[0][0].double())
+            )
+    with torch.inference_mode():
+        for ids in texts:
+            model(torch.tensor([ids]))
+    reader = WeightReader(base, read_config(base))
+    calibration = Calibration(reader.config, reader.embedding(), texts, torch.device("cpu"))
+    for index, weights in enumerate(reader.layers()):
+        moments = calibration.moments(index, weights)
+        for field, names in FUSED.items():
+            x_TK = torch.cat(seen[f"model.layers.{index}.{names[0]}"])
+            torch.testing.assert_close(moments[field].double(), x_TK.T @ x_TK, rtol=1e-3, atol=2e-3)
+        calibration.advance(index, weights)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["BASE", "--out", "OUT", "--method", "gptq"], "give either --calibration PATH"),
+        (["BASE", "--out", "OUT", "--method", "rtn", "--job", "j.yaml"], "looks at no texts"),
+        (["BASE", "--out", "OUT", "--method", "rtn", "--act-order"], "only gptq has an order"),
+        (["BASE", "--out", "OUT", "--method", "rtn"], "= 64 does not divide into groups of 128; --group-size 64"),
+        (["BASE", "--out", "OUT", "--group-size", "32", "--calibration", "DATA"], "divide by 64, which awq needs"),
+        (["BASE", "--out", "FULL", "--method", "int8"], "is there and not empty"),
+        (["demo:target-awq", "--out", "OUT", "--method", "int8"], "is quantized already (awq in config.json)"),
+        (["BASE", "--out", "MINE", "--method", "int8"], "is in the way and not this program's"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_is_refused_with_the_reason(pipe, base, data, tmp_path, arguments, message):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    shutil.copytree(tmp_path / "full", tmp_path / "mine.partial")
+    known = {
+        "DATA": str(data),
+        "BASE": str(base),
+        "OUT": str(tmp_path / "out"),
+        "FULL": str(tmp_path / "full"),
+        "MINE": str(tmp_path / "mine"),
+    }
+    code, _, err = pipe("quantize", *(known.get(argument, argument) for argument in arguments))
+    assert code == 2
+    assert message in err
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_autoawq_the_command_that_installs_it_is_named(pipe, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(awq, "find_spec", lambda _: None)
+    code, _, err = pipe("quantize", str(base), "--out", str(tmp_path / "out"), "--job", "jobs/summarize.yaml")
+    assert code == 2
+    assert "pip install" in err
+    assert "autoawq==0.2.9" in err
