@@ -150,7 +150,7 @@ def _cases(
         logits_RV[:: rows + 1, 7] = float("inf")
         logits_RV[1::5, -1] = float("nan")
         token_R, finite_R = kernels.greedy(logits_RV)
-        best_R, sound_R = oracle.greedy(logits_RV)
+        best_R, sound_R = (each.to(device) for each in oracle.greedy(logits_RV.cpu()))  # where the first one is sure
         return [(finite_R, sound_R.float()), (token_R * sound_R, (best_R * sound_R).float())]
 
     for weight_name, weight in _linears(dtype):

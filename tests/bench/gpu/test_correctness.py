@@ -30,7 +30,7 @@ def test_the_oracle_passes_its_own_checks(monkeypatch):
     found = checks_of(monkeypatch)
     assert not found.failed
     assert {check.kernel for check in found.checks} == {
-        "linear", "add_rms_norm", "silu_mul", "attention", "norm_rope_write",
+        "linear", "add_rms_norm", "silu_mul", "greedy", "attention", "norm_rope_write",
     }  # fmt: skip
     assert max(check.error for check in found.checks) == 0
 
@@ -57,12 +57,16 @@ def test_a_wrong_kernel_fails_and_is_named(monkeypatch):
     def silu_mul(gate_up):
         return right.silu_mul(gate_up)[:, :-1]
 
+    def greedy(logits):  # the last of equal ones
+        token, finite = right.greedy(logits.flip(1))
+        return logits.shape[1] - 1 - token, finite
+
     def broken(weight):
         raise RuntimeError("ptxas: out of registers")
 
     for name, wrong in {
         "attention": _off_by_one(right), "add_rms_norm": add_rms_norm, "norm_rope_write": norm_rope_write,
-        "silu_mul": silu_mul, "prepare_linear": broken,
+        "silu_mul": silu_mul, "greedy": greedy, "prepare_linear": broken,
     }.items():  # fmt: skip
         found = checks_of(monkeypatch, **{name: wrong})
         assert {check.kernel for check in found.failed} == {name.removeprefix("prepare_")}
