@@ -69,7 +69,7 @@ def test_the_command_shows_it_and_has_it_in_json(pipe, tmp_path):
     code, out, _ = pipe("doctor", "--model", "demo:target", "--json")
     told = json.loads(out)["memory"]
     assert [place["name"] for place in told["places"]][1] == "H200"
-    assert told["places"][1]["sequences"] == [118_968, 59_484]
+    assert told["places"][1]["sequences"] == [118_456, 59_228]
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     code, out, _ = pipe("doctor", "--model", str(tmp_path), "--json")
     assert (code, json.loads(out)["memory"]) == (2, None)
