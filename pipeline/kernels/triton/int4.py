@@ -241,11 +241,11 @@ def tile_for(num_tokens: int, num_outputs: int, num_chunks: int, target: Target)
     cache. As many parts as give each multiprocessor two programs, but parts of four chunks at least, and no more than
     are small beside the weight: they are written and read again, 8 bytes a token and output each."""
     tokens = min(64, power_of_two(num_tokens, 16))
-    outputs = 64 if tokens <= 32 else 128
+    outputs, num_warps = (64, 4) if tokens <= 32 else (128, 8)
     wanted = 2 * target.num_multiprocessors // -(-num_outputs // outputs)
     most = min(-(-num_chunks // 4), num_chunks * CHUNK // (16 * tokens))
     per_part = -(-num_chunks // max(1, min(wanted, most)))
-    return Int4Tile(outputs, tokens, 4, 4, -(-num_chunks // per_part))
+    return Int4Tile(outputs, tokens, num_warps, 4, -(-num_chunks // per_part))
 
 
 def int4_launches(
