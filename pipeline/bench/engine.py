@@ -226,4 +226,5 @@ def _peer_task(
         shared_prefixes=shared_prefixes,
         eos_token_ids=tuple(sorted(engine.tokenizer.eos_token_ids)),
         sets=sets,
+        device=str(engine.resolved["device"]),
     )

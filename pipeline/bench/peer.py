@@ -33,7 +33,8 @@ class PeerTask:
     where it may keep what it makes of the checkpoint.
 
     max_num_seqs: None leaves it to the peer. shared_prefixes: whether prompts begin alike, so that a prefix cache is of
-    use. eos_token_ids: what ends requests that do not ignore EOS. performance_mode: vLLM's; None is its default.
+    use. eos_token_ids: what ends requests that do not ignore EOS. device: cpu, cuda or cuda:N. performance_mode:
+    vLLM's; None is its default.
     """
 
     model: str
@@ -47,6 +48,7 @@ class PeerTask:
     shared_prefixes: bool
     eos_token_ids: tuple[int, ...]
     sets: Mapping[str, Sequence[BenchRequest]]
+    device: str = "cpu"
     performance_mode: str | None = None
 
 

@@ -66,6 +66,7 @@ def run_peers(
                 work_folder=str(folder.parent),
                 shared_prefixes=True,
                 eos_token_ids=(),
+                device=str(ours.settings["device"]),
                 performance_mode=mode,
                 sets={"warm-up": warm_up, **by_name},
             )

@@ -9,10 +9,13 @@ import os
 
 
 def load(task):
-    threads = task["threads"]
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}" if threads > 1 else "0")
+    about = {"device": task["device"]}
+    if task["device"] == "cpu":
+        threads = task["threads"]
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}" if threads > 1 else "0")
+        about["kv_cache_gb"] = os.environ["VLLM_CPU_KVCACHE_SPACE"]
 
     import vllm  # pyright: ignore[reportMissingImports]
 
@@ -40,5 +43,5 @@ def load(task):
         ]
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
-    about = {"vllm": vllm.__version__, "kv_cache_gb of its CPU build": os.environ["VLLM_CPU_KVCACHE_SPACE"]}
+    about["vllm"] = vllm.__version__
     return run, about | {name: str(value) for name, value in chosen.items()}

@@ -21,6 +21,8 @@ def checks_of(monkeypatch, **wrong):
     monkeypatch.setattr(correctness, "select_kernels", lambda device, dtype: kernels)
     monkeypatch.setattr(correctness, "ALL_HEADS", (Heads(14, 2, 64),))
     monkeypatch.setattr(correctness, "LINEARS_NK", ((384, 256),))
+    steps = {"decode": ((1, 1), (15, 65)), "chunks beside decoding": ((40, 1), (90, 65))}
+    monkeypatch.setattr(correctness, "STEPS", steps)
     monkeypatch.setattr(correctness, "TOKENS", (3,))
     monkeypatch.setattr(correctness, "ROWS", (3,))
     return Correctness(tuple(check_kernels(CPU, [torch.float32])))
@@ -49,7 +51,12 @@ def test_a_wrong_kernel_fails_and_is_named(monkeypatch):
         y, residual = right.add_rms_norm(x, residual, weight, eps)
         return y, residual * 1.001
 
-    def norm_rope_write(qkv, cos, sin, norms, eps, k, v, slots):
+    def wrong_keys(qkv, cos, sin, norms, eps, k, v, slots):
+        q = right.norm_rope_write(qkv, cos, sin, norms, eps, k, v, slots)
+        k[0, 0] += 0.01
+        return q
+
+    def wrong_values(qkv, cos, sin, norms, eps, k, v, slots):
         q = right.norm_rope_write(qkv, cos, sin, norms, eps, k, v, slots)
         v[0, 0] += 0.01
         return q
@@ -64,10 +71,10 @@ def test_a_wrong_kernel_fails_and_is_named(monkeypatch):
     def broken(weight):
         raise RuntimeError("ptxas: out of registers")
 
-    for name, wrong in {
-        "attention": _off_by_one(right), "add_rms_norm": add_rms_norm, "norm_rope_write": norm_rope_write,
-        "silu_mul": silu_mul, "greedy": greedy, "prepare_linear": broken,
-    }.items():  # fmt: skip
+    for name, wrong in [
+        ("attention", _off_by_one(right)), ("add_rms_norm", add_rms_norm), ("norm_rope_write", wrong_keys),
+        ("norm_rope_write", wrong_values), ("silu_mul", silu_mul), ("greedy", greedy), ("prepare_linear", broken),
+    ]:  # fmt: skip
         found = checks_of(monkeypatch, **{name: wrong})
         assert {check.kernel for check in found.failed} == {name.removeprefix("prepare_")}
         assert "FAILED" in found.to_text()

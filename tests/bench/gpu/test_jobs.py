@@ -81,7 +81,7 @@ def our_tokens(rounds):
 
 
 def test_another_engine_runs_the_same_sets_in_each_of_its_modes(folder, fake):
-    ours = OurJobs({"dtype": "float32"}, (), (), our_tokens(2))
+    ours = OurJobs({"dtype": "float32", "device": "cpu"}, (), (), our_tokens(2))
     said = []
     told = list(run_peers([("fake", sys.executable)], folder, SETS, 2, read_config(folder), ours, said.append))
     assert [each.name for each in told] == ["fake", "fake, throughput"]
@@ -97,7 +97,7 @@ def test_another_engine_runs_the_same_sets_in_each_of_its_modes(folder, fake):
 def test_one_that_fails_is_told_and_keeps_what_it_had(folder, fake, tmp_path):
     mortal = tmp_path / "mortal"  # ends in the set after its warm-up
     mortal.symlink_to(sys.executable)
-    ours = OurJobs({"dtype": "float32"}, (), (), our_tokens(1))
+    ours = OurJobs({"dtype": "float32", "device": "cpu"}, (), (), our_tokens(1))
     first, second = run_peers([("fake", str(mortal))], folder, SETS, 1, read_config(folder), ours, print)
     assert "ended with 7" in first.failure
     assert "ended with 7" in second.failure
