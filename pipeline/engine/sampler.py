@@ -95,7 +95,9 @@ class Verified:
     def tokens(self, sequences: np.ndarray, number: int) -> SamplerOutput:
         """Their tokens number `number`, from 0, in the form that a plain step gives them."""
         rows, out = self.first_S[sequences] + number, self.output
-        logprobs = {r: out.logprobs[row] for r, row in enumerate(rows.tolist()) if row in out.logprobs}
+        logprobs: dict[int, TokenLogprobs] = {}
+        if out.logprobs:
+            logprobs = {r: out.logprobs[row] for r, row in enumerate(rows.tolist()) if row in out.logprobs}
         return SamplerOutput(out.token_ids[rows], out.finite[rows], logprobs)
 
 
