@@ -45,7 +45,9 @@ class Completing:
                 taking = taking[np.isin(slot_S[taking], scheduler.running)]
             append = scheduler.accept if number else scheduler.append
             completions += self.take(slot_S[taking], verified.tokens(taking, number), now_us, append)
-        scheduler.release_draft_blocks(slot_S[np.isin(slot_S, scheduler.running)])
+        if completions:
+            slot_S = slot_S[np.isin(slot_S, scheduler.running)]
+        scheduler.release_draft_blocks(slot_S)
         return completions
 
     def take(

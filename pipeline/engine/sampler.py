@@ -78,7 +78,9 @@ class SamplerOutput:
 
     def of_rows(self, rows: np.ndarray) -> "SamplerOutput":
         """Of these rows alone, in their order."""
-        logprobs = {r: self.logprobs[row] for r, row in enumerate(rows.tolist()) if row in self.logprobs}
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self.logprobs:
+            logprobs = {r: self.logprobs[row] for r, row in enumerate(rows.tolist()) if row in self.logprobs}
         return SamplerOutput(self.token_ids[rows], self.finite[rows], logprobs)
 
 
