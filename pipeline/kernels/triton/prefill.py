@@ -175,10 +175,10 @@ def prefill_launch(
 def _tile(columns: int, element_size: int, windowed: bool, target: Target) -> tuple[int, int]:
     """Keys of a tile and pipeline stages: the largest that the compiler fits in 255 registers of 256 threads."""
     row_bytes = columns * element_size
-    if target.has_wgmma and row_bytes <= 256:
-        keys = 128
+    if target.has_wgmma:
+        keys = 128 if row_bytes <= 128 or (row_bytes == 256 and not windowed) else 64 if row_bytes <= 256 else 32
     else:
-        keys = 64 if row_bytes <= 128 or (row_bytes == 256 and not windowed) else 32
-    most = 1 if keys * row_bytes >= 64 * 256 else 2
+        keys = 64 if row_bytes <= 128 else 32
+    most = 1 if keys * row_bytes > 64 * 256 else 2
     left = target.max_shared_bytes - rows_of(columns) * row_bytes
     return keys, stages_for(max(1, min(most, left // (2 * keys * row_bytes))))

@@ -16,6 +16,7 @@ from pipeline.kernels.triton.launches import ModelShape, launches_of
 
 TARGETS = {"sm_80": A100, "sm_90": H100}
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
+GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two: more registers
 QWEN3_SMALL = ModelShape(1024, 3072, 16, 8, 128, 151936, qk_norm=True)
 
 
@@ -32,11 +33,13 @@ def chosen(name: str) -> dict[str, Launch]:
         kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens"
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
         return {key: all_of[key] for key in kept} | {
-            "prefill, windowed": windowed["prefill"],
+            "prefill, groups of 5": launches_of(GROUPS_OF_5, torch.float16, target)["prefill"],
             "control: too many keys for the registers": wanting,
         }
     normed = launches_of(QWEN3_SMALL, torch.float16, target)["norm_rope_write"]
     wanting = with_constants(all_of["prefill"], STAGES=7)
+    grouped = launches_of(GROUPS_OF_5, torch.float16, target, window=4096)["prefill"]
+    all_of["prefill, groups of 5, windowed"] = grouped
     return all_of | {"norm_rope_write, normed": normed, "control: too many stages for the memory": wanting}
 
 
