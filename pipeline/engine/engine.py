@@ -300,6 +300,7 @@ class Engine:
         for name in speculation.proposers:
             if name == "ngram":
                 proposers.append(NgramProposer(self.table, most, look_up=select_lookup()))
+                proposers[-1].offer(NOBODY)  # compiled now and not in a step
             else:
                 assert draft is not None
                 proposers.append(DraftModelProposer(draft, self.table, self.pool, most, vocab_size))

@@ -87,6 +87,7 @@ class StepGraphs:
         shape = GraphShape(
             max_num_seqs,
             max_blocks,
+            block_size,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,

@@ -57,6 +57,7 @@ class GraphShape:
 
     max_seqs: int
     max_blocks: int  # of a sequence
+    block_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -20,7 +20,7 @@ class CapturedAttention:
         target = Target.of(device)
         self._works = [
             DecodeWork.allocate(
-                *(shape.max_seqs, shape.max_blocks, *heads, device, target),
+                *(shape.max_seqs, shape.max_blocks, shape.block_size, *heads, device, target),
                 num_queries=self.max_queries,
                 window=window,
             )
