@@ -26,6 +26,7 @@ from pipeline.samples import Samples, read_samples
 
 MAX_NUM_SEQS = 32  # outputs that are generated at once, unless the job says how many
 LOGIT_BYTES = 128 << 20  # of the logits of one step, of one model
+STEP_TOKENS = 2048  # of one step, however small the vocabulary
 
 Say = Callable[[str], None]
 
@@ -208,7 +209,8 @@ class _Rows:
         return measured, outputs
 
     def _score(self, name: str, engine: Engine, reference: Engine | None) -> tuple[Likelihood, Divergence | None]:
-        rows, at_once = self._samples.token_ids, max(1, LOGIT_BYTES // (4 * engine.runner.vocab_size))
+        rows, at_once = self._samples.token_ids, LOGIT_BYTES // (4 * engine.runner.vocab_size)
+        at_once = min(STEP_TOKENS, max(1, at_once))
         told = Remaining(self._say, f"{name}: tokens of the texts", self._samples.num_tokens)
         likelihood, apart, done = Likelihood(), None if reference is None else Divergence(), 0
         theirs = None if reference is None else prompt_logits(reference.runner, reference.pool, rows, at_once)
