@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from pipeline.bench.gpu import kernel_times, linear_times
-from pipeline.bench.gpu.correctness import Correctness, check_kernels
+from pipeline.bench.gpu.correctness import Check, Correctness, check_kernels
 from pipeline.bench.gpu.engine_check import check_engine
 from pipeline.bench.gpu.jobs import Limits, run_our_jobs
 from pipeline.bench.gpu.kernel_times import KernelCases, KernelTimes, kernel_cases
@@ -164,8 +164,10 @@ def _check(kept: _Kept, asked: Asked, say: Say) -> None:
     dtypes = [torch.bfloat16, torch.float16] if device.type == "cuda" else [torch.float32]
     say("correctness: all kernels against the oracle")
     with kept.section("correctness", "all kernels"):
-        checks = list(check_kernels(device, dtypes, scale.checked_each))
-        kept.update(correctness=Correctness(tuple(checks)))
+        checks: list[Check] = []
+        for check in check_kernels(device, dtypes, scale.checked_each):
+            checks.append(check)
+            kept.update(correctness=Correctness(tuple(checks)))
         for name in CHECKED_MODELS:
             shape = bench_model(name, asked.folder, say).folder
             for dtype in dtypes:
