@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from pipeline.engine.graphs import CudaCapture
 from pipeline.engine.loaded import LoadedModel
 from pipeline.engine.memory import kv_budget_bytes
@@ -39,6 +41,8 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     model = quantized_on_load(read_config(folder), config.quantization)
     resolved = resolve(config, model)
     threads = set_threads(config.num_threads)
+    if resolved.device.type == "cuda" and resolved.device.index is not None:
+        torch.cuda.set_device(resolved.device)  # Triton launches on the current device: one GPU a process
     tokenizer = Tokenizer.from_folder(str(folder))
     say("reading weights")
     target = LoadedModel.load(folder, model, resolved)

@@ -94,9 +94,9 @@ class Drawn:
         self.token_ids_R = token_ids_R
         both_2R = torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)])
         self._both_2R = both_2R.to("cpu", non_blocking=True)  # into pinned memory
-        self._copied = torch.cuda.Event() if token_ids_R.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
+        self._copied: torch.cuda.Event | None = None
+        if token_ids_R.is_cuda:
+            self._copied = torch.cuda.current_stream(token_ids_R.device).record_event()
 
     def output(self) -> SamplerOutput:
         """The tokens on the host; waits for them."""
