@@ -13,6 +13,7 @@ import torch
 from pipeline.engine.engine import Engine
 from pipeline.engine.graphs import graph_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.step import StepInput
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear import Scratch
 from tests.checkpoints import VOCAB, Family, quantize_randomly, write_checkpoint
@@ -59,7 +60,7 @@ def replayed(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], 
 
 
 def engine_of(folder: Path, kernels: str, **options: Any) -> Engine:
-    settings = {"max_model_len": 48, "max_num_seqs": 2, "max_num_batched_tokens": 24, "block_size": 16} | options
+    settings = {"max_model_len": 48, "max_num_seqs": 3, "max_num_batched_tokens": 24, "block_size": 16} | options
     return Engine(EngineConfig(model=str(folder), device="cpu", dtype="float32", kernels=kernels, **settings))
 
 
@@ -88,19 +89,25 @@ def test_captured_steps_give_the_reference_tokens(
         monkeypatch.setattr("pipeline.engine.loaded.select_kernels", lambda *_: kernels)
     engine = engine_of(folder, "triton", speculation=speculation)
     runner: Any = engine.runner
-    runner.capture_steps(replayed, max_num_seqs=2, max_queries=3, most_tokens=6, say=lambda done, total: None)
+    runner.capture_steps(replayed, max_num_seqs=3, max_queries=3, most_tokens=6, say=lambda done, total: None)
     assert runner.captured_tokens == [1, 2, 4, 6]
     runner.is_asynchronous = not with_drafts
     run, ran = runner._graphs.run, []
 
-    def run_and_count(*arguments: object) -> torch.Tensor:
-        ran.append(arguments)
-        return run(*arguments)
+    def run_and_watch(step: StepInput, *rest: Any) -> torch.Tensor:
+        keys_CBKD = runner.kv.keys[0]
+        before = keys_CBKD.clone()
+        hidden_RH = run(step, *rest)
+        written = (keys_CBKD != before).flatten(2).any(-1)[:-1].flatten().nonzero().flatten()
+        assert set(written.tolist()) <= set(step.slot_mapping_T.tolist()), "padding wrote where sequences are"
+        ran.append(len(step.token_id_T))
+        return hidden_RH
 
-    runner._graphs.run = run_and_count
+    runner._graphs.run = run_and_watch
     tokens, num_steps = tokens_of(engine)
     assert tokens == expected
     assert len(ran) > num_steps / 2, "most steps are replayed"
+    assert set(ran) - {1, 2, 4, 6}, "some are padded"
 
 
 def test_sizes_of_captured_steps() -> None:
