@@ -153,7 +153,7 @@ def test_what_the_kernels_do_not_serve_goes_to_cublas(change: str) -> None:
     if change == "zeros":
         weight.zeros_NG[0, 0] = 7.5
     assert not serves(weight)
-    with pytest.raises(ValueError, match="the 4-bit kernels take"):
+    with pytest.raises(ValueError, match="the fused kernels take 4 bits"):
         TwoPathLinear(weight, torch.float32, DEVICE)
     linear = prepare_linear(weight, torch.float32, DEVICE)
     assert isinstance(linear, DenseLinear)
