@@ -96,7 +96,8 @@ class Drawn:
         self._both_2R = both_2R.to("cpu", non_blocking=True)  # into pinned memory
         self._copied: torch.cuda.Event | None = None
         if token_ids_R.is_cuda:
-            self._copied = torch.cuda.current_stream(token_ids_R.device).record_event()
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(token_ids_R.device))
 
     def output(self) -> SamplerOutput:
         """The tokens on the host; waits for them."""
