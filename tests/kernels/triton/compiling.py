@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.kernels.triton.compile import compile_for
 from pipeline.kernels.triton.launch import A100, H100, Launch
-from pipeline.kernels.triton.launches import ModelShape, launches_of
+from tests.kernels.triton.compile import compile_for
+from tests.kernels.triton.launches import ModelShape, launches_of
 
 TARGETS = {"sm_80": A100, "sm_90": H100}
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipeline.errors import EnvironmentFailed
-from pipeline.kernels.triton.compile import compile_for
 from pipeline.kernels.triton.fused import silu_mul_launch
 from pipeline.kernels.triton.launch import H100, shared_bytes_of
+from tests.kernels.triton.compile import compile_for
 from tests.kernels.triton.problems import DEVICE
 
 ROOT = Path(__file__).parents[3]
