@@ -81,6 +81,17 @@ class GraphAttention(Protocol):
 
 
 @dataclass(frozen=True)
+class Fp8Linears:
+    """Linears on activations rounded to fp8, as `kernels/fp8.py` defines them.
+
+    prepare(weight) -> Linear as `Kernels.prepare_linear`; None for a weight that has no exact form in e4m3.
+    """
+
+    prepare: Callable[[LinearWeight], Linear | None]
+    served_by: str
+
+
+@dataclass(frozen=True)
 class Kernels:
     """A frozen set of functions for one device and type, and who serves each.
 
@@ -95,6 +106,7 @@ class Kernels:
     greedy(logits_RV) -> (token_R int64, finite_R bool): the best token of each row, of equal ones the first; a row that
       holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
+    fp8: linears on activations in fp8, which serve only where asked for; None: this device has none.
     """
 
     prepare_linear: Callable[[LinearWeight], Linear]
@@ -117,3 +129,4 @@ class Kernels:
     greedy: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     served_by: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
+    fp8: Fp8Linears | None = None

@@ -8,6 +8,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.contract import Kernels
+from pipeline.kernels.fp8 import rounded_linears
 from pipeline.kernels.reference import reference_kernels
 
 KERNELS = ("auto", "reference", "cpu", "triton")
@@ -60,7 +61,8 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         linear += "; int4 weights: int4pack for few tokens"
     else:
         linear = "torch (BLAS)"
-    kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype))
+    fp8 = rounded_linears(lambda weight: prepare_linear(weight, torch.float32), "the linears of float32")
+    kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype), fp8=fp8)
     if find_spec("numba") is None:
         slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
         return replace(kernels, served_by=slow | {"linear": linear})

@@ -276,16 +276,18 @@ def int4_launches(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if tile.parts == 1:
-        return [product]
+    return [product] if tile.parts == 1 else [product, add_parts_launch(into, bias_N, out_MN)]
+
+
+def add_parts_launch(part_PMN: torch.Tensor, bias_N: torch.Tensor | None, out_MN: torch.Tensor) -> Launch:
+    """out = the parts one after the other, and the bias, added in float32."""
     width = 512
-    join = Launch(
+    return Launch(
         _add_parts,
         (-(-out_MN.numel() // width),),
-        (into, bias_N, out_MN, out_MN.numel(), num_outputs),
-        {"PARTS": tile.parts, "WIDTH": width, "BIASED": bias_N is not None},
+        (part_PMN, bias_N, out_MN, out_MN.numel(), out_MN.shape[1]),
+        {"PARTS": len(part_PMN), "WIDTH": width, "BIASED": bias_N is not None},
     )
-    return [product, join]
 
 
 def dequantize_launch(weight: TiledInt4, out_NK: torch.Tensor) -> Launch:

@@ -5,6 +5,7 @@ from triton import knobs
 
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.triton.attention import PagedAttention
+from pipeline.kernels.triton.fp8 import fp8_linears
 from pipeline.kernels.triton.fused import add_rms_norm, norm_rope_write, silu_mul
 from pipeline.kernels.triton.graph import CapturedAttention
 from pipeline.kernels.triton.linear import Scratch, prepare_linear
@@ -38,6 +39,7 @@ def triton_kernels(
             "greedy": "Triton, two launches",
         },
         graph_attention=CapturedAttention,
+        fp8=fp8_linears(device),
     )
 
 

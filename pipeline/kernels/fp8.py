@@ -1,0 +1,118 @@
+"""Linears on activations rounded to fp8 (`engine.activation_dtype: fp8`): what they compute, and the oracle of it.
+
+Definition, for a token's inputs x_K and an output's weight, the same for every number of tokens:
+
+1. Inputs are cut into blocks of 128; of 32 or 64 where the weight has a scale for that many. Of a weight whose groups
+   are not of neighbouring inputs (`GroupIntWeight.input_order_K`), in that order. The last block may have fewer.
+2. A block's scale is its largest magnitude / 448, in float32, and each of its values becomes the nearest
+   float8_e4m3fn of value / scale, ties to even. A magnitude below 2^-100 counts as 2^-100. A block that holds what is
+   no finite number makes all outputs NaN.
+3. Weights are not rounded: q - zero of 4 bits is an integer of at most 16, which e4m3 holds exactly, as it does an fp8
+   checkpoint's values. Their scales stay in float32.
+4. y = sum over blocks of (scale of the inputs * scale of the weight * sum of the products within the block) + bias, all
+   in float32, rounded once to the type of the activations.
+
+After the products with fp8 of DeepSeek-V3 (2024, arXiv 2412.19437, section 3.3), whose activations are rounded so too.
+The 4-bit weights make it exact on one side, so what is lost is the rounding of the inputs alone: 3 bits of fraction.
+
+On NVIDIA GPUs from compute capability 8.9 on it is for speed: their units multiply e4m3 at twice the rate of 16 bit.
+Everywhere else it costs time, and is there to see what it does to a model's outputs before renting such a card.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from pipeline.errors import ConfigError
+from pipeline.kernels.contract import Fp8Linears, Kernels, Linear
+from pipeline.quant.packed import Fp8Weight, GroupIntWeight, LinearWeight
+
+BLOCK = 128
+SMALL_BLOCKS = (32, 64)
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST_MAGNITUDE = 2.0**-100
+MOST_EXACT = 16  # the integers from -16 to 16 are all in e4m3
+
+
+def fp8_block(weight: LinearWeight) -> int | None:
+    """Inputs of a block of activations for this weight; None where the weight has no exact form in e4m3."""
+    if isinstance(weight, GroupIntWeight):
+        zeros_NG = weight.zeros_NG
+        fits = (zeros_NG == zeros_NG.round()) & (zeros_NG >= 0) & (zeros_NG <= MOST_EXACT)
+        group = weight.group_size if weight.bits == 4 and bool(fits.all()) else None
+    else:
+        group = weight.block[1] if isinstance(weight, Fp8Weight) else None
+    if group is None:
+        return None
+    if group >= weight.in_features or group % BLOCK == 0:
+        return BLOCK
+    return group if group in SMALL_BLOCKS else None
+
+
+def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
+    """Step 2 of the definition: each value times its block's scale again, in float32."""
+    num_inputs = x_MK.shape[1]
+    wide_MBk = torch.nn.functional.pad(x_MK.float(), (0, -num_inputs % block)).unflatten(1, (-1, block))
+    largest_MB1 = wide_MBk.abs().amax(-1, keepdim=True)
+    scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1.clamp_min(SMALLEST_MAGNITUDE) / LARGEST, float("nan"))
+    value_MBk = (wide_MBk / scale_MB1).to(torch.float8_e4m3fn)
+    return (value_MBk.float() * scale_MB1).flatten(1)[:, :num_inputs]
+
+
+class RoundedLinear:
+    """The oracle: the weight's own linear in float32, on inputs that are rounded before."""
+
+    def __init__(self, weight: LinearWeight, block: int, prepare: Callable[[LinearWeight], Linear]) -> None:
+        self.block, self.input_order_K = block, None
+        if isinstance(weight, GroupIntWeight):
+            self.input_order_K = weight.input_order_K
+            weight = replace(weight, input_order_K=None)
+        self.linear = prepare(weight)
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        in_order = x_MK if self.input_order_K is None else x_MK[:, self.input_order_K.to(x_MK.device)]
+        return self.linear(rounded(in_order, self.block)).to(x_MK.dtype)
+
+
+def rounded_linears(prepare: Callable[[LinearWeight], Linear], served_by: str) -> Fp8Linears:
+    """The oracle on linears of float32, which `prepare` makes."""
+
+    def prepare_fp8(weight: LinearWeight) -> Linear | None:
+        block = fp8_block(weight)
+        return None if block is None else RoundedLinear(weight, block, prepare)
+
+    return Fp8Linears(prepare_fp8, f"{served_by}, inputs rounded to fp8 before: to measure quality, not faster")
+
+
+class Fp8WherePossible:
+    """`Kernels.prepare_linear` that takes fp8 where a weight has such a form, and counts."""
+
+    def __init__(self, fp8: Fp8Linears, other: Callable[[LinearWeight], Linear]) -> None:
+        self._fp8, self._other = fp8, other
+        self.num_fp8 = self.num_all = 0
+
+    def __call__(self, weight: LinearWeight) -> Linear:
+        self.num_all += 1
+        linear = self._fp8.prepare(weight)
+        if linear is None:
+            return self._other(weight)
+        self.num_fp8 += 1
+        return linear
+
+
+def with_fp8_activations(kernels: Kernels, device: torch.device) -> Kernels:
+    """The same kernels with fp8 linears for the weights that have such a form.
+
+    Raises ConfigError where the device has no products of fp8.
+    """
+    if kernels.fp8 is None:
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise ConfigError(
+            "engine.activation_dtype = 'fp8': needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and "
+            f"{torch.cuda.get_device_name(device)} has {capability}; leave it at auto, or see what it does to outputs "
+            "with engine.kernels: reference, slowly"
+        )
+    prepare = Fp8WherePossible(kernels.fp8, kernels.prepare_linear)
+    linear = f"4-bit and fp8 weights: {kernels.fp8.served_by}; others: {kernels.served_by['linear']}"
+    return replace(kernels, prepare_linear=prepare, served_by=kernels.served_by | {"linear": linear})
