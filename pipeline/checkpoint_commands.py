@@ -76,6 +76,8 @@ def _job_of(
 @_texts_of("--data", "read")
 @click.option("--quantization", "kinds", multiple=True, type=click.Choice(["int8", "int4-rtn", "nf4"]),
               help="The reference quantized on load, too. May be repeated.")  # fmt: skip
+@click.option("--activation-dtype", type=click.Choice(["auto", "fp8"]),
+              help="Of the models' activations, not of the reference's; the job's, or auto, when left out.")  # fmt: skip
 @click.option("--expected", metavar="COLUMN", help="A column with the right answers, to count the outputs equal to it.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N",
@@ -93,6 +95,7 @@ def eval_command(
     job: str | None,
     sets: tuple[str, ...],
     kinds: tuple[str, ...],
+    activation_dtype: str | None,
     expected: str | None,
     limit: int | None,
     max_tokens: int | None,
@@ -108,12 +111,14 @@ def eval_command(
       pipeline eval out/awq out/gptq --against models/base --job my.yaml --limit 200
       pipeline eval demo:target-awq --against demo:target --job jobs/summarize.yaml --limit 100
       pipeline eval --against models/base --quantization int8 --quantization nf4 --job my.yaml
+      pipeline eval out/awq --against out/awq --activation-dtype fp8 --job my.yaml
 
     On the texts: perplexity over all their tokens, the KL divergence from the reference over the whole vocabulary at
     each token, and how often both find the same token likeliest. On greedy outputs to the same texts: how many are the
     reference's token for token, and how many are those of --expected. Beside them tokens a second and memory.
 
-    Compare with --dtype float32 to see the weights' loss alone: in bfloat16 sums round too.
+    Compare with --dtype float32 to see the weights' loss alone: in bfloat16 sums round too. --activation-dtype fp8 works
+    on any machine: what it costs in outputs can be seen here before a card is rented for its speed.
     """
     from pipeline.engine.params import SamplingParams
     from pipeline.evaluate import Subject, evaluate
@@ -123,13 +128,14 @@ def eval_command(
         raise ConfigError("no MODEL: name a checkpoint, or a job with --job")
     config = _job_of(first, "--data", data, column, template, job, sets, limit, {"device": device, "dtype": dtype})
     reference = None if against is None else Subject(against)
-    measured = [Subject(path) for path in models]
+    activations = activation_dtype or config.engine.activation_dtype
+    measured = [Subject(path, activation_dtype=activations) for path in models]
     if against is not None:
-        measured += [Subject(against, kind) for kind in kinds]
+        measured += [Subject(against, kind, activations) for kind in kinds]
     elif kinds:
         raise ConfigError("--quantization: quantizes the reference on load; name it with --against")
     elif not measured:
-        measured = [Subject(config.model.path, config.model.quantization)]
+        measured = [Subject(config.model.path, config.model.quantization, activations)]
     wanted = config.sampling_params()
     most = max_tokens or (wanted.max_tokens if job is not None else 64)
     params = SamplingParams(max_tokens=most, stop=wanted.stop, stop_token_ids=wanted.stop_token_ids)

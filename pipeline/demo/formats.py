@@ -33,6 +33,7 @@ RECIPES = {
     "fp8": Recipe("fp8"),
 }
 ON_LOAD = ("nf4", "int4-rtn", "int8")
+FP8_ACTIVATIONS = ("awq", "gptq", "fp8")  # those that are measured with activations in fp8 too
 MAX_TOKENS = 96
 
 
@@ -66,6 +67,7 @@ def measure(folders: list[Path], data: Path) -> Evaluation:
     }
     source = Subject("demo:target")
     subjects = [Subject(str(folder)) for folder in folders] + [Subject("demo:target", kind) for kind in ON_LOAD]
+    subjects += [Subject(str(folder), activation_dtype="fp8") for folder in folders if folder.name in FP8_ACTIVATIONS]
     return evaluate(job_from_flags(flags), subjects, source, SamplingParams(max_tokens=MAX_TOKENS), "summary", print)
 
 

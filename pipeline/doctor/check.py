@@ -49,6 +49,10 @@ class Subject:
         paths = (job.model.path, job.input.path, job.output.path)
         return cls(*paths, *storages, job.engine.device, job.engine.dtype, job)
 
+    @property
+    def fp8_activations(self) -> bool:
+        return self.job is not None and self.job.engine.activation_dtype == "fp8"
+
     def replacing(self, model: str | None, input: str | None, output: str | None) -> "Subject":
         """With what is given in the place of the job's; the storage options stay."""
         given = {"model": model, "input": input, "output": output}

@@ -1,15 +1,16 @@
 """A checkpoint's weights on a device, from which a runner is made once the KV cache's size is known."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.engine.footprint import measured_step_bytes, step_input_shape
 from pipeline.engine.memory import EXPECTED_TOKENS, dense_weights_fit, gpu_share_bytes
-from pipeline.engine.resolve import Resolved
+from pipeline.engine.resolve import Resolved, no_fp8_weight
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ModelError
 from pipeline.kernels.contract import Kernels
+from pipeline.kernels.fp8 import Fp8WherePossible, with_fp8_activations
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
@@ -24,7 +25,8 @@ class LoadedModel:
 
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, resolved: Resolved) -> "LoadedModel":
-        """Raises ModelError when the checkpoint's tensors do not match its config."""
+        """Raises ModelError when the checkpoint's tensors do not match its config, ConfigError where activations are to
+        be in fp8 and the device or all of the weights cannot."""
         keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
             config,
             resolved.dtype,
@@ -32,7 +34,12 @@ class LoadedModel:
             resolved.max_num_seqs * min(resolved.max_model_len, EXPECTED_TOKENS),
         )
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense)
-        return cls(config, Decoder(folder, config, kernels, resolved.dtype, resolved.device), kernels)
+        if resolved.fp8_activations:
+            kernels = with_fp8_activations(kernels, resolved.device)
+        loaded = cls(config, Decoder(folder, config, kernels, resolved.dtype, resolved.device), kernels)
+        if isinstance(kernels.prepare_linear, Fp8WherePossible) and kernels.prepare_linear.num_fp8 == 0:
+            raise no_fp8_weight(f"the model's weights ({config.quantization})")
+        return loaded
 
     @classmethod
     def load_draft(cls, path: str, target: Tokenizer, resolved: Resolved) -> "LoadedModel":
@@ -48,7 +55,7 @@ class LoadedModel:
                 f"model.draft {path}: its tokens are not those of model.path ({differs}), so it cannot draft for it; "
                 "take a draft model of the same family, or leave it out"
             )
-        return cls.load(folder, read_config(folder), resolved)
+        return cls.load(folder, read_config(folder), replace(resolved, fp8_activations=False))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -58,8 +65,12 @@ class LoadedModel:
     def weights(self) -> str:
         """What kind of weights it has, to read."""
         kind = "dense" if self.config.quantization is None else str(self.config.quantization)
-        widened = self.decoder.num_widened
-        return f"{kind}; {widened} fused linears of several formats dequantized" if widened else kind
+        widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
+        if widened:
+            kind += f"; {widened} fused linears of several formats dequantized"
+        if isinstance(linears, Fp8WherePossible):
+            kind += f"; inputs of {linears.num_fp8} of {linears.num_all} linears in fp8"
+        return kind
 
     def step_bytes(self, resolved: Resolved) -> int:
         """What the largest step takes on a GPU beside weights and KV cache; 0 on a CPU, whose memory has room to give.

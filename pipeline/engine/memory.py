@@ -25,13 +25,23 @@ def free_cpu_bytes() -> int:
     return available
 
 
-def weight_bytes(config: ModelConfig, device: torch.device, dtype: torch.dtype, keeps_dense: bool = True) -> int:
+def weight_bytes(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    keeps_dense: bool = True,
+    fp8_activations: bool = False,
+) -> int:
     """What linears and embeddings take once loaded, about; norms and biases left out.
 
-    keeps_dense: of 4-bit weights on a GPU, see `dense_weights_fit`.
+    keeps_dense: of 4-bit weights on a GPU, see `dense_weights_fit`. fp8_activations: `kernels/fp8.py` serves all
+    quantized linears, on a GPU with a byte a weight and a scale in float32 for each group.
     """
     if device.type != "cpu":
         dense = config.num_parameters() * dtype.itemsize
+        if fp8_activations and config.quantization is not None:
+            per_group = 4 / config.quantization.group_size if config.quantization.group_size is not None else 0
+            return dense - int(config.num_linear_parameters() * (dtype.itemsize - 1 - per_group))
         if config.quantization is None or config.quantization.bits != 4:
             return dense
         packed = int(config.num_linear_parameters() * (0.5 + 3 / (config.quantization.group_size or MIN_GROUP_SIZE)))
@@ -42,7 +52,8 @@ def weight_bytes(config: ModelConfig, device: torch.device, dtype: torch.dtype, 
         return config.num_linear_parameters() * width + embeddings
     bits, group_size = config.quantization.bits, config.quantization.group_size
     packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a scale and a zero in float32 for a group
-    if dtype != torch.float32:  # the dense form for many tokens, and of wider weights than 4 bits for few too
+    if dtype != torch.float32 and not fp8_activations:  # a product on activations in fp8 is one of float32 there
+        # The dense form for many tokens, and of wider weights than 4 bits for few too.
         packed = dtype.itemsize + (packed if bits == 4 else 0)
     return int(config.num_linear_parameters() * packed) + embeddings
 

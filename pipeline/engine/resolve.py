@@ -43,6 +43,7 @@ class Resolved:
     block_size: int
     gpu_memory_utilization: float
     speculation: Speculation | None  # None: off
+    fp8_activations: bool = False  # of the model, not of its draft model
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
@@ -72,6 +73,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
         gpu_memory_utilization=config.gpu_memory_utilization,
         speculation=_speculation(config),
+        fp8_activations=_fp8_activations(config, model),
     )
 
 
@@ -158,10 +160,27 @@ def _speculation(config: EngineConfig) -> Speculation | None:
     return Speculation(available if proposer is None else (proposer,), most, forced)
 
 
+def _fp8_activations(config: EngineConfig, model: ModelConfig) -> bool:
+    if config.activation_dtype not in ("auto", "fp8"):
+        raise ConfigError(f"engine.activation_dtype = {config.activation_dtype!r}: expected auto or fp8")
+    wanted = config.activation_dtype == "fp8"
+    if wanted and model.quantization is None:
+        raise no_fp8_weight("16- or 32-bit weights")
+    return wanted
+
+
+def no_fp8_weight(weights: str) -> ConfigError:
+    """That no linear of a model with such weights can be served with activations in fp8."""
+    return ConfigError(
+        f"engine.activation_dtype = 'fp8': {weights} have no exact form in fp8. Take an fp8 checkpoint or one of 4-bit "
+        "integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; `pipeline quantize` makes them), quantize a "
+        "16-bit one on load with model.quantization: int4-rtn, or leave the key at auto"
+    )
+
+
 def _refuse_unserved(config: EngineConfig) -> None:
-    for name in ("kv_cache_dtype", "activation_dtype"):
-        if getattr(config, name) != "auto":
-            raise ConfigError(f"engine.{name} = {getattr(config, name)!r}: only auto is available yet")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(f"engine.kv_cache_dtype = {config.kv_cache_dtype!r}: only auto is available yet")
     if not 0.0 < config.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"engine.gpu_memory_utilization = {config.gpu_memory_utilization}: expected a number in (0, 1]"

@@ -33,15 +33,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure; `path` and `quantization` (on load) as a job's `model` takes them."""
+    """A model to measure; `path` and `quantization` (on load) as a job's `model` takes them, `activation_dtype` as its
+    `engine` does."""
 
     path: str
     quantization: str = "none"
+    activation_dtype: str = "auto"
 
     @property
     def name(self) -> str:
         shown = without_password(self.path)
-        return shown if self.quantization == "none" else f"{shown}, {self.quantization} on load"
+        if self.quantization != "none":
+            shown += f", {self.quantization} on load"
+        return shown if self.activation_dtype == "auto" else f"{shown}, activations in {self.activation_dtype}"
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,15 @@ def _prepare(
     length = max(map(len, samples.token_ids)) + params.max_tokens
     engine = replace(config.engine_config("", None), max_model_len=length, speculation="off")
     return [
-        _Found(
-            subject, folder, model, _sized(replace(engine, model=str(folder), quantization=subject.quantization), model)
-        )
+        _Found(subject, folder, model, _sized(_engine_of(subject, folder, engine), model))
         for subject, folder, model in zip(every, folders, models)
     ], samples
+
+
+def _engine_of(subject: Subject, folder: Path, given: EngineConfig) -> EngineConfig:
+    return replace(
+        given, model=str(folder), quantization=subject.quantization, activation_dtype=subject.activation_dtype
+    )
 
 
 def _check_comparable(
@@ -203,7 +211,9 @@ class _Rows:
             prompt_tokens_per_s=outputs.prompt_tokens_per_s,
             decode_tokens_per_s=outputs.decode_tokens_per_s,
             checkpoint_bytes=sum(file.stat().st_size for file in checkpoint_files(found.folder)),
-            weight_bytes=weight_bytes(found.model, resolved.device, resolved.dtype),
+            weight_bytes=weight_bytes(
+                found.model, resolved.device, resolved.dtype, fp8_activations=resolved.fp8_activations
+            ),
             kv_bytes_per_token=found.model.kv_bytes_per_token(resolved.dtype),
         )
         return measured, outputs
