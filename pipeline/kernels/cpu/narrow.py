@@ -47,7 +47,7 @@ class Bfloat16Linear(NarrowLinear):
         num_outputs, num_inputs = weight_NK.shape
         super().__init__((num_outputs, num_inputs), bias_N)
         pair_NWJ = weight_NK.contiguous().view(torch.uint16).numpy().reshape(num_outputs, num_inputs // 2, 2)
-        self.words_TWL = _tiles(_join(pair_NWJ))
+        self.words_TWL = tiles(join(pair_NWJ))
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
         compiled_linear.multiply_bfloat16(x_MK, self.words_TWL, out_MN)
@@ -58,9 +58,9 @@ class GroupInt4Linear(NarrowLinear):
         """Of 4 bits, groups of a multiple of 8 inputs. x comes in the weight's order of inputs."""
         super().__init__((weight.out_features, weight.in_features), weight.bias_N)
         nibble_NWJ = weight.q_NK.numpy().reshape(weight.out_features, -1, 8)
-        self.words_TWL = _tiles(_join(nibble_NWJ))
-        self.scales_TGL = _tiles(weight.scales_NG.to(torch.float32).numpy())
-        self.zeros_TGL = _tiles(weight.zeros_NG.to(torch.float32).numpy())
+        self.words_TWL = tiles(join(nibble_NWJ))
+        self.scales_TGL = tiles(weight.scales_NG.to(torch.float32).numpy())
+        self.zeros_TGL = tiles(weight.zeros_NG.to(torch.float32).numpy())
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
         compiled_linear.multiply_int4(x_MK, self.words_TWL, self.scales_TGL, self.zeros_TGL, out_MN)
@@ -70,9 +70,9 @@ class GroupInt8Linear(NarrowLinear):
     def __init__(self, weight: GroupIntWeight) -> None:
         """Of 8 bits, groups of a multiple of 4 inputs. x comes in the weight's order of inputs."""
         super().__init__((weight.out_features, weight.in_features), weight.bias_N)
-        self.words_TWL = _tiles(_join(weight.q_NK.numpy().reshape(weight.out_features, -1, 4)))
-        self.scales_TGL = _tiles(weight.scales_NG.to(torch.float32).numpy())
-        self.zeros_TGL = _tiles(weight.zeros_NG.to(torch.float32).numpy())
+        self.words_TWL = tiles(join(weight.q_NK.numpy().reshape(weight.out_features, -1, 4)))
+        self.scales_TGL = tiles(weight.scales_NG.to(torch.float32).numpy())
+        self.zeros_TGL = tiles(weight.zeros_NG.to(torch.float32).numpy())
         self.group_size = weight.group_size
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
@@ -84,8 +84,8 @@ class Float8Linear(NarrowLinear):
         """Of blocks of a multiple of 4 inputs (or of all), and scales below FLOAT8_SCALE_LIMIT."""
         super().__init__((weight.out_features, weight.in_features), weight.bias_N)
         byte_NWJ = weight.value_NK.view(torch.uint8).numpy().reshape(weight.out_features, -1, 4)
-        self.words_TWL = _tiles(_join(byte_NWJ))
-        self.scales_TGL = _tiles(weight.scales_NG.numpy() * compiled_linear.FLOAT8_EXPONENT)
+        self.words_TWL = tiles(join(byte_NWJ))
+        self.scales_TGL = tiles(weight.scales_NG.numpy() * compiled_linear.FLOAT8_EXPONENT)
         self.block_inputs = weight.block[1]
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
@@ -96,8 +96,8 @@ class CodebookLinear(NarrowLinear):
     def __init__(self, weight: CodebookWeight) -> None:
         """Of groups of a multiple of 8 inputs."""
         super().__init__((weight.out_features, weight.in_features), weight.bias_N)
-        self.words_TWL = _tiles(_join(weight.code_NK.numpy().reshape(weight.out_features, -1, 8)))
-        self.scales_TGL = _tiles(weight.scales_NG.numpy())
+        self.words_TWL = tiles(join(weight.code_NK.numpy().reshape(weight.out_features, -1, 8)))
+        self.scales_TGL = tiles(weight.scales_NG.numpy())
         self.codebook_C = weight.codebook_C.numpy()
         self.group_size = weight.group_size
 
@@ -130,7 +130,7 @@ def as_bfloat16(weight_NK: torch.Tensor) -> torch.Tensor | None:
     return narrow if torch.equal(narrow.to(weight_NK.dtype), weight_NK) else None
 
 
-def _join(part_NWJ: np.ndarray) -> np.ndarray:
+def join(part_NWJ: np.ndarray) -> np.ndarray:
     """(N, W, J) integers of 32 / J bits -> (N, W) words, the first one lowest."""
     parts = part_NWJ.shape[2]
     words_NW = part_NWJ[:, :, 0].astype(np.uint32)
@@ -139,7 +139,7 @@ def _join(part_NWJ: np.ndarray) -> np.ndarray:
     return words_NW
 
 
-def _tiles(values_NW: np.ndarray) -> np.ndarray:
+def tiles(values_NW: np.ndarray) -> np.ndarray:
     """(N, W) -> (T, W, L), the last tile filled up with zeros."""
     missing = -len(values_NW) % LANES
     padded_NW = np.pad(values_NW, ((0, missing), (0, 0))) if missing else values_NW

@@ -1,0 +1,44 @@
+"""float32 linears of 4-bit weights on activations rounded to int8, for processors with AVX2. See `kernels/int8.py`."""
+
+import numpy as np
+import torch
+from llvmlite import binding
+
+from pipeline.kernels.cpu import compiled_int8
+from pipeline.kernels.cpu.compiled import PARALLEL_ELEMENTS, use_threads
+from pipeline.kernels.cpu.narrow import PARALLEL_PRODUCTS, NarrowLinear, join, tiles
+from pipeline.kernels.int8 import int8_block
+from pipeline.quant.packed import GroupIntWeight
+
+
+class ByteLinear(NarrowLinear):
+    """y = x @ weight.T + bias, x rounded block by block first."""
+
+    def __init__(self, weight: GroupIntWeight, block: int) -> None:
+        """`weight` of 4 bits, `block` as `int8_block` has it. x comes in the weight's order of inputs."""
+        num_outputs, num_inputs = weight.out_features, weight.in_features
+        super().__init__((num_outputs, num_inputs), weight.bias_N)
+        self.block, self.num_blocks = block, -(-num_inputs // block)
+        filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, self.num_blocks * block - num_inputs)))
+        self.words_TWL = tiles(join(filled_NK.reshape(num_outputs, -1, 8)))
+        group_B = np.arange(self.num_blocks) * block // weight.group_size
+        scales_NB = weight.scales_NG.to(torch.float32).numpy()[:, group_B]
+        self.scales_TBL = tiles(scales_NB)
+        self.offsets_TBL = tiles(-weight.zeros_NG.to(torch.float32).numpy()[:, group_B] * scales_NB)
+
+    def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
+        num_tokens = len(x_MK)
+        byte_MK = np.empty((num_tokens, self.num_blocks * self.block), np.int8)
+        scale_MB = np.empty((num_tokens, self.num_blocks), np.float32)
+        sum_MB = np.empty_like(scale_MB)
+        use_threads(x_MK.size >= PARALLEL_ELEMENTS)
+        compiled_int8.round_to_bytes(x_MK, self.block, byte_MK, scale_MB, sum_MB)
+        use_threads(num_tokens * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_PRODUCTS)
+        compiled_int8.multiply_bytes(
+            byte_MK.view(np.int32), scale_MB, sum_MB, self.words_TWL, self.scales_TBL, self.offsets_TBL, out_MN
+        )
+
+
+def multiplies_bytes() -> bool:
+    """Whether this processor has the instructions (AVX2)."""
+    return bool(binding.get_host_cpu_features().get("avx2"))

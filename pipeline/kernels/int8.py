@@ -1,0 +1,43 @@
+"""What linears on activations rounded to int8 compute (`engine.activation_dtype: int8`).
+
+Definition, for a token's inputs x_K and an output's 4-bit weight, the same for every number of tokens:
+
+1. Inputs are cut into blocks of 128; of 32 or 64 where the weight has a scale for that many. Of a weight whose groups
+   are not of neighbouring inputs (`GroupIntWeight.input_order_K`), in that order. The last block may have fewer.
+2. A block's scale is its largest magnitude / 127, in float32, and each of its values becomes the nearest integer of
+   value * (127 / largest magnitude), ties to even. A block that holds what is no finite number makes all outputs NaN.
+3. Weights are not rounded: their 4-bit integers are multiplied as they are, their scales and zero points stay in
+   float32.
+4. y = sum over blocks of (scale of the inputs * scale of the weight * (sum of integer products - zero point * sum of
+   the inputs' integers)) + bias, integers exactly, the rest in float32.
+
+llama.cpp computes its Q4_0 and Q4_1 so, in blocks of 32 (its `ggml_vec_dot_q4_0_q8_0`). A processor multiplies bytes
+several times as fast as it widens and multiplies floats; what is lost is the rounding of the inputs alone.
+"""
+
+import torch
+
+from pipeline.quant.packed import GroupIntWeight, LinearWeight
+
+BLOCK = 128
+SMALL_BLOCKS = (32, 64)
+LARGEST = 127.0
+
+
+def int8_block(weight: LinearWeight) -> int | None:
+    """Inputs of a block of activations for this weight; None where it is not served."""
+    if not isinstance(weight, GroupIntWeight) or weight.bits != 4 or weight.in_features % 8:
+        return None
+    if weight.group_size >= weight.in_features or weight.group_size % BLOCK == 0:
+        return BLOCK
+    return weight.group_size if weight.group_size in SMALL_BLOCKS else None
+
+
+def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
+    """Step 2 of the definition: each value's integer times its block's scale, in float32."""
+    num_inputs = x_MK.shape[1]
+    wide_MBk = torch.nn.functional.pad(x_MK.float(), (0, -num_inputs % block)).unflatten(1, (-1, block))
+    largest_MB1 = wide_MBk.abs().amax(-1, keepdim=True)
+    integer_MBk = (wide_MBk * (LARGEST / largest_MB1)).round()
+    scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1 / LARGEST, float("nan"))
+    return torch.where(largest_MB1 == 0, 0.0, integer_MBk * scale_MB1).flatten(1)[:, :num_inputs]
