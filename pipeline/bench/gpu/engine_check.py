@@ -29,8 +29,8 @@ TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}  # in deviation
 PROMPTS, SHARED, LONGEST, BLOCK_SIZE = 24, 70, 320, 64
 BATCHED_TOKENS = 128
 FP8_TOLERANCES = {"float32": 0.3, "float16": 1.0, "bfloat16": 1.0}
-"""With activations in fp8, of 3 bits of fraction: where the last bit of a value decides how it is rounded, it moves by a
-sixteenth, in every linear, so two right engines of another type differ about as much as fp8 from 16 bit does."""
+"""With activations in fp8, of 3 bits of fraction: where the last bit of a value decides how it is rounded, it moves by
+up to an eighth, in every linear, so two right engines of different types are apart about as fp8 is from 16 bit."""
 
 
 def check_engine(

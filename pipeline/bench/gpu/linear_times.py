@@ -94,7 +94,8 @@ class LinearTimes:
         paths, floor = self.paths, self.floors_s
         lines = [
             "Linears of a layer together, microseconds by path; floor: of the path with the fewest bytes, at the rates "
-            "above; TFLOP/s: of the fastest; behind: served by the best of the others but fp8, which rounds activations.",
+            "above; TFLOP/s: of the fastest; behind: served by the best of the others but fp8, which rounds "
+            "activations.",
             f"{'tokens':>7} "
             + " ".join(f"{path:>12}" for path in paths)
             + f" {'floor':>9} {'TFLOP/s':>8} {'behind':>7}",

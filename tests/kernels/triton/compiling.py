@@ -1,7 +1,7 @@
 """Compiles kernels for GPUs that are not there and prints what came of each as a line of JSON.
 
-`python -m tests.kernels.triton.compiling sm_80|sm_89|sm_90`, in a process of its own: elsewhere in the tests kernels are
-interpreted, which is settled when triton is imported.
+`python -m tests.kernels.triton.compiling sm_80|sm_89|sm_90`, in a process of its own: elsewhere in the tests kernels
+are interpreted, which is settled when triton is imported.
 """
 
 import json
