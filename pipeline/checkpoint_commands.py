@@ -77,7 +77,7 @@ def _job_of(
 @click.option("--quantization", "kinds", multiple=True, type=click.Choice(["int8", "int4-rtn", "nf4"]),
               help="The reference quantized on load, too. May be repeated.")  # fmt: skip
 @click.option("--activation-dtype", type=click.Choice(["auto", "fp8"]),
-              help="Of the models' activations, not of the reference's; the job's, or auto, when left out.")  # fmt: skip
+              help="Of the models, not of the reference; the job's, or auto, when left out.")  # fmt: skip
 @click.option("--expected", metavar="COLUMN", help="A column with the right answers, to count the outputs equal to it.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N",
@@ -117,8 +117,8 @@ def eval_command(
     each token, and how often both find the same token likeliest. On greedy outputs to the same texts: how many are the
     reference's token for token, and how many are those of --expected. Beside them tokens a second and memory.
 
-    Compare with --dtype float32 to see the weights' loss alone: in bfloat16 sums round too. --activation-dtype fp8 works
-    on any machine: what it costs in outputs can be seen here before a card is rented for its speed.
+    Compare with --dtype float32 to see the weights' loss alone: in bfloat16 sums round too. --activation-dtype fp8
+    works on any machine, slower where there are no units for it: see what it costs before renting a card for its speed.
     """
     from pipeline.engine.params import SamplingParams
     from pipeline.evaluate import Subject, evaluate

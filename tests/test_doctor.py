@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.config import load_job
 from pipeline.data.storage import RetryPolicy
 from pipeline.demo import demo_model
 from pipeline.doctor import Check, Subject, diagnose, exit_code, machine
+from pipeline.errors import ConfigError
 
 SECRET = "hunter2-never-shown"
 JOB = """\
@@ -211,6 +213,20 @@ def test_kernels_that_cannot_be_cached(monkeypatch):
 
     monkeypatch.setattr("pipeline.kernels.select.select_kernels", refuse)
     assert "NUMBA_CACHE_DIR" in checks("kernels")["numba cache"].todo
+
+
+def test_activations_in_fp8(work, monkeypatch):
+    job = load_job(str(work / "job.yaml"), ("engine.activation_dtype=fp8",))
+    found = {check.name: check for check in diagnose(Subject.of_job(job)) if check.group == "kernels"}
+    assert "fp8" in found["linear"].found
+    assert "fp8" not in checks("kernels")["linear"].found
+
+    def refuse(*_):
+        raise ConfigError("needs compute capability 8.9 or newer")
+
+    monkeypatch.setattr("pipeline.kernels.fp8.with_fp8_activations", refuse)
+    (failed,) = (check for check in diagnose(Subject.of_job(job)) if check.name == "activations in fp8")
+    assert (failed.state, failed.exit_code) == ("failed", 2)
 
 
 def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):

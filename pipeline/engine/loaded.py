@@ -15,6 +15,7 @@ from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.locate import locate_model
+from pipeline.quant.fp8 import AS_THEY_COME
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class LoadedModel:
         if widened:
             kind += f"; {widened} fused linears of several formats dequantized"
         if isinstance(linears, Fp8WherePossible):
-            kind += f"; inputs of {linears.num_fp8} of {linears.num_all} linears in fp8"
+            kind = kind.replace(AS_THEY_COME, "") + f"; inputs of {linears.num_fp8} of {linears.num_all} linears in fp8"
         return kind
 
     def step_bytes(self, resolved: Resolved) -> int:

@@ -10,7 +10,7 @@ Definition, for a token's inputs x_K and an output's weight, the same for every 
 3. Weights are not rounded: q - zero of 4 bits is an integer of at most 16, which e4m3 holds exactly, as it does an fp8
    checkpoint's values. Their scales stay in float32.
 4. y = sum over blocks of (scale of the inputs * scale of the weight * sum of the products within the block) + bias, all
-   in float32, rounded once to the type of the activations.
+   in float32 (within a block, as a GPU's units add up), rounded once to the type of the activations.
 
 After the products with fp8 of DeepSeek-V3 (2024, arXiv 2412.19437, section 3.3), whose activations are rounded so too.
 The 4-bit weights make it exact on one side, so what is lost is the rounding of the inputs alone: 3 bits of fraction.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import ModelError
-from pipeline.quant.fp8 import ACTIVATION_SCALES, block_of, fp8_text, read_float8
+from pipeline.quant.fp8 import ACTIVATION_SCALES, AS_THEY_COME, block_of, fp8_text, read_float8
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
 from pipeline.quant.reading import (
     Options,
@@ -107,7 +107,7 @@ class CompressedFormat:
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(_shown(scheme) for scheme in self.schemes)
-        note = ", activations not in 8 bits" if any(scheme.has_activations for scheme in self.schemes) else ""
+        note = AS_THEY_COME if any(scheme.has_activations for scheme in self.schemes) else ""
         return f"compressed-tensors {' and '.join(kinds)}{note}"
 
     def read_linear(

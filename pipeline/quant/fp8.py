@@ -19,6 +19,7 @@ from pipeline.quant.reading import FLOATS, Options, Tensors, take_as, take_dense
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_TYPES = (*FLOATS, torch.float8_e8m0fnu)
+AS_THEY_COME = ", activations not in 8 bits"  # of a checkpoint that wants them so, where it is not asked for
 ACTIVATION_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
 
 
@@ -46,7 +47,7 @@ class Fp8Format:
         return cls(block_of(options, "weight_block_size"))
 
     def __str__(self) -> str:
-        return f"{fp8_text(self.block)}, activations not in 8 bits"
+        return f"{fp8_text(self.block)}{AS_THEY_COME}"
 
     def read_linear(
         self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None

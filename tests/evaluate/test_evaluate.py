@@ -126,6 +126,21 @@ def test_the_reference_is_measured_quantized_on_load_too(pipe, checkpoints, text
     assert (code, "name it with --against" in err) == (2, True)
 
 
+def test_activations_in_fp8_are_the_models_and_not_the_references(pipe, checkpoints, texts):
+    base = str(checkpoints[0])
+    wanted = ["--against", base, "--quantization", "int4-rtn", "--data", str(texts[0]), "--limit", "3"]
+    plain, rounded = (
+        measured(pipe, *wanted, "--max-tokens", "2", *more)["models"] for more in ([], ["--activation-dtype", "fp8"])
+    )
+    assert rounded[0]["weights"] == "dense"
+    assert rounded[0]["perplexity"] == plain[0]["perplexity"]
+    assert rounded[1]["name"] == f"{base}, int4-rtn on load, activations in fp8"
+    assert rounded[1]["weights"].endswith("inputs of 8 of 9 linears in fp8")
+    assert abs(rounded[1]["perplexity"] / plain[1]["perplexity"] - 1) > 1e-5
+    code, _, err = pipe("eval", base, "--activation-dtype", "fp8", "--data", str(texts[0]))
+    assert (code, "16- or 32-bit weights have no exact form in fp8" in err) == (2, True)
+
+
 def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts, tmp_path):
     (tmp_path / "job.yaml").write_text(
         f"input: {{path: {texts[0]}}}\nprompt: {{template: 'Say {{text}}'}}\nmodel: {{path: {checkpoints[0]}}}\n"

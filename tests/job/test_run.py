@@ -202,6 +202,8 @@ def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
     job.parts()[0].unlink()
     with pytest.raises(FingerprintError, match=r'dtype: "auto" -> "float32"(.|\n)*--accept-numerics'):
         run(job, engine={"dtype": "float32"})
+    with pytest.raises(FingerprintError, match=r'activation_dtype: "auto" -> "fp8"(.|\n)*--accept-numerics'):
+        run(job, engine={"activation_dtype": "fp8"})
     run(job, engine={"dtype": "float32"}, accept_numerics=True)
     job.check(TEXTS)
     job.parts()[0].unlink()

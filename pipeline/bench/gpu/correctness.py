@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from pipeline.bench.gpu.paged import Heads, PagedStep, paged_step
-from pipeline.kernels.contract import Kernels
+from pipeline.kernels.contract import Fp8Linears, Kernels
+from pipeline.kernels.fp8 import fp8_block
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.quant.packed import DenseWeight, GroupIntWeight, LinearWeight
@@ -95,6 +96,9 @@ def check_kernels(device: torch.device, dtypes: Sequence[torch.dtype], every: in
         kernels = select_kernels(device, dtype)
         for kernel, case, run in islice(_cases(kernels, oracle, dtype, device), 0, None, every):
             yield _checked(kernel, case, dtype, kernels.served_by[kernel], run)
+        if kernels.fp8 is not None and oracle.fp8 is not None:
+            for case, run in islice(_fp8_cases(kernels.fp8, oracle.fp8, dtype, device), 0, None, every):
+                yield _checked("fp8 linear", case, dtype, kernels.fp8.served_by, run)
 
 
 def _checked(kernel: str, case: str, dtype: torch.dtype, served_by: str, run: Callable[[], Pairs]) -> Check:
@@ -171,6 +175,25 @@ def _cases(
         for norm in (False, True):
             case = f"{about}{', norms' if norm else ''}"
             yield "norm_rope_write", case, _of_write(kernels, oracle, steps["chunks beside decoding"], normal, norm)
+
+
+def _fp8_cases(
+    fp8: Fp8Linears, oracle: Fp8Linears, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Callable[[], Pairs]]]:
+    """Those of the linears that have such a form. Both round the same inputs, in `dtype`."""
+
+    def of_linear(weight: LinearWeight, tokens: int) -> Pairs:
+        random = torch.Generator(device).manual_seed(tokens)
+        x_TK = torch.randn(tokens, weight.in_features, device=device, generator=random).to(dtype)
+        linear, exact = fp8.prepare(weight), oracle.prepare(weight)
+        assert linear is not None
+        assert exact is not None
+        return [(linear(x_TK), exact(x_TK.float()))]
+
+    for name, weight in _linears(dtype):
+        if fp8_block(weight) is not None:
+            for tokens in TOKENS:
+                yield f"{name}, {tokens} tokens", partial(of_linear, weight, tokens)
 
 
 def _linears(dtype: torch.dtype) -> Iterator[tuple[str, LinearWeight]]:

@@ -20,6 +20,7 @@ from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.step import StepInput
 from pipeline.errors import PipelineError
+from pipeline.kernels.fp8 import with_fp8_activations
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import DTYPES, read_config
 from pipeline.model.decoder import Decoder
@@ -27,10 +28,18 @@ from pipeline.model.decoder import Decoder
 TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}  # in deviations of the logits
 PROMPTS, SHARED, LONGEST, BLOCK_SIZE = 24, 70, 320, 64
 BATCHED_TOKENS = 128
+FP8_TOLERANCES = {"float32": 0.3, "float16": 1.0, "bfloat16": 1.0}
+"""With activations in fp8, of 3 bits of fraction: where the last bit of a value decides how it is rounded, it moves by
+up to an eighth, in every linear, so two right engines of different types are apart about as fp8 is from 16 bit."""
 
 
 def check_engine(
-    folder: Path, device: torch.device, dtype: str, output_tokens: int, say: Callable[[str], None]
+    folder: Path,
+    device: torch.device,
+    dtype: str,
+    output_tokens: int,
+    say: Callable[[str], None],
+    activation_dtype: str = "auto",
 ) -> Check:
     """Complete prompts with the model in `folder`. The error is the most that a chosen token's logit is behind the
     best, in deviations of the logits."""
@@ -41,6 +50,7 @@ def check_engine(
         max_model_len=LONGEST,
         max_num_seqs=16,
         max_num_batched_tokens=BATCHED_TOKENS,
+        activation_dtype=activation_dtype,
     )
 
     def error() -> float:
@@ -50,9 +60,13 @@ def check_engine(
         for completion in completions:
             if completion.error is not None:
                 raise PipelineError(f"prompt {completion.row_id} failed: {completion.error_message}")
-        return _most_behind(_oracle(folder, device), prompts, completions)
+        return _most_behind(_oracle(folder, device, activation_dtype), prompts, completions)
 
-    return outcome(Check("engine", folder.name, dtype, "the engine as a whole", None, TOLERANCES[dtype]), error)
+    if activation_dtype == "fp8":
+        check = Check("engine, fp8", folder.name, dtype, "the engine as a whole", None, FP8_TOLERANCES[dtype])
+    else:
+        check = Check("engine", folder.name, dtype, "the engine as a whole", None, TOLERANCES[dtype])
+    return outcome(check, error)
 
 
 def _prompts(vocab_size: int, output_tokens: int) -> list[list[int]]:
@@ -66,8 +80,10 @@ def _prompts(vocab_size: int, output_tokens: int) -> list[list[int]]:
     ]
 
 
-def _oracle(folder: Path, device: torch.device) -> ModelRunner:
+def _oracle(folder: Path, device: torch.device, activation_dtype: str) -> ModelRunner:
     kernels, config = reference_kernels(torch.float32, device), read_config(folder)
+    if activation_dtype == "fp8":
+        kernels = with_fp8_activations(kernels, device)
     decoder = Decoder(folder, config, kernels, DTYPES["float32"], device)
     return LoadedModel(config, decoder, kernels).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
 

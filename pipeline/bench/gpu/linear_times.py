@@ -1,7 +1,8 @@
 """The paths of a linear over numbers of tokens: which is fastest where, and whether the served one always takes it.
 
 served: what the engine runs. 16 bit: torch's product (cuBLAS on a card) on weights in 16 bit, or in the type that is
-measured. Of int4 weights also each path alone. Summed over a layer's linears.
+measured. Of int4 weights also each path alone, and that with activations in fp8 (`kernels/fp8.py`), which computes
+something else and is served where it is asked for. Summed over a layer's linears.
 
 Suffixes as in `kernels/contract.py`.
 """
@@ -16,7 +17,7 @@ import torch
 from pipeline.bench.gpu.correctness import random_int4
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.stopwatch import Stopwatch
-from pipeline.kernels.contract import Kernels, Linear
+from pipeline.kernels.contract import Fp8Linears, Kernels, Linear
 from pipeline.kernels.reference import prepare_linear
 from pipeline.quant.packed import DenseWeight, GroupIntWeight
 from pipeline.roofline.step import DENSE_BYTES, DecoderSize, Weights
@@ -24,7 +25,7 @@ from pipeline.roofline.step import DENSE_BYTES, DecoderSize, Weights
 FULL_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 QUICK_TOKENS = (1, 16, 64, 128, 256, 1024, 8192)
 SMOKE_TOKENS = (1, 32)
-DENSE_PATH, INT4_PATH, SERVED_PATH = "16 bit", "int4 fused", "served"
+DENSE_PATH, INT4_PATH, FP8_PATH, SERVED_PATH = "16 bit", "int4 fused", "fp8", "served"
 ALLOWED_BEHIND = 1.05  # of the better path, that the served one may take
 
 
@@ -78,8 +79,8 @@ class LinearTimes:
 
     @property
     def behind(self) -> dict[int, float]:
-        """Tokens -> how many times as long the served path takes as the fastest of all others."""
-        others = [self.layer_s(path) for path in self.paths if path != SERVED_PATH]
+        """Tokens -> how many times as long the served path takes as the fastest of all others of the same result."""
+        others = [self.layer_s(path) for path in self.paths if path not in (SERVED_PATH, FP8_PATH)]
         if SERVED_PATH not in self.paths or not others:
             return {}
         served = self.layer_s(SERVED_PATH)
@@ -93,7 +94,8 @@ class LinearTimes:
         paths, floor = self.paths, self.floors_s
         lines = [
             "Linears of a layer together, microseconds by path; floor: of the path with the fewest bytes, at the rates "
-            "above; TFLOP/s: of the fastest; behind: served by the best of the others.",
+            "above; TFLOP/s: of the fastest; behind: served by the best of the others but fp8, which rounds "
+            "activations.",
             f"{'tokens':>7} "
             + " ".join(f"{path:>12}" for path in paths)
             + f" {'floor':>9} {'TFLOP/s':>8} {'behind':>7}",
@@ -162,11 +164,19 @@ def _paths(
     """Path -> what packs the weight for it."""
     served = weight if int4 else DenseWeight(weight.dequantize(dtype))
     alone = int4_paths(weight, dtype, device) if int4 and device.type == "cuda" else {}
+    if int4 and kernels.fp8 is not None:
+        alone[FP8_PATH] = partial(_fp8_linear, kernels.fp8, weight)
     return {
         DENSE_PATH: lambda: prepare_linear(served, dtype, device),
         **alone,
         SERVED_PATH: lambda: kernels.prepare_linear(served),
     }
+
+
+def _fp8_linear(fp8: Fp8Linears, weight: GroupIntWeight) -> Linear:
+    linear = fp8.prepare(weight)
+    assert linear is not None, "groups of 32, 64 or multiples of 128"
+    return linear
 
 
 def int4_paths(weight: GroupIntWeight, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Linear]]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -170,9 +171,10 @@ def _check(kept: _Kept, asked: Asked, say: Say) -> None:
             kept.update(correctness=Correctness(tuple(checks)))
         for name in CHECKED_MODELS:
             shape = bench_model(name, asked.folder, say).folder
-            for dtype in dtypes:
-                say(f"correctness: the engine with {name} in {dtype}")
-                checks.append(check_engine(shape, device, _named(dtype), scale.checked_tokens, say))
+            has_fp8 = read_config(shape).quantization is not None and select_kernels(device, dtypes[0]).fp8 is not None
+            for dtype, activations in product(dtypes, ("auto", "fp8") if has_fp8 else ("auto",)):
+                say(f"correctness: the engine with {name} in {dtype}, activations {activations}")
+                checks.append(check_engine(shape, device, _named(dtype), scale.checked_tokens, say, activations))
                 kept.update(correctness=Correctness(tuple(checks)))
 
 

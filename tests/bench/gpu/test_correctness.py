@@ -32,7 +32,7 @@ def test_the_oracle_passes_its_own_checks(monkeypatch):
     found = checks_of(monkeypatch)
     assert not found.failed
     assert {check.kernel for check in found.checks} == {
-        "linear", "add_rms_norm", "silu_mul", "greedy", "attention", "norm_rope_write",
+        "linear", "fp8 linear", "add_rms_norm", "silu_mul", "greedy", "attention", "norm_rope_write",
     }  # fmt: skip
     assert max(check.error for check in found.checks) == 0
 

@@ -48,7 +48,7 @@ def test_every_section_runs_on_a_bare_machine(tmp_path):
         "add_rms_norm", "silu_mul", "norm_rope_write", "attention", "greedy",
     }  # fmt: skip
     assert {(time["linear"], time["path"]) for time in model["linears"]["times"]} == {
-        (linear, path) for linear in ("qkv", "o", "gate_up", "down") for path in ("16 bit", "served")
+        (linear, path) for linear in ("qkv", "o", "gate_up", "down") for path in ("16 bit", "fp8", "served")
     }
     assert [job["requests"] for job in model["jobs"]["jobs"]] == list(run.REQUEST_SETS)
     for job in model["jobs"]["jobs"]:
@@ -109,7 +109,7 @@ def test_what_fails_costs_nothing_else(pipe, tmp_path, monkeypatch):
     assert [failure["why"] for failure in told["failures"]] == ["RuntimeError: CUDA error: an illegal memory access"]
     (model,) = told["models"]
     assert len(model["kernels"]["times"]) == 2
-    assert len(model["linears"]["times"]) == 4 * 2 * 2
+    assert len(model["linears"]["times"]) == 4 * 3 * 2
     assert model["jobs"] is None
     assert "FAILED kernels, tiny-awq: RuntimeError" in stdout
 

@@ -18,7 +18,7 @@ PARAMETERS = SIZE.linear_parameters / 2
 
 def times(**paths):
     """path -> microseconds at 1, 64 and 1,024 tokens, halved over two linears."""
-    names = {"dense": "16 bit", "fused": "int4 fused", "scratch": "scratch", "served": "served"}
+    names = {"dense": "16 bit", "fused": "int4 fused", "scratch": "scratch", "fp8": "fp8", "served": "served"}
     return [
         LinearTime(linear, names[path], tokens, us / 2e6)
         for path, of in paths.items()
@@ -43,6 +43,13 @@ def test_paths_cross_where_16_bit_is_faster_from_there_on():
     slow = summed_up(times(dense=(100, 110, 400), served=(106, 110, 400)), SIZE, DENSE, RATES)
     assert "behind the best path at 1 tokens." in slow.to_text()
     assert set(slow.floors_s) == {"dense"}
+
+
+def test_fp8_is_no_path_to_the_same_result():
+    found = summed_up(times(dense=(100, 110, 400), fp8=(50, 120, 200), served=(100, 110, 440)), SIZE, AWQ, RATES)
+    assert found.behind == pytest.approx({1: 1.0, 64: 1.0, 1024: 1.1})
+    assert found.crossovers == {"fp8": None}
+    assert " fp8 " in found.to_text()
 
 
 def test_a_path_that_broke_off_is_left_out():

@@ -49,6 +49,11 @@ class Compiled:
     def uses_wgmma(self) -> bool:
         return "wgmma.mma_async" in self.ptx
 
+    @property
+    def multiplies_e4m3(self) -> bool:
+        """Both operands, with sums in float32."""
+        return re.search(r"mma[\w.]*\.f32\.e4m3\.e4m3", self.ptx) is not None
+
     def problems(self, target: Target) -> list[str]:
         """Why this cannot run well on `target`; empty where it can."""
         found = []

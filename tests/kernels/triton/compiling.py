@@ -1,7 +1,7 @@
 """Compiles kernels for GPUs that are not there and prints what came of each as a line of JSON.
 
-`python -m tests.kernels.triton.compiling sm_80|sm_90`, in a process of its own: elsewhere in the tests kernels are
-interpreted, which is settled when triton is imported.
+`python -m tests.kernels.triton.compiling sm_80|sm_89|sm_90`, in a process of its own: elsewhere in the tests kernels
+are interpreted, which is settled when triton is imported.
 """
 
 import json
@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.kernels.triton.launch import A100, H100, Launch
+from pipeline.kernels.triton.launch import A100, H100, Launch, Target, shared_bytes_of
 from tests.kernels.triton.compile import compile_for
-from tests.kernels.triton.launches import ModelShape, launches_of
+from tests.kernels.triton.launches import ModelShape, fp8_launches_of, launches_of
 
-TARGETS = {"sm_80": A100, "sm_90": H100}
+TARGETS = {"sm_80": A100, "sm_89": Target((8, 9), 58, shared_bytes_of((8, 9))), "sm_90": H100}
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
 GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two: more registers
 QWEN3_SMALL = ModelShape(1024, 3072, 16, 8, 128, 151936, qk_norm=True)
@@ -25,8 +25,10 @@ def with_constants(launch: Launch, **constants: int) -> Launch:
 
 
 def chosen(name: str) -> dict[str, Launch]:
-    """All kernels for sm_90, those with products for sm_80, and some that must be found wanting."""
+    """All kernels for sm_90, those with products for sm_80, the fp8 ones for sm_89; some that must be found wanting."""
     target = TARGETS[name]
+    if name == "sm_89":
+        return fp8_launches_of(LLAMA_8B, torch.bfloat16, target)
     all_of = launches_of(LLAMA_8B, torch.bfloat16, target)
     windowed = launches_of(LLAMA_8B, torch.bfloat16, target, window=4096)
     if name == "sm_80":
@@ -40,6 +42,9 @@ def chosen(name: str) -> dict[str, Launch]:
     wanting = with_constants(all_of["prefill"], STAGES=7)
     grouped = launches_of(GROUPS_OF_5, torch.float16, target, window=4096)["prefill"]
     all_of["prefill, groups of 5, windowed"] = grouped
+    all_of["fp8, groups of 32"] = fp8_launches_of(replace(LLAMA_8B, group_size=32), torch.bfloat16, target)[
+        "fp8, 512 tokens"
+    ]
     return all_of | {"norm_rope_write, normed": normed, "control: too many stages for the memory": wanting}
 
 
@@ -48,6 +53,7 @@ def main(name: str) -> None:
     for key, launch in chosen(name).items():
         compiled = compile_for(launch, target)
         told = {"name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma}
+        told |= {"multiplies_e4m3": compiled.multiplies_e4m3}
         print(json.dumps(told | {"registers": compiled.registers, "shared_bytes": compiled.shared_bytes}), flush=True)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
+from pipeline.kernels.triton.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
 from pipeline.kernels.triton.fused import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
 from pipeline.kernels.triton.launch import Launch, Target
@@ -33,7 +34,7 @@ class ModelShape:
 def launches_of(
     shape: ModelShape, dtype: torch.dtype, target: Target, window: int | None = None, num_tokens: int = 512
 ) -> dict[str, Launch]:
-    """By name, for layers with this window. int4 kernels at the fewest tokens and at the most of one tile."""
+    """By name, for layers with this window. int4 and fp8 kernels at the fewest tokens and at the most of one tile."""
 
     def empty(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device=_META)
@@ -56,7 +57,8 @@ def launches_of(
         empty(num_tokens, shape.vocab_size, dtype=torch.float32), slot_T, empty(num_tokens, dtype=torch.bool)
     )
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
-    return fused | _attention(shape, q_TND, cache_CBKD, target, window) | _int4(shape, dtype, target) | sampling
+    products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target)
+    return fused | _attention(shape, q_TND, cache_CBKD, target, window) | products | sampling
 
 
 def _attention(
@@ -95,4 +97,30 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, La
         out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
         names = f"int4, {num_tokens} tokens", f"int4, {num_tokens} tokens, join"
         found |= dict(zip(names, int4_launches(x_MK, tiled, None, out_MN, target)))
+    return found
+
+
+def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+    """Of a narrow linear, whose inputs are cut into parts, and of a wide one; none where there are no such products."""
+    if target.capability < LEAST_CAPABILITY:
+        return {}
+    narrow, wide = (shape.hidden_size, shape.intermediate_size), (2 * shape.intermediate_size, shape.hidden_size)
+    found = {}
+    for (num_outputs, num_inputs), num_tokens, name in (
+        (narrow, 1, "1 tokens"),
+        (narrow, 512, "512 tokens, parts in one program"),
+        (wide, 64, "64 tokens"),
+        (wide, 512, "512 tokens"),
+    ):
+        weight = E4m3Weight(
+            torch.empty(num_outputs, num_inputs, dtype=torch.float8_e4m3fn, device=_META),
+            torch.empty(num_inputs // shape.group_size, num_outputs, dtype=torch.float32, device=_META),
+            min(shape.group_size, CHUNK),
+            shape.group_size,
+            num_inputs,
+        )
+        x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
+        out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
+        names = "fp8 rounding", f"fp8, {name}", f"fp8, {name}, join"
+        found |= dict(zip(names, fp8_launches(x_MK, weight, None, out_MN, target)))
     return found

