@@ -18,6 +18,7 @@ from pipeline.bench.contender import GenerateModel, StaticBatches, ThisEngine
 from pipeline.bench.floor import Phase, phases
 from pipeline.bench.lineup import TRIAL, Lineup, Speed
 from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth
+from pipeline.bench.memory import MemoryTaken, load_measured
 from pipeline.bench.peer import Peer, PeerTask
 from pipeline.bench.shapes import bench_model, dequantized, derived
 from pipeline.bench.workload import BenchRequest, Reports, Workload
@@ -48,6 +49,7 @@ class EngineBench:
     strict: bool
     settings: dict[str, str | int]
     peers: dict[str, dict[str, str]]
+    memory: MemoryTaken | None
     machine: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -90,6 +92,8 @@ class EngineBench:
             yield f"Peer {name}: {facts_to_text(about)}."
         if not self.peers:
             yield "No other engine took part (--peer)."
+        if self.memory is not None:
+            yield self.memory.to_text()
 
     def _about_floor(self) -> Iterator[str]:
         if not self.phases:
@@ -141,8 +145,8 @@ def bench_engine(
     longest = max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each)
     with ExitStack() as stack:
         options = EngineConfig(str(found.folder), dtype=dtype, num_threads=threads, max_model_len=longest)
-        engine = stack.enter_context(Engine(options, say))
-        engine.warm_up()
+        loaded, memory = load_measured(options, say, folder)
+        engine = stack.enter_context(loaded)
         machine = machine_facts()
         runner = engine.runner
         assert isinstance(runner, ModelRunner)
@@ -181,6 +185,7 @@ def bench_engine(
             strict=lineup.strict,
             settings=dict(engine.resolved),
             peers=about,
+            memory=memory,
             machine=machine,
         )
 

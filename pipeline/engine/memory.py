@@ -1,5 +1,7 @@
 """How much memory there is, how many KV blocks it is worth, and how running out of it shows."""
 
+import ctypes
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -23,6 +25,12 @@ def free_cpu_bytes() -> int:
     if limit is not None and current is not None:
         available = min(available, max(limit - current, 0))
     return available
+
+
+def return_freed_bytes() -> None:
+    """Give what was freed back to the system. Loading frees as much as it keeps, in pieces that glibc holds on to."""
+    with suppress(AttributeError):  # another C library has no such call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def weight_bytes(config: ModelConfig, device: torch.device, dtype: torch.dtype, keeps_dense: bool = True) -> int:
