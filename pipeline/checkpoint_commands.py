@@ -76,7 +76,7 @@ def _job_of(
 @_texts_of("--data", "read")
 @click.option("--quantization", "kinds", multiple=True, type=click.Choice(["int8", "int4-rtn", "nf4"]),
               help="The reference quantized on load, too. May be repeated.")  # fmt: skip
-@click.option("--activation-dtype", type=click.Choice(["auto", "fp8"]),
+@click.option("--activation-dtype", type=click.Choice(["auto", "fp8", "int8"]),
               help="Of the models, not of the reference; the job's, or auto, when left out.")  # fmt: skip
 @click.option("--expected", metavar="COLUMN", help="A column with the right answers, to count the outputs equal to it.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")

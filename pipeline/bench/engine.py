@@ -18,6 +18,7 @@ from pipeline.bench.contender import GenerateModel, StaticBatches, ThisEngine
 from pipeline.bench.floor import Phase, phases
 from pipeline.bench.lineup import TRIAL, Lineup, Speed
 from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth
+from pipeline.bench.memory import MemoryTaken, load_measured
 from pipeline.bench.peer import Peer, PeerTask
 from pipeline.bench.shapes import bench_model, dequantized, derived
 from pipeline.bench.workload import BenchRequest, Reports, Workload
@@ -48,6 +49,7 @@ class EngineBench:
     strict: bool
     settings: dict[str, str | int]
     peers: dict[str, dict[str, str]]
+    memory: MemoryTaken | None
     machine: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -85,11 +87,13 @@ class EngineBench:
             if speed.agreement is not None:
                 yield f"Same tokens as {speed.name}: {speed.agreement.to_text()}."
         if self.trials and not self.strict:
-            yield "In 16 bit a near-tie may go either way in every engine, and what follows it differs: counted only."
+            yield "Rounded, a near-tie may go either way in every engine, and what follows it differs: counted only."
         for name, about in self.peers.items():
             yield f"Peer {name}: {facts_to_text(about)}."
         if not self.peers:
             yield "No other engine took part (--peer)."
+        if self.memory is not None:
+            yield self.memory.to_text()
 
     def _about_floor(self) -> Iterator[str]:
         if not self.phases:
@@ -120,6 +124,7 @@ def bench_engine(
     batch_sizes: Sequence[int] = (4, 8, 16),
     threads: int | None = None,
     dtype: str = "auto",
+    activation_dtype: str = "auto",
     reports: bool = False,
     peers: Sequence[tuple[str, str]] = (),
     folder: str | None = None,
@@ -140,15 +145,22 @@ def bench_engine(
     sets = _sets(work, rounds)
     longest = max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each)
     with ExitStack() as stack:
-        options = EngineConfig(str(found.folder), dtype=dtype, num_threads=threads, max_model_len=longest)
-        engine = stack.enter_context(Engine(options, say))
-        engine.warm_up()
+        options = EngineConfig(
+            str(found.folder),
+            dtype=dtype,
+            activation_dtype=activation_dtype,
+            num_threads=threads,
+            max_model_len=longest,
+        )
+        loaded, memory = load_measured(options, say, folder)
+        engine = stack.enter_context(loaded)
         machine = machine_facts()
         runner = engine.runner
         assert isinstance(runner, ModelRunner)
         decoder = runner.decoder
         ours = ThisEngine(engine, shared_prefixes=reports)
-        lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), decoder.dtype == torch.float32, say)
+        strict = decoder.dtype == torch.float32 and activation_dtype == "auto"
+        lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), strict, say)
         dense = found.folder
         if config.quantization is not None and (batch_sizes or peers):
             dense = dequantized(found.folder, decoder.dtype, say)
@@ -181,6 +193,7 @@ def bench_engine(
             strict=lineup.strict,
             settings=dict(engine.resolved),
             peers=about,
+            memory=memory,
             machine=machine,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -80,8 +81,6 @@ def read_bandwidth(repeats: int = 5) -> float:
     return READ_BYTES / best
 
 
-def peak_rss_bytes() -> int:
-    """The most memory that this process held so far."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident_bytes() -> int:
+    """Of this process now, as Linux counts it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

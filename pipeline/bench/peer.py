@@ -9,7 +9,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -63,7 +62,7 @@ def parse_peer(text: str) -> tuple[str, str]:
 
 
 class Peer:
-    """One peer's process. `place` is its Python, or for llama.cpp the folder of its programs."""
+    """One peer's process. `place` is the Python of its environment."""
 
     def __init__(self, name: str, place: str, task: PeerTask) -> None:
         """Starts it and waits until its model is loaded and warm.
@@ -71,7 +70,7 @@ class Peer:
         Raises EnvironmentFailed with its last words when it ends before.
         """
         self.name = name
-        python = sys.executable if name == "llama.cpp" else place
+        python = place
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self._folder = tempfile.TemporaryDirectory(prefix="bench-peer-")
         path = Path(self._folder.name) / "task.json"

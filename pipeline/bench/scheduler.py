@@ -6,10 +6,8 @@ that generate. The tokenizer is the demonstration model's, so that text of finis
 """
 
 import gc
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter_ns, process_time_ns
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.bench.measure import alternating, facts_to_text, machine_facts
+from pipeline.bench.measure import alternating, facts_to_text, machine_facts, resident_bytes
 from pipeline.engine.engine import Engine
 from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Request, SamplingParams
@@ -348,11 +346,11 @@ def _long_run(
     old = _Load(sequences, HOST_VOCAB, tokenizer)
     old.fill()
     gc.collect()
-    early_bytes = _resident_bytes()
+    early_bytes = resident_bytes()
     while old.num_finished < sequences + rows:
         old.step()
     gc.collect()
-    late_bytes = _resident_bytes()
+    late_bytes = resident_bytes()
     fresh = _Load(sequences, HOST_VOCAB, tokenizer)
     fresh.fill()
     taken: dict[_Load, list[float]] = {fresh: [], old: []}
@@ -361,7 +359,3 @@ def _long_run(
         for load, cpu_us in taken.items():
             cpu_us += [load.step()[cpu] / 1e3 for _ in range(steps)]
     return LongRun(sequences, rows, median(taken[fresh]), median(taken[old]), early_bytes, late_bytes)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -156,7 +156,7 @@ class EngineSection(Section):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     kv_cache_memory_bytes: Bytes | None = None
     kv_cache_dtype: Literal["auto"] = "auto"
-    activation_dtype: Literal["auto", "fp8"] = "auto"
+    activation_dtype: Literal["auto", "fp8", "int8"] = "auto"
     kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     speculation: Speculation = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -50,8 +50,8 @@ class Subject:
         return cls(*paths, *storages, job.engine.device, job.engine.dtype, job)
 
     @property
-    def fp8_activations(self) -> bool:
-        return self.job is not None and self.job.engine.activation_dtype == "fp8"
+    def activation_dtype(self) -> str:
+        return "auto" if self.job is None else self.job.engine.activation_dtype
 
     def replacing(self, model: str | None, input: str | None, output: str | None) -> "Subject":
         """With what is given in the place of the job's; the storage options stay."""

@@ -105,7 +105,7 @@ def kernels(subject: Subject) -> Iterator[Check]:
     import torch
 
     from pipeline.errors import ConfigError
-    from pipeline.kernels.fp8 import with_fp8_activations
+    from pipeline.kernels.rounded import with_rounded_activations
     from pipeline.kernels.select import default_dtype, select_kernels
     from pipeline.model.config import DTYPES
 
@@ -119,11 +119,11 @@ def kernels(subject: Subject) -> Iterator[Check]:
         todo = "Set NUMBA_CACHE_DIR to a folder that can be written."
         yield Check("kernels", "numba cache", "failed", str(error), todo)
         return
-    if subject.fp8_activations:
+    if subject.activation_dtype != "auto":
         try:
-            kernels = with_fp8_activations(kernels, device)
+            kernels = with_rounded_activations(kernels, subject.activation_dtype, device)
         except ConfigError as error:
-            yield Check("kernels", "activations in fp8", "failed", str(error), exit_code=2)
+            yield Check("kernels", f"activations in {subject.activation_dtype}", "failed", str(error), exit_code=2)
     for operation, origin in sorted(kernels.served_by.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cpu":

@@ -120,7 +120,7 @@ def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
     yield Check("model", "architecture", "ok", f"{size}, {config.num_layers} layers, {kind}")
     device = torch.device("cuda" if torch.cuda.is_available() and subject.device != "cpu" else "cpu")
     dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
-    need = weight_bytes(config, device, dtype, fp8_activations=subject.fp8_activations)
+    need = weight_bytes(config, device, dtype, activation_dtype=subject.activation_dtype)
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_cpu_bytes()
     kv = config.kv_bytes_per_token(dtype)
     context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"

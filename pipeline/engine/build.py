@@ -7,7 +7,7 @@ import torch
 
 from pipeline.engine.graphs import CudaCapture
 from pipeline.engine.loaded import LoadedModel
-from pipeline.engine.memory import kv_budget_bytes
+from pipeline.engine.memory import kv_budget_bytes, return_freed_bytes
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.resolve import Resolved, quantized_on_load, resolve, set_threads
 from pipeline.engine.runner import ModelRunner
@@ -51,6 +51,7 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
         assert config.draft is not None
         say("reading the draft model's weights")
         draft = LoadedModel.load_draft(config.draft, tokenizer, resolved)
+    return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
     step_bytes = max(each.step_bytes(resolved) for each in loaded)
     num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from pipeline.engine.footprint import measured_step_bytes, step_input_shape
 from pipeline.engine.memory import EXPECTED_TOKENS, dense_weights_fit, gpu_share_bytes
-from pipeline.engine.resolve import Resolved, no_fp8_weight
+from pipeline.engine.resolve import Resolved, no_such_weight
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ModelError
 from pipeline.kernels.contract import Kernels
-from pipeline.kernels.fp8 import Fp8WherePossible, with_fp8_activations
+from pipeline.kernels.rounded import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
@@ -35,11 +35,11 @@ class LoadedModel:
             resolved.max_num_seqs * min(resolved.max_model_len, EXPECTED_TOKENS),
         )
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense)
-        if resolved.fp8_activations:
-            kernels = with_fp8_activations(kernels, resolved.device)
+        if resolved.activation_dtype != "auto":
+            kernels = with_rounded_activations(kernels, resolved.activation_dtype, resolved.device)
         loaded = cls(config, Decoder(folder, config, kernels, resolved.dtype, resolved.device), kernels)
-        if isinstance(kernels.prepare_linear, Fp8WherePossible) and kernels.prepare_linear.num_fp8 == 0:
-            raise no_fp8_weight(f"the model's weights ({config.quantization})")
+        if isinstance(kernels.prepare_linear, RoundedWherePossible) and kernels.prepare_linear.num_rounded == 0:
+            raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
         return loaded
 
     @classmethod
@@ -56,7 +56,7 @@ class LoadedModel:
                 f"model.draft {path}: its tokens are not those of model.path ({differs}), so it cannot draft for it; "
                 "take a draft model of the same family, or leave it out"
             )
-        return cls.load(folder, read_config(folder), replace(resolved, fp8_activations=False))
+        return cls.load(folder, read_config(folder), replace(resolved, activation_dtype="auto"))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -69,8 +69,9 @@ class LoadedModel:
         widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
         if widened:
             kind += f"; {widened} fused linears of several formats dequantized"
-        if isinstance(linears, Fp8WherePossible):
-            kind = kind.replace(AS_THEY_COME, "") + f"; inputs of {linears.num_fp8} of {linears.num_all} linears in fp8"
+        if isinstance(linears, RoundedWherePossible):
+            kind = kind.replace(AS_THEY_COME, "")
+            kind += f"; inputs of {linears.num_rounded} of {linears.num_all} linears in {linears.activation_dtype}"
         return kind
 
     def step_bytes(self, resolved: Resolved) -> int:

@@ -1,5 +1,7 @@
 """How much memory there is, how many KV blocks it is worth, and how running out of it shows."""
 
+import ctypes
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,21 +27,27 @@ def free_cpu_bytes() -> int:
     return available
 
 
+def return_freed_bytes() -> None:
+    """Give what was freed back to the system. Loading frees as much as it keeps, in pieces that glibc holds on to."""
+    with suppress(AttributeError):  # another C library has no such call
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def weight_bytes(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
     keeps_dense: bool = True,
-    fp8_activations: bool = False,
+    activation_dtype: str = "auto",
 ) -> int:
     """What linears and embeddings take once loaded, about; norms and biases left out.
 
-    keeps_dense: of 4-bit weights on a GPU, see `dense_weights_fit`. fp8_activations: `kernels/fp8.py` serves all
-    quantized linears, on a GPU with a byte a weight and a scale in float32 for each group.
+    keeps_dense: of 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: rounded ones
+    serve all quantized linears; in fp8 on a GPU with a byte a weight and a scale in float32 for each group.
     """
     if device.type != "cpu":
         dense = config.num_parameters() * dtype.itemsize
-        if fp8_activations and config.quantization is not None:
+        if activation_dtype == "fp8" and config.quantization is not None:
             per_group = 4 / config.quantization.group_size if config.quantization.group_size is not None else 0
             return dense - int(config.num_linear_parameters() * (dtype.itemsize - 1 - per_group))
         if config.quantization is None or config.quantization.bits != 4:
@@ -52,7 +60,7 @@ def weight_bytes(
         return config.num_linear_parameters() * width + embeddings
     bits, group_size = config.quantization.bits, config.quantization.group_size
     packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a scale and a zero in float32 for a group
-    if dtype != torch.float32 and not fp8_activations:  # a product on activations in fp8 is one of float32 there
+    if dtype != torch.float32 and activation_dtype == "auto":  # products on rounded ones are those of float32 there
         # The dense form for many tokens, and of wider weights than 4 bits for few too.
         packed = dtype.itemsize + (packed if bits == 4 else 0)
     return int(config.num_linear_parameters() * packed) + embeddings

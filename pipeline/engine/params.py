@@ -91,7 +91,8 @@ class EngineConfig:
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
     activation_dtype: "auto" is `dtype`; "fp8" rounds the inputs of 4-bit and fp8 linears to float8_e4m3fn, which can
     change tokens (see `kernels/fp8.py`): for speed on NVIDIA GPUs from compute capability 8.9 on, elsewhere slower than
-    "auto" and there to see what it does to outputs.
+    "auto" and there to see what it does to outputs. "int8" rounds those of 4-bit linears to 8-bit integers (see
+    `kernels/int8.py`): for speed on processors with AVX2.
     quantization: "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while they are loaded,
     by rounding; "none" leaves them as they are stored, quantized or not.
     draft: a smaller model with the same tokens, which proposes tokens for `model` to check.

@@ -7,6 +7,7 @@ import torch
 
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.rounded import ROUNDINGS
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.quant.nearest import METHODS, RoundToNearest
@@ -43,7 +44,7 @@ class Resolved:
     block_size: int
     gpu_memory_utilization: float
     speculation: Speculation | None  # None: off
-    fp8_activations: bool = False  # of the model, not of its draft model
+    activation_dtype: str = "auto"  # of the model, not of its draft model
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
@@ -73,7 +74,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
         gpu_memory_utilization=config.gpu_memory_utilization,
         speculation=_speculation(config),
-        fp8_activations=_fp8_activations(config, model),
+        activation_dtype=_activation_dtype(config, model),
     )
 
 
@@ -160,21 +161,23 @@ def _speculation(config: EngineConfig) -> Speculation | None:
     return Speculation(available if proposer is None else (proposer,), most, forced)
 
 
-def _fp8_activations(config: EngineConfig, model: ModelConfig) -> bool:
-    if config.activation_dtype not in ("auto", "fp8"):
-        raise ConfigError(f"engine.activation_dtype = {config.activation_dtype!r}: expected auto or fp8")
-    wanted = config.activation_dtype == "fp8"
-    if wanted and model.quantization is None:
-        raise no_fp8_weight("16- or 32-bit weights")
-    return wanted
+def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    if config.activation_dtype not in ("auto", *ROUNDINGS):
+        raise ConfigError(
+            f"engine.activation_dtype = {config.activation_dtype!r}: expected auto, {' or '.join(ROUNDINGS)}"
+        )
+    if config.activation_dtype != "auto" and model.quantization is None:
+        raise no_such_weight(config.activation_dtype, "16- or 32-bit weights")
+    return config.activation_dtype
 
 
-def no_fp8_weight(weights: str) -> ConfigError:
-    """That no linear of a model with such weights can be served with activations in fp8."""
+def no_such_weight(activation_dtype: str, weights: str) -> ConfigError:
+    """That no linear of a model with such weights can be served with activations in that type."""
+    fp8 = "an fp8 checkpoint or " if activation_dtype == "fp8" else ""
     return ConfigError(
-        f"engine.activation_dtype = 'fp8': {weights} have no exact form in fp8. Take an fp8 checkpoint or one of 4-bit "
-        "integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; `pipeline quantize` makes them), quantize a "
-        "16-bit one on load with model.quantization: int4-rtn, or leave the key at auto"
+        f"engine.activation_dtype = {activation_dtype!r}: {weights} have no exact form beside it. Take {fp8}one of "
+        "4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; `pipeline quantize` makes them), quantize "
+        "a 16-bit one on load with model.quantization: int4-rtn, or leave the key at auto"
     )
 
 

@@ -212,7 +212,7 @@ class _Rows:
             decode_tokens_per_s=outputs.decode_tokens_per_s,
             checkpoint_bytes=sum(file.stat().st_size for file in checkpoint_files(found.folder)),
             weight_bytes=weight_bytes(
-                found.model, resolved.device, resolved.dtype, fp8_activations=resolved.fp8_activations
+                found.model, resolved.device, resolved.dtype, activation_dtype=resolved.activation_dtype
             ),
             kv_bytes_per_token=found.model.kv_bytes_per_token(resolved.dtype),
         )

@@ -5,7 +5,7 @@ F width between up and down, N query heads, K KV heads, M heads of all kinds (N 
 B block size, C number of blocks, M most blocks of a sequence in a block table.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,10 +81,10 @@ class GraphAttention(Protocol):
 
 
 @dataclass(frozen=True)
-class Fp8Linears:
-    """Linears on activations rounded to fp8, as `kernels/fp8.py` defines them.
+class RoundedLinears:
+    """Linears on activations that are rounded first, as `kernels/fp8.py` or `kernels/int8.py` defines it.
 
-    prepare(weight) -> Linear as `Kernels.prepare_linear`; None for a weight that has no exact form in e4m3.
+    prepare(weight) -> Linear as `Kernels.prepare_linear`; None for a weight that has no exact form beside them.
     """
 
     prepare: Callable[[LinearWeight], Linear | None]
@@ -106,7 +106,7 @@ class Kernels:
     greedy(logits_RV) -> (token_R int64, finite_R bool): the best token of each row, of equal ones the first; a row that
       holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
-    fp8: linears on activations in fp8, which serve only where asked for; None: this device has none.
+    rounded: by an `engine.activation_dtype`, linears on such activations, which serve only where asked for.
     """
 
     prepare_linear: Callable[[LinearWeight], Linear]
@@ -129,4 +129,4 @@ class Kernels:
     greedy: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     served_by: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
-    fp8: Fp8Linears | None = None
+    rounded: Mapping[str, RoundedLinears] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Linears on activations rounded to fp8 (`engine.activation_dtype: fp8`): what they compute, and the oracle of it.
+"""Linears on activations rounded to fp8 (`engine.activation_dtype: fp8`): what they compute.
 
 Definition, for a token's inputs x_K and an output's weight, the same for every number of tokens:
 
@@ -19,13 +19,8 @@ On NVIDIA GPUs from compute capability 8.9 on it is for speed: their units multi
 Everywhere else it costs time, and is there to see what it does to a model's outputs before renting such a card.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 
-from pipeline.errors import ConfigError
-from pipeline.kernels.contract import Fp8Linears, Kernels, Linear
 from pipeline.quant.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 BLOCK = 128
@@ -58,61 +53,3 @@ def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
     scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1.clamp_min(SMALLEST_MAGNITUDE) / LARGEST, float("nan"))
     value_MBk = (wide_MBk / scale_MB1).to(torch.float8_e4m3fn)
     return (value_MBk.float() * scale_MB1).flatten(1)[:, :num_inputs]
-
-
-class RoundedLinear:
-    """The oracle: the weight's own linear in float32, on inputs that are rounded before."""
-
-    def __init__(self, weight: LinearWeight, block: int, prepare: Callable[[LinearWeight], Linear]) -> None:
-        self.block, self.input_order_K = block, None
-        if isinstance(weight, GroupIntWeight):
-            self.input_order_K = weight.input_order_K
-            weight = replace(weight, input_order_K=None)
-        self.linear = prepare(weight)
-
-    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        in_order = x_MK if self.input_order_K is None else x_MK[:, self.input_order_K.to(x_MK.device)]
-        return self.linear(rounded(in_order, self.block)).to(x_MK.dtype)
-
-
-def rounded_linears(prepare: Callable[[LinearWeight], Linear], served_by: str) -> Fp8Linears:
-    """The oracle on linears of float32, which `prepare` makes."""
-
-    def prepare_fp8(weight: LinearWeight) -> Linear | None:
-        block = fp8_block(weight)
-        return None if block is None else RoundedLinear(weight, block, prepare)
-
-    return Fp8Linears(prepare_fp8, f"{served_by}, inputs rounded to fp8 before: to measure quality, not faster")
-
-
-class Fp8WherePossible:
-    """`Kernels.prepare_linear` that takes fp8 where a weight has such a form, and counts."""
-
-    def __init__(self, fp8: Fp8Linears, other: Callable[[LinearWeight], Linear]) -> None:
-        self._fp8, self._other = fp8, other
-        self.num_fp8 = self.num_all = 0
-
-    def __call__(self, weight: LinearWeight) -> Linear:
-        self.num_all += 1
-        linear = self._fp8.prepare(weight)
-        if linear is None:
-            return self._other(weight)
-        self.num_fp8 += 1
-        return linear
-
-
-def with_fp8_activations(kernels: Kernels, device: torch.device) -> Kernels:
-    """The same kernels with fp8 linears for the weights that have such a form.
-
-    Raises ConfigError where the device has no products of fp8.
-    """
-    if kernels.fp8 is None:
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        raise ConfigError(
-            "engine.activation_dtype = 'fp8': needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and "
-            f"{torch.cuda.get_device_name(device)} has {capability}; leave it at auto, or see what it does to outputs "
-            "with engine.kernels: reference, slowly"
-        )
-    prepare = Fp8WherePossible(kernels.fp8, kernels.prepare_linear)
-    linear = f"4-bit and fp8 weights: {kernels.fp8.served_by}; others: {kernels.served_by['linear']}"
-    return replace(kernels, prepare_linear=prepare, served_by=kernels.served_by | {"linear": linear})

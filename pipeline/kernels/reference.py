@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
-from pipeline.kernels.fp8 import rounded_linears
+from pipeline.kernels.rounded import rounded_linears
 from pipeline.quant.packed import LinearWeight
 
 
@@ -121,5 +121,7 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         served_by=dict.fromkeys(
             ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy"), "torch (reference)"
         ),
-        fp8=rounded_linears(lambda weight: prepare_linear(weight, torch.float32, device), "torch (reference), float32"),
+        rounded=rounded_linears(
+            lambda weight: prepare_linear(weight, torch.float32, device), "torch (reference), float32"
+        ),
     )

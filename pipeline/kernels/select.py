@@ -8,8 +8,8 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.contract import Kernels
-from pipeline.kernels.fp8 import rounded_linears
 from pipeline.kernels.reference import reference_kernels
+from pipeline.kernels.rounded import rounded_linears
 
 KERNELS = ("auto", "reference", "cpu", "triton")
 
@@ -61,16 +61,19 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         linear += "; int4 weights: int4pack for few tokens"
     else:
         linear = "torch (BLAS)"
-    fp8 = rounded_linears(lambda weight: prepare_linear(weight, torch.float32), "the linears of float32")
-    kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype), fp8=fp8)
+    rounded = rounded_linears(lambda weight: prepare_linear(weight, torch.float32), "the linears of float32")
+    kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype), rounded=rounded)
     if find_spec("numba") is None:
         slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
         return replace(kernels, served_by=slow | {"linear": linear})
     from pipeline.kernels.cpu.attention import attention
     from pipeline.kernels.cpu.compiled import own_threads
     from pipeline.kernels.cpu.fused import add_rms_norm, norm_rope_write, silu_mul
+    from pipeline.kernels.cpu.int8 import byte_linears, multiplies_bytes
 
     own_threads()
+    if multiplies_bytes():
+        rounded["int8"] = byte_linears()
     if dtype == torch.float32:
         linear = "numba on bfloat16, 8-bit and int4 weights; torch (BLAS) on float32 weights"
     return replace(

@@ -134,11 +134,10 @@ class WeightReader:
         )
 
     def embedding(self) -> torch.Tensor:
-        c = self.config
-        return self.checkpoint.take_float("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
+        return self._copied("model.embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size))
 
     def final_norm(self) -> torch.Tensor:
-        return self.checkpoint.take_float("model.norm.weight", (self.config.hidden_size,))
+        return self._copied("model.norm.weight", (self.config.hidden_size,))
 
     def lm_head(self) -> LinearWeight:
         """The untied output embedding."""
@@ -151,7 +150,7 @@ class WeightReader:
         for layer in range(c.num_layers):
             p = f"model.layers.{layer}"
             a, m = f"{p}.self_attn", f"{p}.mlp"
-            take = self.checkpoint.take_float
+            take = self._copied
             yield LayerWeights(
                 input_norm_H=take(f"{p}.input_layernorm.weight", (h,)),
                 qkv=self._fused(
@@ -168,6 +167,11 @@ class WeightReader:
     def finish(self) -> None:
         self.checkpoint.finish()
 
+    def _copied(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor that may be kept as it is. What a checkpoint hands out lies in the file's mapping, all of which a
+        small tensor of it would keep in memory; linears are packed anew anyway."""
+        return self.checkpoint.take_float(name, shape).clone()
+
     def _fused(self, parts: list[tuple[str, tuple[int, int]]], bias: bool) -> LinearWeight:
         weights = [self._linear(name, shape, bias) for name, shape in parts]
         fused = concatenate(weights)
@@ -176,7 +180,7 @@ class WeightReader:
         return fused
 
     def _linear(self, prefix: str, shape_NK: tuple[int, int], bias: bool) -> LinearWeight:
-        bias_N = self.checkpoint.take_float(f"{prefix}.bias", shape_NK[:1]) if bias else None
+        bias_N = self._copied(f"{prefix}.bias", shape_NK[:1]) if bias else None
         if self.config.quantization is None:
             return take_dense(prefix, shape_NK, self.checkpoint, bias_N)
         return self.config.quantization.read_linear(prefix, shape_NK, self.checkpoint, bias_N)

@@ -78,6 +78,9 @@ def test_the_whole_at_a_small_size():
     assert by_name["fake"].cpu_ratio is None
     assert "Processor time of transformers.generate" in told.to_text()
     assert set(told.trials) == {2, 6}
+    assert told.memory.weight_bytes > 2**20 < told.memory.kv_bytes
+    assert abs(told.memory.excess) < 0.5  # of a few MB; the pages of libraries come and go
+    assert "Memory, MB" in told.to_text()
     assert told.strict
     prompts, decoding = told.phases[:2]
     work = Workload(6, 20, 3, 8, 2048)

@@ -302,8 +302,8 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
         ({"speculation": {"proposer": "draft"}}, "needs model.draft"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"activation_dtype": "int8"}, "expected auto or fp8"),
-        ({"activation_dtype": "fp8"}, "16- or 32-bit weights have no exact form in fp8"),
-        ({"activation_dtype": "fp8", "quantization": "int8"}, "int8.*have no exact form in fp8"),
+        ({"activation_dtype": "fp8"}, "16- or 32-bit weights have no exact form beside it"),
+        ({"activation_dtype": "fp8", "quantization": "int8"}, "int8.*have no exact form beside it"),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(folder: Path, options: dict, said: str) -> None:

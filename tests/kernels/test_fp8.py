@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.fp8 import Fp8WherePossible, fp8_block, rounded, with_fp8_activations
+from pipeline.kernels.fp8 import fp8_block, rounded
 from pipeline.kernels.reference import prepare_linear, reference_kernels
+from pipeline.kernels.rounded import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.select import select_kernels
 from pipeline.quant.nearest import int4, int8, nf4
 from pipeline.quant.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
@@ -105,8 +106,7 @@ def test_which_weights_are_exact(weight: LinearWeight, block: int | None) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_a_linear_is_that_of_rounded_inputs(kernels: str, dtype: torch.dtype) -> None:
-    fp8 = select_kernels(CPU, dtype, kernels).fp8
-    assert fp8 is not None
+    fp8 = select_kernels(CPU, dtype, kernels).rounded["fp8"]
     order_K = torch.randperm(256, generator=torch.Generator().manual_seed(2))
     plain = int4_weight(40, 256, 64, bias=True)
     for weight in (plain, replace(plain, input_order_K=order_K), fp8_weight(130, 200, (128, 128))):
@@ -125,19 +125,19 @@ def test_a_linear_is_that_of_rounded_inputs(kernels: str, dtype: torch.dtype) ->
 
 
 def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
-    kernels = with_fp8_activations(reference_kernels(torch.float32, CPU), CPU)
+    kernels = with_rounded_activations(reference_kernels(torch.float32, CPU), "fp8", CPU)
     prepare, x_MK = kernels.prepare_linear, torch.randn(2, 64)
-    assert isinstance(prepare, Fp8WherePossible)
+    assert isinstance(prepare, RoundedWherePossible)
     dense, narrow = DenseWeight(torch.randn(3, 64)), int4_weight(3, 64, 32)
     assert torch.equal(prepare(dense)(x_MK), x_MK @ dense.weight_NK.T)
     assert torch.allclose(prepare(narrow)(x_MK), rounded(x_MK, 32) @ narrow.dequantize(torch.float32).T, atol=1e-5)
-    assert (prepare.num_fp8, prepare.num_all) == (1, 2)
+    assert (prepare.num_rounded, prepare.num_all) == (1, 2)
     assert "fp8" in kernels.served_by["linear"]
 
 
 def test_a_card_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    kernels = replace(reference_kernels(torch.float32, CPU), fp8=None)
+    kernels = replace(reference_kernels(torch.float32, CPU), rounded={})
     with pytest.raises(ConfigError, match=r"needs compute capability 8.9 or newer .*, and A100 has 8\.0"):
-        with_fp8_activations(kernels, torch.device("cuda"))
+        with_rounded_activations(kernels, "fp8", torch.device("cuda"))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pipeline.bench.gpu.paged import Heads, PagedStep, paged_step
-from pipeline.kernels.contract import Fp8Linears, Kernels
+from pipeline.kernels.contract import Kernels, RoundedLinears
 from pipeline.kernels.fp8 import fp8_block
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.select import select_kernels
@@ -96,9 +96,10 @@ def check_kernels(device: torch.device, dtypes: Sequence[torch.dtype], every: in
         kernels = select_kernels(device, dtype)
         for kernel, case, run in islice(_cases(kernels, oracle, dtype, device), 0, None, every):
             yield _checked(kernel, case, dtype, kernels.served_by[kernel], run)
-        if kernels.fp8 is not None and oracle.fp8 is not None:
-            for case, run in islice(_fp8_cases(kernels.fp8, oracle.fp8, dtype, device), 0, None, every):
-                yield _checked("fp8 linear", case, dtype, kernels.fp8.served_by, run)
+        fp8 = kernels.rounded.get("fp8")
+        if fp8 is not None:
+            for case, run in islice(_fp8_cases(fp8, oracle.rounded["fp8"], dtype, device), 0, None, every):
+                yield _checked("fp8 linear", case, dtype, fp8.served_by, run)
 
 
 def _checked(kernel: str, case: str, dtype: torch.dtype, served_by: str, run: Callable[[], Pairs]) -> Check:
@@ -178,7 +179,7 @@ def _cases(
 
 
 def _fp8_cases(
-    fp8: Fp8Linears, oracle: Fp8Linears, dtype: torch.dtype, device: torch.device
+    fp8: RoundedLinears, oracle: RoundedLinears, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], Pairs]]]:
     """Those of the linears that have such a form. Both round the same inputs, in `dtype`."""
 

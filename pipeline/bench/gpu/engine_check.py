@@ -20,8 +20,8 @@ from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.step import StepInput
 from pipeline.errors import PipelineError
-from pipeline.kernels.fp8 import with_fp8_activations
 from pipeline.kernels.reference import reference_kernels
+from pipeline.kernels.rounded import with_rounded_activations
 from pipeline.model.config import DTYPES, read_config
 from pipeline.model.decoder import Decoder
 
@@ -82,8 +82,8 @@ def _prompts(vocab_size: int, output_tokens: int) -> list[list[int]]:
 
 def _oracle(folder: Path, device: torch.device, activation_dtype: str) -> ModelRunner:
     kernels, config = reference_kernels(torch.float32, device), read_config(folder)
-    if activation_dtype == "fp8":
-        kernels = with_fp8_activations(kernels, device)
+    if activation_dtype != "auto":
+        kernels = with_rounded_activations(kernels, activation_dtype, device)
     decoder = Decoder(folder, config, kernels, DTYPES["float32"], device)
     return LoadedModel(config, decoder, kernels).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
 

@@ -17,7 +17,7 @@ import torch
 from pipeline.bench.gpu.correctness import random_int4
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.stopwatch import Stopwatch
-from pipeline.kernels.contract import Fp8Linears, Kernels, Linear
+from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.kernels.reference import prepare_linear
 from pipeline.quant.packed import DenseWeight, GroupIntWeight
 from pipeline.roofline.step import DENSE_BYTES, DecoderSize, Weights
@@ -164,8 +164,8 @@ def _paths(
     """Path -> what packs the weight for it."""
     served = weight if int4 else DenseWeight(weight.dequantize(dtype))
     alone = int4_paths(weight, dtype, device) if int4 and device.type == "cuda" else {}
-    if int4 and kernels.fp8 is not None:
-        alone[FP8_PATH] = partial(_fp8_linear, kernels.fp8, weight)
+    if int4 and "fp8" in kernels.rounded:
+        alone[FP8_PATH] = partial(_fp8_linear, kernels.rounded["fp8"], weight)
     return {
         DENSE_PATH: lambda: prepare_linear(served, dtype, device),
         **alone,
@@ -173,7 +173,7 @@ def _paths(
     }
 
 
-def _fp8_linear(fp8: Fp8Linears, weight: GroupIntWeight) -> Linear:
+def _fp8_linear(fp8: RoundedLinears, weight: GroupIntWeight) -> Linear:
     linear = fp8.prepare(weight)
     assert linear is not None, "groups of 32, 64 or multiples of 128"
     return linear

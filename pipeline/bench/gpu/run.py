@@ -171,7 +171,7 @@ def _check(kept: _Kept, asked: Asked, say: Say) -> None:
             kept.update(correctness=Correctness(tuple(checks)))
         for name in CHECKED_MODELS:
             shape = bench_model(name, asked.folder, say).folder
-            has_fp8 = read_config(shape).quantization is not None and select_kernels(device, dtypes[0]).fp8 is not None
+            has_fp8 = read_config(shape).quantization is not None and "fp8" in select_kernels(device, dtypes[0]).rounded
             for dtype, activations in product(dtypes, ("auto", "fp8") if has_fp8 else ("auto",)):
                 say(f"correctness: the engine with {name} in {dtype}, activations {activations}")
                 checks.append(check_engine(shape, device, _named(dtype), scale.checked_tokens, say, activations))

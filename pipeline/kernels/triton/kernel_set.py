@@ -39,7 +39,7 @@ def triton_kernels(
             "greedy": "Triton, two launches",
         },
         graph_attention=CapturedAttention,
-        fp8=fp8_linears(device),
+        rounded=fp8_linears(device),
     )
 
 
