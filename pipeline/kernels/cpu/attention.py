@@ -7,9 +7,14 @@ import torch
 
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import compiled
-from pipeline.kernels.cpu.compiled import PARALLEL_ELEMENTS, bits, use_threads
+from pipeline.kernels.cpu.compiled import bits, use_threads
 
 ROWS = 64  # queries times heads of a KV head that share the reading of keys and values
+PARALLEL_KEYS = 1 << 17
+"""Elements of keys below which single queries stay on one thread: waking another one would take longer than it saves.
+"""
+PARALLEL_QUERIES = 1 << 19
+"""The same for several queries a sequence: elements of keys times queries."""
 
 _UNBOUNDED = np.iinfo(np.int64).max // 2
 
@@ -93,12 +98,13 @@ def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: in
         if not all_single:
             token_S = torch.from_numpy(where.query_start_S1[single].astype(np.int64))
             table_SM, context_len_S = table_SM[single], context_len_S[single]
-        parallel = int(context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
+        parallel = int(context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_KEYS
         num_threads = use_threads(parallel)
         parts = 1 if len(single) >= 8 * num_threads else _parts(num_kv_heads, num_threads)
         decode = _Decode(token_S, np.ascontiguousarray(table_SM), context_len_S, parallel, parts)
     if len(longer):
-        parallel = int(where.context_len_S[longer].sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
+        products = int((count_S[longer] * where.context_len_S[longer]).sum())
+        parallel = products * num_kv_heads * head_dim >= PARALLEL_QUERIES
         most = max(1, ROWS * num_kv_heads // num_heads)
         position_T, item_I3 = compiled.prefill_items(
             where.query_start_S1, where.context_len_S, most, use_threads(parallel)

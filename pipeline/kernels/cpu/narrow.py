@@ -17,7 +17,7 @@ from pipeline.kernels.cpu.compiled import use_threads
 from pipeline.kernels.cpu.compiled_linear import LANES
 from pipeline.quant.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
-PARALLEL_PRODUCTS = 1 << 22
+PARALLEL_PRODUCTS = 1 << 23
 """Work below this stays on one thread: waking another one would take longer than it saves."""
 WIDENING = 12
 """Products that take as long as widening one weight (of 4 bits; others are quicker)."""
