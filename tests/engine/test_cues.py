@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.cues import LEARNT_TOKENS, MOST_SOURCES, Cues
+from pipeline.engine.propose.cues import FIRST_ROWS, LEARNT_TOKENS, MOST_SOURCES, ROWS_BETWEEN, Cues
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.suffix_index import MAX_MATCH
 from pipeline.engine.sequence import Sequence, SlotTable
@@ -14,7 +14,7 @@ BY, WHO, COLON, OTHER = 1, 2, 3, 4  # "... by" in outputs, "who :" or "other :" 
 
 def row(*parts: list[int]) -> tuple[np.ndarray, int]:
     """Tokens of some parts of a prompt and, the last one, an output; and how many the prompt has."""
-    return np.array(sum(parts, []), dtype=np.int32), sum(map(len, parts[:-1]))
+    return np.concatenate(parts).astype(np.int32), sum(map(len, parts[:-1]))
 
 
 def test_what_stands_before_a_copy_is_found_in_another_prompt() -> None:
@@ -84,6 +84,17 @@ def test_memory_is_bounded() -> None:
     cues = Cues()
     cues.learn(*row([99] * LEARNT_TOKENS, [WHO, COLON, 50, 51], [60, BY, 50, 51, 61]))
     assert cues.place(*row([93, WHO, COLON, 70], [60, BY])) == 0
+
+
+def test_later_rows_are_learnt_from_now_and_then() -> None:
+    cues = Cues()
+    for _ in range(FIRST_ROWS):
+        cues.learn(*row([9, 9, 9], [8]))
+    asked = row([93, WHO, COLON, 70], [60, BY])
+    for number in range(ROWS_BETWEEN):
+        assert cues.place(*asked) == 0, number
+        cues.learn(*row([90, 91, WHO, COLON, 50, 51, 92], [60, BY, 50, 51, 61]))
+    assert cues.place(*asked) == 3
 
 
 def test_the_proposer_drafts_the_prompt_behind_a_cue() -> None:

@@ -5,8 +5,8 @@ for in its own prompt and output, and in the outputs that finished before it; of
 counts, the sequence's own before another's (prompt lookup: Saxena 2023; suffix decoding: Oliaro et al. 2024, arXiv
 2411.04975). All sequences are looked up at once: by a compiled pass where there is one, else by some array operations.
 
-Where an output copies out of its prompt, as those that finished did behind the same tokens, the prompt's text is drafted
-instead (cues.py): other rows' outputs go on with what their prompts say.
+Where an output copies out of its prompt, as those that finished did behind the same tokens, the prompt's text is
+drafted instead (cues.py): other rows' outputs go on with what their own prompts say.
 
 Shapes: S sequences, N places in their texts, M tokens of a run, K most drafts of one.
 """

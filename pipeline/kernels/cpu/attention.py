@@ -103,7 +103,7 @@ def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: in
         parts = 1 if len(single) >= 8 * num_threads else _parts(num_kv_heads, num_threads)
         decode = _Decode(token_S, np.ascontiguousarray(table_SM), context_len_S, parallel, parts)
     if len(longer):
-        products = int((count_S[longer] * where.context_len_S[longer]).sum())
+        products = int((count_S[longer].astype(np.int64) * where.context_len_S[longer]).sum())
         parallel = products * num_kv_heads * head_dim >= PARALLEL_QUERIES
         most = max(1, ROWS * num_kv_heads // num_heads)
         position_T, item_I3 = compiled.prefill_items(
