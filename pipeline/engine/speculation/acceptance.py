@@ -18,7 +18,6 @@ WINDOW = 120  # observations of a class and position after which older ones coun
 HALF_LIFE_STEPS = 1000  # steps after which what was seen counts half, seen again or not
 CLASS_WEIGHT = 4.0  # observations that the class's mean counts as at each position
 PRIOR_WEIGHT = 4.0  # observations that the prior counts as in the class's mean
-MOST_FRESH = 8  # steps observed that wait to be taken into the estimates
 HIGHEST = 0.995  # estimates stay below 1, so that a deeper draft is never worth as much as the one before it
 
 
@@ -70,7 +69,6 @@ class Acceptance:
         shape = (self.num_classes, max_draft_tokens)
         self._prior_C1 = np.array([[prior.accepted[b]] for _, prior, b in buckets])
         self._weight_CK, self._accepted_CK = np.zeros(shape), np.zeros(shape)
-        self._fresh: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # observed, not in the estimates yet
 
     def class_of(self, proposer: int, match_length_S: np.ndarray) -> np.ndarray:
         """Classes (S,) of candidates of one proposer with these match lengths (0 where it knows none)."""
@@ -89,39 +87,27 @@ class Acceptance:
 
     def observe(self, class_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         """Of `drafted_S` drafts of each sequence the first `accepted_S` were accepted."""
-        self._fresh.append((class_S, drafted_S, accepted_S))
-        if len(self._fresh) >= MOST_FRESH:
-            self._take_in()
+        assert (accepted_S <= drafted_S).all(), "more accepted than drafted"
+        # Both at once: classes of what was verified, then classes of what was accepted.
+        depth_2S = np.concatenate((np.minimum(drafted_S, accepted_S + 1), accepted_S))
+        class_2S = np.concatenate((class_S, class_S + self.num_classes))
+        verified_CK, accepted_CK = np.split(
+            count_deep(class_2S, depth_2S, 2 * self.num_classes, self.max_draft_tokens), 2
+        )
+        kept_CK = np.exp(verified_CK * (-1.0 / WINDOW))
+        self._weight_CK = self._weight_CK * kept_CK + verified_CK
+        self._accepted_CK = self._accepted_CK * kept_CK + accepted_CK
 
     def forget(self, num_steps: int) -> None:
         """So many steps passed since the last call: what was seen before counts less."""
-        self._take_in()
         kept = math.exp2(-num_steps / HALF_LIFE_STEPS)
         self._weight_CK *= kept
         self._accepted_CK *= kept
 
     # -- parts
 
-    def _take_in(self) -> None:
-        """What was observed since the last call, at once: estimates are asked for only every few steps."""
-        if not self._fresh:
-            return
-        class_N, drafted_N, accepted_N = (np.concatenate(each) for each in zip(*self._fresh))
-        self._fresh.clear()
-        assert (accepted_N <= drafted_N).all(), "more accepted than drafted"
-        # Both at once: classes of what was verified, then classes of what was accepted.
-        depth_2N = np.concatenate((np.minimum(drafted_N, accepted_N + 1), accepted_N))
-        class_2N = np.concatenate((class_N, class_N + self.num_classes))
-        verified_CK, accepted_CK = np.split(
-            count_deep(class_2N, depth_2N, 2 * self.num_classes, self.max_draft_tokens), 2
-        )
-        kept_CK = np.exp(verified_CK * (-1.0 / WINDOW))
-        self._weight_CK = self._weight_CK * kept_CK + verified_CK
-        self._accepted_CK = self._accepted_CK * kept_CK + accepted_CK
-
     def _mean(self) -> tuple[np.ndarray, np.ndarray]:
         """Estimates and the weight of what was seen, both (C, K)."""
-        self._take_in()
         class_weight_C1 = self._weight_CK.sum(axis=1, keepdims=True) + PRIOR_WEIGHT
         class_C1 = (self._accepted_CK.sum(axis=1, keepdims=True) + PRIOR_WEIGHT * self._prior_C1) / class_weight_C1
         weight_CK = self._weight_CK + CLASS_WEIGHT

@@ -202,17 +202,15 @@ class StepCost:
         low = min(max(bisect_right(grid, padded) - 1, 0), len(grid) - 2)
         part = min(max((padded - grid[low]) / (grid[low + 1] - grid[low]), 0.0), 1.0)
         weight = self._context_weight(num_sequences, kv_tokens)
+        seconds = []
+        for short_G, long_G in self._seconds:
+            ends = [max(s + weight * (t - s), LEAST_SHARE * s) for s, t in zip(short_G[low : low + 2], long_G[low:])]
+            seconds.append(ends[0] + part * (ends[1] - ends[0]))
         lowest = self._shares[low] + part * (self._shares[low + 1] - self._shares[low])
         share = min(max(num_sequences / num_tokens - lowest, 0.0) / max(1.0 - lowest, 1e-9), 1.0)
-        table_s = 0.0
-        for (short_G, long_G), part_of_kind in zip(self._seconds, (share, 1.0 - share)):  # plain, drafted
-            if part_of_kind:
-                a, b = short_G[low], short_G[low + 1]
-                a = max(a + weight * (long_G[low] - a), LEAST_SHARE * a)
-                b = max(b + weight * (long_G[low + 1] - b), LEAST_SHARE * b)
-                table_s += part_of_kind * (a + part * (b - a))
         left, right = self._correction[kind][low : low + 2]
         nearest = low if padded * padded <= grid[low] * grid[low + 1] else low + 1
+        table_s = seconds[DRAFTED] + share * (seconds[PLAIN] - seconds[DRAFTED])
         return table_s, left + part * (right - left), nearest
 
     def _correct(self) -> None:

@@ -24,10 +24,10 @@ class Rates:
         """These sequences got so many tokens in a step."""
         self._reach(slot_S)
         away_S, seen_S = tokens_S - self._rate[slot_S], np.minimum(self._num_seen[slot_S] + 1, RATE_STEPS)
-        num_again = int(np.count_nonzero(seen_S > 1))
-        if num_again:  # who is seen for the first time has no scatter
+        again = seen_S > 1
+        if again.any():
             self._num_steps = min(self._num_steps + 1, RATE_STEPS)
-            scatter = float((away_S * away_S * (1.0 - 1.0 / seen_S)).sum()) / num_again
+            scatter = float((away_S[again] ** 2 * (1.0 - 1.0 / seen_S[again])).mean())
             self._scatter += (scatter - self._scatter) / self._num_steps
         self._rate[slot_S] += away_S / seen_S
         self._num_seen[slot_S] = seen_S
