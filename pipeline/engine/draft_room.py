@@ -7,7 +7,7 @@ Nobody is preempted for them.
 import numpy as np
 
 from pipeline.engine.scheduler import Scheduler
-from pipeline.engine.step import StepPlan, runs, share
+from pipeline.engine.step import StepPlan, share
 
 
 class DraftRoom:
@@ -34,20 +34,22 @@ class DraftRoom:
         size = pool.block_size
         count_S = share(count_S, scheduler.step_tokens - plan.num_tokens)
         held_S, known_S = table.num_blocks[slot_S], table.num_known[slot_S]
-        missing_S = np.where(count_S > 0, np.maximum(-(-(known_S + count_S) // size) - held_S, 0), 0)
-        granted_S = share(missing_S, pool.num_free)
-        count_S = np.where(count_S > 0, np.minimum(count_S, (held_S + granted_S) * size - known_S), 0)
-        grown = np.flatnonzero(granted_S)
-        if len(grown):
-            table.append_blocks(slot_S[grown], granted_S[grown], pool.allocate(int(granted_S.sum())))
+        missing_S = np.where(count_S > 0, (known_S + count_S + (size - 1)) // size - held_S, 0)
+        if missing_S.max(initial=0) > 0:
+            granted_S = share(np.maximum(missing_S, 0), pool.num_free)
+            count_S = np.where(count_S > 0, np.minimum(count_S, (held_S + granted_S) * size - known_S), 0)
+            grown = np.flatnonzero(granted_S)
+            if len(grown):
+                table.append_blocks(slot_S[grown], granted_S[grown], pool.allocate(int(granted_S.sum())))
         return count_S
 
     def place(self, plan: StepPlan, sampling: np.ndarray, token_id_SK: np.ndarray, count_S: np.ndarray) -> StepPlan:
         """The plan with the first count_S[s] tokens of token_id_SK[s], which were granted, as drafts of the sequence at
         place sampling[s] of the plan."""
         table, slot_S = self._scheduler.table, plan.slot_S[sampling]
-        row_D, column_D = np.repeat(np.arange(len(slot_S)), count_S), runs(np.zeros_like(count_S), count_S)
-        table.token_ids[slot_S[row_D], table.num_known[slot_S[row_D]] + column_D] = token_id_SK[row_D, column_D]
+        row_D, column_D = np.nonzero(np.arange(token_id_SK.shape[1]) < count_S[:, None])
+        slot_D = slot_S[row_D]
+        table.token_ids[slot_D, table.num_known[slot_D] + column_D] = token_id_SK[row_D, column_D]
         draft_S = np.zeros_like(plan.count_S)
         draft_S[sampling] = count_S
         return StepPlan(plan.slot_S, plan.start_S, plan.count_S + draft_S, plan.samples_S, draft_S)

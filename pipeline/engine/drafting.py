@@ -19,7 +19,7 @@ from pipeline.engine.propose.proposer import Drafts, Proposer
 from pipeline.engine.rejection import DraftLaw
 from pipeline.engine.sampler import SamplingBatch, Verified, verify
 from pipeline.engine.scheduler import Scheduler
-from pipeline.engine.step import StepPlan, runs
+from pipeline.engine.step import StepPlan
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Drafting:
         proposer, begun_ns = self.proposers[number], time.perf_counter_ns()
         offer = proposer.offer(facts.slot_S)
         offer = replace(offer, count_S=np.minimum(offer.count_S, self._room.most(facts.slot_S)))
-        count_S = np.clip(self.policy.choose(facts, offer), 0, offer.count_S)
+        count_S = np.maximum(np.minimum(self.policy.choose(facts, offer), offer.count_S), 0)
         if count_S.any():
             count_S = self._room.grant(plan, facts.slot_S, count_S)
         offer_us, begun_ns = _since_us(begun_ns), time.perf_counter_ns()
@@ -84,16 +84,16 @@ class Drafting:
         assert step is not None
         assert step.drafts is not None
         drafted_S, drafts = step.drafted_S, step.drafts
-        draft_R = np.full(len(logits_RV), -1, dtype=np.int64)
-        row_D = runs(np.cumsum(drafted_S + 1) - drafted_S - 1, drafted_S)
-        sequence_D = np.repeat(np.arange(len(drafted_S)), drafted_S)
-        column_D = runs(np.zeros_like(drafted_S), drafted_S)
-        draft_R[row_D] = drafts.token_id_SK[sequence_D, column_D]
+        place_K1 = np.arange(int(drafted_S.max()) + 1)
+        is_draft_SK1 = place_K1 < drafted_S[:, None]
+        token_id_SK1 = np.full(is_draft_SK1.shape, -1, dtype=np.int64)
+        token_id_SK1[:, :-1] = drafts.token_id_SK[:, : len(place_K1) - 1]
+        draft_R = np.where(is_draft_SK1, token_id_SK1, -1)[place_K1 <= drafted_S[:, None]]
         law = None
         if drafts.q_SKV is not None:
-            device = drafts.q_SKV.device
-            q_DV = drafts.q_SKV[torch.from_numpy(sequence_D).to(device), torch.from_numpy(column_D).to(device)]
-            law = DraftLaw(row_D, draft_R[row_D], q_DV)
+            row_D, device = np.flatnonzero(draft_R >= 0), drafts.q_SKV.device
+            sequence_D, column_D = (torch.from_numpy(at_D).to(device) for at_D in np.nonzero(is_draft_SK1))
+            law = DraftLaw(row_D, draft_R[row_D], drafts.q_SKV[sequence_D, column_D])
         return verify(logits_RV, batch, draft_R, law)
 
     def done(self, stats: EngineStats, verified: Verified | None, num_generated: int, step_us: int) -> None:

@@ -180,7 +180,8 @@ def verify(
     """
     output = greedy(logits_RV) if batch is None else sample(logits_RV, batch, law)
     differs = np.flatnonzero((output.token_ids != draft_R) | ~output.finite)
-    first_S = np.append(0, np.flatnonzero(draft_R < 0)[:-1] + 1)
+    first_S = np.flatnonzero(draft_R < 0) + 1
+    first_S[1:], first_S[0] = first_S[:-1].copy(), 0
     return Verified(output, first_S, differs[np.searchsorted(differs, first_S)] - first_S)
 
 

@@ -161,7 +161,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Decide the next step and allocate its blocks; None when there is nothing to compute."""
         slot_S, start_S, count_S, preempted = self._plan_running()
-        if self.waiting and not preempted:
+        if self.waiting and self.table.num_free_slots and not preempted:
             slots, starts, counts = self._admit(self.step_tokens - int(count_S.sum()))
             if slots:
                 slot_S, start_S, count_S = (

@@ -5,6 +5,9 @@ for in its own prompt and output, and in the outputs that finished before it; of
 counts, the sequence's own before another's (prompt lookup: Saxena 2023; suffix decoding: Oliaro et al. 2024, arXiv
 2411.04975). All sequences are looked up at once: by a compiled pass where there is one, else by some array operations.
 
+Where an output copies out of its prompt, as those that finished did behind the same tokens, the prompt's text is
+drafted instead (cues.py): other rows' outputs go on with what their own prompts say.
+
 Shapes: S sequences, N places in their texts, M tokens of a run, K most drafts of one.
 """
 
@@ -13,9 +16,10 @@ from collections.abc import Callable
 import numpy as np
 
 from pipeline.engine.propose.corpus import FinishedOutputs
+from pipeline.engine.propose.cues import Cues
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts
-from pipeline.engine.propose.suffix_index import MIN_MATCH, SuffixIndex, tails
+from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
 from pipeline.engine.sequence import SlotTable
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
@@ -41,7 +45,7 @@ class NgramProposer:
     ) -> None:
         assert max_draft_tokens >= 1
         self.table, self.max_draft_tokens = table, max_draft_tokens
-        self.finished = FinishedOutputs(corpus_tokens)
+        self.finished, self.cues = FinishedOutputs(corpus_tokens), Cues()
         self.index = SuffixIndex(min(32 * table.token_ids.size, max_entries))
         self._tokens = table.token_ids.reshape(-1)  # a view: slot s begins at s * width
         self._width = table.token_ids.shape[1]
@@ -55,9 +59,30 @@ class NgramProposer:
     def left(self, slot: int, finished: bool) -> None:
         if finished:
             table = self.table
-            self.finished.add(table.token_ids[slot, table.num_prompt[slot] : table.num_known[slot]])
+            num_prompt, tokens = int(table.num_prompt[slot]), table.token_ids[slot, : table.num_known[slot]]
+            self.finished.add(tokens[num_prompt:])
+            self.cues.learn(tokens, num_prompt)
 
     def offer(self, slot_S: np.ndarray) -> Offer:
+        offer = self._matches(slot_S)
+        if not self.cues.is_empty:
+            for s, slot in enumerate(slot_S.tolist()):
+                tokens = self.table.token_ids[slot, : self.table.num_known[slot]]
+                place = self.cues.place(tokens, int(self.table.num_prompt[slot]))
+                if place:
+                    copied = tokens[place : place + self.max_draft_tokens]
+                    offer.token_id_SK[s, : len(copied)] = copied
+                    offer.count_S[s], offer.match_len_S[s] = len(copied), MAX_MATCH
+        return offer
+
+    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
+        return Drafts(offer.token_id_SK)
+
+    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray) -> None:
+        pass
+
+    def _matches(self, slot_S: np.ndarray) -> Offer:
+        """What followed when the longest run of last tokens occurred before."""
         known_S, begin_S = self.table.num_known[slot_S], slot_S * self._width
         most_new = max(INDEXED_PER_CALL // max(len(slot_S), 1), 2 * (self.max_draft_tokens + 1))
         if self._look_up is not None:
@@ -76,12 +101,6 @@ class NgramProposer:
             count_S = np.where(is_better_S, other_count_S, count_S)
             match_S = np.where(is_better_S, other_match_S, match_S)
         return Offer(slot_S, count_S, match_S, token_SK.astype(np.int64))
-
-    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
-        return Drafts(offer.token_id_SK)
-
-    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray) -> None:
-        pass
 
     def _compiled_offer(
         self, look_up: Callable[..., None], slot_S: np.ndarray, known_S: np.ndarray, begin_S: np.ndarray, most_new: int

@@ -12,20 +12,22 @@ class ControlledDrafts:
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
+        self._facts: StepFacts | None = None
+        self._batch_of_facts = Batch(0, 0, 0)
 
     def passes(self, num_sequences: int) -> bool:
         return self.controller.passes(num_sequences)
 
     def proposer(self, facts: StepFacts) -> int | None:
-        return self.controller.wants_candidates(_batch(facts))
+        return self.controller.wants_candidates(self._batch(facts))
 
     def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        return self.controller.choose(_batch(facts), Candidates(offer.count_S, offer.match_len_S)).length_S
+        return self.controller.choose(self._batch(facts), Candidates(offer.count_S, offer.match_len_S)).length_S
 
     def observe(self, outcome: StepOutcome) -> None:
         drafted = bool(outcome.drafted_S.any())
         self.controller.observe(
-            _batch(outcome.facts),
+            self._batch(outcome.facts),
             Outcome(
                 outcome.step_us / 1e6,
                 outcome.num_generated,
@@ -39,8 +41,18 @@ class ControlledDrafts:
     def counters(self) -> dict[str, int]:
         return self.controller.counts.flat()
 
-
-def _batch(facts: StepFacts) -> Batch:
-    num = len(facts.slot_S)
-    kv_tokens = int(np.sum(facts.context_len_S))
-    return Batch(num, kv_tokens, facts.room, facts.num_prefill, facts.num_queued, facts.num_waiting, facts.slot_S)
+    def _batch(self, facts: StepFacts) -> Batch:
+        """Asked for up to three times in a step."""
+        if facts is not self._facts:
+            kv_tokens = int(facts.context_len_S.sum())
+            self._facts = facts
+            self._batch_of_facts = Batch(
+                len(facts.slot_S),
+                kv_tokens,
+                facts.room,
+                facts.num_prefill,
+                facts.num_queued,
+                facts.num_waiting,
+                facts.slot_S,
+            )
+        return self._batch_of_facts

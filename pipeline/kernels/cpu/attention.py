@@ -7,9 +7,14 @@ import torch
 
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import compiled
-from pipeline.kernels.cpu.compiled import PARALLEL_ELEMENTS, bits, use_threads
+from pipeline.kernels.cpu.compiled import bits, use_threads
 
 ROWS = 64  # queries times heads of a KV head that share the reading of keys and values
+PARALLEL_KEYS = 1 << 17
+"""Elements of keys below which single queries stay on one thread: waking another one would take longer than it saves.
+"""
+PARALLEL_QUERIES = 1 << 19
+"""The same for several queries a sequence: elements of keys times queries."""
 
 _UNBOUNDED = np.iinfo(np.int64).max // 2
 
@@ -27,7 +32,7 @@ class _Decode:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Sequences that compute several tokens: see `_items`."""
+    """Sequences that compute several tokens: see `compiled.prefill_items`."""
 
     block_table_SM: np.ndarray
     item_I3: np.ndarray
@@ -93,41 +98,19 @@ def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: in
         if not all_single:
             token_S = torch.from_numpy(where.query_start_S1[single].astype(np.int64))
             table_SM, context_len_S = table_SM[single], context_len_S[single]
-        parallel = int(context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
+        parallel = int(context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_KEYS
         num_threads = use_threads(parallel)
         parts = 1 if len(single) >= 8 * num_threads else _parts(num_kv_heads, num_threads)
         decode = _Decode(token_S, np.ascontiguousarray(table_SM), context_len_S, parallel, parts)
     if len(longer):
-        parallel = int(where.context_len_S[longer].sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
-        position_T = _positions(where)
+        products = int((count_S[longer].astype(np.int64) * where.context_len_S[longer]).sum())
+        parallel = products * num_kv_heads * head_dim >= PARALLEL_QUERIES
         most = max(1, ROWS * num_kv_heads // num_heads)
-        item_I3 = _items(where, count_S, position_T, most, use_threads(parallel))
+        position_T, item_I3 = compiled.prefill_items(
+            where.query_start_S1, where.context_len_S, most, use_threads(parallel)
+        )
         prefill = _Prefill(np.ascontiguousarray(where.block_table_SM), item_I3, position_T, parallel)
     return decode, prefill
-
-
-def _positions(where: AttentionInput) -> np.ndarray:
-    """The position of each token of the step in its sequence, int64."""
-    behind_S = where.context_len_S.astype(np.int64) - where.query_start_S1[1:]
-    return np.arange(where.query_start_S1[-1]) + np.repeat(behind_S, np.diff(where.query_start_S1))
-
-
-def _items(
-    where: AttentionInput, count_S: np.ndarray, position_T: np.ndarray, most: int, num_threads: int
-) -> np.ndarray:
-    """(sequence, first token, number of tokens) of at most `most` neighbouring queries of the longer sequences, int64.
-
-    Threads take equal runs of the list; the work of an item grows with its position, so they are dealt out in turn.
-    """
-    longer = np.flatnonzero(count_S > 1)
-    pieces_L = -(-count_S[longer] // most)
-    sequence_I = np.repeat(longer, pieces_L)
-    index_I = np.arange(len(sequence_I)) - np.repeat(np.cumsum(pieces_L) - pieces_L, pieces_L)
-    first_I = where.query_start_S1[sequence_I].astype(np.int64) + index_I * most
-    size_I = np.minimum(most, where.query_start_S1[sequence_I + 1] - first_I)
-    heaviest = np.argsort(-position_T[first_I + size_I - 1], kind="stable")
-    dealt = np.concatenate([heaviest[thread::num_threads] for thread in range(num_threads)])
-    return np.stack([sequence_I, first_I, size_I], axis=1)[dealt].astype(np.int64)
 
 
 def _parts(num_kv_heads: int, num_threads: int) -> int:

@@ -426,6 +426,41 @@ def paged_prefill(q_TND, k_CBKD, v_CBKD, table_SM, item_I3, position_T, window, 
                 target[i] = _as_in(target, sum_D[i] / total_R[r])
 
 
+@njit(cache=True)
+def prefill_items(query_start_S1, context_len_S, most, num_threads):
+    """The position of each token of a step in its sequence, (T,), and the pieces of work of `paged_prefill`, (I, 3):
+    (sequence, first token, number of tokens) of at most `most` neighbouring queries of the sequences that compute more
+    than one token.
+
+    Threads take equal runs of the pieces; the work of one grows with its position, so they are dealt out in turn.
+    """
+    position_T = np.empty(query_start_S1[-1], np.int64)
+    num_items = 0
+    for s in range(len(context_len_S)):
+        begin, end = query_start_S1[s], query_start_S1[s + 1]
+        if end - begin > 1:
+            num_items += (end - begin + most - 1) // most
+        for t in range(begin, end):
+            position_T[t] = context_len_S[s] - end + t
+    item_I3, last_I = np.empty((num_items, 3), np.int64), np.empty(num_items, np.int64)
+    i = 0
+    for s in range(len(context_len_S)):
+        begin, end = query_start_S1[s], query_start_S1[s + 1]
+        if end - begin > 1:
+            for first in range(begin, end, most):
+                count = min(most, end - first)
+                item_I3[i, 0], item_I3[i, 1], item_I3[i, 2] = s, first, count
+                last_I[i] = position_T[first + count - 1]
+                i += 1
+    heaviest_I = np.argsort(-last_I)
+    dealt_I3, i = np.empty_like(item_I3), 0
+    for thread in range(num_threads):
+        for place in range(thread, num_items, num_threads):
+            dealt_I3[i] = item_I3[heaviest_I[place]]
+            i += 1
+    return position_T, dealt_I3
+
+
 # -- around them
 
 

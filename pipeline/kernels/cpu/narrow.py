@@ -17,8 +17,10 @@ from pipeline.kernels.cpu.compiled import use_threads
 from pipeline.kernels.cpu.compiled_linear import LANES
 from pipeline.quant.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
-PARALLEL_PRODUCTS = 1 << 18
-"""Products below this stay on one thread: waking another one would take longer than it saves."""
+PARALLEL_PRODUCTS = 1 << 23
+"""Work below this stays on one thread: waking another one would take longer than it saves."""
+WIDENING = 12
+"""Products that take as long as widening one weight (of 4 bits; others are quicker)."""
 FLOAT8_SCALE_LIMIT = 128.0
 """Scales are kept times 2^120, which float32 holds below this."""
 
@@ -31,9 +33,9 @@ class NarrowLinear(ABC):
         self.bias_N = None if bias_N is None else bias_N.to(torch.float32)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        num_outputs, num_inputs = self.shape_NK
-        out_MN = x_MK.new_empty(len(x_MK), num_outputs)
-        use_threads(len(x_MK) * num_outputs * num_inputs >= PARALLEL_PRODUCTS)
+        (num_outputs, num_inputs), num_tokens = self.shape_NK, x_MK.shape[0]
+        out_MN = x_MK.new_empty(num_tokens, num_outputs)
+        use_threads((num_tokens + WIDENING) * num_outputs * num_inputs >= PARALLEL_PRODUCTS)
         self._multiply(x_MK.contiguous().numpy(), out_MN.numpy())
         return out_MN if self.bias_N is None else out_MN.add_(self.bias_N)
 
