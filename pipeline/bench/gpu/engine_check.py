@@ -28,9 +28,10 @@ from pipeline.model.decoder import Decoder
 TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}  # in deviations of the logits
 PROMPTS, SHARED, LONGEST, BLOCK_SIZE = 24, 70, 320, 64
 BATCHED_TOKENS = 128
-FP8_TOLERANCES = {"float32": 0.3, "float16": 1.0, "bfloat16": 1.0}
+FP8_TOLERANCE = 1.0
 """With activations in fp8, of 3 bits of fraction: where the last bit of a value decides how it is rounded, it moves by
-up to an eighth, in every linear, so two right engines of different types are apart about as fp8 is from 16 bit."""
+up to an eighth, in every linear, so two right engines with other orders of sums are apart about as fp8 is from 16 bit.
+That the rounding itself is right, the checks of the linears show."""
 
 
 def check_engine(
@@ -63,7 +64,7 @@ def check_engine(
         return _most_behind(_oracle(folder, device, activation_dtype), prompts, completions)
 
     if activation_dtype == "fp8":
-        check = Check("engine, fp8", folder.name, dtype, "the engine as a whole", None, FP8_TOLERANCES[dtype])
+        check = Check("engine, fp8", folder.name, dtype, "the engine as a whole", None, FP8_TOLERANCE)
     else:
         check = Check("engine", folder.name, dtype, "the engine as a whole", None, TOLERANCES[dtype])
     return outcome(check, error)
