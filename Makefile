@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Of pytest. More than three save little: tests that run whole jobs take turns on one.
 WORKERS ?= 2
 
 .PHONY: demo test clean
@@ -13,8 +14,9 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
+# Not compiled: four of five modules of the packages are never imported, and those that are are compiled then.
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]" # most modules are never imported
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]"
 	touch $@ $(VENV)/.installed
 
 demo: $(VENV)/.installed
