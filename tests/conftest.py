@@ -1,9 +1,11 @@
-"""Settings of the whole suite, which must be made before torch is imported, and the command line in this process."""
+"""Settings of the whole suite, which must be made before torch is imported, how it is dealt to several workers, and the
+command line in this process."""
 
 import io
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton reads this when it is imported. Where there is a GPU the same tests run compiled, on it.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Tests that start Rays and engines in processes of their own, kill them and wait for what follows: one at a time.
+REAL_ENGINES = ("tests/bench/test_job.py", "tests/faults/")
+JOBS = (*REAL_ENGINES, "tests/job/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Last those whose processes compile what other tests compile too: by then it lies in numba's cache."""
+    items.sort(key=lambda item: item.nodeid.startswith(REAL_ENGINES))
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist, which a single file does without
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        """A file stays on one worker, which makes its fixtures once, and all of JOBS on one too."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return "jobs" if nodeid.startswith(JOBS) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A small job over a fake engine, and one local Ray for all tests of the session that need one."""
+"""A small job over a fake engine, and one local Ray for all tests of a file that need one."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def job(tmp_path) -> Job:
     return Job(tmp_path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local_ray():
     import ray
 
