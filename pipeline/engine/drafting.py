@@ -13,13 +13,15 @@ import torch
 
 from pipeline.engine.accounting import record_drafts
 from pipeline.engine.draft_room import DraftRoom
+from pipeline.engine.drawn import Chooser
 from pipeline.engine.params import EngineStats
 from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome
 from pipeline.engine.propose.proposer import Drafts, Proposer
 from pipeline.engine.rejection import DraftLaw
-from pipeline.engine.sampler import SamplingBatch, Verified, verify
+from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.step import StepPlan, runs
+from pipeline.engine.verify import Verified, verify
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Drafting:
         self._pending = _Pending(facts, count_S, proposer, drafts, offer_us, _since_us(begun_ns))
         return plan
 
-    def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None) -> Verified:
-        """What the model says to the drafts of the last `extend`. `batch`: see `sampler.verify`."""
+    def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None, chooser: Chooser | None) -> Verified:
+        """What the model says to the drafts of the last `extend`. `batch` and `chooser`: see `verify.verify`."""
         step = self._pending
         assert step is not None
         assert step.drafts is not None
@@ -94,7 +96,7 @@ class Drafting:
             device = drafts.q_SKV.device
             q_DV = drafts.q_SKV[torch.from_numpy(sequence_D).to(device), torch.from_numpy(column_D).to(device)]
             law = DraftLaw(row_D, draft_R[row_D], q_DV)
-        return verify(logits_RV, batch, draft_R, law)
+        return verify(logits_RV, batch, draft_R, law, chooser)
 
     def done(self, stats: EngineStats, verified: Verified | None, num_generated: int, step_us: int) -> None:
         """The step of the last `extend` has been computed, in step_us with proposing: count it and tell the policy."""
