@@ -96,10 +96,10 @@ class Kernels:
       holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
     draw(logits_RV, how_5R) -> (token_R, finite_R), as `greedy`, where rows may be drawn. how_5R (float64) has of each
       row its temperature (0: its best token is taken), top_k (1 to V), top_p, min_p and a number u in [0, 1). With
-      w = exp((logit - largest logit) / temperature), top_k keeps the k likeliest and what equals the last of them, min_p
-      what has at least that w, and top_p, of what is left, the fewest likeliest whose sum reaches top_p of its sum, of
-      equal ones the first. Drawn is the first token with w > 0 at which the running sum of what is left, by token,
-      passes u times the whole. Options are rounded to float32 before.
+      w = exp((logit - largest logit) / temperature), top_k keeps the k likeliest and what equals the last of them,
+      min_p what has at least that w, and top_p, of what is left, the fewest likeliest whose sum reaches top_p of its
+      sum, of equal ones the first. Drawn is the first token with w > 0 at which the running sum of what is left, by
+      token, passes u times the whole. Options are rounded to float32 before.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
     """
 
