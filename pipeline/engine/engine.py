@@ -346,7 +346,8 @@ class Engine:
             if plan.draft_S is not None and self.drafting is not None:
                 return self.drafting.verify(logits_RV, batch, chooser)
             if chooser is not None:
-                return draw_on_device(chooser, logits_RV, batch, None if late is None else late.ids(step.logit_row_R))
+                late_ids = None if late is None or batch is None else late.ids(step.logit_row_R)
+                return draw_on_device(chooser, logits_RV, batch, late_ids)
             return greedy(logits_RV) if batch is None else sample(logits_RV, batch)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine import penalties
 from pipeline.engine.drawn import draw_on_device
 from pipeline.engine.draws import uniforms
 from pipeline.engine.params import SamplingParams
-from pipeline.engine.penalties import LateIds
+from pipeline.engine.penalties import LateIds, adjusted
 from pipeline.engine.rejection import DraftLaw
 from pipeline.engine.sampler import sample
 from pipeline.engine.scheduler import UNKNOWN_TOKEN
@@ -79,6 +80,21 @@ def test_a_token_that_the_host_does_not_know_yet_is_counted(seed: int) -> None:
     unknown = replace(batch, token_ids=hidden)
     assert same(draw_on_device(OnThisDevice(), logits_RV, unknown, late).output(), expected)
     assert not same(draw_on_device(OnThisDevice(), logits_RV, unknown).output(), expected)
+    every = np.arange(120)
+    z_RV = adjusted(logits_RV, batch, every)
+    assert torch.equal(adjusted(logits_RV, unknown, every, late), z_RV)
+
+
+def test_a_late_token_that_its_row_had_before_has_one_count() -> None:
+    """Whichever of the two is written last."""
+    late = LateIds(np.array([0, 2]), torch.tensor([7, 4]))
+    places = torch.tensor([0, 0, 1, 2]), torch.tensor([3, 7, 7, 5])
+    both, count = penalties._with_late(
+        late, torch.tensor([0, 2]), np.array([0, 0, 1, 2]), places, torch.tensor([1, 2, 5, 1])
+    )
+    assert list(zip(both[0].tolist(), both[1].tolist(), count.tolist())) == [
+        (0, 3, 1), (0, 7, 3), (1, 7, 5), (2, 5, 1), (0, 7, 3), (2, 4, 1),
+    ]  # fmt: skip
 
 
 def test_rows_that_are_not_finite_are_flagged_and_touch_nobody() -> None:
