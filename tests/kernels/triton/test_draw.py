@@ -50,17 +50,19 @@ def test_tokens_are_those_of_the_oracle(vocabulary: int, dtype: torch.dtype) -> 
     assert agree(logits_RV, options, random.random(len(options)))
 
 
-@pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53])
-@pytest.mark.parametrize("at", [[0, 1, 2, 8191], [3, 8192, 8193, 16_384], [5, 6, 16_383, 19_999]], ids=str)
+@pytest.mark.parametrize("u", [0.25, 0.4, 1 - 2.0**-53])
+@pytest.mark.parametrize("at", [[0, 1, 2, 8191], [3, 8192, 8193, 16_384]], ids=str)
 def test_of_equal_ones_the_first_are_kept(at: list[int], u: float) -> None:
-    """Four equal logits, of which top_p keeps one, two or all, within a part of the row and over parts."""
+    """Four equal logits, of which one, two, all or three are kept, within a part of the row and over parts; behind them
+    the best one."""
     logits_RV = torch.full((4, 20_000), -2.0)
     logits_RV[:, at] = 14.0
-    cuts = [(1.0, 0, 0.2, 0.0), (1.0, 0, 0.45, 0.0), (1.0, 2, 1.0, 0.0), (1.0, 3, 0.7, 0.5)]
+    logits_RV[:, 16_385] = 15.0
+    cuts = [(1.0, 0, 0.5, 0.0), (1.0, 0, 0.65, 0.0), (1.0, 2, 1.0, 0.0), (1.0, 3, 0.8, 0.3)]
     (ours, _), (oracle, _) = both(logits_RV, how_of(cuts, 20_000, np.full(4, u)))
     assert ours.tolist() == oracle.tolist()
-    if u > 0.9:
-        assert ours.tolist() == [at[0], at[1], at[3], at[2]]
+    if u == 0.25:
+        assert set(ours.tolist()) <= set(at), "the equal ones come first"
 
 
 def test_equal_logits_everywhere() -> None:
@@ -68,9 +70,9 @@ def test_equal_logits_everywhere() -> None:
     assert agree(torch.zeros(5, 9000), options, np.array([0.3, 0.999, 0.7, 0.2, 0.5]))
 
 
-@pytest.mark.parametrize(("name", "num"), [("temperature", 80), ("all", 24)])
+@pytest.mark.parametrize(("name", "num"), [("temperature", 80), ("min_p", 60), ("all", 24)])
 def test_shares_are_those_of_the_law(name: str, num: int) -> None:
-    """Numbers in even steps draw every token as often as its probability says, to one step."""
+    """Numbers in even steps draw the tokens up to each as often as the law says, to half a step."""
     logits_V = torch.from_numpy(np.random.default_rng(7).normal(0, 1.5, 60)).float()
     how_5R = how_of([OPTIONS[name]] * num, 60, (np.arange(num) + 0.5) / num)
     token_R = drawing.draw(logits_V.expand(num, -1).contiguous().to(DEVICE), how_5R.to(DEVICE))[0].cpu().numpy()
@@ -82,7 +84,9 @@ def test_shares_are_those_of_the_law(name: str, num: int) -> None:
     w[w < min_p] = 0.0
     better = np.cumsum(w[order]) - w[order]
     w[order[better >= top_p * w.sum()]] = 0.0
-    assert np.abs(np.bincount(token_R, minlength=60) / num - w / w.sum()).max() <= 1.001 / num
+    assert (w[token_R] > 0).all()
+    drawn_V = np.bincount(token_R, minlength=60).cumsum() / num
+    assert np.abs(drawn_V - w.cumsum() / w.sum()).max() <= 0.501 / num
 
 
 @pytest.mark.parametrize("at", [0, 8191, 8192, 19_999])
