@@ -71,6 +71,9 @@ class _RecordingRunner:
     def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.runner.greedy(logits_RV)
 
+    def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.runner.draw(logits_RV, how_5R)
+
     def zero_blocks(self, blocks: list[int]) -> None:
         self.runner.zero_blocks(blocks)
 

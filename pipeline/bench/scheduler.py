@@ -166,7 +166,7 @@ class _NoModel:
     """The runner of an engine: a row of made logits for each that wants one. Notes when it was called."""
 
     is_asynchronous = False
-    greedy = staticmethod(reference.greedy)
+    greedy, draw = staticmethod(reference.greedy), staticmethod(reference.draw)
 
     def __init__(self, num_rows: int, vocab_size: int, ending: Sequence[int]) -> None:
         self.vocab_size = vocab_size

@@ -11,10 +11,11 @@ import numpy as np
 
 from pipeline.engine.params import Completion, FinishReason
 from pipeline.engine.runner import Runner
-from pipeline.engine.sampler import SamplerOutput, Verified
+from pipeline.engine.sampling_batch import SamplerOutput
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence
 from pipeline.engine.tokenizer import Tokenizer
+from pipeline.engine.verify import Verified
 from pipeline.errors import RowError
 
 Append = Callable[[np.ndarray, np.ndarray], None]  # of slots and their next tokens

@@ -13,13 +13,15 @@ import torch
 
 from pipeline.engine.accounting import record_drafts
 from pipeline.engine.draft_room import DraftRoom
+from pipeline.engine.drawn import Chooser
 from pipeline.engine.params import EngineStats
 from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome
 from pipeline.engine.propose.proposer import Drafts, Proposer
 from pipeline.engine.rejection import DraftLaw
-from pipeline.engine.sampler import SamplingBatch, Verified, verify
+from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.step import StepPlan
+from pipeline.engine.verify import Verified, verify
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Drafting:
         self._pending = _Pending(facts, count_S, proposer, drafts, offer_us, _since_us(begun_ns))
         return plan
 
-    def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None) -> Verified:
-        """What the model says to the drafts of the last `extend`. `batch`: see `sampler.verify`."""
+    def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None, chooser: Chooser | None) -> Verified:
+        """What the model says to the drafts of the last `extend`. `batch` and `chooser`: see `verify.verify`."""
         step = self._pending
         assert step is not None
         assert step.drafts is not None
@@ -94,7 +96,7 @@ class Drafting:
             row_D, device = np.flatnonzero(draft_R >= 0), drafts.q_SKV.device
             sequence_D, column_D = (torch.from_numpy(at_D).to(device) for at_D in np.nonzero(is_draft_SK1))
             law = DraftLaw(row_D, draft_R[row_D], drafts.q_SKV[sequence_D, column_D])
-        return verify(logits_RV, batch, draft_R, law)
+        return verify(logits_RV, batch, draft_R, law, chooser)
 
     def done(self, stats: EngineStats, verified: Verified | None, num_generated: int, step_us: int) -> None:
         """The step of the last `extend` has been computed, in step_us with proposing: count it and tell the policy."""

@@ -20,6 +20,7 @@ from pipeline.engine.build import build
 from pipeline.engine.completing import Completing, failed
 from pipeline.engine.detokenizer import StopChecker
 from pipeline.engine.drafting import Drafting
+from pipeline.engine.drawn import Drawn, draw_on_device
 from pipeline.engine.flight import Flight
 from pipeline.engine.memory import is_out_of_memory
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
@@ -29,13 +30,15 @@ from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
 from pipeline.engine.propose.proposer import Proposer
 from pipeline.engine.resolve import Speculation
 from pipeline.engine.runner import Runner
-from pipeline.engine.sampler import Drawn, SamplerOutput, SamplingBatch, Verified, greedy, sample
+from pipeline.engine.sampler import greedy, sample
+from pipeline.engine.sampling_batch import SamplerOutput, SamplingBatch
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence, SlotTable
 from pipeline.engine.shortage import Shortage
 from pipeline.engine.step import StepPlan, build_input, runs
 from pipeline.engine.timing import controlled_drafts
 from pipeline.engine.tokenizer import Tokenizer
+from pipeline.engine.verify import Verified
 from pipeline.errors import ConfigError, RowError
 from pipeline.kernels.select import must_compile, select_lookup
 
@@ -336,13 +339,16 @@ class Engine:
         if self._flight is not None and len(promised_P):
             late = self._flight.late(plan, promised_P, self.table.num_slots)
         try:
-            logits_RV = self.runner.execute(build_input(plan, self.table), late)
-            is_plain = self.table.is_plain[slot_R].all()
+            step = build_input(plan, self.table)
+            logits_RV = self.runner.execute(step, late)
+            batch = None if self.table.is_plain[slot_R].all() else self._sampling_batch(plan, slot_R)
+            chooser = self.runner if self.runner.is_asynchronous else None
             if plan.draft_S is not None and self.drafting is not None:
-                return self.drafting.verify(logits_RV, None if is_plain else self._draft_batch(plan, slot_R))
-            if is_plain:
-                return Drawn(*self.runner.greedy(logits_RV)) if self.runner.is_asynchronous else greedy(logits_RV)
-            return sample(logits_RV, SamplingBatch.of(self.table, slot_R, self.table.num_known[slot_R]))
+                return self.drafting.verify(logits_RV, batch, chooser)
+            if chooser is not None:
+                late_ids = None if late is None or batch is None else late.ids(step.logit_row_R)
+                return draw_on_device(chooser, logits_RV, batch, late_ids)
+            return greedy(logits_RV) if batch is None else sample(logits_RV, batch)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -373,9 +379,10 @@ class Engine:
             return []
         return self._completing.take(flight.slot_K, flight.output(), _now_us())
 
-    def _draft_batch(self, plan: StepPlan, slot_S: np.ndarray) -> SamplingBatch:
+    def _sampling_batch(self, plan: StepPlan, slot_S: np.ndarray) -> SamplingBatch:
         """A row behind the known tokens of each sequence and one behind each draft, which sees the drafts before it."""
-        assert plan.draft_S is not None
+        if plan.draft_S is None:
+            return SamplingBatch.of(self.table, slot_S, self.table.num_known[slot_S])
         count_S = plan.draft_S[plan.samples_S] + 1
         known_R = runs(self.table.num_known[slot_S], count_S)
         return SamplingBatch.of(self.table, np.repeat(slot_S, count_S), known_R)

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.engine.sampler import Drawn, SamplerOutput
+from pipeline.engine.drawn import Drawn
+from pipeline.engine.penalties import LateIds
+from pipeline.engine.sampling_batch import SamplerOutput
 from pipeline.engine.step import StepPlan
 from pipeline.kernels.transfer import on_device
 
@@ -33,6 +35,11 @@ class LateTokens:
     def put_into(self, token_ids_T: torch.Tensor) -> None:
         device = token_ids_T.device
         token_ids_T[on_device(self.place_L, device)] = self.token_ids_R[on_device(self.row_L, device)]
+
+    def ids(self, logit_row_R: np.ndarray) -> LateIds:
+        """The same tokens by the rows of their own step that follow them: each is its sequence's last one."""
+        late_ids_L = self.token_ids_R[on_device(self.row_L, self.token_ids_R.device)]
+        return LateIds(np.searchsorted(logit_row_R, self.place_L), late_ids_L)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,15 @@
 import numpy as np
 import torch
 
+from pipeline.engine.drawn import draw_on_device
 from pipeline.engine.memory import release_cached_memory
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.resolve import Resolved
 from pipeline.engine.runner import ModelRunner
-from pipeline.engine.sampler import SamplingBatch, sample
+from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.sequence import SAMPLING_OPTIONS, sampling_options
 from pipeline.engine.step import made_input
+from pipeline.engine.weights import weights
 
 
 def step_input_shape(resolved: Resolved) -> tuple[int, int, int]:
@@ -29,13 +31,16 @@ def measured_step_bytes(runner: ModelRunner, resolved: Resolved) -> int:
     release_cached_memory()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    sample(runner.execute(step), _drawn_rows(num_rows))
+    logits_RV, batch = runner.execute(step), _drawn_rows(num_rows)
+    draw_on_device(runner, logits_RV, batch)
+    if resolved.speculation is not None and "draft" in resolved.speculation.proposers:
+        weights(logits_RV, batch, np.arange(num_rows))  # to settle drafts of known law
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 
 def _drawn_rows(num_rows: int) -> SamplingBatch:
-    options = sampling_options(SamplingParams(temperature=1.0, top_p=0.9))
+    options = sampling_options(SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, logprobs=0))
     nobody = np.zeros(num_rows, dtype=np.int64)
     return SamplingBatch(
         options=np.full(num_rows, np.array(options, dtype=SAMPLING_OPTIONS)),

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.draws import ACCEPT, RESIDUAL, draw, uniforms
+from pipeline.engine.sampling_batch import SamplingBatch
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,18 @@ class DraftLaw:
         """Some of the drafts alone, by their places."""
         on_device = torch.from_numpy(chosen).to(self.q_DV.device)
         return DraftLaw(self.rows[chosen], self.token_ids[chosen], self.q_DV[on_device])
+
+
+def settle_drafts(
+    drawn_ids_R: torch.Tensor, w_RV: torch.Tensor, batch: SamplingBatch, drawn: np.ndarray, law: DraftLaw
+) -> None:
+    """Replace the plain draws of those of the rows `drawn` that have a draft of known law."""
+    law = law.of(np.flatnonzero(np.isin(law.rows, drawn)))
+    if not len(law.rows):
+        return
+    at = torch.from_numpy(np.searchsorted(drawn, law.rows)).to(w_RV.device)
+    seeds, positions = batch.seeds[law.rows], batch.positions[law.rows]
+    drawn_ids_R[at] = settle(w_RV[at], law, seeds, positions, drawn_ids_R[at])
 
 
 def settle(

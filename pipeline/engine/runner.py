@@ -23,9 +23,10 @@ class Runner(Protocol):
 
     def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor: ...
     def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernels.greedy`; asked only where `is_asynchronous`."""
+        """See `Kernels.greedy`; asked only where `is_asynchronous`, as `draw` is."""
         ...
 
+    def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def zero_blocks(self, blocks: list[int]) -> None: ...
 
 
@@ -85,6 +86,9 @@ class ModelRunner:
 
     def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.decoder.kernels.greedy(logits_RV)
+
+    def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.decoder.kernels.draw(logits_RV, how_5R)
 
     @property
     def captured_tokens(self) -> list[int]:

@@ -89,6 +89,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
             "attention": "numba",
             "silu_mul": "numba, one pass",
             "greedy": "numpy",
+            "draw": "numpy and torch",
         },
     )
 

@@ -9,7 +9,7 @@ import torch
 from pipeline.engine.engine import Engine
 from pipeline.engine.flight import LateTokens
 from pipeline.engine.step import StepInput
-from pipeline.kernels.reference import greedy
+from pipeline.kernels.reference import draw, greedy
 
 VOCAB = 97
 EOS = 96
@@ -42,7 +42,7 @@ class HashRunner:
 
     vocab_size = VOCAB
     is_asynchronous = False
-    greedy = staticmethod(greedy)
+    greedy, draw = staticmethod(greedy), staticmethod(draw)
 
     def __init__(
         self, num_blocks: int, block_size: int, bad_token: int | None = None, memory: int | None = None

@@ -45,7 +45,7 @@ def test_a_sequence_that_ends_itself_is_computed_once_too_often_and_its_row_is_d
     assert engine.stats.generated_tokens == len(expected)
 
 
-def test_options_that_look_at_the_output_wait_for_it() -> None:
+def test_options_that_look_at_the_output_see_all_of_it() -> None:
     rng = np.random.default_rng(1)
     params = [
         SamplingParams(max_tokens=12, temperature=1.0, seed=4, ignore_eos=True),

@@ -1,5 +1,5 @@
-"""The engine on the kernels for NVIDIA GPUs gives the reference's greedy tokens: here in Triton's interpreter, captured
-steps included, whose replay is the captured function called again on the same tensors."""
+"""The engine on the kernels for NVIDIA GPUs gives the reference's tokens, greedy and drawn: here in Triton's
+interpreter, captured steps included, whose replay is the captured function called again on the same tensors."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -64,24 +64,30 @@ def engine_of(folder: Path, kernels: str, **options: Any) -> Engine:
     return Engine(EngineConfig(model=str(folder), device="cpu", dtype="float32", kernels=kernels, **settings))
 
 
-def tokens_of(engine: Engine) -> tuple[list[list[int]], int]:
+DRAWN = (
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "seed": 9},
+    {"temperature": 0.7, "top_k": 20, "min_tokens": 2, "repetition_penalty": 1.3},
+)
+
+
+def tokens_of(engine: Engine, is_drawn: bool) -> tuple[list[list[int]], int]:
     """Completions of prompts that share a beginning, one computed in two chunks, and how many steps they took."""
     rng = np.random.default_rng(3)
     stem = rng.integers(0, 255, 16).tolist()
     prompts = [(stem if n < 2 else []) + rng.integers(0, 255, length).tolist() for n, length in enumerate((10, 1, 5))]
-    params = [SamplingParams(max_tokens=3 + n % 3, ignore_eos=True) for n in range(len(prompts))]
+    params = [SamplingParams(max_tokens=3 + n % 3, ignore_eos=True, **(DRAWN[n] if is_drawn else {})) for n in range(3)]
     with engine:
         done = engine.generate(prompts, params)
         return [completion.token_ids for completion in done], engine.stats.num_steps
 
 
-@pytest.mark.parametrize("with_drafts", [False, True], ids=["one-step-ahead", "drafts"])
-def test_captured_steps_give_the_reference_tokens(
-    folder: Path, with_drafts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["one step ahead", "drafts", "drawn one step ahead"])
+def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without drafts as on a GPU: the next step is launched before the tokens of one are known, and wide forms of the
     weights are written into a shared scratch."""
-    expected, _ = tokens_of(engine_of(folder, "reference"))
+    with_drafts, is_drawn = kind == "drafts", kind.startswith("drawn")
+    expected, _ = tokens_of(engine_of(folder, "reference"), is_drawn)
     speculation = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True} if with_drafts else "off"
     if not with_drafts:
         monkeypatch.setattr("pipeline.kernels.triton.linear.CROSSOVER_SCRATCH", 4)
@@ -104,7 +110,7 @@ def test_captured_steps_give_the_reference_tokens(
         return hidden_RH
 
     runner._graphs.run = run_and_watch
-    tokens, num_steps = tokens_of(engine)
+    tokens, num_steps = tokens_of(engine, is_drawn)
     assert tokens == expected
     assert len(ran) > num_steps / 2, "most steps are replayed"
     assert set(ran) - {1, 2, 4, 6}, "some are padded"

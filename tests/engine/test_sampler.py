@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.engine import draws, sampler
+from pipeline.engine import draws, sampler, weights
 from pipeline.engine.draws import uniforms
 from pipeline.engine.params import SamplingParams
-from pipeline.engine.sampler import SamplingBatch, distribution, greedy, sample
+from pipeline.engine.sampler import distribution, greedy, sample
+from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.sequence import SAMPLING_OPTIONS, is_plain, sampling_options
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -351,7 +352,7 @@ def test_the_fewest_best_tokens_that_reach_top_p_are_kept(num_tokens, device):
     w = np.exp(z - z.max(axis=1, keepdims=True)).astype(np.float32)
     top_p = rng.choice([0.001, 0.5, 0.9, 0.999], 60)
     got = torch.from_numpy(w).to(device, copy=True)
-    sampler._cut_top_p(got, torch.from_numpy(top_p)[:, None].to(device))
+    weights.cut_top_p(got, torch.from_numpy(top_p)[:, None].to(device))
     for row, kept in enumerate(got.cpu().numpy()):
         order = np.lexsort((np.arange(num_tokens), -w[row]))
         before = w[row][order].astype(np.float64).cumsum() - w[row][order]
@@ -368,7 +369,7 @@ def test_best_values_are_the_best_in_order_and_with_all_their_equals(num, device
     x = rng.normal(0, 3, (20, 777)).astype(np.float32)
     x[10:] = x[10:].round()
     x[4, :700] = -np.inf
-    best, count = sampler._best_values(torch.from_numpy(x).to(device), num, torch.finfo(torch.float32).min)
+    best, count = weights.best_values(torch.from_numpy(x).to(device), num, torch.finfo(torch.float32).min)
     for row in range(20):
         expected = np.sort(x[row])[::-1]
         enough = int(count[row])

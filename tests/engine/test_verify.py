@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine import draws, rejection, sampler
+from pipeline.engine import draws, rejection, weights
 from pipeline.engine.draws import DRAFT, draw, uniforms
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.rejection import DraftLaw, settle
-from pipeline.engine.sampler import SamplingBatch, distribution, sample, verify
+from pipeline.engine.sampler import distribution, sample
+from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.sequence import SAMPLING_OPTIONS, sampling_options
 from pipeline.engine.step import runs
+from pipeline.engine.verify import verify
 
 V, LENGTH, MOST = 4, 3, 3  # tokens of the vocabulary, tokens whose joint law is looked at, drafts of a step
 NUM_RUNS = 7_000
@@ -192,7 +194,7 @@ def control(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     elif name == "resampling from p":
         monkeypatch.setattr(rejection, "residual", lambda p, q: p.clone())
     elif name == "probabilities before top-p":
-        monkeypatch.setattr(sampler, "_cut_top_p", lambda w, top_p: w)
+        monkeypatch.setattr(weights, "cut_top_p", lambda w, top_p: w)
     elif name == "every draft stands":
         monkeypatch.setattr(rejection, "uniforms", lambda seeds, positions, stream: np.zeros(len(seeds)))
 

@@ -116,9 +116,12 @@ def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
 
 def test_selection_says_who_serves_each_operation() -> None:
     kernels = select_kernels(torch.device("cpu"), torch.float32)
-    assert set(kernels.served_by) == {"linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy"}
+    names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "draw"}
+    assert set(kernels.served_by) == names
     assert all(
-        "numba" in origin for operation, origin in kernels.served_by.items() if operation not in ("linear", "greedy")
+        "numba" in origin
+        for operation, origin in kernels.served_by.items()
+        if operation not in ("linear", "greedy", "draw")
     )
 
 

@@ -36,6 +36,14 @@ STEPS = {  # tokens that each sequence computes, and its context
 LINEARS_NK = ((384, 256), (1536, 1024), (256, 896))
 TOKENS = (1, 3, 16, 33, 64, 200)
 ROWS = (1, 37, 300)
+DRAWS = (  # temperature, top_k, top_p, min_p
+    (1.0, 32_011.0, 0.9, 0.0),
+    (0.7, 32_011.0, 1.0, 0.0),
+    (1.3, 40.0, 1.0, 0.0),
+    (1.0, 32_011.0, 1.0, 0.01),
+    (0.0, 32_011.0, 1.0, 0.0),
+    (1.5, 200.0, 0.95, 0.001),
+)
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """What a kernel gave, and what the oracle."""
@@ -158,6 +166,17 @@ def _cases(
         best_R, sound_R = (each.to(device) for each in oracle.greedy(logits_RV.cpu()))  # where the first one is sure
         return [(finite_R, sound_R.float()), (token_R * sound_R, (best_R * sound_R).float())]
 
+    def of_draw(rows: int, vocab_size: int) -> Pairs:
+        logits_RV = 3 * normal(rows, vocab_size).float()
+        logits_RV[1::7, -1] = float("nan")
+        random = torch.Generator().manual_seed(rows)
+        options_R4 = torch.tensor(DRAWS).repeat(-(-rows // len(DRAWS)), 1)[:rows].double()
+        u_R1 = torch.rand(rows, 1, dtype=torch.float64, generator=random)
+        how_5R = torch.cat([options_R4, u_R1], dim=1).T.contiguous()
+        token_R, finite_R = kernels.draw(logits_RV, how_5R.to(device))
+        drawn_R, sound_R = (each.to(device) for each in oracle.draw(logits_RV.cpu(), how_5R))
+        return [(finite_R, sound_R.float()), (token_R * sound_R, (drawn_R * sound_R).float())]
+
     for weight_name, weight in _linears(dtype):
         for tokens in TOKENS:
             yield "linear", f"{weight_name}, {tokens} tokens", partial(of_linear, weight, tokens)
@@ -166,6 +185,7 @@ def _cases(
         yield "add_rms_norm", f"{tokens} tokens of 896", partial(of_norm, tokens, 896)
         yield "silu_mul", f"{tokens} tokens of 1792", partial(of_gate, tokens, 1792)
         yield "greedy", f"{tokens} rows of 32,011", partial(of_greedy, tokens, 32_011)
+        yield "draw", f"{tokens} rows of 32,011", partial(of_draw, tokens, 32_011)
     for heads in ALL_HEADS:
         about = f"{heads.num_heads} heads on {heads.num_kv_heads} of {heads.head_dim}"
         steps = {name: partial(paged_step, *step, heads, dtype, device) for name, step in STEPS.items()}

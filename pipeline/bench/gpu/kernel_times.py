@@ -118,6 +118,13 @@ def kernel_cases(
         logits_RV = torch.randn(rows, size.vocab, device=stopwatch.device)
         return timed("greedy", f"{rows:,} rows", (float(logits_RV.nbytes), 0.0, lambda: kernels.greedy(logits_RV)))
 
+    def of_draw(rows: int, top_p: float) -> KernelTime:
+        logits_RV = 3 * torch.randn(rows, size.vocab, device=stopwatch.device)
+        options = torch.tensor([1.0, size.vocab, top_p, 0.0], dtype=torch.float64, device=stopwatch.device)
+        how_5R = torch.cat([options.repeat(rows, 1).T, torch.rand(1, rows, device=stopwatch.device).double()])
+        case = f"{rows:,} rows" if top_p == 1 else f"{rows:,} rows, top_p {top_p}"
+        return timed("draw", case, (float(logits_RV.nbytes), 0.0, lambda: kernels.draw(logits_RV, how_5R)))
+
     def of_attention(case: str, counts: list[int], contexts: list[int]) -> KernelTime:
         step = paged_step(counts, contexts, heads, dtype, stopwatch.device)
         q_TND, k, v, scale = step.q_TND, step.k_cache_CBKD, step.v_cache_CBKD, size.head_dim**-0.5
@@ -133,6 +140,8 @@ def kernel_cases(
         yield from (partial(of, tokens) for of in (of_norm, of_gate, of_write))
     for sequences, context in cases.decoding:
         yield partial(of_greedy, sequences)
+        yield partial(of_draw, sequences, 1.0)
+        yield partial(of_draw, sequences, 0.9)
         yield partial(of_attention, f"decoding, {sequences:,} at {context:,}", [1] * sequences, [context] * sequences)
         if sequences > 1:
             contexts = _skewed(sequences, context)

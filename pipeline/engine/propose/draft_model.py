@@ -25,7 +25,8 @@ from pipeline.engine.draws import DRAFT, draw, uniforms
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts
 from pipeline.engine.runner import Runner
-from pipeline.engine.sampler import SamplingBatch, distribution, greedy
+from pipeline.engine.sampler import distribution, greedy
+from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.sequence import SlotTable
 from pipeline.engine.step import StepPlan, build_input
 

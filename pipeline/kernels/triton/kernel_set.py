@@ -5,6 +5,7 @@ from triton import knobs
 
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.triton.attention import PagedAttention
+from pipeline.kernels.triton.draw import draw
 from pipeline.kernels.triton.fp8 import fp8_linears
 from pipeline.kernels.triton.fused import add_rms_norm, norm_rope_write, silu_mul
 from pipeline.kernels.triton.graph import CapturedAttention
@@ -30,6 +31,7 @@ def triton_kernels(
         attention=PagedAttention(device, deterministic),
         silu_mul=silu_mul,
         greedy=greedy,
+        draw=draw,
         served_by={
             "linear": f"cuBLAS; int4 weights: Triton for few tokens, cuBLAS for many ({widened})",
             "add_rms_norm": "Triton, one launch",
@@ -37,6 +39,7 @@ def triton_kernels(
             "attention": f"{attention}; batch-invariant" if deterministic else attention,
             "silu_mul": "Triton, one launch",
             "greedy": "Triton, two launches",
+            "draw": "Triton, one launch",
         },
         graph_attention=CapturedAttention,
         rounded=fp8_linears(device),

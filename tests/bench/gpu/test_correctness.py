@@ -32,7 +32,7 @@ def test_the_oracle_passes_its_own_checks(monkeypatch):
     found = checks_of(monkeypatch)
     assert not found.failed
     assert {check.kernel for check in found.checks} == {
-        "linear", "fp8 linear", "add_rms_norm", "silu_mul", "greedy", "attention", "norm_rope_write",
+        "linear", "fp8 linear", "add_rms_norm", "silu_mul", "greedy", "draw", "attention", "norm_rope_write",
     }  # fmt: skip
     assert max(check.error for check in found.checks) == 0
 
@@ -68,12 +68,16 @@ def test_a_wrong_kernel_fails_and_is_named(monkeypatch):
         token, finite = right.greedy(logits.flip(1))
         return logits.shape[1] - 1 - token, finite
 
+    def draw(logits, how):  # with the numbers of other rows
+        return right.draw(logits, torch.cat([how[:4], how[4:].roll(1, 1)]))
+
     def broken(weight):
         raise RuntimeError("ptxas: out of registers")
 
     for name, wrong in [
         ("attention", _off_by_one(right)), ("add_rms_norm", add_rms_norm), ("norm_rope_write", wrong_keys),
-        ("norm_rope_write", wrong_values), ("silu_mul", silu_mul), ("greedy", greedy), ("prepare_linear", broken),
+        ("norm_rope_write", wrong_values), ("silu_mul", silu_mul), ("greedy", greedy), ("draw", draw),
+        ("prepare_linear", broken),
     ]:  # fmt: skip
         found = checks_of(monkeypatch, **{name: wrong})
         assert {check.kernel for check in found.failed} == {name.removeprefix("prepare_")}

@@ -22,6 +22,7 @@ from pipeline.kernels.triton.launch import Launch, Target
 MAX_REGISTERS = 255  # of a thread
 
 _TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",

@@ -25,14 +25,15 @@ def with_constants(launch: Launch, **constants: int) -> Launch:
 
 
 def chosen(name: str) -> dict[str, Launch]:
-    """All kernels for sm_90, those with products for sm_80, the fp8 ones for sm_89; some that must be found wanting."""
+    """All kernels for sm_90, those with products and the widest rows for sm_80, the fp8 ones for sm_89; some that must be
+    found wanting."""
     target = TARGETS[name]
     if name == "sm_89":
         return fp8_launches_of(LLAMA_8B, torch.bfloat16, target)
     all_of = launches_of(LLAMA_8B, torch.bfloat16, target)
     windowed = launches_of(LLAMA_8B, torch.bfloat16, target, window=4096)
     if name == "sm_80":
-        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens"
+        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw"
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
         return {key: all_of[key] for key in kept} | {
             "prefill, groups of 5": launches_of(GROUPS_OF_5, torch.float16, target)["prefill"],

@@ -6,6 +6,7 @@ import torch
 
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
+from pipeline.kernels.triton.draw import draw_launch
 from pipeline.kernels.triton.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
 from pipeline.kernels.triton.fused import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
@@ -53,11 +54,12 @@ def launches_of(
         "norm_rope_write": rope,
         "silu_mul": silu_mul_launch(empty(num_tokens, 2 * shape.intermediate_size), out_TF),
     }
-    parts, whole = greedy_launches(
-        empty(num_tokens, shape.vocab_size, dtype=torch.float32), slot_T, empty(num_tokens, dtype=torch.bool)
-    )
+    logits_TV, finite_T = empty(num_tokens, shape.vocab_size, dtype=torch.float32), empty(num_tokens, dtype=torch.bool)
+    parts, whole = greedy_launches(logits_TV, slot_T, finite_T)
+    how_5T = empty(5, num_tokens, dtype=torch.float64)
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target)
+    sampling["draw"] = draw_launch(logits_TV, how_5T, slot_T, finite_T)
     return fused | _attention(shape, q_TND, cache_CBKD, target, window) | products | sampling
 
 

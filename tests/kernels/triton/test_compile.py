@@ -16,7 +16,7 @@ from tests.kernels.triton.compile import compile_for
 from tests.kernels.triton.problems import DEVICE
 
 ROOT = Path(__file__).parents[3]
-EVERYWHERE = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens"
+EVERYWHERE = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,7 @@ def test_all_kernels_are_compiled(compiled: dict) -> None:
         "fp8 rounding",
         "fp8",
         "greedy",
+        "draw",
     }
 
 

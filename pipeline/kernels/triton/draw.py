@@ -1,0 +1,182 @@
+"""One token of each row of logits, drawn or the best: a program a row, without sorting and without the host.
+
+How far a logit is behind the row's best, over the temperature, is a float32 that is not negative, and the bits of such
+numbers are in the order of the numbers. So where top_k and top_p cut is searched for in the bits, to the last one: each
+pass over the row weighs three cuts and leaves a quarter of the range, 16 passes in all. A row without these options is
+read three times, a greedy one once.
+
+Sums are float32 in each lane and float64 across lanes; the running sum in which a token is found is float64. Nothing
+depends on other rows.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# It does not see what `triton.jit` makes of a function.
+
+import torch
+import triton
+import triton.language as tl
+
+from pipeline.kernels.triton.launch import Launch
+
+_WIDTH = 8192  # tokens looked at together
+_FARTHEST = tl.constexpr(0x42D00000)  # bits of 104: exp(-104) is 0 in float32, so nothing behind it counts
+
+
+@triton.jit
+def _best_of_row(logits_ptr, num_tokens, WIDTH: tl.constexpr):
+    lane = tl.arange(0, WIDTH)
+    best = tl.full((WIDTH,), float("-inf"), tl.float32)
+    at = tl.zeros((WIDTH,), tl.int32)
+    for first in range(0, num_tokens, WIDTH):
+        token = first + lane
+        logit = tl.load(logits_ptr + token, mask=token < num_tokens, other=float("-inf")).to(tl.float32)
+        logit = tl.where(logit != logit, float("inf"), logit)  # a maximum may pass NaN by
+        at = tl.where(logit > best, token, at)
+        best = tl.maximum(best, logit)
+    largest = tl.max(best, axis=0)
+    return largest, tl.min(tl.where(best == largest, at, num_tokens), axis=0)
+
+
+@triton.jit
+def _weights(logits_ptr, first, num_tokens, best, scale, min_p, WIDTH: tl.constexpr):
+    """Of tokens from `first` on: how far behind the best they are, as bits, and their weights, 0 below min_p."""
+    token = first + tl.arange(0, WIDTH)
+    logit = tl.load(logits_ptr + token, mask=token < num_tokens, other=float("-inf")).to(tl.float32)
+    behind = (best - logit) * scale
+    weight = tl.exp(-behind)
+    return behind.to(tl.int32, bitcast=True), tl.where(weight >= min_p, weight, 0.0)
+
+
+@triton.jit
+def _nearest_cut(logits_ptr, num_tokens, best, scale, min_p, cut, wanted, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """The nearest cut, up to `cut`, at which the tokens up to it are `wanted` in number or, without COUNT, weigh as
+    much."""
+    low = tl.full((), -1, tl.int32)
+    high = cut
+    while high - low > 1:
+        step = tl.maximum((high - low) // 4, 1)
+        near, middle, far = low + step, tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+        to_near = tl.zeros((WIDTH,), tl.float32)
+        to_middle = tl.zeros((WIDTH,), tl.float32)
+        to_far = tl.zeros((WIDTH,), tl.float32)
+        for first in range(0, num_tokens, WIDTH):
+            bits, amount = _weights(logits_ptr, first, num_tokens, best, scale, min_p, WIDTH)
+            if COUNT:
+                amount = tl.full((WIDTH,), 1.0, tl.float32)
+            to_near += tl.where(bits <= near, amount, 0.0)
+            to_middle += tl.where(bits <= middle, amount, 0.0)
+            to_far += tl.where(bits <= far, amount, 0.0)
+        past_near = tl.sum(to_near.to(tl.float64), axis=0) >= wanted
+        past_middle = tl.sum(to_middle.to(tl.float64), axis=0) >= wanted
+        past_far = tl.sum(to_far.to(tl.float64), axis=0) >= wanted
+        low = tl.where(past_near, low, tl.where(past_middle, near, tl.where(past_far, middle, far)))
+        high = tl.where(past_near, near, tl.where(past_middle, middle, tl.where(past_far, far, high)))
+    return high
+
+
+@triton.jit
+def _sum_before(logits_ptr, num_tokens, best, scale, min_p, cut, WIDTH: tl.constexpr):
+    """What the tokens before the cut weigh, and how many stand at it."""
+    before = tl.zeros((WIDTH,), tl.float32)
+    num_at = tl.zeros((WIDTH,), tl.int32)
+    for first in range(0, num_tokens, WIDTH):
+        bits, weight = _weights(logits_ptr, first, num_tokens, best, scale, min_p, WIDTH)
+        before += tl.where(bits < cut, weight, 0.0)
+        num_at += (bits == cut).to(tl.int32)
+    return tl.sum(before.to(tl.float64), axis=0), tl.sum(num_at, axis=0)
+
+
+@triton.jit
+def _token_at(
+    logits_ptr, num_tokens, best, scale, min_p, cut, at_cut, most_at_cut, target, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The first token at which the running sum passes `target`, else the last of positive weight. Of those at the cut,
+    which weigh `at_cut` each, the first `most_at_cut` count."""
+    first = tl.full((), 0, tl.int32)
+    running = tl.full((), 0.0, tl.float64)
+    num_seen = tl.full((), 0, tl.int32)  # at the cut
+    begin, before, seen_before = first, running, num_seen  # of the tokens among which the one looked for is
+    while (first < num_tokens) & (running <= target):
+        bits, weight = _weights(logits_ptr, first, num_tokens, best, scale, min_p, WIDTH)
+        num_at = tl.sum((bits == cut).to(tl.int32), axis=0)
+        num_taken = tl.minimum(tl.maximum(most_at_cut - num_seen, 0), num_at)
+        added = tl.sum(tl.where(bits < cut, weight, 0.0).to(tl.float64), axis=0) + num_taken.to(tl.float64) * at_cut
+        begin = tl.where(added > 0, first, begin)
+        before = tl.where(added > 0, running, before)
+        seen_before = tl.where(added > 0, num_seen, seen_before)
+        running += added
+        num_seen += num_at
+        first += WIDTH
+    bits, weight = _weights(logits_ptr, begin, num_tokens, best, scale, min_p, WIDTH)
+    rank = tl.cumsum((bits == cut).to(tl.int32), axis=0)
+    kept = (bits < cut) | ((bits == cut) & (rank <= most_at_cut - seen_before))
+    weight = tl.where(kept, weight, 0.0)
+    past = (weight > 0) & (before + tl.cumsum(weight.to(tl.float64), axis=0) > target)
+    lane = tl.arange(0, WIDTH)
+    place = tl.min(tl.where(past, lane, WIDTH), axis=0)
+    last = tl.max(tl.where(weight > 0, lane, 0), axis=0)
+    return begin + tl.where(place < WIDTH, place, last)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _draw(logits_ptr, how_ptr, token_ptr, finite_ptr, stride, num_tokens, num_rows, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    best, token = _best_of_row(logits_ptr, num_tokens, WIDTH)
+    finite = (best > float("-inf")) & (best < float("inf"))
+    token = tl.where(finite, token, 0)
+    temperature = tl.load(how_ptr + row)
+    if finite & (temperature > 0):
+        scale = (1.0 / temperature).to(tl.float32)
+        top_k = tl.load(how_ptr + num_rows + row)
+        top_p = tl.load(how_ptr + 2 * num_rows + row)
+        min_p = tl.load(how_ptr + 3 * num_rows + row).to(tl.float32)
+        cut = tl.full((), _FARTHEST, tl.int32)
+        if top_k < num_tokens:
+            cut = _nearest_cut(logits_ptr, num_tokens, best, scale, min_p, cut, top_k, True, WIDTH)
+        before, num_at = _sum_before(logits_ptr, num_tokens, best, scale, min_p, cut, WIDTH)
+        at_cut = _weight_at(cut, min_p)
+        total = before + num_at.to(tl.float64) * at_cut
+        if top_p < 1:
+            wanted = top_p * total
+            cut = _nearest_cut(logits_ptr, num_tokens, best, scale, min_p, cut, wanted, False, WIDTH)
+            before, num_at = _sum_before(logits_ptr, num_tokens, best, scale, min_p, cut, WIDTH)
+            at_cut = _weight_at(cut, min_p)
+            # as many as are needed to reach it, and at least one
+            needed = tl.ceil((wanted - before) / tl.maximum(at_cut, 1e-300))
+            num_at = tl.minimum(tl.maximum(needed, 1.0), num_at.to(tl.float64)).to(tl.int32)
+            total = before + num_at.to(tl.float64) * at_cut
+        target = tl.load(how_ptr + 4 * num_rows + row) * total
+        token = _token_at(logits_ptr, num_tokens, best, scale, min_p, cut, at_cut, num_at, target, WIDTH)
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(finite_ptr + row, finite)
+
+
+@triton.jit
+def _weight_at(cut, min_p):
+    weight = tl.exp(-cut.to(tl.float32, bitcast=True))
+    return tl.where(weight >= min_p, weight, 0.0).to(tl.float64)
+
+
+def draw(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `contract.Kernels`. Stays on the device; the token of a row that is not finite is 0."""
+    num_rows = len(logits_RV)
+    token_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
+    finite_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device)
+    if num_rows:
+        draw_launch(logits_RV, how_5R, token_R, finite_R).run()
+    return token_R, finite_R
+
+
+def draw_launch(logits_RV: torch.Tensor, how_5R: torch.Tensor, token_R: torch.Tensor, finite_R: torch.Tensor) -> Launch:
+    """float32, float16 or bfloat16 logits; rows may lie apart."""
+    num_rows, num_tokens = logits_RV.shape
+    assert logits_RV.stride(1) == 1
+    assert how_5R.is_contiguous()
+    return Launch(
+        _draw,
+        (num_rows,),
+        (logits_RV, how_5R, token_R, finite_R, logits_RV.stride(0), num_tokens, num_rows),
+        {"WIDTH": _WIDTH},
+        num_warps=16,
+    )
