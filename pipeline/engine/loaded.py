@@ -1,6 +1,6 @@
 """A checkpoint's weights on a device, from which a runner is made once the KV cache's size is known."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.engine.footprint import measured_step_bytes, step_input_shape
@@ -31,7 +31,7 @@ class LoadedModel:
             gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
             resolved.max_num_seqs * min(resolved.max_model_len, EXPECTED_TOKENS),
         )
-        kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense)
+        kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
         return cls(config, Decoder(folder, config, kernels, resolved.dtype, resolved.device), kernels)
 
     @classmethod
@@ -48,7 +48,7 @@ class LoadedModel:
                 f"model.draft {path}: its tokens are not those of model.path ({differs}), so it cannot draft for it; "
                 "take a draft model of the same family, or leave it out"
             )
-        return cls.load(folder, read_config(folder), resolved)
+        return cls.load(folder, read_config(folder), replace(resolved, deterministic=False))  # drafts may be anything
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -89,6 +89,10 @@ class EngineConfig:
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
+    deterministic: a row's logits, and so its tokens, are the same to the last bit whatever else is in a step, however
+    its prompt is cut, shared or computed again, and whether drafts were checked. Slower; on CPU in float32 only. What
+    it costs is said in `kernels/triton/invariant.py` and `kernels/cpu/invariant.py`. With a draft model fewer drawn
+    drafts are accepted, as rejection sampling would make tokens depend on them.
     quantization: "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while they are loaded,
     by rounding; "none" leaves them as they are stored, quantized or not.
     draft: a smaller model with the same tokens, which proposes tokens for `model` to check.
@@ -112,6 +116,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     activation_dtype: str = "auto"
     kernels: str = "auto"
+    deterministic: bool = False
     quantization: str = "none"
     draft: str | None = None
     speculation: str | bool | dict[str, str | int] = "auto"

@@ -37,6 +37,7 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     kernels: str  # of kernels.select.KERNELS
+    deterministic: bool
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -66,6 +67,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         device=device,
         dtype=_dtype(config.dtype, device, model),
         kernels=config.kernels,
+        deterministic=config.deterministic,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,

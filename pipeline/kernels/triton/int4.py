@@ -278,14 +278,18 @@ def int4_launches(
     )
     if tile.parts == 1:
         return [product]
+    return [product, join_launch(into, bias_N, out_MN)]
+
+
+def join_launch(part_PMN: torch.Tensor, bias_N: torch.Tensor | None, out_MN: torch.Tensor) -> Launch:
+    """out = the parts (float32) one after the other + bias."""
     width = 512
-    join = Launch(
+    return Launch(
         _add_parts,
         (-(-out_MN.numel() // width),),
-        (into, bias_N, out_MN, out_MN.numel(), num_outputs),
-        {"PARTS": tile.parts, "WIDTH": width, "BIASED": bias_N is not None},
+        (part_PMN, bias_N, out_MN, out_MN.numel(), out_MN.shape[1]),
+        {"PARTS": len(part_PMN), "WIDTH": width, "BIASED": bias_N is not None},
     )
-    return [product, join]
 
 
 def dequantize_launch(weight: TiledInt4, out_NK: torch.Tensor) -> Launch:

@@ -31,6 +31,7 @@ _TYPES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
+_PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)[.:\w]*")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -48,6 +49,11 @@ class Compiled:
     @property
     def uses_wgmma(self) -> bool:
         return "wgmma.mma_async" in self.ptx
+
+    @property
+    def products(self) -> list[str]:
+        """The instructions that multiply tiles, by their full names, which say their shape."""
+        return sorted(set(_PRODUCT.findall(self.ptx)))
 
     def problems(self, target: Target) -> list[str]:
         """Why this cannot run well on `target`; empty where it can."""

@@ -14,6 +14,7 @@ from pipeline.kernels.triton.launch import A100, H100, Launch
 from tests.kernels.triton.compile import compile_for
 from tests.kernels.triton.launches import ModelShape, launches_of
 
+FIXED = "fixed product, few tokens", "fixed product, many tokens", "fixed product, one part"
 TARGETS = {"sm_80": A100, "sm_90": H100}
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
 GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two: more registers
@@ -30,9 +31,10 @@ def chosen(name: str) -> dict[str, Launch]:
     all_of = launches_of(LLAMA_8B, torch.bfloat16, target)
     windowed = launches_of(LLAMA_8B, torch.bfloat16, target, window=4096)
     if name == "sm_80":
-        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens"
+        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", *FIXED
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
         return {key: all_of[key] for key in kept} | {
+            "prefill, windowed": windowed["prefill"],
             "prefill, groups of 5": launches_of(GROUPS_OF_5, torch.float16, target)["prefill"],
             "control: too many keys for the registers": wanting,
         }
@@ -48,6 +50,7 @@ def main(name: str) -> None:
     for key, launch in chosen(name).items():
         compiled = compile_for(launch, target)
         told = {"name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma}
+        told["products"] = compiled.products
         print(json.dumps(told | {"registers": compiled.registers, "shared_bytes": compiled.shared_bytes}), flush=True)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
+from pipeline.kernels.triton.fixed_product import fixed_launches
 from pipeline.kernels.triton.fused import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
 from pipeline.kernels.triton.launch import Launch, Target
@@ -56,7 +57,8 @@ def launches_of(
         empty(num_tokens, shape.vocab_size, dtype=torch.float32), slot_T, empty(num_tokens, dtype=torch.bool)
     )
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
-    return fused | _attention(shape, q_TND, cache_CBKD, target, window) | _int4(shape, dtype, target) | sampling
+    attention = _attention(shape, q_TND, cache_CBKD, target, window)
+    return fused | attention | _int4(shape, dtype, target) | _fixed(shape, dtype, target) | sampling
 
 
 def _attention(
@@ -95,4 +97,19 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, La
         out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
         names = f"int4, {num_tokens} tokens", f"int4, {num_tokens} tokens, join"
         found |= dict(zip(names, int4_launches(x_MK, tiled, None, out_MN, target)))
+    return found
+
+
+def _fixed(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+    """Products of fixed tiles: with inputs in parts, which are programs of their own or taken in turn, and whole."""
+    found = {}
+    for name, num_inputs, num_outputs, num_tokens in (
+        ("fixed product, few tokens", shape.intermediate_size, shape.hidden_size, 1),
+        ("fixed product, many tokens", shape.intermediate_size, shape.hidden_size, 512),
+        ("fixed product, one part", shape.hidden_size, shape.vocab_size, 512),
+    ):
+        weight_NK = torch.empty(num_outputs, num_inputs, dtype=dtype, device=_META)
+        x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
+        out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
+        found[name] = fixed_launches(x_MK, weight_NK, None, out_MN, target)[0]
     return found
