@@ -332,6 +332,15 @@ def test_quantization_on_load_is_the_target_models_and_no_key_of_older_jobs(job)
     assert smaller.free() == plain.free()
 
 
+def test_determinism_is_numerics_and_no_key_of_older_jobs(job):
+    plain, fixed = job(), job(MINIMAL + "engine: {deterministic: true}\n")
+    assert fixed.engine_config("folder", None) == EngineConfig(model="folder", deterministic=True)
+    assert fixed.numerics() == plain.numerics() | {"deterministic": True}
+    assert "deterministic" not in plain.numerics()
+    assert fixed.free() == plain.free()
+    assert fixed.identity() == plain.identity()
+
+
 def test_another_gpu_of_the_machine_is_the_same_numerics(job):
     one, two = (job(MINIMAL + f"engine: {{device: 'cuda:{n}'}}\n") for n in (0, 1))
     assert one.numerics() == two.numerics()

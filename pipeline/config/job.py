@@ -101,7 +101,7 @@ class JobConfig(Section):
     def numerics(self) -> dict[str, Any]:
         """What may change a token by rounding, as configured; the job replaces `auto` by what it became.
 
-        `quantization` only where there is one: outputs of jobs from before it was there go on.
+        `quantization` and `deterministic` only where they are on: outputs of jobs from before they were there go on.
         """
         numerics = {
             "device": self.engine.device.partition(":")[0],
@@ -110,12 +110,14 @@ class JobConfig(Section):
             "activation_dtype": self.engine.activation_dtype,
             "kernels": self.engine.kernels,
         }
+        if self.engine.deterministic:
+            numerics["deterministic"] = True
         wanted = self.model.quantization
         return numerics if wanted == "none" else numerics | {"quantization": wanted}
 
     def free(self) -> dict[str, Any]:
         """What may change from run to run, without secrets: no storage options, no passwords in urls."""
-        engine = self.engine.model_dump(exclude={"max_model_len", "seed", *self.numerics()})
+        engine = self.engine.model_dump(exclude={"max_model_len", "seed", "deterministic", *self.numerics()})
         return {
             "name": self.name,
             "input": {"path": without_password(self.input.path), "on_corrupt": self.input.on_corrupt},

@@ -158,6 +158,7 @@ class EngineSection(Section):
     kv_cache_dtype: Literal["auto"] = "auto"
     activation_dtype: Literal["auto", "fp8", "int8"] = "auto"
     kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
+    deterministic: Switch = False
     speculation: Speculation = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
 

@@ -69,6 +69,7 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
         "block_size": resolved.block_size,
         "num_kv_blocks": num_blocks,
         "weights": target.weights,
+        "deterministic": "on" if resolved.deterministic else "off",
         "num_threads": threads,
         "speculation": "off" if resolved.speculation is None else str(resolved.speculation),
     } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}

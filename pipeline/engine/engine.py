@@ -72,7 +72,8 @@ class Engine:
             config.seed,
         )
         if resolved.speculation is not None:
-            self._speculate_as(resolved.speculation, built.draft_runner, built.runner.captured_tokens)
+            tells_law = not resolved.deterministic
+            self._speculate_as(resolved.speculation, built.draft_runner, built.runner.captured_tokens, tells_law)
         self.resolved: dict[str, str | int] = built.about
 
     @classmethod
@@ -297,7 +298,9 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _speculate_as(self, speculation: Speculation, draft: Runner | None, padded_to: Items[int]) -> None:
+    def _speculate_as(
+        self, speculation: Speculation, draft: Runner | None, padded_to: Items[int], tells_law: bool
+    ) -> None:
         most, vocab_size = speculation.max_draft_tokens, self.runner.vocab_size
         proposers: list[Proposer] = []
         for name in speculation.proposers:
@@ -306,7 +309,9 @@ class Engine:
                 proposers[-1].offer(NOBODY)  # compiled now and not in a step
             else:
                 assert draft is not None
-                proposers.append(DraftModelProposer(draft, self.table, self.pool, most, vocab_size))
+                proposers.append(
+                    DraftModelProposer(draft, self.table, self.pool, most, vocab_size, tells_law=tells_law)
+                )
         policy: DraftPolicy = FixedDrafts(most)
         if not speculation.forced:
             self._say(self._warming_up if self._warming_up != Engine._warming_up else "timing steps, for drafts")

@@ -34,7 +34,7 @@ class LoadedModel:
             gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
             resolved.max_num_seqs * min(resolved.max_model_len, EXPECTED_TOKENS),
         )
-        kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense)
+        kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
         if resolved.activation_dtype != "auto":
             kernels = with_rounded_activations(kernels, resolved.activation_dtype, resolved.device)
         loaded = cls(config, Decoder(folder, config, kernels, resolved.dtype, resolved.device), kernels)
@@ -56,7 +56,8 @@ class LoadedModel:
                 f"model.draft {path}: its tokens are not those of model.path ({differs}), so it cannot draft for it; "
                 "take a draft model of the same family, or leave it out"
             )
-        return cls.load(folder, read_config(folder), replace(resolved, activation_dtype="auto"))
+        ordinary = replace(resolved, activation_dtype="auto", deterministic=False)  # drafts may be anything
+        return cls.load(folder, read_config(folder), ordinary)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -38,6 +38,7 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     kernels: str  # of kernels.select.KERNELS
+    deterministic: bool
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -68,6 +69,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         device=device,
         dtype=_dtype(config.dtype, device, model),
         kernels=config.kernels,
+        deterministic=config.deterministic,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -168,6 +170,11 @@ def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
         )
     if config.activation_dtype != "auto" and model.quantization is None:
         raise no_such_weight(config.activation_dtype, "16- or 32-bit weights")
+    if config.activation_dtype != "auto" and config.deterministic:
+        raise ConfigError(
+            f"engine.deterministic: not with engine.activation_dtype = {config.activation_dtype!r}, whose linears are not "
+            "all proven to be batch-invariant; leave one of the two out"
+        )
     return config.activation_dtype
 
 

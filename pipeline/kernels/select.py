@@ -14,31 +14,44 @@ from pipeline.kernels.rounded import rounded_linears
 KERNELS = ("auto", "reference", "cpu", "triton")
 
 
-def select_kernels(device: torch.device, dtype: torch.dtype, wanted: str = "auto", keep_dense: bool = True) -> Kernels:
+def select_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: str = "auto",
+    keep_dense: bool = True,
+    deterministic: bool = False,
+) -> Kernels:
     """The set `wanted` of KERNELS for `device` and `dtype`; "auto" is the fastest that serves them.
 
-    `Kernels.served_by` names each one's origin. keep_dense: see `triton.kernel_set.triton_kernels`. Raises ConfigError
-    for a set that is not there or does not serve the device.
+    `Kernels.served_by` names each one's origin. keep_dense: see `triton.kernel_set.triton_kernels`. deterministic: a
+    row's results are the same to the last bit whatever else is in a step (`triton/invariant.py`, `cpu/invariant.py`).
+    Raises ConfigError for a set that is not there, does not serve the device, or is not deterministic where that is
+    wanted.
     """
     on_gpu = device.type != "cpu"
     if wanted == "auto":
-        wanted = ("triton" if find_spec("triton") is not None else "reference") if on_gpu else "cpu"
+        wanted = ("triton" if find_spec("triton") is not None or deterministic else "reference") if on_gpu else "cpu"
         if on_gpu and wanted == "reference":
             slow = reference_kernels(dtype, device)
             why = "torch (reference): triton is not installed, this is slower"
             return replace(slow, served_by=dict.fromkeys(slow.served_by, why))
     if wanted == "reference":
+        if deterministic:
+            raise ConfigError(
+                "engine.deterministic: not with engine.kernels = 'reference', as torch's products choose the order of "
+                "their sums by the number of tokens; use auto"
+            )
         return reference_kernels(dtype, device)
     if wanted == "cpu":
         if on_gpu:
             raise ConfigError(f"engine.kernels = 'cpu': they do not serve {device}; use auto or triton")
-        return _cpu_kernels(dtype)
+        return _invariant_cpu_kernels(dtype) if deterministic else _cpu_kernels(dtype)
     if wanted == "triton":
-        return _triton_kernels(device, dtype, keep_dense)
+        return _triton_kernels(device, dtype, keep_dense, deterministic)
     raise ConfigError(f"engine.kernels = {wanted!r}: expected one of {', '.join(KERNELS)}")
 
 
-def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool) -> Kernels:
+def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool, deterministic: bool) -> Kernels:
     if find_spec("triton") is None:
         raise ConfigError("engine.kernels = 'triton': the package triton is not installed; pip install triton")
     from pipeline.kernels.triton.kernel_set import is_interpreted, triton_kernels
@@ -49,7 +62,8 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool) 
             "engine.kernels = 'triton': these kernels are for NVIDIA GPUs. On a CPU only Triton's interpreter runs "
             "them, very slowly, where TRITON_INTERPRET=1 is set; use auto"
         )
-    return triton_kernels(dtype, device, scratch=None if keep_dense else Scratch(dtype, device))
+    scratch = None if keep_dense else Scratch(dtype, device)
+    return triton_kernels(dtype, device, scratch=scratch, deterministic=deterministic)
 
 
 def _cpu_kernels(dtype: torch.dtype) -> Kernels:
@@ -92,6 +106,24 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
             "draw": "numpy and torch",
         },
     )
+
+
+def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
+    if dtype != torch.float32:
+        raise ConfigError(
+            f"engine.deterministic: on CPU in float32 only, and engine.dtype is {str(dtype).removeprefix('torch.')}: "
+            "oneDNN chooses the order of its sums by the number of tokens; set engine.dtype: float32"
+        )
+    if find_spec("numba") is None:
+        raise ConfigError("engine.deterministic: on CPU it needs the package numba; pip install numba")
+    from pipeline.kernels.cpu.invariant import attention, prepare_linear
+
+    kernels = _cpu_kernels(dtype)
+    own = {
+        "linear": "numba, whole tiles of tokens; batch-invariant",
+        "attention": "numba, each query alone; batch-invariant",
+    }
+    return replace(kernels, prepare_linear=prepare_linear, attention=attention, served_by=kernels.served_by | own)
 
 
 def select_lookup() -> Callable[..., None] | None:

@@ -13,6 +13,7 @@ from pipeline.kernels.cpu.narrow import (
     Bfloat16Linear,
     CodebookLinear,
     Float8Linear,
+    Float32Linear,
     GroupInt4Linear,
     GroupInt8Linear,
     NarrowLinear,
@@ -21,13 +22,16 @@ from pipeline.kernels.cpu.narrow import (
 from pipeline.quant.nearest import NF4
 from pipeline.quant.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight
 
-KINDS = ["bfloat16", "int4", "int8", "float8", "nf4"]
+KINDS = ["float32", "bfloat16", "int4", "int8", "float8", "nf4"]
 SHAPES = [(1, 8), (31, 64), (32, 128), (100, 256), (257, 384), (1024, 1152)]
 
 
 def dense_and_narrow(kind: str, shape_NK: tuple[int, int], group: int = 0) -> tuple[torch.Tensor, NarrowLinear]:
     num_outputs, num_inputs = shape_NK
     bias_N = torch.randn(num_outputs) if num_outputs % 2 else None
+    if kind == "float32":
+        weight_NK = torch.randn(shape_NK) * num_inputs**-0.5
+        return weight_NK, Float32Linear(weight_NK, bias_N)
     if kind == "bfloat16":
         weight_NK = (torch.randn(shape_NK) * num_inputs**-0.5).to(torch.bfloat16)
         return weight_NK.float(), Bfloat16Linear(weight_NK, bias_N)

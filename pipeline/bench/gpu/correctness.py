@@ -81,15 +81,16 @@ class Correctness:
         passed = len(self.checks) - len(self.failed)
         lines = [
             f"Against the oracle in float32: {passed} of {len(self.checks)} checks passed. Largest errors, over the "
-            "largest value; of the engine, how far a token was behind the best, in deviations of the logits:",
-            f"{'kernel':<18} {'type':<9} {'checks':>6} {'error':>9} {'allowed':>9}  served by",
+            "largest value; of the engine, how far a token was behind the best, in deviations of the logits; of bits, "
+            "the share of rows that differ, with engine.deterministic, where they are computed with others:",
+            f"{'kernel':<20} {'type':<9} {'checks':>6} {'error':>9} {'allowed':>9}  served by",
         ]
         groups = dict.fromkeys((check.kernel, check.dtype) for check in self.checks)
         for kernel, dtype in groups:
             of = [check for check in self.checks if (check.kernel, check.dtype) == (kernel, dtype)]
             errors = [check.error for check in of if check.error is not None]
             error = f"{max(errors):.1e}" if errors else "none ran"
-            lines.append(f"{kernel:<18} {dtype:<9} {len(of):>6} {error:>9} {of[0].tolerance:>9.1e}  {of[0].served_by}")
+            lines.append(f"{kernel:<20} {dtype:<9} {len(of):>6} {error:>9} {of[0].tolerance:>9.1e}  {of[0].served_by}")
         lines += [
             f"FAILED {check.kernel} {check.dtype}, {check.case}: {check.failure or f'error {check.error:.1e}'}"
             for check in self.failed

@@ -1,8 +1,9 @@
 """The paths of a linear over numbers of tokens: which is fastest where, and whether the served one always takes it.
 
 served: what the engine runs. 16 bit: torch's product (cuBLAS on a card) on weights in 16 bit, or in the type that is
-measured. Of int4 weights also each path alone, and that with activations in fp8 (`kernels/fp8.py`), which computes
-something else and is served where it is asked for. Summed over a layer's linears.
+measured. fixed tile: 16 bit by the product of `engine.deterministic`. Of int4 weights also each path alone, and that
+with activations in fp8 (`kernels/fp8.py`), which computes something else and is served where it is asked for. Summed
+over a layer's linears.
 
 Suffixes as in `kernels/contract.py`.
 """
@@ -19,13 +20,13 @@ from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.stopwatch import Stopwatch
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.kernels.reference import prepare_linear
-from pipeline.quant.packed import DenseWeight, GroupIntWeight
+from pipeline.quant.packed import DenseWeight, GroupIntWeight, LinearWeight
 from pipeline.roofline.step import DENSE_BYTES, DecoderSize, Weights
 
 FULL_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 QUICK_TOKENS = (1, 16, 64, 128, 256, 1024, 8192)
 SMOKE_TOKENS = (1, 32)
-DENSE_PATH, INT4_PATH, FP8_PATH, SERVED_PATH = "16 bit", "int4 fused", "fp8", "served"
+DENSE_PATH, FIXED_PATH, INT4_PATH, FP8_PATH, SERVED_PATH = "16 bit", "fixed tile", "int4 fused", "fp8", "served"
 ALLOWED_BEHIND = 1.05  # of the better path, that the served one may take
 
 
@@ -163,7 +164,10 @@ def _paths(
 ) -> dict[str, Callable[[], Linear]]:
     """Path -> what packs the weight for it."""
     served = weight if int4 else DenseWeight(weight.dequantize(dtype))
-    alone = int4_paths(weight, dtype, device) if int4 and device.type == "cuda" else {}
+    alone: dict[str, Callable[[], Linear]] = {}
+    if device.type == "cuda":
+        alone = {FIXED_PATH: lambda: fixed_path(served, dtype, device)}
+        alone |= int4_paths(weight, dtype, device) if int4 else {}
     if int4 and "fp8" in kernels.rounded:
         alone[FP8_PATH] = partial(_fp8_linear, kernels.rounded["fp8"], weight)
     return {
@@ -177,6 +181,13 @@ def _fp8_linear(fp8: RoundedLinears, weight: GroupIntWeight) -> Linear:
     linear = fp8.prepare(weight)
     assert linear is not None, "groups of 32, 64 or multiples of 128"
     return linear
+
+
+def fixed_path(weight: LinearWeight, dtype: torch.dtype, device: torch.device) -> Linear:
+    """The product of `engine.deterministic`, on a card."""
+    from pipeline.kernels.triton.invariant import prepare_linear
+
+    return prepare_linear(weight, dtype, device)
 
 
 def int4_paths(weight: GroupIntWeight, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Linear]]:

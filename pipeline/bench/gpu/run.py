@@ -16,6 +16,7 @@ import torch
 from pipeline.bench.gpu import kernel_times, linear_times
 from pipeline.bench.gpu.correctness import Check, Correctness, check_kernels
 from pipeline.bench.gpu.engine_check import check_engine
+from pipeline.bench.gpu.invariance import check_engine_invariance, check_invariance
 from pipeline.bench.gpu.jobs import Limits, run_our_jobs
 from pipeline.bench.gpu.kernel_times import KernelCases, KernelTimes, kernel_cases
 from pipeline.bench.gpu.linear_times import DENSE_PATH, INT4_PATH, SERVED_PATH, LinearTimes, linear_cases, summed_up
@@ -169,12 +170,18 @@ def _check(kept: _Kept, asked: Asked, say: Say) -> None:
         for check in check_kernels(device, dtypes, scale.checked_each):
             checks.append(check)
             kept.update(correctness=Correctness(tuple(checks)))
+        say("correctness: batch-invariant kernels")
+        for check in check_invariance(device, dtypes, scale.checked_each):
+            checks.append(check)
+            kept.update(correctness=Correctness(tuple(checks)))
         for name in CHECKED_MODELS:
             shape = bench_model(name, asked.folder, say).folder
             has_fp8 = read_config(shape).quantization is not None and "fp8" in select_kernels(device, dtypes[0]).rounded
             for dtype, activations in product(dtypes, ("auto", "fp8") if has_fp8 else ("auto",)):
                 say(f"correctness: the engine with {name} in {dtype}, activations {activations}")
                 checks.append(check_engine(shape, device, _named(dtype), scale.checked_tokens, say, activations))
+                if activations == "auto":
+                    checks.append(check_engine_invariance(shape, device, _named(dtype), scale.checked_tokens, say))
                 kept.update(correctness=Correctness(tuple(checks)))
 
 

@@ -7,7 +7,9 @@ model stands still, and catches up when it is asked again, a bounded number of t
 
 Passes run one after the other, each over all sequences that draft so deep. Where a request samples, its drafts are
 drawn from the draft's distribution under the same options, so that rejection sampling can accept most of them; a
-greedy request gets the draft's best tokens.
+greedy request gets the draft's best tokens. Where tokens must not depend on drafts, the distribution is kept back, and
+drafts are drawn with the very number that the target will draw with: then they are accepted where they are what it
+draws.
 
 How much of a sequence's last drafts was accepted says most about its next ones; offers say it as their match length,
 for a while.
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 
 from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.draft_room import share
-from pipeline.engine.draws import DRAFT, draw, uniforms
+from pipeline.engine.draws import DRAFT, PLAIN, draw, uniforms
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts
 from pipeline.engine.runner import Runner
@@ -47,13 +49,15 @@ class DraftModelProposer:
         max_draft_tokens: int,
         vocab_size: int,
         catch_up_tokens: int = 512,
+        tells_law: bool = True,
     ) -> None:
         """vocab_size: the target's; ids from there on are never drafted. catch_up_tokens: that one step computes for
-        sequences which are behind."""
+        sequences which are behind. tells_law: for rejection sampling, where drawn tokens may depend on drafts."""
         assert max_draft_tokens >= 1
         assert catch_up_tokens >= 1
         self.runner, self.table, self.pool = runner, table, pool
         self.max_draft_tokens, self.vocab_size, self.catch_up_tokens = max_draft_tokens, vocab_size, catch_up_tokens
+        self.tells_law = tells_law
         self._num_computed = np.zeros(table.num_slots, dtype=np.int64)  # known tokens whose draft keys are in the cache
         self._drafted = (np.zeros(0, dtype=np.int64),) * 3  # slots, known tokens and drafts of the last `draft`
         self._match_len = np.zeros(table.num_slots, dtype=np.int64)  # 1 and what was accepted of the last drafts
@@ -102,10 +106,11 @@ class DraftModelProposer:
         for place in range(token_id_SK.shape[1]):
             logits_AV = self._run(slot_A, start_A, known_A + place - start_A)
             if is_drawn:
-                if q_SKV is None:
-                    q_SKV = logits_AV.new_zeros((*token_id_SK.shape, self.vocab_size))
                 token_A, q_AV = self._drawn(logits_AV, slot_A, known_A + place)
-                q_SKV[torch.from_numpy(drafting).to(q_SKV.device), place] = q_AV
+                if self.tells_law:
+                    if q_SKV is None:
+                        q_SKV = logits_AV.new_zeros((*token_id_SK.shape, self.vocab_size))
+                    q_SKV[torch.from_numpy(drafting).to(q_SKV.device), place] = q_AV
             else:
                 token_A = self._best(logits_AV, slot_A, known_A + place)
             token_id_SK[drafting, place] = token_A
@@ -151,7 +156,8 @@ class DraftModelProposer:
         """
         batch = SamplingBatch.of(self.table, slot_A, known_A)
         q_AV = distribution(logits_AV, batch)
-        u_A = torch.from_numpy(uniforms(batch.seeds, batch.positions, DRAFT)).to(q_AV.device)
+        stream = DRAFT if self.tells_law else PLAIN
+        u_A = torch.from_numpy(uniforms(batch.seeds, batch.positions, stream)).to(q_AV.device)
         return draw(q_AV, u_A).cpu().numpy(), q_AV
 
     def _mark_filled(self, slot_S: np.ndarray, computed_S: np.ndarray) -> None:

@@ -3,7 +3,7 @@ float32.
 
 A weight (N, K) lies in tiles of L outputs ("lanes"): words_TWL[tile, w] holds a few consecutive inputs of each lane
 in 32 bits: two of bfloat16 (the even one in the low half), four of 8 bits or eight of 4 bits (input 8 w + j in bits 4 j
-to 4 j + 3).
+to 4 j + 3). Float32 weights lie in the same tiles, as they are.
 So a tile is read from memory front to back, and every loop over lanes becomes
 vector code. The last tile is filled up with zeros. Apart from `compiled.py`, since numba's cache on disk looks at
 whole files.
@@ -22,6 +22,7 @@ from pipeline.kernels.cpu.compiled import options, tile_product
 LANES = 64  # of a tile
 DEPTH = 64  # inputs that are widened at a time: their float32 values stay in the nearest cache
 TOKENS = 256  # that go through a tile at a time: their sums stay in the second nearest
+TILE_TOKENS = 4  # of a product whose sums stay in registers; the last ones go by two and one
 
 _NIBBLES = tuple(np.uint32(0xF << 4 * j) for j in range(8))
 _INVERSES = tuple(np.float32(16.0**-j) for j in range(8))
@@ -39,10 +40,10 @@ _HALF = np.uint32(16)
 def _add_product(sums, x, first_token, count, num_inputs, start, wide, depth):
     """sums (count, LANES) += x (M, K)[first_token :, start : start + depth] @ wide (depth, LANES), all of them flat."""
     m, at = 0, first_token * num_inputs + start
-    while m + 4 <= count:
+    while m + TILE_TOKENS <= count:
         for n in range(0, LANES, 16):
-            tile_product(sums, m * LANES + n, LANES, x, at, num_inputs, 1, wide, n, LANES, depth, 4, 2)
-        m, at = m + 4, at + 4 * num_inputs
+            tile_product(sums, m * LANES + n, LANES, x, at, num_inputs, 1, wide, n, LANES, depth, TILE_TOKENS, 2)
+        m, at = m + TILE_TOKENS, at + TILE_TOKENS * num_inputs
     if m + 2 <= count:
         for n in range(0, LANES, 32):
             tile_product(sums, m * LANES + n, LANES, x, at, num_inputs, 1, wide, n, LANES, depth, 2, 4)
@@ -70,6 +71,25 @@ def multiply_bfloat16(x_MK, words_TWL, out_MN):
                     low[n] = word[n] << _HALF
                     high[n] = word[n] & _HIGH_HALF
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
+        first = t * LANES
+        for m in range(count):
+            for n in range(min(LANES, num_outputs - first)):
+                out_MN[first_token + m, first + n] = sum_ML[m, n]
+
+
+@njit(**options)
+def multiply_float32(x_MK, weight_TKL, out_MN):
+    """out = x @ weight.T, all of them float32: nothing is widened."""
+    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    num_pieces = (num_tokens + TOKENS - 1) // TOKENS
+    for item in prange(len(weight_TKL) * num_pieces):
+        t, first_token = item % len(weight_TKL), item // len(weight_TKL) * TOKENS
+        count = min(TOKENS, num_tokens - first_token)
+        sum_ML, weight = np.zeros((count, LANES), np.float32), weight_TKL[t].reshape(-1)
+        sums = sum_ML.reshape(-1)
+        for start in range(0, num_inputs, DEPTH):
+            depth = min(DEPTH, num_inputs - start)
+            _add_product(sums, x, first_token, count, num_inputs, start, weight[start * LANES :], depth)
         first = t * LANES
         for m in range(count):
             for n in range(min(LANES, num_outputs - first)):

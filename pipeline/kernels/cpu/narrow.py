@@ -55,6 +55,18 @@ class Bfloat16Linear(NarrowLinear):
         compiled_linear.multiply_bfloat16(x_MK, self.words_TWL, out_MN)
 
 
+class Float32Linear(NarrowLinear):
+    """Of a weight that no narrower type holds, where the order of sums must not be the BLAS library's."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        num_outputs, num_inputs = weight_NK.shape
+        super().__init__((num_outputs, num_inputs), bias_N)
+        self.weight_TKL = tiles(weight_NK.numpy())
+
+    def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
+        compiled_linear.multiply_float32(x_MK, self.weight_TKL, out_MN)
+
+
 class GroupInt4Linear(NarrowLinear):
     def __init__(self, weight: GroupIntWeight) -> None:
         """Of 4 bits, groups of a multiple of 8 inputs. x comes in the weight's order of inputs."""

@@ -32,9 +32,7 @@ class PagedAttention:
     step and puts it there; then a call only launches, the same two kernels every time.
     """
 
-    def __init__(self, device: torch.device, deterministic: bool = False) -> None:
-        """With `deterministic`, a sequence's sums do not depend on what else is in the step."""
-        self.deterministic = deterministic
+    def __init__(self, device: torch.device) -> None:
         self.target = Target.of(device)
 
     def __call__(
@@ -65,12 +63,7 @@ class PagedAttention:
 
     def _plan(self, where: AttentionInput, q_TND: torch.Tensor, num_kv_heads: int, window: int | None) -> AttentionPlan:
         num_heads, head_dim = q_TND.shape[1:]
-        group = num_heads // num_kv_heads
-        if group > rows_of(head_dim):
-            raise ModelError(
-                f"{num_heads} query heads on {num_kv_heads} KV heads of {head_dim}: the attention kernels take at most "
-                f"{rows_of(head_dim)} to a KV head"
-            )
+        group = checked_group(num_heads, num_kv_heads, head_dim)
         count_S = np.diff(where.query_start_S1)
         few, many = np.flatnonzero(count_S <= most_queries(group)), np.flatnonzero(count_S > most_queries(group))
         decode = prefill = None
@@ -82,12 +75,22 @@ class PagedAttention:
                 *(num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
                 num_queries=min(most, most_queries(group)),
                 window=window,
-                deterministic=self.deterministic,
             )
             decode.refill(where, few)
         if len(many):
             prefill = PrefillWork.of(where, many, rows_of(head_dim) // group, window, q_TND.device)
         return AttentionPlan(decode, prefill)
+
+
+def checked_group(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Query heads to a KV head. Raises ModelError where the kernels do not take as many."""
+    group = num_heads // num_kv_heads
+    if group > rows_of(head_dim):
+        raise ModelError(
+            f"{num_heads} query heads on {num_kv_heads} KV heads of {head_dim}: the attention kernels take at most "
+            f"{rows_of(head_dim)} to a KV head"
+        )
+    return group
 
 
 def plan_key(window: int | None) -> tuple[str, int | None]:

@@ -17,9 +17,6 @@ _MAX_ROWS = 64
 
 _ALIGNED = 4  # numbers of 4 bytes: see `Launch`
 
-_FIXED_PIECE = 16  # tiles
-_FIXED_PIECES = 8
-
 
 def most_queries(group: int) -> int:
     """Up to how many query tokens of a sequence the decode kernel takes, with `group` query heads to a KV head."""
@@ -40,27 +37,18 @@ class Deal:
     split_S3: np.ndarray
 
 
-def deal(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_lanes: int, deterministic: bool) -> Deal:
+def deal(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_lanes: int) -> Deal:
     """Deal the tiles begin_S to end_S (at least one) of each sequence to `num_lanes` lanes.
 
-    Each lane takes as many tiles as any other, or up to as many in the last ones. With `deterministic`, a sequence is
-    cut where its own number of tiles says, so that its sums do not depend on the other ones; the lanes then take whole
-    pieces, and are as equal as these allow.
+    Each lane takes as many tiles as any other, or up to as many in the last ones.
     """
     count_S = (end_S - begin_S).astype(np.int64)
     start_S = np.cumsum(count_S) - count_S
     total = int(count_S.sum())
     per_lane = max(1, -(-total // num_lanes))
     lane_begin = np.minimum(np.arange(num_lanes + 1) * per_lane, total)
-    if deterministic:
-        pieces_S = np.minimum(_FIXED_PIECES, -(-count_S // _FIXED_PIECE))
-        size_S = -(-count_S // pieces_S)
-        pieces_S = -(-count_S // size_S)
-        number_I = _numbers(pieces_S)
-        start_I = np.repeat(start_S, pieces_S) + number_I * np.repeat(size_S, pieces_S)
-    else:
-        start_I = np.union1d(start_S, lane_begin[:-1][lane_begin[:-1] < total])
-        pieces_S = np.diff(np.searchsorted(start_I, np.append(start_S, total)))
+    start_I = np.union1d(start_S, lane_begin[:-1][lane_begin[:-1] < total])
+    pieces_S = np.diff(np.searchsorted(start_I, np.append(start_S, total)))
     stop_I = np.append(start_I[1:], total)
     of_I = np.repeat(np.arange(len(count_S)), pieces_S)
     shift_I = begin_S[of_I] - start_S[of_I]
@@ -73,11 +61,6 @@ def deal(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_lan
         np.searchsorted(start_I, lane_begin).astype(np.int32),
         np.stack([sequence_S[cut_S], first_partial_S, pieces_S[cut_S]], axis=1).astype(np.int32),
     )
-
-
-def _numbers(count_N: np.ndarray) -> np.ndarray:
-    """0 to count_N[0] - 1, then 0 to count_N[1] - 1, and so on."""
-    return np.arange(int(count_N.sum())) - np.repeat(np.cumsum(count_N) - count_N, count_N)
 
 
 @dataclass(frozen=True)
@@ -93,7 +76,6 @@ class DecodeWork:
     num_queries: int
     num_rows: int
     window: int | None
-    deterministic: bool
     numbers: torch.Tensor  # int32
     item_I4: torch.Tensor
     lane_start: torch.Tensor
@@ -120,13 +102,11 @@ class DecodeWork:
         *,
         num_queries: int = 1,
         window: int | None = None,
-        deterministic: bool = False,
     ) -> "DecodeWork":
         """For steps of at most `max_seqs` sequences of at most `max_blocks` blocks and `num_queries` query tokens.
 
         Twice the programs that a GPU has multiprocessors, divided among the KV heads. The partial sums take
-        P * num_heads * num_queries * head_dim * 4 bytes, P being twice the lanes; with `deterministic`, max_seqs times
-        a sequence's pieces of 1024 keys, 8 at most.
+        P * num_heads * num_queries * head_dim * 4 bytes, P being twice the lanes.
 
         Raises ValueError for more query tokens than `most_queries`.
         """
@@ -137,25 +117,18 @@ class DecodeWork:
                 f"where {group} query heads share a KV head"
             )
         num_lanes = max(1, 2 * target.num_multiprocessors // num_kv_heads)
-        # The rows of a tile may decide the order of its sums.
-        num_rows = power_of_two(group * (most_queries(group) if deterministic else num_queries), 16)
-        max_tiles = -(-max_blocks * block_size // KEYS)
-        pieces = max_seqs * min(_FIXED_PIECES, -(-max_tiles // _FIXED_PIECE))
-        num_partials = pieces if deterministic else 2 * num_lanes
-        num_items = pieces if deterministic else max_seqs + num_lanes
-        max_splits = max_seqs if deterministic else min(max_seqs, num_lanes)
-        sizes = 4 * num_items, num_lanes + 1, 3 * max_splits, 1, max_seqs + 1, max_seqs
+        num_rows = power_of_two(group * num_queries, 16)
+        sizes = 4 * (max_seqs + num_lanes), num_lanes + 1, 3 * min(max_seqs, num_lanes), 1, max_seqs + 1, max_seqs
         aligned = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
         numbers = torch.zeros(sum(aligned), dtype=torch.int32, device=device)
         views = (part[:size] for part, size in zip(numbers.split(aligned), sizes))
         items, lane_start, splits, num_splits, query_start_S1, context_len_S = views
-        rows = num_partials, num_kv_heads, group * num_queries
+        rows = 2 * num_lanes, num_kv_heads, group * num_queries
         return cls(
             num_lanes=num_lanes,
             num_queries=num_queries,
             num_rows=num_rows,
             window=window,
-            deterministic=deterministic,
             numbers=numbers,
             item_I4=items.view(-1, 4),
             lane_start=lane_start,
@@ -182,7 +155,7 @@ class DecodeWork:
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:
             first_seen_S = np.maximum(0, context_S - count_S - self.window + 1)
-        dealt = deal(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_lanes, self.deterministic)
+        dealt = deal(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_lanes)
         assert int(dealt.item_I4[:, 3].max()) < len(self.partial_PKRD)
         parts = (
             (dealt.item_I4, self.item_I4),

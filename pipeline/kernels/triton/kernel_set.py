@@ -1,9 +1,12 @@
 """The Triton kernels as a set. See `contract.Kernels`."""
 
+from dataclasses import replace
+
 import torch
 from triton import knobs
 
 from pipeline.kernels.contract import Kernels
+from pipeline.kernels.triton import invariant
 from pipeline.kernels.triton.attention import PagedAttention
 from pipeline.kernels.triton.draw import draw
 from pipeline.kernels.triton.fp8 import fp8_linears
@@ -19,16 +22,14 @@ def triton_kernels(
     """Kernels for an NVIDIA GPU, or for a CPU where Triton's interpreter runs (TRITON_INTERPRET=1, for tests).
 
     `scratch`: where 4-bit weights are widened for steps of many tokens; without it each linear keeps a 16-bit form
-    beside. `deterministic`: a sequence's attention does not depend on what else is in the step. Linears are not
-    covered: cuBLAS chooses its order of sums by the number of tokens.
+    beside. `deterministic`: a row's results do not depend on what else is in the step; see `invariant.py`.
     """
     widened = "16-bit weights kept" if scratch is None else "16-bit weights in a shared scratch"
-    attention = "Triton: paged, split over the GPU for few tokens a sequence, tiles of 128 rows for many"
-    return Kernels(
+    kernels = Kernels(
         prepare_linear=lambda weight: prepare_linear(weight, dtype, device, scratch),
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
-        attention=PagedAttention(device, deterministic),
+        attention=PagedAttention(device),
         silu_mul=silu_mul,
         greedy=greedy,
         draw=draw,
@@ -36,13 +37,26 @@ def triton_kernels(
             "linear": f"cuBLAS; int4 weights: Triton for few tokens, cuBLAS for many ({widened})",
             "add_rms_norm": "Triton, one launch",
             "norm_rope_write": "Triton, one launch",
-            "attention": f"{attention}; batch-invariant" if deterministic else attention,
+            "attention": "Triton: paged, split over the GPU for few tokens a sequence, tiles of 128 rows for many",
             "silu_mul": "Triton, one launch",
             "greedy": "Triton, two launches",
             "draw": "Triton, one launch",
         },
         graph_attention=CapturedAttention,
         rounded=fp8_linears(device),
+    )
+    if not deterministic:
+        return kernels
+    own = {
+        "linear": f"Triton: one tile and one order of sums; batch-invariant ({widened})",
+        "attention": "Triton: paged, tiles of 128 rows, not split; batch-invariant",
+    }
+    return replace(
+        kernels,
+        prepare_linear=lambda weight: invariant.prepare_linear(weight, dtype, device, scratch),
+        attention=invariant.InvariantAttention(device),
+        graph_attention=invariant.CapturedInvariantAttention,
+        served_by=kernels.served_by | own,
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline.bench.gpu.correctness import TOLERANCES, random_int4, relative_error
-from pipeline.bench.gpu.linear_times import int4_paths
+from pipeline.bench.gpu.linear_times import fixed_path, int4_paths
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -19,5 +19,6 @@ def test_every_path_gives_the_same_product():
     assert list(found) == ["int4 fused", "cached", "scratch"]
     for product in found.values():
         assert 0 < relative_error(product, expected) < TOLERANCES[torch.float16]
+    assert relative_error(fixed_path(weight, torch.float16, DEVICE)(x_TK), expected) < TOLERANCES[torch.float16]
     assert torch.equal(found["cached"], found["scratch"])
     assert not torch.equal(found["cached"], found["int4 fused"])  # which does not round its weights

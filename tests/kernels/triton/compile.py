@@ -32,6 +32,7 @@ _TYPES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
+_PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)[.:\w]*")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -54,6 +55,11 @@ class Compiled:
     def multiplies_e4m3(self) -> bool:
         """Both operands, with sums in float32."""
         return re.search(r"mma[\w.]*\.f32\.e4m3\.e4m3", self.ptx) is not None
+
+    @property
+    def products(self) -> list[str]:
+        """The instructions that multiply tiles, by their full names, which say their shape."""
+        return sorted(set(_PRODUCT.findall(self.ptx)))
 
     def problems(self, target: Target) -> list[str]:
         """Why this cannot run well on `target`; empty where it can."""

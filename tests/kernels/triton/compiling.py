@@ -14,6 +14,7 @@ from pipeline.kernels.triton.launch import A100, H100, Launch, Target, shared_by
 from tests.kernels.triton.compile import compile_for
 from tests.kernels.triton.launches import ModelShape, fp8_launches_of, launches_of
 
+FIXED = "fixed product, few tokens", "fixed product, many tokens", "fixed product, one part"
 TARGETS = {"sm_80": A100, "sm_89": Target((8, 9), 58, shared_bytes_of((8, 9))), "sm_90": H100}
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
 GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two: more registers
@@ -25,17 +26,18 @@ def with_constants(launch: Launch, **constants: int) -> Launch:
 
 
 def chosen(name: str) -> dict[str, Launch]:
-    """All kernels for sm_90, those with products and the widest rows for sm_80, the fp8 ones for sm_89; some that must be
-    found wanting."""
+    """All kernels for sm_90, those with products and the widest rows for sm_80, the fp8 ones for sm_89; and some that
+    must be found wanting."""
     target = TARGETS[name]
     if name == "sm_89":
         return fp8_launches_of(LLAMA_8B, torch.bfloat16, target)
     all_of = launches_of(LLAMA_8B, torch.bfloat16, target)
     windowed = launches_of(LLAMA_8B, torch.bfloat16, target, window=4096)
     if name == "sm_80":
-        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw"
+        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
         return {key: all_of[key] for key in kept} | {
+            "prefill, windowed": windowed["prefill"],
             "prefill, groups of 5": launches_of(GROUPS_OF_5, torch.float16, target)["prefill"],
             "control: too many keys for the registers": wanting,
         }
@@ -54,7 +56,7 @@ def main(name: str) -> None:
     for key, launch in chosen(name).items():
         compiled = compile_for(launch, target)
         told = {"name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma}
-        told |= {"multiplies_e4m3": compiled.multiplies_e4m3}
+        told |= {"multiplies_e4m3": compiled.multiplies_e4m3, "products": compiled.products}
         print(json.dumps(told | {"registers": compiled.registers, "shared_bytes": compiled.shared_bytes}), flush=True)
 
 

@@ -7,6 +7,7 @@ import torch
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
 from pipeline.kernels.triton.draw import draw_launch
+from pipeline.kernels.triton.fixed_product import fixed_launches
 from pipeline.kernels.triton.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
 from pipeline.kernels.triton.fused import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
@@ -58,7 +59,7 @@ def launches_of(
     parts, whole = greedy_launches(logits_TV, slot_T, finite_T)
     how_5T = empty(5, num_tokens, dtype=torch.float64)
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
-    products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target)
+    products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
     sampling["draw"] = draw_launch(logits_TV, how_5T, slot_T, finite_T)
     return fused | _attention(shape, q_TND, cache_CBKD, target, window) | products | sampling
 
@@ -125,4 +126,19 @@ def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: Target) -> di
         out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
         names = "fp8 rounding", f"fp8, {name}", f"fp8, {name}, join"
         found |= dict(zip(names, fp8_launches(x_MK, weight, None, out_MN, target)))
+    return found
+
+
+def _fixed(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+    """Products of fixed tiles: with inputs in parts, which are programs of their own or taken in turn, and whole."""
+    found = {}
+    for name, num_inputs, num_outputs, num_tokens in (
+        ("fixed product, few tokens", shape.intermediate_size, shape.hidden_size, 1),
+        ("fixed product, many tokens", shape.intermediate_size, shape.hidden_size, 512),
+        ("fixed product, one part", shape.hidden_size, shape.vocab_size, 512),
+    ):
+        weight_NK = torch.empty(num_outputs, num_inputs, dtype=dtype, device=_META)
+        x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
+        out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
+        found[name] = fixed_launches(x_MK, weight_NK, None, out_MN, target)[0]
     return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from pipeline.kernels.contract import AttentionInput
 
@@ -27,6 +28,19 @@ def close(ours: torch.Tensor, oracle: torch.Tensor) -> bool:
     """Within rounding of the float32 oracle; sums may cancel, so not of each value alone."""
     error, size = (ours.float().cpu() - oracle).abs(), oracle.abs() + oracle.square().mean().sqrt()
     return bool((error <= RELATIVE[ours.dtype] * size).all())
+
+
+def make_dots_ordered(patch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter's products add up as those of a GPU do: each output in the order of the inputs, wherever in
+    the tile it stands. numpy's library orders its sums by the place."""
+
+    def create_dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
+        total = d.data
+        for column, row in zip(a.data.T.astype(total.dtype), b.data.astype(total.dtype)):
+            total = total + column[:, None] * row[None, :]
+        return TensorHandle(total, d.dtype.scalar)
+
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @dataclass(frozen=True)

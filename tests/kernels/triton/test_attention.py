@@ -20,8 +20,8 @@ from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def check(step: Step, window: int | None, deterministic: bool = False) -> None:
-    ours = PagedAttention(DEVICE, deterministic)(*step.tensors, step.where, 0.3, window)
+def check(step: Step, window: int | None) -> None:
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
     oracle = reference_attention(*step.wide, step.where, 0.3, window)
     assert ours.dtype == step.q_TND.dtype
     assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
@@ -67,7 +67,7 @@ def test_random_steps(seed: int) -> None:
         lengths.append((context, int(rng.choice([1, 1, context, int(rng.integers(1, context + 1))]))))
     group, kv_heads = int(rng.choice([1, 4, 5, 8])), int(rng.integers(1, 3))
     window = [None, 100][seed % 2]
-    check(make_step(lengths, (group * kv_heads, kv_heads), 16, 64, torch.float32, seed), window, seed > 1)
+    check(make_step(lengths, (group * kv_heads, kv_heads), 16, 64, torch.float32, seed), window)
 
 
 def test_some_rows_of_a_step_attend_as_in_the_whole_step() -> None:
@@ -92,33 +92,6 @@ def test_too_many_heads_are_refused_by_name() -> None:
         PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
 
 
-# -- determinism
-
-
-BATCH = [(1100, 1), (70, 3), (1300, 1)]
-
-
-def differing(deterministic: bool) -> int:
-    """How many sequences of a batch come out otherwise, by a bit or more, when they are alone."""
-    step = make_step(BATCH, (2, 1), 16, 64, torch.float32)
-    together = PagedAttention(DEVICE, deterministic)(*step.tensors, step.where, 0.3, None)
-    count = 0
-    for s in range(len(BATCH)):
-        one = step.alone(s)
-        alone = PagedAttention(DEVICE, deterministic)(*one.tensors, one.where, 0.3, None)
-        start, stop = step.where.query_start_S1[s : s + 2]
-        count += not torch.equal(alone, together[start:stop])
-    return count
-
-
-def test_deterministic_sums_do_not_depend_on_the_batch() -> None:
-    assert differing(deterministic=True) == 0
-
-
-def test_without_it_they_do() -> None:
-    assert differing(deterministic=False) > 0
-
-
 # -- the work of the decode kernel
 
 
@@ -126,13 +99,12 @@ def test_without_it_they_do() -> None:
 @given(
     tiles=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=1, max_size=40),
     num_lanes=st.integers(1, 70),
-    deterministic=st.booleans(),
 )
-def test_every_tile_is_dealt_once(tiles: list[tuple[int, int]], num_lanes: int, deterministic: bool) -> None:
+def test_every_tile_is_dealt_once(tiles: list[tuple[int, int]], num_lanes: int) -> None:
     begin_S = np.array([begin for begin, _ in tiles])
     end_S = begin_S + [count for _, count in tiles]
     sequence_S = np.arange(len(tiles)) * 3
-    dealt = deal(sequence_S, begin_S, end_S, num_lanes, deterministic)
+    dealt = deal(sequence_S, begin_S, end_S, num_lanes)
 
     assert dealt.lane_start[0] == 0
     assert dealt.lane_start[-1] == len(dealt.item_I4)
@@ -151,26 +123,20 @@ def test_every_tile_is_dealt_once(tiles: list[tuple[int, int]], num_lanes: int, 
             assert split.tolist() == [[s, mine[0, 3], len(mine)]]
             assert mine[:, 3].tolist() == list(range(mine[0, 3], mine[0, 3] + len(mine)))
     count_S = end_S - begin_S
-    if deterministic:
-        alone = [deal(np.zeros(1), np.zeros(1), np.array([c]), 5, True).item_I4 for c in count_S]
-        assert dealt.item_I4[:, 2].tolist() == [t + b for a, b in zip(alone, begin_S) for t in a[:, 2]]
-        assert len(dealt.item_I4) <= 8 * len(tiles)
-    else:
-        size_I = dealt.item_I4[:, 2] - dealt.item_I4[:, 1]
-        taken = [int(size_I[a:b].sum()) for a, b in zip(dealt.lane_start, dealt.lane_start[1:])]
-        assert max(taken) == -(-int(count_S.sum()) // num_lanes)
-        assert len(dealt.item_I4) <= len(tiles) + num_lanes
-        assert len(dealt.split_S3) <= num_lanes
-        assert (dealt.item_I4[:, 3] < 2 * num_lanes).all()
+    size_I = dealt.item_I4[:, 2] - dealt.item_I4[:, 1]
+    taken = [int(size_I[a:b].sum()) for a, b in zip(dealt.lane_start, dealt.lane_start[1:])]
+    assert max(taken) == -(-int(count_S.sum()) // num_lanes)
+    assert len(dealt.item_I4) <= len(tiles) + num_lanes
+    assert len(dealt.split_S3) <= num_lanes
+    assert (dealt.item_I4[:, 3] < 2 * num_lanes).all()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_launches_do_not_change_from_step_to_step(deterministic: bool) -> None:
+def test_launches_do_not_change_from_step_to_step() -> None:
     """What a CUDA graph would have recorded in the first step serves the next ones: only tensors are filled anew."""
     window = 70
     target = Target.of(DEVICE)
     shape = 6, 32, 64, 4, 2, 16
-    work = DecodeWork.allocate(*shape, DEVICE, target, num_queries=4, window=window, deterministic=deterministic)
+    work = DecodeWork.allocate(*shape, DEVICE, target, num_queries=4, window=window)
     steps = [
         make_step([(1500, 1), (5, 1), (64, 4)], (4, 2), 16, 64, torch.float32),
         make_step([(65, 2)], (4, 2), 16, 64, torch.float32),
@@ -212,7 +178,7 @@ def test_work_for_more_queries_than_the_kernel_takes_is_refused() -> None:
 def test_tensors_of_the_work_lie_aligned() -> None:
     """Else each number of sequences would have its kernel compiled anew."""
     for max_seqs in (1, 2, 3, 5):
-        work = DecodeWork.allocate(max_seqs, 3, 64, 2, 1, 16, torch.device("cpu"), H100, deterministic=max_seqs > 2)
+        work = DecodeWork.allocate(max_seqs, 3, 64, 2, 1, 16, torch.device("cpu"), H100)
         views = work.item_I4, work.lane_start, work.split_S3, work.num_splits, work.query_start_S1, work.context_len_S
         assert [(view.data_ptr() - work.numbers.data_ptr()) % 16 for view in views] == [0] * 6
 

@@ -13,10 +13,11 @@ from pipeline.errors import EnvironmentFailed
 from pipeline.kernels.triton.fused import silu_mul_launch
 from pipeline.kernels.triton.launch import H100, shared_bytes_of
 from tests.kernels.triton.compile import compile_for
+from tests.kernels.triton.compiling import FIXED
 from tests.kernels.triton.problems import DEVICE
 
 ROOT = Path(__file__).parents[3]
-EVERYWHERE = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw"
+EVERYWHERE = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_all_kernels_are_compiled(compiled: dict) -> None:
 
 def test_large_tiles_reach_wgmma(compiled: dict) -> None:
     reached = {name for name, line in compiled["sm_90"].items() if line["uses_wgmma"]}
-    assert reached >= {"prefill", "int4, 1 tokens", "int4, 64 tokens"}
+    assert reached >= {"prefill", "int4, 1 tokens", "int4, 64 tokens", *FIXED}
     assert "decode, 1 queries" not in reached, "16 rows are too few for wgmma: the check would find it anywhere"
     assert not any(line["uses_wgmma"] for line in compiled["sm_80"].values())
 
@@ -79,6 +80,14 @@ def test_fp8_products_use_the_units_for_them(compiled: dict, target: str) -> Non
     }
     assert not {"fp8 rounding", "int4, 1 tokens", "prefill"} & set(products), "the check would find it anywhere"
     assert all(line["uses_wgmma"] for line in products.values()) == (target == "sm_90")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_fixed_products_multiply_by_one_instruction_whatever_the_number_of_tokens(compiled: dict, target: str) -> None:
+    """Or an output's sum would not be taken in one order."""
+    several = [compiled[target][name]["products"] for name in FIXED]
+    assert len(several[0]) == 1
+    assert all(products == several[0] for products in several)
 
 
 def test_a_tile_that_is_too_large_is_told(compiled: dict) -> None:

@@ -1,0 +1,79 @@
+"""Linears and attention on CPU that give a row the same bits whatever else is in a step; float32.
+
+A compiled loop over tokens treats the last few of them otherwise than the others, and may order its sums otherwise
+there. So linears always take whole tiles of tokens, and attention takes each query alone: it never knows what it is
+computed with. Attention of prompts is therefore as slow as that of decoding, token for token.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pipeline.kernels.contract import AttentionInput, Linear
+from pipeline.kernels.cpu import compiled
+from pipeline.kernels.cpu.compiled import PARALLEL_ELEMENTS, bits, use_threads
+from pipeline.kernels.cpu.compiled_linear import TILE_TOKENS
+from pipeline.kernels.cpu.linear import ReorderedLinear
+from pipeline.kernels.cpu.narrow import Float32Linear, NarrowLinear, narrow_linear
+from pipeline.quant.packed import GroupIntWeight, LinearWeight
+
+_UNBOUNDED = np.iinfo(np.int64).max // 2
+
+
+class WholeTilesLinear:
+    """A linear whose tokens are filled up to whole tiles, so that one loop computes them all."""
+
+    def __init__(self, linear: NarrowLinear) -> None:
+        self.linear = linear
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        missing = -len(x_TK) % TILE_TOKENS
+        y_TN = self.linear(F.pad(x_TK, (0, 0, 0, missing)) if missing else x_TK)
+        return y_TN[: len(x_TK)] if missing else y_TN
+
+
+def prepare_linear(weight: LinearWeight) -> Linear:
+    """Pack one weight: as narrow as it is stored where that can be read, else in float32."""
+    narrow = narrow_linear(weight)
+    if narrow is None:
+        return WholeTilesLinear(Float32Linear(weight.dequantize(torch.float32), weight.bias_N))
+    order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
+    linear = WholeTilesLinear(narrow)
+    return linear if order_K is None else ReorderedLinear(linear, order_K)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    block_table_TM: np.ndarray
+    context_len_T: np.ndarray
+    parallel: bool
+
+
+def attention(
+    q_TND: torch.Tensor,
+    k_cache_CBKD: torch.Tensor,
+    v_cache_CBKD: torch.Tensor,
+    where: AttentionInput,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """See `contract.Kernels.attention`: every query as a sequence of its own, by the kernel of decoding."""
+    num_kv_heads, head_dim = k_cache_CBKD.shape[2:]
+    key = "each query alone", num_kv_heads, head_dim
+    if key not in where.worked_out:
+        alone = where.rows(np.arange(len(q_TND)))
+        parallel = int(alone.context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
+        where.worked_out[key] = _Plan(np.ascontiguousarray(alone.block_table_SM), alone.context_len_S, parallel)
+    plan: _Plan = where.worked_out[key]
+    q_TND = q_TND.contiguous()
+    out_TND = torch.empty_like(q_TND)
+    use_threads(plan.parallel)
+    compiled.paged_decode(
+        *(bits(q_TND), bits(k_cache_CBKD), bits(v_cache_CBKD), plan.block_table_TM, plan.context_len_T),
+        *(_UNBOUNDED if window is None else window, np.float32(scale)),
+        num_kv_heads,  # parts: the same in every step
+        bits(out_TND),
+    )
+    return out_TND
