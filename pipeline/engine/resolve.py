@@ -172,8 +172,8 @@ def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
         raise no_such_weight(config.activation_dtype, "16- or 32-bit weights")
     if config.activation_dtype != "auto" and config.deterministic:
         raise ConfigError(
-            f"engine.deterministic: not with engine.activation_dtype = {config.activation_dtype!r}, whose linears are not "
-            "all proven to be batch-invariant; leave one of the two out"
+            f"engine.deterministic: not with engine.activation_dtype = {config.activation_dtype!r}, whose linears "
+            "were not all shown to be batch-invariant; leave one of the two out"
         )
     return config.activation_dtype
 
