@@ -7,6 +7,7 @@ import torch
 
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.cache import FP8
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.quant.nearest import METHODS, RoundToNearest
@@ -14,6 +15,7 @@ from pipeline.quant.nearest import METHODS, RoundToNearest
 DEFAULT_DRAFT_TOKENS = 6
 GPU_MAX_NUM_SEQS = 512
 MOST_DRAFT_TOKENS = 32
+KV_CACHE_DTYPES = ("auto", "fp8")
 PROPOSERS = ("ngram", "draft")
 
 
@@ -36,6 +38,7 @@ class Resolved:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype  # of the KV cache: `dtype` or FP8
     kernels: str  # of kernels.select.KERNELS
     max_model_len: int
     max_num_seqs: int
@@ -62,9 +65,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         raise ConfigError(
             f"engine.max_model_len = {max_model_len}: the model was made for at most {model.max_position} positions"
         )
+    dtype = _dtype(config.dtype, device, model)
     return Resolved(
         device=device,
-        dtype=_dtype(config.dtype, device, model),
+        dtype=dtype,
+        kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
         kernels=config.kernels,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -159,7 +164,11 @@ def _speculation(config: EngineConfig) -> Speculation | None:
 
 
 def _refuse_unserved(config: EngineConfig) -> None:
-    for name in ("kv_cache_dtype", "activation_dtype"):
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"engine.kv_cache_dtype = {config.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}"
+        )
+    for name in ("activation_dtype",):
         if getattr(config, name) != "auto":
             raise ConfigError(f"engine.{name} = {getattr(config, name)!r}: only auto is available yet")
     if not 0.0 < config.gpu_memory_utilization <= 1.0:

@@ -165,7 +165,7 @@ def _sized(given: EngineConfig, model: ModelConfig) -> EngineConfig:
     resolved = resolve(engine, model)
     if given.kv_cache_memory_bytes is None and resolved.device.type != "cpu":  # there the default is what is needed
         blocks = at_once * -(-resolved.max_model_len // resolved.block_size)
-        block_bytes = resolved.block_size * model.kv_bytes_per_token(resolved.dtype)
+        block_bytes = resolved.block_size * model.kv_bytes_per_token(resolved.kv_dtype)
         engine = replace(engine, kv_cache_memory_bytes=blocks * block_bytes)
     return engine
 
@@ -204,7 +204,7 @@ class _Rows:
             decode_tokens_per_s=outputs.decode_tokens_per_s,
             checkpoint_bytes=sum(file.stat().st_size for file in checkpoint_files(found.folder)),
             weight_bytes=weight_bytes(found.model, resolved.device, resolved.dtype),
-            kv_bytes_per_token=found.model.kv_bytes_per_token(resolved.dtype),
+            kv_bytes_per_token=found.model.kv_bytes_per_token(resolved.kv_dtype),
         )
         return measured, outputs
 
