@@ -33,8 +33,8 @@ GROUP_SIZE = 128  # of the int4 weights whose size is told
 
 @dataclass(frozen=True)
 class Place:
-    """One device. kv_dtype: of the KV cache. `sequences[i]`: how many of `MemoryTable.lengths[i]` tokens have room for their keys and values at
-    once; none where the weights alone do not fit."""
+    """One device. kv_dtype: of the KV cache. `sequences[i]`: how many of `MemoryTable.lengths[i]` tokens have room for
+    their keys and values at once; none where the weights alone do not fit."""
 
     name: str
     dtype: str

@@ -95,7 +95,7 @@ def test_captured_steps_give_the_reference_tokens(
     run, ran = runner._graphs.run, []
 
     def run_and_watch(step: StepInput, *rest: Any) -> torch.Tensor:
-        keys_CBKD = runner.kv.keys[0]
+        keys_CBKD = runner.kv.layers[0].k_CBKD
         before = keys_CBKD.clone()
         hidden_RH = run(step, *rest)
         written = (keys_CBKD != before).flatten(2).any(-1)[:-1].flatten().nonzero().flatten()

@@ -4,8 +4,9 @@ All of them stand in this one file (those of linears in `compiled_linear.py`) be
 at the file a kernel stands in: a shared function elsewhere could change under kernels that are not compiled again.
 
 Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent. Keys
-and values may be FP8 codes in uint8 with scales (`kernels/cache.py`), where None stands for no scales. Everything is computed in float32 and rounded once. A NaN comes out as one: broken rows must be found. Suffixes are
-those of `kernels/contract.py`.
+and values may be FP8 codes in uint8 beside scales (`kernels/cache.py`); None stands for no scales. Everything is
+computed in float32 and rounded once. A NaN comes out as one: broken rows must be found. Suffixes are those of
+`kernels/contract.py`.
 """
 
 # pyright: reportCallIssue=false
@@ -193,9 +194,9 @@ def tile_product(typing_context, out, out_at, out_row, a, a_at, a_row, a_step, b
         out[out_at + r * out_row + n] += sum over d < depth of
             a[a_at + r * a_row + d * a_step] * b[b_at + d * b_row + n]
 
-    Arrays are one-dimensional; out is float32, a and b may be bfloat16, a FP8 codes. Indices are not checked. Written in LLVM's own
-    terms because its loop vectorizer keeps no two-dimensional tile of sums in registers; with rows * vectors = 8 and a
-    depth of 64 or more it runs at the rate of the processor's multipliers.
+    Arrays are one-dimensional; out is float32, a and b may be bfloat16, a also FP8 codes. Indices are not checked.
+    Written in LLVM's own terms because its loop vectorizer keeps no two-dimensional tile of sums in registers; with
+    rows * vectors = 8 and a depth of 64 or more it runs at the rate of the processor's multipliers.
     """
     if not isinstance(rows, types.IntegerLiteral) or not isinstance(vectors, types.IntegerLiteral):
         return None

@@ -11,24 +11,28 @@ import triton.language as tl
 
 from pipeline.kernels.cache import FP8_MAX, SMALLEST_SCALE
 
-WIDENED: tl.constexpr = tl.constexpr(256.0)
-"""What `widened` is too small by: scales are multiplied by it."""
-
 _SHARE: tl.constexpr = tl.constexpr(1.0 / FP8_MAX)
 _SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
+LIFT: tl.constexpr = tl.constexpr(2.0**60)
+"""What the other operand of a product with codes widened to bfloat16 or float32 is multiplied by, or the product: 2^120
+at once, which their exponents and those of codes differ by, would leave their range."""
 
 
 @triton.jit
 def widened(code, dtype: tl.constexpr):
-    """Codes (uint8) over 256, exactly: sign, exponent and mantissa in float16's places, then `dtype`."""
-    wide = code.to(tl.uint16)
-    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return bits.to(tl.float16, bitcast=True).to(dtype)
+    """Codes (int8) in `dtype`, exactly, but too small by 2^8 in float16, else by 2^120: sign, exponent and mantissa are
+    moved to their places, and the exponent of `dtype` counts from another number."""
+    if dtype == tl.float16:
+        return ((code.to(tl.int16) << 7) & (0xBF80 - 0x10000)).to(dtype, bitcast=True)
+    elif dtype == tl.bfloat16:
+        return ((code.to(tl.int16) << 4) & (0x87F0 - 0x10000)).to(dtype, bitcast=True)
+    else:
+        return ((code.to(tl.int32) << 20) & (0x87F00000 - 0x100000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scales_of(low_LD, high_LD):
-    """The scale of each row, whose halves are float32, and what to multiply it by: NaN and 0 where the row is broken."""
+    """The scale of each row, whose halves are float32, and what the row is multiplied by: NaN and 0 of a broken one."""
     low_size = low_LD.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     high_size = high_LD.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     most = tl.maximum(tl.max(low_size, axis=1), tl.max(high_size, axis=1))  # infinity and NaN have the largest bits
@@ -49,4 +53,4 @@ def codes_of(x_LD, inverse_L):
     subnormal = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
     code = tl.where(size < 0x3C800000, subnormal, normal)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.int8, bitcast=True)

@@ -105,8 +105,6 @@ def _norm_rope_write(
         kept_low = tl.where(is_value[:, None], raw_low, turned_low).to(tl.float32)
         kept_high = tl.where(is_value[:, None], raw_high, turned_high).to(tl.float32)
         scale, inverse = scales_of(kept_low, kept_high)
-        tl.store(k_scale_ptr + k_head, scale, mask=is_key & (slot >= 0))
-        tl.store(v_scale_ptr + v_head, scale, mask=is_value & (slot >= 0))
         key_low, key_high = codes_of(kept_low, inverse), codes_of(kept_high, inverse)
         value_low, value_high = key_low, key_high
     else:
@@ -120,6 +118,9 @@ def _norm_rope_write(
         v_at = v_cache_ptr + v_head[:, None] * HEAD_DIM + pair[None, :]
         tl.store(v_at, value_low, mask=value_there)
         tl.store(v_at + HALF, value_high, mask=value_there)
+        if IS_FP8:
+            tl.store(k_scale_ptr + k_head, scale, mask=is_key)
+            tl.store(v_scale_ptr + v_head, scale, mask=is_value)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ holds log2(e). Suffixes in kernels: R rows, L keys of a tile, D head size.
 import triton
 import triton.language as tl
 
-from pipeline.kernels.triton.fp8 import WIDENED, widened
+from pipeline.kernels.triton.fp8 import LIFT, widened
 
 LOG2_E = 1.4426950408889634
 
@@ -55,12 +55,18 @@ def attend(
     """Take the keys at positions `begin` to `end` (`begin` a multiple of KEYS) into the running softmax of each row.
 
     Without MASKED every row must see every key of them. k_ptr and v_ptr point at the KV head in slot 0; slots lie
-    KV_STRIDE elements apart; with FP8 they are codes, and the others point at the KV head's scales. The keys' scales are
-    multiplied with the scores, the values' with the weights: what is multiplied as a matrix is exact. weighted_RD and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
+    KV_STRIDE elements apart. With IS_FP8 they hold codes, and the scale pointers point at the KV head's scales: the
+    keys' are multiplied with scores, the values' with weights, so that what the matrix products read of the cache is
+    exact. weighted_RD and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
     """
     SCALE_STRIDE: tl.constexpr = KV_STRIDE // HEAD_DIM
     column = tl.arange(0, COLUMNS)
     offset = tl.arange(0, KEYS)
+    if IS_FP8:
+        FACTOR: tl.constexpr = 256.0 if q_RD.dtype == tl.float16 else LIFT
+        if q_RD.dtype != tl.float16:
+            q_RD = (q_RD * LIFT).to(q_RD.dtype)
+            weighted_RD = weighted_RD / LIFT
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + offset
         if BLOCK % KEYS == 0:
@@ -91,7 +97,7 @@ def attend(
             else:
                 k_scale_L = tl.load(k_scale_ptr + scale_at)
                 v_scale_L = tl.load(v_scale_ptr + scale_at)
-            score_RL = tl.dot(q_RD, tl.trans(k_LD), input_precision="ieee") * (k_scale_L * (scale * WIDENED))[None, :]
+            score_RL = tl.dot(q_RD, tl.trans(k_LD), input_precision="ieee") * (k_scale_L * (scale * FACTOR))[None, :]
         else:
             score_RL = tl.dot(q_RD, tl.trans(k_LD), input_precision="ieee") * scale
         if MASKED:
@@ -106,8 +112,10 @@ def attend(
         shrink_R = tl.exp2(best_R - base_R)
         sum_R = sum_R * shrink_R + tl.sum(weight_RL, axis=1)
         if IS_FP8:
-            weight_RL = weight_RL * (v_scale_L * WIDENED)[None, :]
+            weight_RL = weight_RL * (v_scale_L * FACTOR)[None, :]
         weighted_RD = weighted_RD * shrink_R[:, None]
         weighted_RD = tl.dot(weight_RL.to(v_LD.dtype), v_LD, weighted_RD, input_precision="ieee")
         best_R = new_best_R
+    if IS_FP8 and q_RD.dtype != tl.float16:
+        weighted_RD = weighted_RD * LIFT
     return weighted_RD, best_R, sum_R

@@ -29,6 +29,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.bool: "i1",
 }
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")

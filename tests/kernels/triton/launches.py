@@ -39,7 +39,8 @@ def launches_of(
     num_tokens: int = 512,
     with_fp8_cache: bool = False,
 ) -> dict[str, Launch]:
-    """By name, for layers with this window, over a cache in `dtype` or in FP8. int4 kernels at the fewest tokens and at the most of one tile."""
+    """By name, for layers with this window, over a cache in `dtype` or in FP8. int4 kernels at the fewest tokens and at
+    the most of one tile."""
 
     def empty(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device=_META)
