@@ -76,6 +76,8 @@ def _job_of(
 @_texts_of("--data", "read")
 @click.option("--quantization", "kinds", multiple=True, type=click.Choice(["int8", "int4-rtn", "nf4"]),
               help="The reference quantized on load, too. May be repeated.")  # fmt: skip
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]),
+              help="The reference with this KV cache, too.")  # fmt: skip
 @click.option("--expected", metavar="COLUMN", help="A column with the right answers, to count the outputs equal to it.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N",
@@ -93,6 +95,7 @@ def eval_command(
     job: str | None,
     sets: tuple[str, ...],
     kinds: tuple[str, ...],
+    kv_cache_dtype: str | None,
     expected: str | None,
     limit: int | None,
     max_tokens: int | None,
@@ -126,8 +129,11 @@ def eval_command(
     measured = [Subject(path) for path in models]
     if against is not None:
         measured += [Subject(against, kind) for kind in kinds]
+        measured += [] if kv_cache_dtype is None else [Subject(against, kv_cache_dtype=kv_cache_dtype)]
     elif kinds:
         raise ConfigError("--quantization: quantizes the reference on load; name it with --against")
+    elif kv_cache_dtype is not None:
+        raise ConfigError("--kv-cache-dtype: is compared with the reference's own; name that with --against")
     elif not measured:
         measured = [Subject(config.model.path, config.model.quantization)]
     wanted = config.sampling_params()

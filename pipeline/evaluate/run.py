@@ -33,15 +33,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure; `path` and `quantization` (on load) as a job's `model` takes them."""
+    """A model to measure; `path` and `quantization` (on load) as a job's `model` takes them, `kv_cache_dtype` as its
+    `engine` does; None: the job's own."""
 
     path: str
     quantization: str = "none"
+    kv_cache_dtype: str | None = None
 
     @property
     def name(self) -> str:
         shown = without_password(self.path)
-        return shown if self.quantization == "none" else f"{shown}, {self.quantization} on load"
+        on_load = "" if self.quantization == "none" else f", {self.quantization} on load"
+        cache = "" if self.kv_cache_dtype is None else f", {self.kv_cache_dtype} KV cache"
+        return f"{shown}{on_load}{cache}"
 
 
 @dataclass(frozen=True)
@@ -133,12 +137,13 @@ def _prepare(
         tokenizer.close()
     length = max(map(len, samples.token_ids)) + params.max_tokens
     engine = replace(config.engine_config("", None), max_model_len=length, speculation="off")
-    return [
-        _Found(
-            subject, folder, model, _sized(replace(engine, model=str(folder), quantization=subject.quantization), model)
-        )
-        for subject, folder, model in zip(every, folders, models)
-    ], samples
+    found = []
+    for subject, folder, model in zip(every, folders, models):
+        own = replace(engine, model=str(folder), quantization=subject.quantization)
+        if subject.kv_cache_dtype is not None:
+            own = replace(own, kv_cache_dtype=subject.kv_cache_dtype)
+        found.append(_Found(subject, folder, model, _sized(own, model)))
+    return found, samples
 
 
 def _check_comparable(

@@ -75,19 +75,23 @@ def tokens_of(engine: Engine) -> tuple[list[list[int]], int]:
         return [completion.token_ids for completion in done], engine.stats.num_steps
 
 
-@pytest.mark.parametrize("with_drafts", [False, True], ids=["one-step-ahead", "drafts"])
+@pytest.mark.parametrize(
+    ("with_drafts", "kv_cache_dtype"),
+    [(False, "auto"), (True, "auto"), (True, "fp8")],
+    ids=["one-step-ahead", "drafts", "drafts-fp8"],
+)
 def test_captured_steps_give_the_reference_tokens(
-    folder: Path, with_drafts: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, with_drafts: bool, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without drafts as on a GPU: the next step is launched before the tokens of one are known, and wide forms of the
     weights are written into a shared scratch."""
-    expected, _ = tokens_of(engine_of(folder, "reference"))
+    expected, _ = tokens_of(engine_of(folder, "reference", kv_cache_dtype=kv_cache_dtype))
     speculation = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True} if with_drafts else "off"
     if not with_drafts:
         monkeypatch.setattr("pipeline.kernels.triton.linear.CROSSOVER_SCRATCH", 4)
         kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
         monkeypatch.setattr("pipeline.engine.loaded.select_kernels", lambda *_: kernels)
-    engine = engine_of(folder, "triton", speculation=speculation)
+    engine = engine_of(folder, "triton", speculation=speculation, kv_cache_dtype=kv_cache_dtype)
     runner: Any = engine.runner
     runner.capture_steps(replayed, max_num_seqs=3, max_queries=3, most_tokens=6, say=lambda done, total: None)
     assert runner.captured_tokens == [1, 2, 4, 6]
