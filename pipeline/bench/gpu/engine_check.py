@@ -69,7 +69,7 @@ def _prompts(vocab_size: int, output_tokens: int) -> list[list[int]]:
 def _oracle(folder: Path, device: torch.device) -> ModelRunner:
     kernels, config = reference_kernels(torch.float32, device), read_config(folder)
     decoder = Decoder(folder, config, kernels, DTYPES["float32"], device)
-    return LoadedModel(config, decoder, kernels).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
+    return LoadedModel(config, decoder, kernels, decoder.dtype).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
 
 
 def _most_behind(oracle: ModelRunner, prompts: list[list[int]], completions: list[Completion]) -> float:
