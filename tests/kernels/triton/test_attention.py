@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention import AttentionPlan, PagedAttention, plan_key
 from pipeline.kernels.triton.decode import decode_launches
@@ -75,30 +74,6 @@ def test_groups_head_sizes_and_blocks_of_an_fp8_cache(
 ) -> None:
     lengths = [(67, 1), (130, 20), (70, 3)]
     check(make_step(lengths, (2 * group, 2), head_dim, block_size, dtype, with_fp8=True), None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_every_code_is_widened_exactly(dtype: torch.dtype) -> None:
-    """A value alone in its context comes out as it is, and so does one that is there several times."""
-    count = 16
-    codes = torch.arange(256, dtype=torch.uint8).view(count, 1, 1, count)
-    codes[(codes & 0x7F) == 0x7F] = 0  # those of NaN, which are never written
-    cache = LayerCache.allocate(count, 1, 1, 16, FP8, DEVICE)
-    cache.fill(list(range(count)), 1.0)
-    cache.v_CBKD.view(torch.uint8).copy_(codes)
-    for queries in (1, 9):  # by the decode kernel, and by the one for prompts
-        table_SM = np.repeat(np.arange(count, dtype=np.int32)[:, None], queries, axis=1)
-        where = AttentionInput(
-            np.arange(0, queries * count + 1, queries, dtype=np.int32),
-            np.full(count, queries, dtype=np.int32),
-            table_SM,
-            torch.zeros(queries * count, dtype=torch.int64),
-            1,
-        )
-        q_TND = torch.zeros(queries * count, 1, 16, dtype=dtype, device=DEVICE)
-        ours = PagedAttention(DEVICE)(q_TND, cache, where, 1.0, None).cpu()
-        expected = codes.view(FP8).float().squeeze(1).repeat_interleave(queries, 0)
-        assert bool(((ours.float() - expected).abs() <= 1e-3 * (queries > 1) * expected.abs()).all())
 
 
 def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
