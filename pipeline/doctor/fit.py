@@ -142,8 +142,8 @@ def _place(
     per_token, block = config.kv_bytes_per_token(kv_dtype), BLOCK_SIZE[device.type]
     blocks = max(0, kv_bytes) // (block * per_token)
     sequences = tuple(blocks // -(-length // block) for length in lengths)
-    types = (str(of).removeprefix("torch.") for of in (dtype, kv_dtype))
-    return Place(name, *types, memory, weights, per_token, sequences)
+    computed, kept = str(dtype).removeprefix("torch."), str(kv_dtype).removeprefix("torch.")
+    return Place(name, computed, kept, memory, weights, per_token, sequences)
 
 
 def _checkpoint_bytes(config: ModelConfig) -> dict[str, int]:

@@ -14,6 +14,7 @@ computed in float32 and rounded once. A NaN comes out as one: broken rows must b
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ _AHEAD_ELEMENTS = 256  # of a row that is read ahead at most: measured, longer o
 
 # Sums may be reordered, as in any vectorised sum; NaN and infinity keep their meaning.
 # Of numba's parallel transforms only `prange` is wanted: the others split array fills into loops of their own.
-options = {
+options: dict[str, Any] = {
     "parallel": {"prange": True}
     | dict.fromkeys(("numpy", "comprehension", "reduction", "setitem", "stencil", "fusion", "inplace_binop"), False),
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
@@ -519,8 +520,9 @@ CacheArrays = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None
 
 def arrays_of(cache: LayerCache) -> CacheArrays:
     """Keys, values and their scales as the attention kernels read them."""
-    scales = (None if scale is None else scale.numpy() for scale in (cache.k_scale_CBK, cache.v_scale_CBK))
-    return bits(cache.k_CBKD), bits(cache.v_CBKD), *scales
+    k_scale_CBK = None if cache.k_scale_CBK is None else cache.k_scale_CBK.numpy()
+    v_scale_CBK = None if cache.v_scale_CBK is None else cache.v_scale_CBK.numpy()
+    return bits(cache.k_CBKD), bits(cache.v_CBKD), k_scale_CBK, v_scale_CBK
 
 
 def own_threads() -> None:

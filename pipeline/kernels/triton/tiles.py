@@ -63,7 +63,7 @@ def attend(
     column = tl.arange(0, COLUMNS)
     offset = tl.arange(0, KEYS)
     if IS_FP8:
-        FACTOR: tl.constexpr = 256.0 if q_RD.dtype == tl.float16 else LIFT
+        FACTOR: tl.constexpr = 256.0 if q_RD.dtype == tl.float16 else LIFT  # pyright: ignore[reportAssignmentType]
         if q_RD.dtype != tl.float16:
             q_RD = (q_RD * LIFT).to(q_RD.dtype)
             weighted_RD = weighted_RD / LIFT
