@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.triton.fp8 import codes_of, scales_of
+from pipeline.kernels.triton.fp8_cache import codes_of, scales_of
 from pipeline.kernels.triton.launch import Launch, cache_arguments, power_of_two
 
 _HEADS = 8  # heads that one program of norm_rope_write works on

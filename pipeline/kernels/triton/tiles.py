@@ -12,7 +12,7 @@ holds log2(e). Suffixes in kernels: R rows, L keys of a tile, D head size.
 import triton
 import triton.language as tl
 
-from pipeline.kernels.triton.fp8 import LIFT, widened
+from pipeline.kernels.triton.fp8_cache import LIFT, widened
 
 LOG2_E = 1.4426950408889634
 

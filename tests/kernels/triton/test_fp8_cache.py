@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.cache import FP8
-from pipeline.kernels.triton.fp8 import LIFT, widened
+from pipeline.kernels.triton.fp8_cache import LIFT, widened
 from tests.kernels.triton.problems import DEVICE
 
 
