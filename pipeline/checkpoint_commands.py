@@ -78,6 +78,8 @@ def _job_of(
               help="The reference quantized on load, too. May be repeated.")  # fmt: skip
 @click.option("--activation-dtype", type=click.Choice(["auto", "fp8", "int8"]),
               help="Of the models, not of the reference; the job's, or auto, when left out.")  # fmt: skip
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]),
+              help="The reference with this KV cache, too.")  # fmt: skip
 @click.option("--expected", metavar="COLUMN", help="A column with the right answers, to count the outputs equal to it.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N",
@@ -96,6 +98,7 @@ def eval_command(
     sets: tuple[str, ...],
     kinds: tuple[str, ...],
     activation_dtype: str | None,
+    kv_cache_dtype: str | None,
     expected: str | None,
     limit: int | None,
     max_tokens: int | None,
@@ -132,8 +135,11 @@ def eval_command(
     measured = [Subject(path, activation_dtype=activations) for path in models]
     if against is not None:
         measured += [Subject(against, kind, activations) for kind in kinds]
+        measured += [] if kv_cache_dtype is None else [Subject(against, kv_cache_dtype=kv_cache_dtype)]
     elif kinds:
         raise ConfigError("--quantization: quantizes the reference on load; name it with --against")
+    elif kv_cache_dtype is not None:
+        raise ConfigError("--kv-cache-dtype: is compared with the reference's own; name that with --against")
     elif not measured:
         measured = [Subject(config.model.path, config.model.quantization, activations)]
     wanted = config.sampling_params()

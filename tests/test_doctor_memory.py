@@ -42,6 +42,20 @@ def test_this_machine_is_what_is_free_here(monkeypatch, dtype):
     assert here.sequences == (blocks // 32, blocks // 64)
 
 
+def test_a_cache_in_8_bits_holds_more(monkeypatch):
+    monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
+    wide, narrow = (
+        memory_of(Subject(model="demo:target", device="cpu", kv_cache_dtype=kind)) for kind in ("auto", "fp8")
+    )
+    assert wide is not None
+    assert narrow is not None
+    assert (narrow.places[0].kv_dtype, narrow.places[-1].kv_dtype) == ("float8_e4m3fn", "float8_e4m3fn")
+    assert {place.kv_bytes_per_token for place in narrow.places} == {2 * 4 * 2 * (64 + 4)}
+    blocks = int((1_000_000_000 - narrow.places[0].weight_bytes) * 0.25) // (16 * 2 * 4 * 2 * (64 + 4))
+    assert narrow.places[0].sequences == (blocks // 32, blocks // 64)
+    assert narrow.places[-1].sequences[0] > 1.8 * wide.places[-1].sequences[0]
+
+
 def test_a_model_that_does_not_fit_leaves_no_room(monkeypatch):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000)
     small = replace(load_cards()[0], memory_bytes=2 * 2**30)

@@ -145,7 +145,7 @@ def bench_ladder(
                 max_model_len=longest,
                 max_num_seqs=SLOTS_PER_BATCH * batch,
                 block_size=BLOCK_SIZE,
-                kv_cache_memory_bytes=kv_tokens * own.kv_bytes_per_token(resolved.dtype) + saved_bytes,
+                kv_cache_memory_bytes=kv_tokens * own.kv_bytes_per_token(resolved.kv_dtype) + saved_bytes,
                 num_threads=threads,
             )
         )

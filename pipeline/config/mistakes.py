@@ -30,7 +30,6 @@ _KNOWN_ELSEWHERE = {
 }
 _PLANNED_VALUES: dict[KeyPath, str] = {
     ("model", "trust"): "code from a checkpoint is never run: leave it out",
-    ("engine", "kv_cache_dtype"): "only `auto` is supported yet",
 }
 _EXPECTED = {
     "int_type": "an integer",

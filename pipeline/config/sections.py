@@ -155,7 +155,7 @@ class EngineSection(Section):
     enable_prefix_caching: Switch = True
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     kv_cache_memory_bytes: Bytes | None = None
-    kv_cache_dtype: Literal["auto"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     activation_dtype: Literal["auto", "fp8", "int8"] = "auto"
     kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     deterministic: Switch = False

@@ -41,13 +41,14 @@ class Subject:
     output_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     job: JobConfig | None = field(default=None, repr=False)
 
     @classmethod
     def of_job(cls, job: JobConfig) -> "Subject":
         storages = (job.model.storage, job.input.storage, job.output.storage)
         paths = (job.model.path, job.input.path, job.output.path)
-        return cls(*paths, *storages, job.engine.device, job.engine.dtype, job)
+        return cls(*paths, *storages, job.engine.device, job.engine.dtype, job.engine.kv_cache_dtype, job)
 
     @property
     def activation_dtype(self) -> str:

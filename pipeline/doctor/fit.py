@@ -21,6 +21,7 @@ from pipeline.engine.memory import (
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.resolve import GPU_MAX_NUM_SEQS
 from pipeline.hardware import load_cards
+from pipeline.kernels.cache import FP8
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 
@@ -32,11 +33,12 @@ GROUP_SIZE = 128  # of the int4 weights whose size is told
 
 @dataclass(frozen=True)
 class Place:
-    """One device. `sequences[i]`: how many of `MemoryTable.lengths[i]` tokens have room for their keys and values at
-    once; none where the weights alone do not fit."""
+    """One device. kv_dtype: of the KV cache. `sequences[i]`: how many of `MemoryTable.lengths[i]` tokens have room for
+    their keys and values at once; none where the weights alone do not fit."""
 
     name: str
     dtype: str
+    kv_dtype: str
     memory_bytes: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -57,10 +59,16 @@ class MemoryTable:
 
     def to_text(self) -> str:
         files = "; ".join(f"{form} {shown_bytes(size)}" for form, size in self.checkpoint_bytes.items())
-        head = ["device", "memory", "dtype", "weights", "KV a token", *(f"{length:,}" for length in self.lengths)]
+        head = ["device", "memory", "dtype", "weights", "KV", "a token", *(f"{length:,}" for length in self.lengths)]
         rows = [head]
         for p in self.places:
-            sizes = [shown_bytes(p.memory_bytes), p.dtype, shown_bytes(p.weight_bytes), f"{p.kv_bytes_per_token:,}"]
+            sizes = [
+                shown_bytes(p.memory_bytes),
+                p.dtype,
+                shown_bytes(p.weight_bytes),
+                p.kv_dtype,
+                f"{p.kv_bytes_per_token:,}",
+            ]
             rows.append([p.name, *sizes, *(f"{count:,}" for count in p.sequences)])
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(f"{cell:{'<' if i == 0 else '>'}{w}}" for i, (cell, w) in enumerate(zip(row, widths)))
@@ -80,31 +88,44 @@ def memory_table(config: ModelConfig, subject: Subject) -> MemoryTable:
     lengths = (*(length for length in LENGTHS if length < config.max_position), config.max_position)
     gpu = torch.device("cuda")
     on_gpu = DTYPES.get(subject.dtype) or default_dtype(gpu, config.dtype)
+    kv = kv_type(subject, on_gpu)
     places = [_here(config, subject, lengths)]
-    places += [_card(card.name, card.memory_bytes, config, gpu, on_gpu, lengths) for card in load_cards()]
+    places += [_card(card.name, card.memory_bytes, config, gpu, on_gpu, kv, lengths) for card in load_cards()]
     return MemoryTable(_checkpoint_bytes(config), lengths, tuple(places))
+
+
+def kv_type(subject: Subject, dtype: torch.dtype) -> torch.dtype:
+    """Of the KV cache, where the engine computes in `dtype`."""
+    return FP8 if subject.kv_cache_dtype == "fp8" else dtype
 
 
 def _here(config: ModelConfig, subject: Subject, lengths: tuple[int, ...]) -> Place:
     if torch.cuda.is_available() and subject.device != "cpu":
         device = torch.device("cuda")
         dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
-        return _card("this machine's GPU", torch.cuda.mem_get_info()[1], config, device, dtype, lengths)
+        memory, kv_dtype = torch.cuda.mem_get_info()[1], kv_type(subject, dtype)
+        return _card("this machine's GPU", memory, config, device, dtype, kv_dtype, lengths)
     device, free = torch.device("cpu"), free_cpu_bytes()
     dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
     weights = weight_bytes(config, device, dtype)
     kv = int((free - weights) * CPU_SHARE)
-    return _place("this machine (free)", free, config, device, dtype, weights, kv, lengths)
+    return _place("this machine (free)", free, config, device, dtype, kv_type(subject, dtype), weights, kv, lengths)
 
 
 def _card(
-    name: str, memory: int, config: ModelConfig, gpu: torch.device, dtype: torch.dtype, lengths: tuple[int, ...]
+    name: str,
+    memory: int,
+    config: ModelConfig,
+    gpu: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    lengths: tuple[int, ...],
 ) -> Place:
     share = int(memory * EngineConfig.gpu_memory_utilization)
     cached_tokens = GPU_MAX_NUM_SEQS * min(EXPECTED_TOKENS, config.max_position)
-    weights = weight_bytes(config, gpu, dtype, dense_weights_fit(config, dtype, share, cached_tokens))
+    weights = weight_bytes(config, gpu, dtype, dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens))
     kv = share - STEP_BYTES - SLACK_BYTES - weights
-    return _place(name, memory, config, gpu, dtype, weights, kv, lengths)
+    return _place(name, memory, config, gpu, dtype, kv_dtype, weights, kv, lengths)
 
 
 def _place(
@@ -113,14 +134,16 @@ def _place(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     weights: int,
     kv_bytes: int,
     lengths: tuple[int, ...],
 ) -> Place:
-    per_token, block = config.kv_bytes_per_token(dtype), BLOCK_SIZE[device.type]
+    per_token, block = config.kv_bytes_per_token(kv_dtype), BLOCK_SIZE[device.type]
     blocks = max(0, kv_bytes) // (block * per_token)
     sequences = tuple(blocks // -(-length // block) for length in lengths)
-    return Place(name, str(dtype).removeprefix("torch."), memory, weights, per_token, sequences)
+    computed, kept = str(dtype).removeprefix("torch."), str(kv_dtype).removeprefix("torch.")
+    return Place(name, computed, kept, memory, weights, per_token, sequences)
 
 
 def _checkpoint_bytes(config: ModelConfig) -> dict[str, int]:

@@ -109,6 +109,7 @@ def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
     """What config.json says, and whether the machine has the memory for it."""
     import torch
 
+    from pipeline.doctor.fit import kv_type
     from pipeline.engine.memory import free_cpu_bytes, weight_bytes
     from pipeline.kernels.select import default_dtype
     from pipeline.model.config import DTYPES, read_config
@@ -122,7 +123,7 @@ def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
     dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
     need = weight_bytes(config, device, dtype, activation_dtype=subject.activation_dtype)
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_cpu_bytes()
-    kv = config.kv_bytes_per_token(dtype)
+    kv = config.kv_bytes_per_token(kv_type(subject, dtype))
     context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"
     weights = f"about {shown_bytes(need)} of weights in {str(dtype).removeprefix('torch.')}"
     found = f"{weights}; KV cache {kv:,} bytes a token, {context}; {shown_bytes(free)} free on {device.type}"

@@ -63,6 +63,7 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     about: dict[str, str | int] = {
         "device": str(resolved.device),
         "dtype": str(resolved.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(resolved.kv_dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
         "max_num_seqs": resolved.max_num_seqs,
         "max_num_batched_tokens": resolved.max_num_batched_tokens,

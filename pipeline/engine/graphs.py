@@ -82,7 +82,7 @@ class StepGraphs:
     ) -> None:
         """Capture steps of up to `most_tokens` tokens: at most `max_num_seqs` sequences of `max_blocks` blocks at most,
         of which each computes up to `max_queries`. The last block of `kv` must belong to no sequence."""
-        config, self._device, block_size = decoder.config, decoder.device, kv.keys[0].shape[1]
+        config, self._device, block_size = decoder.config, decoder.device, kv.block_size
         assert decoder.kernels.graph_attention is not None
         shape = GraphShape(
             max_num_seqs,
@@ -95,7 +95,7 @@ class StepGraphs:
             max_queries,
         )
         self.max_num_seqs = max_num_seqs
-        self._padding_slot = (kv.keys[0].shape[0] - 1) * block_size
+        self._padding_slot = (kv.num_blocks - 1) * block_size
         self._attention: GraphAttention = decoder.kernels.graph_attention(shape, self._device)
         self._sizes = np.array(graph_sizes(most_tokens))
         self._graphs: dict[int, _Graph] = {}

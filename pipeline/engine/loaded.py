@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from pipeline.engine.footprint import measured_step_bytes, step_input_shape
 from pipeline.engine.memory import EXPECTED_TOKENS, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.resolve import Resolved, no_such_weight
@@ -20,9 +22,12 @@ from pipeline.quant.fp8 import AS_THEY_COME
 
 @dataclass(frozen=True)
 class LoadedModel:
+    """kv_dtype: of its KV cache."""
+
     config: ModelConfig
     decoder: Decoder
     kernels: Kernels
+    kv_dtype: torch.dtype
 
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, resolved: Resolved) -> "LoadedModel":
@@ -31,16 +36,17 @@ class LoadedModel:
         keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
             config,
             resolved.dtype,
+            resolved.kv_dtype,
             gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
             resolved.max_num_seqs * min(resolved.max_model_len, EXPECTED_TOKENS),
         )
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
         if resolved.activation_dtype != "auto":
             kernels = with_rounded_activations(kernels, resolved.activation_dtype, resolved.device)
-        loaded = cls(config, Decoder(folder, config, kernels, resolved.dtype, resolved.device), kernels)
+        decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device)
         if isinstance(kernels.prepare_linear, RoundedWherePossible) and kernels.prepare_linear.num_rounded == 0:
             raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
-        return loaded
+        return cls(config, decoder, kernels, resolved.kv_dtype)
 
     @classmethod
     def load_draft(cls, path: str, target: Tokenizer, resolved: Resolved) -> "LoadedModel":
@@ -61,7 +67,7 @@ class LoadedModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.config.kv_bytes_per_token(self.decoder.dtype)
+        return self.config.kv_bytes_per_token(self.kv_dtype)
 
     @property
     def weights(self) -> str:
@@ -90,5 +96,5 @@ class LoadedModel:
     def runner(self, num_blocks: int, block_size: int, max_model_len: int) -> ModelRunner:
         """A runner with a KV cache of that size."""
         spare = self.kernels.graph_attention is not None
-        kv = KVCache.allocate(self.config, num_blocks, block_size, self.decoder.dtype, self.decoder.device, spare)
+        kv = KVCache.allocate(self.config, num_blocks, block_size, self.kv_dtype, self.decoder.device, spare)
         return ModelRunner(self.decoder, kv, block_size, max_model_len)

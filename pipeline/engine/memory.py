@@ -97,13 +97,15 @@ def gpu_share_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
     return free - int(total * (1.0 - gpu_memory_utilization))
 
 
-def dense_weights_fit(config: ModelConfig, dtype: torch.dtype, budget_bytes: int, kv_tokens: int) -> bool:
+def dense_weights_fit(
+    config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, budget_bytes: int, kv_tokens: int
+) -> bool:
     """Whether `budget_bytes` hold 4-bit weights, their `dtype` form beside them and a KV cache of so many tokens.
 
     Steps of many tokens are multiplied with that form; without room for it, it is written anew in each of them.
     """
     weights = weight_bytes(config, torch.device("cuda"), dtype)
-    return weights + kv_tokens * config.kv_bytes_per_token(dtype) + SLACK_BYTES <= budget_bytes
+    return weights + kv_tokens * config.kv_bytes_per_token(kv_dtype) + SLACK_BYTES <= budget_bytes
 
 
 def kv_budget_bytes(

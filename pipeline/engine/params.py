@@ -89,6 +89,8 @@ class EngineConfig:
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step.
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
+    kv_cache_dtype: "auto", the type that is computed in, or "fp8": 8 bits and a scale for each token and KV head, of
+    the draft model's too (see kernels/cache.py).
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
     activation_dtype: "auto" is `dtype`; "fp8" rounds the inputs of 4-bit and fp8 linears to float8_e4m3fn, which can
     change tokens (see `kernels/fp8.py`): for speed on NVIDIA GPUs from compute capability 8.9 on, elsewhere slower than

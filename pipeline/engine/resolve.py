@@ -7,6 +7,7 @@ import torch
 
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.cache import FP8
 from pipeline.kernels.rounded import ROUNDINGS
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
@@ -15,6 +16,7 @@ from pipeline.quant.nearest import METHODS, RoundToNearest
 DEFAULT_DRAFT_TOKENS = 6
 GPU_MAX_NUM_SEQS = 512
 MOST_DRAFT_TOKENS = 32
+KV_CACHE_DTYPES = ("auto", "fp8")
 PROPOSERS = ("ngram", "draft")
 
 
@@ -37,6 +39,7 @@ class Resolved:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype  # of the KV cache: `dtype` or FP8
     kernels: str  # of kernels.select.KERNELS
     deterministic: bool
     max_model_len: int
@@ -65,9 +68,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         raise ConfigError(
             f"engine.max_model_len = {max_model_len}: the model was made for at most {model.max_position} positions"
         )
+    dtype = _dtype(config.dtype, device, model)
     return Resolved(
         device=device,
-        dtype=_dtype(config.dtype, device, model),
+        dtype=dtype,
+        kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
         kernels=config.kernels,
         deterministic=config.deterministic,
         max_model_len=max_model_len,
@@ -189,8 +194,10 @@ def no_such_weight(activation_dtype: str, weights: str) -> ConfigError:
 
 
 def _refuse_unserved(config: EngineConfig) -> None:
-    if config.kv_cache_dtype != "auto":
-        raise ConfigError(f"engine.kv_cache_dtype = {config.kv_cache_dtype!r}: only auto is available yet")
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"engine.kv_cache_dtype = {config.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}"
+        )
     if not 0.0 < config.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"engine.gpu_memory_utilization = {config.gpu_memory_utilization}: expected a number in (0, 1]"

@@ -33,19 +33,22 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure; `path` and `quantization` (on load) as a job's `model` takes them, `activation_dtype` as its
-    `engine` does."""
+    """A model to measure; `path` and `quantization` (on load) as a job's `model` takes them, `activation_dtype` and
+    `kv_cache_dtype` as its `engine` does, None being the job's own."""
 
     path: str
     quantization: str = "none"
     activation_dtype: str = "auto"
+    kv_cache_dtype: str | None = None
 
     @property
     def name(self) -> str:
         shown = without_password(self.path)
         if self.quantization != "none":
             shown += f", {self.quantization} on load"
-        return shown if self.activation_dtype == "auto" else f"{shown}, activations in {self.activation_dtype}"
+        if self.activation_dtype != "auto":
+            shown += f", activations in {self.activation_dtype}"
+        return shown if self.kv_cache_dtype is None else f"{shown}, {self.kv_cache_dtype} KV cache"
 
 
 @dataclass(frozen=True)
@@ -144,9 +147,9 @@ def _prepare(
 
 
 def _engine_of(subject: Subject, folder: Path, given: EngineConfig) -> EngineConfig:
-    return replace(
-        given, model=str(folder), quantization=subject.quantization, activation_dtype=subject.activation_dtype
-    )
+    own = {"kv_cache_dtype": subject.kv_cache_dtype} if subject.kv_cache_dtype is not None else {}
+    own |= {"quantization": subject.quantization, "activation_dtype": subject.activation_dtype}
+    return replace(given, model=str(folder), **own)
 
 
 def _check_comparable(
@@ -173,7 +176,7 @@ def _sized(given: EngineConfig, model: ModelConfig) -> EngineConfig:
     resolved = resolve(engine, model)
     if given.kv_cache_memory_bytes is None and resolved.device.type != "cpu":  # there the default is what is needed
         blocks = at_once * -(-resolved.max_model_len // resolved.block_size)
-        block_bytes = resolved.block_size * model.kv_bytes_per_token(resolved.dtype)
+        block_bytes = resolved.block_size * model.kv_bytes_per_token(resolved.kv_dtype)
         engine = replace(engine, kv_cache_memory_bytes=blocks * block_bytes)
     return engine
 
@@ -214,7 +217,7 @@ class _Rows:
             weight_bytes=weight_bytes(
                 found.model, resolved.device, resolved.dtype, activation_dtype=resolved.activation_dtype
             ),
-            kv_bytes_per_token=found.model.kv_bytes_per_token(resolved.dtype),
+            kv_bytes_per_token=found.model.kv_bytes_per_token(resolved.kv_dtype),
         )
         return measured, outputs
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.transfer import on_device
 from pipeline.quant.packed import LinearWeight
 
@@ -97,11 +98,11 @@ class Kernels:
 
     prepare_linear(weight) -> Linear: packs once at load; the caller drops its own copy.
     add_rms_norm(x_TH, residual_TH, weight_H, eps) -> (y_TH, residual_TH + x_TH); may write into its inputs.
-    norm_rope_write(qkv_TMD, cos_TD2, sin_TD2, (q_norm_D, k_norm_D) or None, eps, k_cache_CBKD, v_cache_CBKD,
-      slot_mapping_T) -> q_TND: norms each query and key head where the family does, rotates halves, the layout of
-      Hugging Face checkpoints ("neox"), and writes keys and values into the caches in place.
-    attention(q_TND, k_cache_CBKD, v_cache_CBKD, AttentionInput, scale, window) -> o_TND; window None is full
-      causal attention, else a query at position p sees keys p - window + 1 .. p.
+    norm_rope_write(qkv_TMD, cos_TD2, sin_TD2, (q_norm_D, k_norm_D) or None, eps, LayerCache, slot_mapping_T) -> q_TND:
+      norms each query and key head where the family does, rotates halves, the layout of Hugging Face checkpoints
+      ("neox"), and writes keys and values into the cache in place, in the form that it has (see `kernels/cache.py`).
+    attention(q_TND, LayerCache, AttentionInput, scale, window) -> o_TND; window None is full causal attention, else a
+      query at position p sees keys p - window + 1 .. p.
     silu_mul(gate_up_T2F) -> silu(first half) * second half.
     greedy(logits_RV) -> (token_R int64, finite_R bool): the best token of each row, of equal ones the first; a row that
       holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
@@ -124,13 +125,12 @@ class Kernels:
             torch.Tensor,
             tuple[torch.Tensor, torch.Tensor] | None,
             float,
-            torch.Tensor,
-            torch.Tensor,
+            LayerCache,
             torch.Tensor,
         ],
         torch.Tensor,
     ]
-    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionInput, float, int | None], torch.Tensor]
+    attention: Callable[[torch.Tensor, LayerCache, AttentionInput, float, int | None], torch.Tensor]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     greedy: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     draw: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

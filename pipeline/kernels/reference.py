@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
 from pipeline.kernels.rounded import rounded_linears
 from pipeline.quant.packed import LinearWeight
@@ -40,15 +41,33 @@ def rope(x_TND: torch.Tensor, cos_TD2: torch.Tensor, sin_TD2: torch.Tensor) -> t
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def write_kv(
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-) -> None:
-    k_cache_CBKD.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKD.to(k_cache_CBKD.dtype))
-    v_cache_CBKD.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKD.to(v_cache_CBKD.dtype))
+def to_fp8(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes in FP8 and their scales (T, K): the numerics of `kernels/cache.py`."""
+    wide_TKD = x_TKD.float()
+    most_TK = wide_TKD.abs().amax(-1)
+    is_sound_TK = most_TK.isfinite()
+    scale_TK = (most_TK * (1.0 / FP8_MAX)).clamp_min(SMALLEST_SCALE)
+    code_TKD = (wide_TKD * (1.0 / scale_TK)[..., None]).where(is_sound_TK[..., None], 0.0).to(FP8)
+    return code_TKD, scale_TK.where(is_sound_TK, float("nan"))
+
+
+def write_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache: LayerCache, slot_mapping_T: torch.Tensor) -> None:
+    caches = (k_TKD, cache.k_CBKD, cache.k_scale_CBK), (v_TKD, cache.v_CBKD, cache.v_scale_CBK)
+    for x_TKD, stored_CBKD, scale_CBK in caches:
+        if scale_CBK is None:
+            stored_CBKD.flatten(0, 1).index_copy_(0, slot_mapping_T, x_TKD.to(stored_CBKD.dtype))
+        else:
+            code_TKD, scale_TK = to_fp8(x_TKD)
+            codes = stored_CBKD.view(torch.uint8).flatten(0, 1)
+            codes.index_copy_(0, slot_mapping_T, code_TKD.view(torch.uint8))  # torch copies no FP8 by index
+            scale_CBK.flatten(0, 1).index_copy_(0, slot_mapping_T, scale_TK)
+
+
+def read_kv(stored_CBKD: torch.Tensor, scale_CBK: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
+    """Whole blocks (C', B, K, D), FP8 widened to float32."""
+    if scale_CBK is None:
+        return stored_CBKD[blocks]
+    return stored_CBKD.view(torch.uint8)[blocks].view(FP8).float() * scale_CBK[blocks][..., None]
 
 
 def norm_rope_write(
@@ -57,35 +76,29 @@ def norm_rope_write(
     sin_TD2: torch.Tensor,
     qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
+    cache: LayerCache,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    num_kv_heads = k_cache_CBKD.shape[2]
+    num_kv_heads = cache.k_CBKD.shape[2]
     q_TND, k_TKD, v_TKD = qkv_TMD.split((qkv_TMD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     if qk_norm_D is not None:
         q_TND, k_TKD = rms_norm(q_TND, qk_norm_D[0], eps), rms_norm(k_TKD, qk_norm_D[1], eps)
-    write_kv(rope(k_TKD, cos_TD2, sin_TD2), v_TKD, k_cache_CBKD, v_cache_CBKD, slot_mapping_T)
+    write_kv(rope(k_TKD, cos_TD2, sin_TD2), v_TKD, cache, slot_mapping_T)
     return rope(q_TND, cos_TD2, sin_TD2)
 
 
 def attention(
-    q_TND: torch.Tensor,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
-    where: AttentionInput,
-    scale: float,
-    window: int | None,
+    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
     """Sequence by sequence: gather its keys and values, mask, softmax, weigh."""
     out_TND = torch.empty_like(q_TND)
-    group = q_TND.shape[1] // k_cache_CBKD.shape[2]
+    group = q_TND.shape[1] // cache.k_CBKD.shape[2]
     for s, context in enumerate(where.context_len_S.tolist()):
         start, stop = int(where.query_start_S1[s]), int(where.query_start_S1[s + 1])
         num_blocks = -(-context // where.block_size)
         blocks = torch.from_numpy(where.block_table_SM[s, :num_blocks].astype(np.int64)).to(q_TND.device)
-        k_LKD = k_cache_CBKD[blocks].flatten(0, 1)[:context]
-        v_LKD = v_cache_CBKD[blocks].flatten(0, 1)[:context]
+        k_LKD = read_kv(cache.k_CBKD, cache.k_scale_CBK, blocks).flatten(0, 1)[:context]
+        v_LKD = read_kv(cache.v_CBKD, cache.v_scale_CBK, blocks).flatten(0, 1)[:context]
         k_NLD = k_LKD.to(q_TND.dtype).repeat_interleave(group, 1).transpose(0, 1)
         v_NLD = v_LKD.to(q_TND.dtype).repeat_interleave(group, 1).transpose(0, 1)
         q_NQD = q_TND[start:stop].transpose(0, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.kernels.cache import head_bytes
 from pipeline.model.folder import checked_file
 from pipeline.model.rope import Rope
 from pipeline.quant.formats import QuantFormat, read_format
@@ -45,7 +46,8 @@ class ModelConfig:
     quantization: QuantFormat | None  # None: the linears are dense
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """In a cache of this type: the model's, or FP8."""
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes(self.head_dim, dtype)
 
     def num_parameters(self) -> int:
         """Of the linears and embeddings; norms and biases left out."""

@@ -1,7 +1,7 @@
 """One decoder for all served families, driven by `ModelConfig` fields and a set of kernels.
 
 Shape suffixes: T tokens of the step, R rows that want logits, H hidden, N query heads, K KV heads, M heads of a fused
-projection (N + 2 K), D head size, B block size, C blocks.
+projection (N + 2 K), D head size.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
 from pipeline.kernels.cpu.pages import ask_for_huge_pages
 from pipeline.kernels.transfer import on_device
@@ -21,10 +22,9 @@ from pipeline.quant.packed import DenseWeight
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all layers in blocks: per layer two tensors (C, B, K, D)."""
+    """Keys and values of all layers, in blocks."""
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    layers: list[LayerCache]
     has_spare_block: bool = False
 
     @classmethod
@@ -37,23 +37,29 @@ class KVCache:
         device: torch.device,
         with_spare_block: bool = False,
     ) -> "KVCache":
-        """`with_spare_block`: one more, the last, for what is written by tokens that pad a step."""
-        shape = (num_blocks + with_spare_block, block_size, config.num_kv_heads, config.head_dim)
-        layers = range(config.num_layers)
-        kv = cls(
-            [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
-            [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
-            with_spare_block,
-        )
+        """`dtype`: of the model, or FP8. `with_spare_block`: one more, the last, for what is written by tokens that pad
+        a step."""
+        shape = num_blocks + with_spare_block, block_size, config.num_kv_heads, config.head_dim
+        layers = [LayerCache.allocate(*shape, dtype, device) for _ in range(config.num_layers)]
         if device.type == "cpu":
-            for cache in (*kv.keys, *kv.values):
-                ask_for_huge_pages(cache)
-        return kv
+            for layer in layers:
+                for tensor in layer.tensors:
+                    ask_for_huge_pages(tensor)
+        return cls(layers, with_spare_block)
+
+    @property
+    def num_blocks(self) -> int:
+        """The spare one included."""
+        return self.layers[0].k_CBKD.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.layers[0].k_CBKD.shape[1]
 
     def fill(self, blocks: list[int], value: float) -> None:
         """Overwrite whole blocks in every layer (after non-finite values; by tests)."""
-        for cache in (*self.keys, *self.values):
-            cache[blocks] = value
+        for layer in self.layers:
+            layer.fill(blocks, value)
 
 
 class DecoderLayer:
@@ -88,13 +94,12 @@ class DecoderLayer:
         """Write the tokens' keys and values; return their queries (T, N, D)."""
         c = self.config
         qkv_TMD = self.qkv(x_TH).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        keys, values = kv.keys[self.index], kv.values[self.index]
-        return self.kernels.norm_rope_write(qkv_TMD, cos, sin, self.qk_norm_D, c.norm_eps, keys, values, slot_mapping_T)
+        cache = kv.layers[self.index]
+        return self.kernels.norm_rope_write(qkv_TMD, cos, sin, self.qk_norm_D, c.norm_eps, cache, slot_mapping_T)
 
     def attend(self, q_TND: torch.Tensor, where: AttentionInput, kv: KVCache) -> torch.Tensor:
-        keys, values = kv.keys[self.index], kv.values[self.index]
         scale = self.config.head_dim**-0.5
-        return self.o(self.kernels.attention(q_TND, keys, values, where, scale, self.window).flatten(1))
+        return self.o(self.kernels.attention(q_TND, kv.layers[self.index], where, scale, self.window).flatten(1))
 
     def feed_forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.down(self.kernels.silu_mul(self.gate_up(x_TH)))

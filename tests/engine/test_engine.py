@@ -131,8 +131,7 @@ def test_rows_of_all_kinds_in_one_batch_give_the_tokens_they_give_alone(folder: 
 
 def _kv_bytes(folder: Path, tokens: int) -> int:
     with float32_engine(folder) as engine:
-        keys = engine.runner.kv.keys
-        return tokens * 2 * len(keys) * keys[0][0, 0].numel() * 4
+        return tokens * engine.runner.decoder.config.kv_bytes_per_token(torch.float32)
 
 
 def test_logprobs_are_those_of_the_reference(folder: Path) -> None:
@@ -207,9 +206,9 @@ def test_fault_49_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchange
             zeroed = []
 
             def zero_and_look(blocks: list[int]) -> None:
-                assert not all(torch.isfinite(part).all() for part in (*kv.keys, *kv.values))
+                assert not all(part.float().isfinite().all() for layer in kv.layers for part in layer.tensors)
                 zero(blocks)
-                assert all(torch.isfinite(part).all() for part in (*kv.keys, *kv.values))
+                assert all(part.float().isfinite().all() for layer in kv.layers for part in layer.tensors)
                 zeroed.extend(blocks)
 
             engine.runner.zero_blocks = zero_and_look  # type: ignore[method-assign]
@@ -300,10 +299,12 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
         ({"max_model_len": 100_000}, "at most 512 positions"),
         ({"kv_cache_memory_bytes": 64}, "KV cache"),
         ({"speculation": {"proposer": "draft"}}, "needs model.draft"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-        ({"activation_dtype": "int8"}, "expected auto or fp8"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"activation_dtype": "fp16"}, "expected auto, fp8 or int8"),
         ({"activation_dtype": "fp8"}, "16- or 32-bit weights have no exact form beside it"),
         ({"activation_dtype": "fp8", "quantization": "int8"}, "int8.*have no exact form beside it"),
+        ({"activation_dtype": "int8", "quantization": "int8"}, "int8.*have no exact form beside it"),
+        ({"activation_dtype": "int8", "quantization": "int4-rtn", "deterministic": True}, "leave one of the two out"),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(folder: Path, options: dict, said: str) -> None:

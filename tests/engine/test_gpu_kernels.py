@@ -82,18 +82,19 @@ def tokens_of(engine: Engine, is_drawn: bool) -> tuple[list[list[int]], int]:
         return [completion.token_ids for completion in done], engine.stats.num_steps
 
 
-@pytest.mark.parametrize("kind", ["one step ahead", "drafts", "drawn one step ahead"])
+@pytest.mark.parametrize("kind", ["one step ahead", "drafts", "drafts, fp8 cache", "drawn one step ahead"])
 def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without drafts as on a GPU: the next step is launched before the tokens of one are known, and wide forms of the
     weights are written into a shared scratch."""
-    with_drafts, is_drawn = kind == "drafts", kind.startswith("drawn")
-    expected, _ = tokens_of(engine_of(folder, "reference"), is_drawn)
+    with_drafts, is_drawn = kind.startswith("drafts"), kind.startswith("drawn")
+    kv_cache_dtype = "fp8" if "fp8" in kind else "auto"
+    expected, _ = tokens_of(engine_of(folder, "reference", kv_cache_dtype=kv_cache_dtype), is_drawn)
     speculation = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True} if with_drafts else "off"
     if not with_drafts:
         monkeypatch.setattr("pipeline.kernels.triton.linear.CROSSOVER_SCRATCH", 4)
         kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
         monkeypatch.setattr("pipeline.engine.loaded.select_kernels", lambda *_: kernels)
-    engine = engine_of(folder, "triton", speculation=speculation)
+    engine = engine_of(folder, "triton", speculation=speculation, kv_cache_dtype=kv_cache_dtype)
     runner: Any = engine.runner
     runner.capture_steps(replayed, max_num_seqs=3, max_queries=3, most_tokens=6, say=lambda done, total: None)
     assert runner.captured_tokens == [1, 2, 4, 6]
@@ -101,7 +102,7 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     run, ran = runner._graphs.run, []
 
     def run_and_watch(step: StepInput, *rest: Any) -> torch.Tensor:
-        keys_CBKD = runner.kv.keys[0]
+        keys_CBKD = runner.kv.layers[0].k_CBKD
         before = keys_CBKD.clone()
         hidden_RH = run(step, *rest)
         written = (keys_CBKD != before).flatten(2).any(-1)[:-1].flatten().nonzero().flatten()

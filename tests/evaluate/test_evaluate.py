@@ -141,6 +141,18 @@ def test_activations_in_fp8_are_the_models_and_not_the_references(pipe, checkpoi
     assert (code, "16- or 32-bit weights have no exact form beside it" in err) == (2, True)
 
 
+def test_the_reference_is_measured_with_a_cache_in_8_bits_too(pipe, checkpoints, texts):
+    base = str(checkpoints[0])
+    told = measured(pipe, "--against", base, "--kv-cache-dtype", "fp8", "--data", str(texts[0]), "--limit", "3",
+                    "--max-tokens", "2")  # fmt: skip
+    plain, narrow = told["models"]
+    assert narrow["name"] == f"{base}, fp8 KV cache"
+    assert 0 < narrow["kl_mean"] < 1e-2
+    assert (plain["kv_bytes_per_token"], narrow["kv_bytes_per_token"]) == (2 * 2 * 2 * 16 * 4, 2 * 2 * 2 * (16 + 4))
+    code, _, err = pipe("eval", base, "--kv-cache-dtype", "fp8", "--data", str(texts[0]))
+    assert (code, "name that with --against" in err) == (2, True)
+
+
 def test_a_job_says_what_is_asked_and_a_table_shows_it(pipe, checkpoints, texts, tmp_path):
     (tmp_path / "job.yaml").write_text(
         f"input: {{path: {texts[0]}}}\nprompt: {{template: 'Say {{text}}'}}\nmodel: {{path: {checkpoints[0]}}}\n"

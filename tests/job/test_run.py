@@ -219,6 +219,13 @@ def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
     ]
 
 
+def test_fault_53_another_kv_cache_is_other_numerics(job):
+    run(job.rows(TEXTS))
+    job.parts()[0].unlink()
+    with pytest.raises(FingerprintError, match=r'kv_cache_dtype: "auto" -> "fp8"(.|\n)*--accept-numerics'):
+        run(job, engine={"kv_cache_dtype": "fp8"})
+
+
 def test_fault_54_a_foreign_folder_is_refused_and_left_alone(job):
     job.output.mkdir()
     (job.output / "thesis.doc").write_text("")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeline.kernels import reference
+from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import compiled, fused
 from pipeline.kernels.cpu.attention import attention
@@ -18,12 +19,15 @@ from pipeline.kernels.cpu.linear import DenseLinear, padded_tokens, prepare_line
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.select import select_kernels
 from pipeline.quant.packed import DenseWeight
+from tests.kernels.fp8 import hostile_vectors
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of one elementwise pass; the oracle is float32
 
 
-def ragged_step(rng: np.random.Generator, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype):
+def ragged_step(
+    rng: np.random.Generator, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, with_fp8: bool = False
+) -> tuple[AttentionInput, LayerCache]:
     """A random mixture of decoding rows, whole prompts and chunks behind a prefix, in scattered blocks."""
     contexts, queries = [], []
     for _ in range(int(rng.integers(1, 40))):
@@ -34,8 +38,9 @@ def ragged_step(rng: np.random.Generator, kv_heads: int, head_dim: int, block_si
     num_blocks = sum(blocks_of) + 3
     order = rng.permutation(num_blocks)
     table = np.full((len(contexts), max(blocks_of)), -1, dtype=np.int32)
-    keys = torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
-    values = keys.clone()
+    kind = FP8 if with_fp8 else dtype
+    cache = LayerCache.allocate(num_blocks, block_size, kv_heads, head_dim, kind, torch.device("cpu"))
+    cache.fill(list(range(num_blocks)), float("nan"))
     slots, taken = [], 0
     for s, (context, count) in enumerate(zip(contexts, queries)):
         mine = order[taken : taken + blocks_of[s]]
@@ -43,8 +48,8 @@ def ragged_step(rng: np.random.Generator, kv_heads: int, head_dim: int, block_si
         table[s, : len(mine)] = mine
         position = np.arange(context)
         slot = mine[position // block_size] * block_size + position % block_size
-        keys.flatten(0, 1)[torch.from_numpy(slot)] = torch.randn(context, kv_heads, head_dim).to(dtype)
-        values.flatten(0, 1)[torch.from_numpy(slot)] = torch.randn(context, kv_heads, head_dim).to(dtype)
+        k_LKD, v_LKD = (torch.randn(context, kv_heads, head_dim).to(dtype) for _ in range(2))
+        reference.write_kv(k_LKD, v_LKD, cache, torch.from_numpy(slot))
         slots.append(slot[context - count :])
     where = AttentionInput(
         np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
@@ -53,20 +58,26 @@ def ragged_step(rng: np.random.Generator, kv_heads: int, head_dim: int, block_si
         torch.from_numpy(np.concatenate(slots)),
         block_size,
     )
-    return where, keys, values
+    return where, cache
+
+
+def widened(cache: LayerCache) -> LayerCache:
+    """In float32, but for codes."""
+    return LayerCache(*(tensor if tensor.dtype == FP8 else tensor.float() for tensor in cache.tensors))
 
 
 @pytest.mark.parametrize("window", [None, 1, 13])
+@pytest.mark.parametrize("with_fp8", [False, True], ids=["as-computed", "fp8"])
 @pytest.mark.parametrize("seed", range(6))
-def test_attention(seed: int, window: int | None) -> None:
+def test_attention(seed: int, with_fp8: bool, window: int | None) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     dtype = torch.float32 if seed % 3 else torch.bfloat16
     kv_heads, group, head_dim = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 5])), int(rng.choice([8, 16, 40]))
-    where, keys, values = ragged_step(rng, kv_heads, head_dim, int(rng.choice([1, 4, 16])), dtype)
+    where, cache = ragged_step(rng, kv_heads, head_dim, int(rng.choice([1, 4, 16])), dtype, with_fp8)
     q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
-    ours = attention(q_TND, keys, values, where, 0.3, window)
-    oracle = reference_attention(q_TND.float(), keys.float(), values.float(), where, 0.3, window)
+    ours = attention(q_TND, cache, where, 0.3, window)
+    oracle = reference_attention(q_TND.float(), widened(cache), where, 0.3, window)
     assert torch.isfinite(ours).all(), "a slot outside the context was read"
     assert float((ours.float() - oracle).abs().max()) < TOLERANCE[dtype]
 
@@ -82,7 +93,7 @@ def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
         6,
     )
     q_TND = torch.randn(2, 1, 4)
-    out = reference_attention(q_TND, keys, values, where, 0.5, 3)
+    out = reference_attention(q_TND, LayerCache(keys, values), where, 0.5, 3)
     for row, visible in ((0, slice(1, 4)), (1, slice(2, 5))):
         weights = (0.5 * keys[0, visible, 0] @ q_TND[row, 0]).softmax(0)
         assert torch.allclose(out[row, 0], weights @ values[0, visible, 0], atol=1e-6)
@@ -164,16 +175,101 @@ def test_norm_rope_write(
     angle = 100 * torch.rand(tokens, head_dim // 2)
     norms = tuple((torch.rand(head_dim) + 0.5).to(dtype) for _ in range(2)) if with_norm else None
     slots = torch.randperm(num_blocks * block_size)[:tokens]
-    caches = [torch.full((num_blocks, block_size, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-    wide = [cache.float() for cache in caches]
+    cache = LayerCache.allocate(num_blocks, block_size, kv_heads, head_dim, dtype, torch.device("cpu"))
+    cache.fill(list(range(num_blocks)), 7.0)
+    wide = LayerCache(*(tensor.float() for tensor in cache.tensors))
     wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
-    oracle = reference.norm_rope_write(qkv.float(), angle.cos(), angle.sin(), wide_norms, 1e-6, *wide, slots)
-    ours = fused.norm_rope_write(qkv, angle.cos(), angle.sin(), norms, 1e-6, *caches, slots)  # type: ignore[arg-type]
+    oracle = reference.norm_rope_write(qkv.float(), angle.cos(), angle.sin(), wide_norms, 1e-6, wide, slots)
+    ours = fused.norm_rope_write(qkv, angle.cos(), angle.sin(), norms, 1e-6, cache, slots)  # type: ignore[arg-type]
     assert close(ours, oracle, dtype)
-    assert close(caches[0], wide[0], dtype)
-    assert torch.equal(caches[1], wide[1].to(dtype))
+    assert close(cache.k_CBKD, wide.k_CBKD, dtype)
+    assert torch.equal(cache.v_CBKD, wide.v_CBKD.to(dtype))
     untouched = torch.ones(num_blocks * block_size, dtype=torch.bool).index_fill(0, slots, False)
-    assert all(bool((cache.flatten(0, 1)[untouched] == 7.0).all()) for cache in caches)
+    assert all(bool((tensor.flatten(0, 1)[untouched] == 7.0).all()) for tensor in cache.tensors)
+
+
+# -- FP8
+
+
+SOUND_CODES = torch.arange(256, dtype=torch.uint8)[torch.arange(256) & 0x7F != 0x7F]
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [9, 700])
+def test_an_fp8_cache_is_written_as_the_reference_writes_it(tokens: int, dtype: torch.dtype) -> None:
+    """Without a rotation to the bit: of sound vectors, zeros, vectors of one tiny value, and broken ones."""
+    qkv = hostile_vectors(tokens * 7, 40).view(tokens, 7, 40).to(dtype)
+    zero, slots = torch.zeros(tokens, 20), torch.randperm(103 * 7)[:tokens]
+    ours, oracle = (LayerCache.allocate(103, 7, 2, 40, FP8, torch.device("cpu")) for _ in range(2))
+    fused.norm_rope_write(qkv, zero.cos(), zero, None, 1e-6, ours, slots)
+    reference.norm_rope_write(qkv, zero.cos(), zero, None, 1e-6, oracle, slots)
+    for mine, its in zip(ours.tensors, oracle.tensors):
+        assert torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
+    untouched = torch.ones(103 * 7, dtype=torch.bool).index_fill(0, slots, False)
+    for tensor in ours.tensors:
+        assert not tensor.view(torch.uint8).flatten(0, 1)[untouched].any()
+
+
+def test_codes_are_those_of_torch_at_and_around_every_halfway_case() -> None:
+    code = SOUND_CODES[:127].view(FP8).float()
+    halfway = (code[1:] + code[:-1]) / 2
+    cases = torch.cat([code, halfway, halfway.nextafter(code[1:]), halfway.nextafter(code[:-1]), torch.rand(9) * 448])
+    cases = torch.cat([cases, -cases, torch.tensor([1e-30, -1e-45])])
+    x_TKD = torch.stack([cases, torch.full_like(cases, 448.0)], dim=1)[:, None, :]  # so that the scale is 1
+    cache = LayerCache.allocate(len(cases), 1, 1, 2, FP8, torch.device("cpu"))
+    arrays = compiled.arrays_of(cache)
+    compiled.write_fp8(x_TKD.numpy(), np.arange(len(cases)), arrays[0], arrays[2])
+    scale = cache.k_scale_CBK
+    assert scale is not None
+    assert bool((scale == 1.0).all())
+    assert torch.equal(cache.k_CBKD[:, 0, 0, 0].view(torch.uint8), cases.to(FP8).view(torch.uint8))
+
+
+def test_what_is_stored_in_8_bits_is_near_what_was_given() -> None:
+    """Of half a unit in the last of 3 bits of mantissa, or of the smallest code; broken vectors are NaN throughout."""
+    x_TKD = hostile_vectors(90, 16)[:, None]
+    code_TKD, scale_TK = reference.to_fp8(x_TKD)
+    stored_TKD = code_TKD.float() * scale_TK[..., None]
+    broken_T = ~x_TKD.isfinite().all(-1).squeeze(1)
+    assert broken_T.sum() == 30
+    assert bool(stored_TKD[broken_T].isnan().all())
+    assert bool(code_TKD.float().isfinite().all())
+    sound_TKD, scale_TK1 = x_TKD[~broken_T], scale_TK[~broken_T][..., None]
+    allowed = torch.maximum(sound_TKD.abs() * 2**-4, scale_TK1 * 2**-10) * 1.00001
+    assert bool(((stored_TKD[~broken_T] - sound_TKD).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_every_code_is_widened_exactly(queries: int) -> None:
+    """As a value alone in its context, and as a key that the query picks a place of."""
+    count = len(SOUND_CODES)
+    cache = LayerCache.allocate(count, queries, 1, 16, FP8, torch.device("cpu"))
+    cache.fill(list(range(count)), 1.0)
+    cache.v_CBKD.view(torch.uint8).copy_(SOUND_CODES[:, None, None, None])
+    where = AttentionInput(
+        np.arange(0, count * queries + 1, queries, dtype=np.int32),
+        np.full(count, queries, dtype=np.int32),
+        np.arange(count, dtype=np.int32)[:, None],
+        torch.arange(count * queries),
+        queries,
+    )
+    out_TND = attention(torch.ones(count * queries, 1, 16), cache, where, 0.25, None)
+    expected_T = SOUND_CODES.view(FP8).float().repeat_interleave(queries)
+    assert torch.allclose(out_TND[:, 0, 0], expected_T, rtol=1e-6, atol=0)
+
+
+def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
+    torch.manual_seed(3)
+    where, cache = ragged_step(np.random.default_rng(3), 2, 16, 4, torch.float32, with_fp8=True)
+    for name in ("k_scale_CBK", "v_scale_CBK"):
+        broken = LayerCache(*(tensor.clone() for tensor in cache.tensors))
+        getattr(broken, name)[where.block_table_SM[1, 0], 0, 1] = float("nan")
+        q_TND = torch.randn(int(where.query_start_S1[-1]), 4, 16)
+        ours = attention(q_TND, broken, where, 0.3, None).isfinite().all(-1)
+        rows = slice(*where.query_start_S1[1:3].tolist())
+        assert not ours[rows, 2:].any()
+        ours[rows, 2:] = True
+        assert ours.all()
 
 
 @DTYPES
@@ -208,20 +304,20 @@ def test_what_is_no_number_comes_out_as_none(dtype: torch.dtype) -> None:
 def test_some_rows_of_a_step_attend_as_in_the_whole_step(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(8)
     torch.manual_seed(8)
-    where, keys, values = ragged_step(rng, 2, 16, 4, dtype)
+    where, cache = ragged_step(rng, 2, 16, 4, dtype)
     tokens = int(where.query_start_S1[-1])
     q_TND = torch.randn(tokens, 4, 16).to(dtype)
     rows = rng.permutation(tokens)[: tokens // 2]
-    whole = reference_attention(q_TND.float(), keys.float(), values.float(), where, 0.3, 9)
-    ours = attention(q_TND[rows], keys, values, where.rows(rows), 0.3, 9)
+    whole = reference_attention(q_TND.float(), widened(cache), where, 0.3, 9)
+    ours = attention(q_TND[rows], cache, where.rows(rows), 0.3, 9)
     assert float((ours.float() - whole[rows]).abs().max()) < TOLERANCE[dtype]
     assert torch.equal(where.rows(rows).slot_mapping_T, where.slot_mapping_T[rows])
 
 
 def test_it_is_known_whether_the_kernels_are_compiled(tmp_path: Path) -> None:
-    cache, q = torch.zeros(1, 4, 1, 4), torch.ones(1, 3, 4)
+    cache, q = LayerCache.allocate(1, 4, 1, 4, torch.float32, torch.device("cpu")), torch.ones(1, 3, 4)
     fused.add_rms_norm(q[0], q[0], q[0, 0], 1e-5)
-    fused.norm_rope_write(q, q[:, 0, :2], q[:, 0, :2], None, 1e-5, cache, cache, torch.tensor([2]))
+    fused.norm_rope_write(q, q[:, 0, :2], q[:, 0, :2], None, 1e-5, cache, torch.tensor([2]))
     fused.silu_mul(q[0])
     where = AttentionInput(
         np.array([0, 1], dtype=np.int32),
@@ -230,7 +326,7 @@ def test_it_is_known_whether_the_kernels_are_compiled(tmp_path: Path) -> None:
         torch.tensor([2]),
         4,
     )
-    attention(q, cache, cache, where, 1.0, None)
+    attention(q, cache, where, 1.0, None)
     kernels = (compiled.add_rms_norm, compiled.norm_rope_write, compiled.silu_mul, compiled.paged_decode)
     assert all(compiled.is_cached(kernel) for kernel in kernels)
     newer = tmp_path / "compiled.py"

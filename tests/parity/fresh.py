@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers.utils import logging
 
 from tests.checkpoints import FAMILIES, VOCAB, draw_config, load_reference, write_checkpoint
@@ -46,8 +47,7 @@ def check_family(folder: Path, rng: np.random.Generator, seen: Agreement) -> str
     with float32_engine(folder, **limits) as engine:
         worst = float((our_logits(engine, prompts[0]) - reference_logits(model, prompts[0])).abs().max())
         assert worst < LOGIT_TOLERANCE, f"logits differ by {worst:.1e} under {limits}"
-        keys = engine.runner.kv.keys
-        kv_bytes = int(rng.integers(240, 700)) * 2 * len(keys) * keys[0][0, 0].numel() * 4
+        kv_bytes = int(rng.integers(240, 700)) * engine.runner.decoder.config.kv_bytes_per_token(torch.float32)
     with float32_engine(folder, kv_cache_memory_bytes=kv_bytes, **limits) as engine:
         engine.scheduler._expected = int(rng.choice([1, 64]))
         done = engine.generate(prompts, greedy(num_tokens))

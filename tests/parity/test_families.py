@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.checkpoints import FAMILIES, VOCAB, Family, load_reference, make_family
 from tests.parity.harness import (
@@ -59,8 +60,8 @@ def test_greedy_tokens(family: tuple, way: str) -> None:
     tight = options.pop("kv_cache_bytes_tokens", None)
     if tight:
         with float32_engine(folder) as probe:
-            keys = probe.runner.kv.keys
-            options["kv_cache_memory_bytes"] = tight * 2 * len(keys) * keys[0][0, 0].numel() * 4
+            per_token = probe.runner.decoder.config.kv_bytes_per_token(torch.float32)
+            options["kv_cache_memory_bytes"] = tight * per_token
             options["max_model_len"] = 160
     seen = Agreement()
     with float32_engine(folder, **options) as engine:

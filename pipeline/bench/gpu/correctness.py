@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from pipeline.bench.gpu.paged import Heads, PagedStep, paged_step
+from pipeline.kernels.cache import FP8, FP8_MAX, LayerCache
 from pipeline.kernels.contract import Kernels, RoundedLinears
 from pipeline.kernels.fp8 import fp8_block
-from pipeline.kernels.reference import reference_kernels
+from pipeline.kernels.reference import read_kv, reference_kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.quant.packed import DenseWeight, GroupIntWeight, LinearWeight
 
@@ -189,14 +190,16 @@ def _cases(
         yield "draw", f"{tokens} rows of 32,011", partial(of_draw, tokens, 32_011)
     for heads in ALL_HEADS:
         about = f"{heads.num_heads} heads on {heads.num_kv_heads} of {heads.head_dim}"
-        steps = {name: partial(paged_step, *step, heads, dtype, device) for name, step in STEPS.items()}
-        for name, step in steps.items():
-            for window in (None, 48):
-                case = f"{name}, {about}" + (f", window {window}" if window else "")
-                yield "attention", case, _of_attention(kernels, oracle, step, window)
-        for norm in (False, True):
-            case = f"{about}{', norms' if norm else ''}"
-            yield "norm_rope_write", case, _of_write(kernels, oracle, steps["chunks beside decoding"], normal, norm)
+        for with_fp8, form in ((False, ""), (True, ", fp8 cache")):
+            made = partial(paged_step, heads=heads, dtype=dtype, device=device, with_fp8_cache=with_fp8)
+            steps = {name: partial(made, *step) for name, step in STEPS.items()}
+            for name, step in steps.items():
+                for window in (None, 48):
+                    case = f"{name}, {about}{form}" + (f", window {window}" if window else "")
+                    yield "attention", case, _of_attention(kernels, oracle, step, window)
+            for norm in (False, True):
+                case = f"{about}{form}{', norms' if norm else ''}"
+                yield "norm_rope_write", case, _of_write(kernels, oracle, steps["chunks beside decoding"], normal, norm)
 
 
 def _fp8_cases(
@@ -245,9 +248,9 @@ def _of_attention(
     def run() -> Pairs:
         step = make_step()
         scale = step.q_TND.shape[2] ** -0.5
-        q_TND, k, v = step.q_TND, step.k_cache_CBKD, step.v_cache_CBKD
-        actual = kernels.attention(q_TND, k, v, replace(step.where, worked_out={}), scale, window)
-        return [(actual, oracle.attention(q_TND.float(), k.float(), v.float(), step.where, scale, window))]
+        q_TND, wide = step.q_TND, _wide(step.cache)
+        actual = kernels.attention(q_TND, step.cache, replace(step.where, worked_out={}), scale, window)
+        return [(actual, oracle.attention(q_TND.float(), wide, step.where, scale, window))]
 
     return run
 
@@ -262,15 +265,40 @@ def _of_write(
     def run() -> Pairs:
         step = make_step()
         tokens, heads, head_dim = step.q_TND.shape
-        qkv_TMD = normal(tokens, heads + 2 * step.k_cache_CBKD.shape[2], head_dim)
+        qkv_TMD = normal(tokens, heads + 2 * step.cache.k_CBKD.shape[2], head_dim)
         angle_TD2 = normal(tokens, head_dim // 2).float()
         cos_TD2, sin_TD2 = angle_TD2.cos(), angle_TD2.sin()
         norms = (normal(head_dim), normal(head_dim + 1)[1:].contiguous()) if norm else None
         wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
-        k, v, slots = step.k_cache_CBKD, step.v_cache_CBKD, step.where.slot_mapping_T
-        wide_k, wide_v = k.to(torch.float32, copy=True), v.to(torch.float32, copy=True)
-        q_TND = kernels.norm_rope_write(qkv_TMD.clone(), cos_TD2, sin_TD2, norms, EPS, k, v, slots)
-        expected = oracle.norm_rope_write(qkv_TMD.float(), cos_TD2, sin_TD2, wide_norms, EPS, wide_k, wide_v, slots)
-        return [(q_TND, expected), (k, wide_k), (v, wide_v)]
+        cache, slots, wide = step.cache, step.where.slot_mapping_T, _widened(step.cache)
+        q_TND = kernels.norm_rope_write(qkv_TMD.clone(), cos_TD2, sin_TD2, norms, EPS, cache, slots)
+        expected = oracle.norm_rope_write(qkv_TMD.float(), cos_TD2, sin_TD2, wide_norms, EPS, wide, slots)
+        written = _widened(cache)
+        pairs = [(written.k_CBKD, wide.k_CBKD), (written.v_CBKD, wide.v_CBKD)]
+        if cache.k_scale_CBK is not None and cache.v_scale_CBK is not None:
+            scales = cache.k_scale_CBK, cache.v_scale_CBK
+            pairs = [(_within_rounding(*pair, scale), pair[1]) for pair, scale in zip(pairs, scales)]
+            exact = (each.flatten(0, 1)[slots].abs().amax(-1) * (1.0 / FP8_MAX) for _, each in pairs)
+            pairs += [(scale.flatten(0, 1)[slots], each) for scale, each in zip(scales, exact)]
+        return [(q_TND, expected), *pairs]
 
     return run
+
+
+def _wide(cache: LayerCache) -> LayerCache:
+    """As the oracle reads it: in float32, FP8 as it is."""
+    return LayerCache(*(tensor if tensor.dtype == FP8 else tensor.float() for tensor in cache.tensors))
+
+
+def _widened(cache: LayerCache) -> LayerCache:
+    """What it holds in float32, in tensors of its own."""
+    everywhere = torch.arange(len(cache.k_CBKD), device=cache.k_CBKD.device)
+    stored = (cache.k_CBKD, cache.k_scale_CBK), (cache.v_CBKD, cache.v_scale_CBK)
+    return LayerCache(*(read_kv(values, scale, everywhere).to(torch.float32, copy=True) for values, scale in stored))
+
+
+def _within_rounding(stored: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What is nearest to `exact` of all that rounds to what FP8 stored: half a unit in the last of 3 bits of mantissa
+    to either side, or of the smallest code."""
+    half = torch.maximum(stored.abs() * 2.0**-4, scale[..., None] * 2.0**-10)
+    return torch.minimum(torch.maximum(exact, stored - half), stored + half)

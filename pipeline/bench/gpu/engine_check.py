@@ -86,7 +86,7 @@ def _oracle(folder: Path, device: torch.device, activation_dtype: str) -> ModelR
     if activation_dtype != "auto":
         kernels = with_rounded_activations(kernels, activation_dtype, device)
     decoder = Decoder(folder, config, kernels, DTYPES["float32"], device)
-    return LoadedModel(config, decoder, kernels).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
+    return LoadedModel(config, decoder, kernels, decoder.dtype).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
 
 
 def _most_behind(oracle: ModelRunner, prompts: list[list[int]], completions: list[Completion]) -> float:

@@ -133,13 +133,13 @@ def _cases(
 def _attention(kernels: Kernels, heads: Heads, window: int | None, dtype: torch.dtype, device: torch.device) -> float:
     """A mixed step against each of its query tokens in a sequence of its own, all of these together and one alone."""
     step = paged_step(*STEP, heads, dtype, device)
-    caches, scale = (step.k_cache_CBKD, step.v_cache_CBKD), step.q_TND.shape[2] ** -0.5
-    whole_TND = kernels.attention(step.q_TND, *caches, step.where, scale, window)
+    scale = step.q_TND.shape[2] ** -0.5
+    whole_TND = kernels.attention(step.q_TND, step.cache, step.where, scale, window)
     num_tokens = len(whole_TND)
     compared, differing = 0, 0
     for rows in (np.arange(num_tokens), *np.arange(num_tokens)[::29, None]):
         chosen = torch.from_numpy(rows).to(device)
-        own = kernels.attention(step.q_TND[chosen], *caches, step.where.rows(rows), scale, window)
+        own = kernels.attention(step.q_TND[chosen], step.cache, step.where.rows(rows), scale, window)
         differing += int((own != whole_TND[chosen]).flatten(1).any(1).sum())
         compared += len(rows)
     return differing / compared

@@ -24,6 +24,7 @@ from pipeline.kernels.contract import Kernels
 from pipeline.roofline.step import DecoderSize
 
 EPS = 1e-5
+FP8_CACHE = ", fp8"  # behind the names of kernels that read or write a cache in FP8
 
 _Work = tuple[float, float, Callable[[], object]]
 """Bytes, operations, and the call that moves and computes them."""
@@ -111,8 +112,9 @@ def kernel_cases(
         gate_up = normal(tokens, 2 * size.intermediate)
         return timed("silu_mul", f"{tokens:,} tokens", (1.5 * gate_up.nbytes, 0.0, lambda: kernels.silu_mul(gate_up)))
 
-    def of_write(tokens: int) -> KernelTime:
-        return timed("norm_rope_write", f"{tokens:,} tokens", _write(tokens, heads, kernels, dtype, stopwatch.device))
+    def of_write(tokens: int, with_fp8: bool = False) -> KernelTime:
+        work = _write(tokens, heads, kernels, dtype, stopwatch.device, with_fp8)
+        return timed("norm_rope_write" + FP8_CACHE * with_fp8, f"{tokens:,} tokens", work)
 
     def of_greedy(rows: int) -> KernelTime:
         logits_RV = torch.randn(rows, size.vocab, device=stopwatch.device)
@@ -125,43 +127,47 @@ def kernel_cases(
         case = f"{rows:,} rows" if top_p == 1 else f"{rows:,} rows, top_p {top_p}"
         return timed("draw", case, (float(logits_RV.nbytes), 0.0, lambda: kernels.draw(logits_RV, how_5R)))
 
-    def of_attention(case: str, counts: list[int], contexts: list[int]) -> KernelTime:
-        step = paged_step(counts, contexts, heads, dtype, stopwatch.device)
-        q_TND, k, v, scale = step.q_TND, step.k_cache_CBKD, step.v_cache_CBKD, size.head_dim**-0.5
-        num_bytes = step.kv_bytes + 2 * q_TND.nbytes
-        call = partial(kernels.attention, q_TND, k, v, step.where, scale, None)
-        return timed("attention", case, (num_bytes, step.flops, call))
+    def of_attention(case: str, counts: list[int], contexts: list[int], with_fp8: bool = False) -> KernelTime:
+        step = paged_step(counts, contexts, heads, dtype, stopwatch.device, with_fp8_cache=with_fp8)
+        num_bytes = step.kv_bytes + 2 * step.q_TND.nbytes
+        call = partial(kernels.attention, step.q_TND, step.cache, step.where, size.head_dim**-0.5, None)
+        return timed("attention" + FP8_CACHE * with_fp8, case, (num_bytes, step.flops, call))
 
     def of_prompts(prompts: int, tokens: int) -> KernelTime:
         found = of_attention(f"{prompts} prompts of {tokens:,}", [tokens] * prompts, [tokens] * prompts)
         return replace(found, other_s=_torch_attention(prompts, tokens, heads, dtype, stopwatch))
 
     for tokens in cases.tokens:
-        yield from (partial(of, tokens) for of in (of_norm, of_gate, of_write))
+        yield from (partial(of, tokens) for of in (of_norm, of_gate, of_write, partial(of_write, with_fp8=True)))
     for sequences, context in cases.decoding:
         yield partial(of_greedy, sequences)
         yield partial(of_draw, sequences, 1.0)
         yield partial(of_draw, sequences, 0.9)
-        yield partial(of_attention, f"decoding, {sequences:,} at {context:,}", [1] * sequences, [context] * sequences)
+        about, contexts = f"decoding, {sequences:,} at {context:,}", [context] * sequences
+        yield from (partial(of_attention, about, [1] * sequences, contexts, fp8) for fp8 in (False, True))
         if sequences > 1:
             contexts = _skewed(sequences, context)
             about = f"decoding, {sequences:,} at {min(contexts):,} to {max(contexts):,}, {context:,} on average"
             yield partial(of_attention, about, [1] * sequences, contexts)
     for prompts, tokens in cases.prompts:
         yield partial(of_prompts, prompts, tokens)
+        about, counts = f"{prompts} prompts of {tokens:,}", [tokens] * prompts
+        yield partial(of_attention, about, counts, counts, True)
     long = max(tokens for _, tokens in cases.prompts)
     yield partial(of_attention, f"last half of a prompt of {long:,}", [long // 2], [long])
 
 
-def _write(tokens: int, heads: Heads, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> _Work:
+def _write(
+    tokens: int, heads: Heads, kernels: Kernels, dtype: torch.dtype, device: torch.device, with_fp8: bool
+) -> _Work:
     """norm_rope_write on prompts of 512 tokens at the most, without norms."""
     counts = [512] * (tokens // 512) + ([tokens % 512] if tokens % 512 else [])
-    step = paged_step(counts, counts, heads, dtype, device)
+    step = paged_step(counts, counts, heads, dtype, device, with_fp8_cache=with_fp8)
     qkv_TMD = torch.randn(tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, device=device).to(dtype)
     cos_TD2 = torch.rand(tokens, heads.head_dim // 2, device=device)
-    k, v, slots = step.k_cache_CBKD, step.v_cache_CBKD, step.where.slot_mapping_T
-    num_bytes = 2.0 * qkv_TMD.nbytes + 2.0 * cos_TD2.nbytes
-    return num_bytes, 0.0, lambda: kernels.norm_rope_write(qkv_TMD, cos_TD2, cos_TD2, None, EPS, k, v, slots)
+    cache, slots = step.cache, step.where.slot_mapping_T
+    num_bytes = qkv_TMD.nbytes + step.q_TND.nbytes + step.kv_bytes + 2.0 * cos_TD2.nbytes
+    return num_bytes, 0.0, lambda: kernels.norm_rope_write(qkv_TMD, cos_TD2, cos_TD2, None, EPS, cache, slots)
 
 
 def _skewed(sequences: int, mean: int) -> list[int]:

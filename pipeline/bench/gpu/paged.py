@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.kernels.cache import LayerCache, head_bytes
 from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.reference import to_fp8
 
 BLOCK_SIZE = 64
 
@@ -23,18 +25,18 @@ class Heads:
 
 @dataclass(frozen=True)
 class PagedStep:
-    """Queries of a step, the caches they look into, and where."""
+    """Queries of a step, the cache they look into, and where."""
 
     q_TND: torch.Tensor
-    k_cache_CBKD: torch.Tensor
-    v_cache_CBKD: torch.Tensor
+    cache: LayerCache
     where: AttentionInput
 
     @property
     def kv_bytes(self) -> float:
         """Of one layer: what the contexts' keys and values take."""
-        row_bytes = self.k_cache_CBKD[0, 0].numel() * self.k_cache_CBKD.dtype.itemsize
-        return 2.0 * float(self.where.context_len_S.sum()) * row_bytes
+        num_kv_heads, head_dim = self.cache.k_CBKD.shape[2:]
+        token_bytes = 2.0 * num_kv_heads * head_bytes(head_dim, self.cache.k_CBKD.dtype)
+        return token_bytes * float(self.where.context_len_S.sum())
 
     @property
     def flops(self) -> float:
@@ -52,8 +54,10 @@ def paged_step(
     device: torch.device,
     seed: int = 0,
     block_size: int = BLOCK_SIZE,
+    with_fp8_cache: bool = False,
 ) -> PagedStep:
-    """Sequence s computes the last counts[s] tokens of its context of contexts[s]. Values are normal, from `seed`."""
+    """Sequence s computes the last counts[s] tokens of its context of contexts[s]. Values are normal, from `seed`; the
+    cache is in `dtype` or in FP8."""
     rng, random = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)
     context_S, query_start_S1 = np.array(contexts), np.append(0, np.cumsum(counts))
     blocks_S = -(-context_S // block_size)
@@ -70,7 +74,7 @@ def paged_step(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float32, device=device, generator=random).to(dtype)
 
-    cache = (len(order), block_size, heads.num_kv_heads, heads.head_dim)
+    shape = (len(order), block_size, heads.num_kv_heads, heads.head_dim)
     where = AttentionInput(
         query_start_S1=query_start_S1.astype(np.int32),
         context_len_S=context_S.astype(np.int32),
@@ -78,6 +82,12 @@ def paged_step(
         slot_mapping_T=torch.from_numpy(slot_T).to(device),
         block_size=block_size,
     )
-    return PagedStep(
-        normal(int(query_start_S1[-1]), heads.num_heads, heads.head_dim), normal(*cache), normal(*cache), where
+    q_TND, keys, values = (
+        normal(int(query_start_S1[-1]), heads.num_heads, heads.head_dim),
+        normal(*shape),
+        normal(*shape),
     )
+    if not with_fp8_cache:
+        return PagedStep(q_TND, LayerCache(keys, values), where)
+    (k_code, k_scale), (v_code, v_scale) = to_fp8(keys), to_fp8(values)
+    return PagedStep(q_TND, LayerCache(k_code, v_code, k_scale, v_scale), where)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import compiled
-from pipeline.kernels.cpu.compiled import bits, use_threads
+from pipeline.kernels.cpu.compiled import CacheArrays, arrays_of, bits, use_threads
 
 ROWS = 64  # queries times heads of a KV head that share the reading of keys and values
 PARALLEL_KEYS = 1 << 17
@@ -44,44 +45,38 @@ Plan = tuple[_Decode | None, _Prefill | None]
 
 
 def attention(
-    q_TND: torch.Tensor,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
-    where: AttentionInput,
-    scale: float,
-    window: int | None,
+    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
-    """See `contract.Kernels.attention`. float32 and bfloat16; the caches must be contiguous."""
-    (_, num_heads, head_dim), num_kv_heads = q_TND.shape, k_cache_CBKD.shape[2]
+    """See `contract.Kernels.attention`. float32 and bfloat16, on a cache of the same type or FP8; it must be
+    contiguous."""
+    (_, num_heads, head_dim), num_kv_heads = q_TND.shape, cache.k_CBKD.shape[2]
     key = (num_heads, num_kv_heads, head_dim)
     if key not in where.worked_out:
         where.worked_out[key] = _plan(where, num_heads, num_kv_heads, head_dim)
     decode, prefill = where.worked_out[key]
-    caches = bits(k_cache_CBKD), bits(v_cache_CBKD)
+    arrays = arrays_of(cache)
     options = _UNBOUNDED if window is None else window, np.float32(scale)
     q_TND = q_TND.contiguous()
     if prefill is None:
         assert decode is not None
-        return _decode(q_TND, *caches, decode, *options)
+        return _decode(q_TND, arrays, decode, *options)
     out_TND = torch.empty_like(q_TND)
     if decode is not None:
         assert decode.token_S is not None
-        out_TND[decode.token_S] = _decode(q_TND[decode.token_S], *caches, decode, *options)
+        out_TND[decode.token_S] = _decode(q_TND[decode.token_S], arrays, decode, *options)
     use_threads(prefill.parallel)
     compiled.paged_prefill(
-        bits(q_TND), *caches, prefill.block_table_SM, prefill.item_I3, prefill.position_T, *options, bits(out_TND)
+        bits(q_TND), *arrays, prefill.block_table_SM, prefill.item_I3, prefill.position_T, *options, bits(out_TND)
     )
     return out_TND
 
 
-def _decode(
-    q_SND: torch.Tensor, keys: np.ndarray, values: np.ndarray, plan: _Decode, window: int, scale: np.float32
-) -> torch.Tensor:
+def _decode(q_SND: torch.Tensor, arrays: CacheArrays, plan: _Decode, window: int, scale: np.float32) -> torch.Tensor:
     """Attention of each sequence's last token over its context: (S, N, D) in q's type."""
     out_SND = torch.empty_like(q_SND)
     use_threads(plan.parallel)
     compiled.paged_decode(
-        bits(q_SND), keys, values, plan.block_table_SM, plan.context_len_S, window, scale, plan.parts, bits(out_SND)
+        bits(q_SND), *arrays, plan.block_table_SM, plan.context_len_S, window, scale, plan.parts, bits(out_SND)
     )
     return out_SND
 

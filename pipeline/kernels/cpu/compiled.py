@@ -3,9 +3,10 @@
 All of them stand in this one file (those of linears in `compiled_linear.py`) because numba's cache on disk looks only
 at the file a kernel stands in: a shared function elsewhere could change under kernels that are not compiled again.
 
-Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent.
-Everything is computed in float32 and rounded once. A NaN comes out as one: broken rows must be found. Suffixes are
-those of `kernels/contract.py`.
+Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent. Keys
+and values may be FP8 codes in uint8 beside scales (`kernels/cache.py`); None stands for no scales. Everything is
+computed in float32 and rounded once. A NaN comes out as one: broken rows must be found. Suffixes are those of
+`kernels/contract.py`.
 """
 
 # pyright: reportCallIssue=false
@@ -13,6 +14,7 @@ those of `kernels/contract.py`.
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic, overload
 
+from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
+
 PARALLEL_ELEMENTS = 1 << 15
 """Elementwise work below this stays on one thread: waking another one would take longer than it saves."""
 
@@ -30,13 +34,14 @@ _AHEAD_ELEMENTS = 256  # of a row that is read ahead at most: measured, longer o
 
 # Sums may be reordered, as in any vectorised sum; NaN and infinity keep their meaning.
 # Of numba's parallel transforms only `prange` is wanted: the others split array fills into loops of their own.
-options = {
+options: dict[str, Any] = {
     "parallel": {"prange": True}
     | dict.fromkeys(("numpy", "comprehension", "reduction", "setitem", "stencil", "fusion", "inplace_binop"), False),
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
     "error_model": "numpy",
     "cache": True,
 }
+_as_written: dict[str, Any] = options | {"fastmath": False}
 
 
 # -- bits
@@ -83,7 +88,46 @@ def _wide(value):
 def _overload_wide(value):
     if value == types.uint16:  # the bits of a bfloat16
         return lambda value: _float_of_bits(np.uint32(value) << np.uint32(16))
+    if value == types.uint8:  # an FP8 code
+        return lambda value: _wide_code(value)
     return lambda value: value
+
+
+@njit(forceinline=True, fastmath={"contract"})
+def _wide_code(code):
+    """Sign, exponent and mantissa in float32's places are too small by 2^120, those of subnormal codes as well.
+
+    Its own `fastmath`, as in `_exp`: multiplied later, sums of so small products would be lost.
+    """
+    bits = np.uint32(code)
+    shifted = (bits & np.uint32(0x7F)) << np.uint32(20) | (bits & np.uint32(0x80)) << np.uint32(24)
+    return _float_of_bits(np.uint32(shifted)) * _CODE_FACTOR
+
+
+@njit(forceinline=True, fastmath={"contract"})
+def _code_of(value):
+    """The FP8 code of a number of at most 464 in size, rounded to the nearest, ties to even; as torch does it.
+
+    Adding 2^14 leaves a subnormal code as the lowest bits of the sum. Its own `fastmath`, or the sum would be undone.
+    """
+    bits = _bits_of_float(value)
+    sign, size = (bits >> np.uint32(24)) & np.uint32(0x80), bits & np.uint32(0x7FFFFFFF)
+    subnormal = _bits_of_float(_float_of_bits(np.uint32(size)) + _CODE_ROUNDER) - _CODE_ROUNDER_BITS
+    odd = (size >> np.uint32(20)) & np.uint32(1)
+    normal = ((size + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32(120 << 3)
+    return np.uint8(sign | (subnormal if size < _FIRST_NORMAL_BITS else normal))
+
+
+def _scale_at(scale_CBK, block, offset, head):
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(_scale_at, inline="always")
+def _overload_scale_at(scale_CBK, block, offset, head):
+    """1 where there are no scales; what is multiplied by it is then left as it is."""
+    if isinstance(scale_CBK, types.NoneType):
+        return lambda scale_CBK, block, offset, head: np.float32(1.0)
+    return lambda scale_CBK, block, offset, head: scale_CBK[block, offset, head]
 
 
 def _as_in(array, value):
@@ -105,6 +149,11 @@ def _bfloat16_bits(value):
     rounded = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
     return rounded if value == value else np.uint16(0x7FC0)
 
+
+_CODE_FACTOR = np.float32(2.0**120)
+_CODE_ROUNDER, _CODE_ROUNDER_BITS = np.float32(2.0**14), np.uint32((127 + 14) << 23)
+_FIRST_NORMAL_BITS, _INFINITY_BITS = np.uint32((127 - 6) << 23), np.uint32(0xFF << 23)
+_FP8_SHARE, _SMALLEST_SCALE = np.float32(1.0 / FP8_MAX), np.float32(SMALLEST_SCALE)
 
 _LOG2_E = np.float32(1.44269504)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -147,9 +196,9 @@ def tile_product(typing_context, out, out_at, out_row, a, a_at, a_row, a_step, b
         out[out_at + r * out_row + n] += sum over d < depth of
             a[a_at + r * a_row + d * a_step] * b[b_at + d * b_row + n]
 
-    Arrays are one-dimensional; out is float32, a and b may be bfloat16. Indices are not checked. Written in LLVM's own
-    terms because its loop vectorizer keeps no two-dimensional tile of sums in registers; with rows * vectors = 8 and a
-    depth of 64 or more it runs at the rate of the processor's multipliers.
+    Arrays are one-dimensional; out is float32, a and b may be bfloat16, a also FP8 codes. Indices are not checked.
+    Written in LLVM's own terms because its loop vectorizer keeps no two-dimensional tile of sums in registers; with
+    rows * vectors = 8 and a depth of 64 or more it runs at the rate of the processor's multipliers.
     """
     if not isinstance(rows, types.IntegerLiteral) or not isinstance(vectors, types.IntegerLiteral):
         return None
@@ -182,6 +231,11 @@ def tile_product(typing_context, out, out_at, out_row, a, a_at, a_row, a_step, b
             value = builder.load(place)
             if dtype == types.uint16:
                 value = builder.bitcast(builder.shl(builder.zext(value, int32), int32(16)), float32)
+            if dtype == types.uint8:  # see `_wide_code`
+                code = builder.zext(value, int32)
+                size = builder.shl(builder.and_(code, int32(0x7F)), int32(20))
+                sign = builder.shl(builder.and_(code, int32(0x80)), int32(24))
+                value = builder.fmul(builder.bitcast(builder.or_(size, sign), float32), float32(2.0**120))
             single = builder.insert_element(ir.Constant(vector, ir.Undefined), value, int32(0))
             return builder.shuffle_vector(single, single, ir.Constant(words, [0] * _VECTOR))
 
@@ -267,6 +321,26 @@ def norm_rope_write(qkv_TMD, cos_TD2, sin_TD2, with_norm, q_norm_D, k_norm_D, ep
                 v_CBKD[block, offset, h, i] = qkv_TMD[t, num_heads + num_kv_heads + h, i]
 
 
+@njit(**_as_written)
+def write_fp8(x_TKD, slot_T, code_CBKD, scale_CBK):
+    """Each head of `x_TKD` to its slot as FP8 codes and a scale; products and quotients as they are written."""
+    num_tokens, num_heads, head_dim = x_TKD.shape
+    block_size = code_CBKD.shape[1]
+    for t in prange(num_tokens):
+        block, offset = slot_T[t] // block_size, slot_T[t] % block_size
+        for h in range(num_heads):
+            x, code = x_TKD[t, h], code_CBKD[block, offset, h]
+            most = np.uint32(0)  # bits of the largest size; those of infinity and of a NaN are larger than any number's
+            for i in range(head_dim):
+                most = max(most, _bits_of_float(_wide(x[i])) & np.uint32(0x7FFFFFFF))
+            is_sound = most < _INFINITY_BITS
+            scale = max(_float_of_bits(most) * _FP8_SHARE, _SMALLEST_SCALE) if is_sound else np.float32(np.nan)
+            inverse = np.float32(1.0) / scale
+            for i in range(head_dim):
+                code[i] = _code_of(_wide(x[i]) * inverse) if is_sound else np.uint8(0)
+            scale_CBK[block, offset, h] = scale
+
+
 @njit(**options)
 def silu_mul(gate_up_T2F, out_TF):
     num_tokens, width = out_TF.shape
@@ -278,7 +352,7 @@ def silu_mul(gate_up_T2F, out_TF):
 
 
 @njit(**options)
-def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, parts, out_SND):
+def paged_decode(q_SND, k_CBKD, v_CBKD, k_scale_CBK, v_scale_CBK, table_SM, context_S, window, scale, parts, out_SND):
     """One query a sequence over the paged cache; blocks are read where they lie.
 
     Work is one item a sequence, or `parts` of it, each some KV heads: a block is then read through in the order it lies
@@ -312,7 +386,7 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
                         dot = np.float32(0.0)
                         for i in range(head_dim):
                             dot += q[g, i] * _wide(k_CBKD[block, offset, kv + h, i])
-                        score[g, start + offset] = dot
+                        score[g, start + offset] = dot * _scale_at(k_scale_CBK, block, offset, kv + h)
         acc = np.zeros((span * group, head_dim), np.float32)
         total = np.empty(span * group, np.float32)
         for g in range(span * group):
@@ -333,7 +407,7 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
                     _prefetch(v_flat, next_row + i)
                 for h in range(span):
                     for g in range(h * group, (h + 1) * group):
-                        share = score[g, start + offset]
+                        share = score[g, start + offset] * _scale_at(v_scale_CBK, block, offset, kv + h)
                         for i in range(head_dim):
                             acc[g, i] += share * _wide(v_CBKD[block, offset, kv + h, i])
         for g in range(span * group):
@@ -342,7 +416,9 @@ def paged_decode(q_SND, k_CBKD, v_CBKD, table_SM, context_S, window, scale, part
 
 
 @njit(**options)
-def paged_prefill(q_TND, k_CBKD, v_CBKD, table_SM, item_I3, position_T, window, scale, out_TND):
+def paged_prefill(
+    q_TND, k_CBKD, v_CBKD, k_scale_CBK, v_scale_CBK, table_SM, item_I3, position_T, window, scale, out_TND
+):
     """Several queries a sequence over the paged cache; a query at position p sees the keys p - window + 1 .. p.
 
     An item (sequence, first token, number of tokens) is some neighbouring queries of one sequence, for each KV head in
@@ -387,6 +463,10 @@ def paged_prefill(q_TND, k_CBKD, v_CBKD, table_SM, item_I3, position_T, window, 
         best_R, total_R = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
         for n in range(num_keys):
             some_R = score_LR[n]
+            block, offset = table_SM[s, first_block + n // block_size], n % block_size
+            key_scale = _scale_at(k_scale_CBK, block, offset, h)
+            for r in range(rows):
+                some_R[r] *= key_scale
             if n > position_R[0] or n <= position_R[rows - 1] - window:
                 for r in range(rows):
                     if n > position_R[r] or n <= position_R[r] - window:
@@ -404,8 +484,9 @@ def paged_prefill(q_TND, k_CBKD, v_CBKD, table_SM, item_I3, position_T, window, 
             for n in range(start, min(start + _VALUES, num_keys)):
                 block, offset = table_SM[s, first_block + n // block_size], n % block_size
                 stored, copy = v_CBKD[block, offset, h], value_LD[n - start]
+                value_scale = _scale_at(v_scale_CBK, block, offset, h)
                 for i in range(head_dim):
-                    copy[i] = _wide(stored[i])
+                    copy[i] = _wide(stored[i]) * value_scale
             for r in range(0, num_rows, 4):
                 depth = min(_VALUES, num_keys - start, position_R[r + 3] + 1 - start)
                 i = 0
@@ -466,7 +547,18 @@ def prefill_items(query_start_S1, context_len_S, most, num_threads):
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
     """`tensor` as a compiled kernel reads and writes it, without a copy."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    stands_for = {torch.bfloat16: torch.uint16, FP8: torch.uint8}.get(tensor.dtype)
+    return (tensor if stands_for is None else tensor.view(stands_for)).numpy()
+
+
+CacheArrays = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
+
+
+def arrays_of(cache: LayerCache) -> CacheArrays:
+    """Keys, values and their scales as the attention kernels read them."""
+    k_scale_CBK = None if cache.k_scale_CBK is None else cache.k_scale_CBK.numpy()
+    v_scale_CBK = None if cache.v_scale_CBK is None else cache.v_scale_CBK.numpy()
+    return bits(cache.k_CBKD), bits(cache.v_CBKD), k_scale_CBK, v_scale_CBK
 
 
 def own_threads() -> None:

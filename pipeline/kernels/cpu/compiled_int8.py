@@ -15,6 +15,8 @@ Suffixes: M tokens, K inputs, N outputs, B blocks of inputs, T tiles, W words of
 # pyright: reportCallIssue=false
 # It does not see what `intrinsic` makes of a function.
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
@@ -28,6 +30,7 @@ STEP = 32  # inputs whose products are added in 16 bits
 
 _WORDS = STEP // 8
 _VECTOR = 8
+_as_defined: dict[str, Any] = options | {"fastmath": {"nsz"}}  # divisions and NaN as the definition has them
 _LARGEST = np.float32(127.0)
 _ZERO = np.float32(0.0)
 
@@ -122,7 +125,7 @@ def _add_byte_products(
     return types.void(*arrays, index, rows, vectors), lower
 
 
-@njit(**(options | {"fastmath": {"nsz"}}))
+@njit(**_as_defined)
 def round_to_bytes(x_MK, block, byte_MK, scale_MB, sum_MB):
     """Steps 1 and 2 of `kernels/int8.py`, in the order of bytes told above; sum_MB: scale times a block's sum.
 

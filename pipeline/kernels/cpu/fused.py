@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
+from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.cpu import compiled
-from pipeline.kernels.cpu.compiled import bits, use_threads
+from pipeline.kernels.cpu.compiled import arrays_of, bits, use_threads
 
 
 def add_rms_norm(
@@ -22,13 +23,18 @@ def norm_rope_write(
     sin_TD2: torch.Tensor,
     qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
+    cache: LayerCache,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
+    """An FP8 cache is written by way of one in the model's type, which holds nothing but the step's tokens."""
     num_tokens, num_all_heads, head_dim = qkv_TMD.shape
-    q_TND = qkv_TMD.new_empty(num_tokens, num_all_heads - 2 * k_cache_CBKD.shape[2], head_dim)
+    num_kv_heads, is_fp8 = cache.k_CBKD.shape[2], cache.k_CBKD.dtype == FP8
+    q_TND = qkv_TMD.new_empty(num_tokens, num_all_heads - 2 * num_kv_heads, head_dim)
     q_norm_D, k_norm_D = qk_norm_D or (qkv_TMD.new_ones(head_dim),) * 2
+    keys, values, slot_T = cache.k_CBKD, cache.v_CBKD, slot_mapping_T
+    if is_fp8:
+        keys, values = (qkv_TMD.new_empty(num_tokens, 1, num_kv_heads, head_dim) for _ in range(2))
+        slot_T = torch.arange(num_tokens)
     use_threads(qkv_TMD.numel() >= compiled.PARALLEL_ELEMENTS)
     compiled.norm_rope_write(
         bits(qkv_TMD),
@@ -38,11 +44,15 @@ def norm_rope_write(
         bits(q_norm_D),
         bits(k_norm_D),
         np.float32(eps),
-        slot_mapping_T.numpy(),
-        bits(k_cache_CBKD),
-        bits(v_cache_CBKD),
+        slot_T.numpy(),
+        bits(keys),
+        bits(values),
         bits(q_TND),
     )
+    if is_fp8:
+        code_k, code_v, scale_k, scale_v = arrays_of(cache)
+        compiled.write_fp8(bits(keys.squeeze(1)), slot_mapping_T.numpy(), code_k, scale_k)
+        compiled.write_fp8(bits(values.squeeze(1)), slot_mapping_T.numpy(), code_v, scale_v)
     return q_TND
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, Linear
 from pipeline.kernels.cpu import compiled
-from pipeline.kernels.cpu.compiled import PARALLEL_ELEMENTS, bits, use_threads
+from pipeline.kernels.cpu.compiled import PARALLEL_ELEMENTS, arrays_of, bits, use_threads
 from pipeline.kernels.cpu.compiled_linear import TILE_TOKENS
 from pipeline.kernels.cpu.linear import ReorderedLinear
 from pipeline.kernels.cpu.narrow import Float32Linear, NarrowLinear, narrow_linear
@@ -52,15 +53,10 @@ class _Plan:
 
 
 def attention(
-    q_TND: torch.Tensor,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
-    where: AttentionInput,
-    scale: float,
-    window: int | None,
+    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
 ) -> torch.Tensor:
     """See `contract.Kernels.attention`: every query as a sequence of its own, by the kernel of decoding."""
-    num_kv_heads, head_dim = k_cache_CBKD.shape[2:]
+    num_kv_heads, head_dim = cache.k_CBKD.shape[2:]
     key = "each query alone", num_kv_heads, head_dim
     if key not in where.worked_out:
         alone = where.rows(np.arange(len(q_TND)))
@@ -71,7 +67,7 @@ def attention(
     out_TND = torch.empty_like(q_TND)
     use_threads(plan.parallel)
     compiled.paged_decode(
-        *(bits(q_TND), bits(k_cache_CBKD), bits(v_cache_CBKD), plan.block_table_TM, plan.context_len_T),
+        *(bits(q_TND), *arrays_of(cache), plan.block_table_TM, plan.context_len_T),
         *(_UNBOUNDED if window is None else window, np.float32(scale)),
         num_kv_heads,  # parts: the same in every step
         bits(out_TND),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
@@ -38,22 +39,19 @@ class PagedAttention:
     def __call__(
         self,
         q_TND: torch.Tensor,
-        k_cache_CBKD: torch.Tensor,
-        v_cache_CBKD: torch.Tensor,
+        cache: LayerCache,
         where: AttentionInput,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """float16, bfloat16 and float32; the caches must be contiguous and of q's type."""
+        """float16, bfloat16 and float32; the cache must be contiguous, and of q's type or FP8."""
         key = plan_key(window)
         if key not in where.worked_out:
-            where.worked_out[key] = self._plan(where, q_TND, k_cache_CBKD.shape[2], window)
+            where.worked_out[key] = self._plan(where, q_TND, cache.k_CBKD.shape[2], window)
         plan: AttentionPlan = where.worked_out[key]
-        assert k_cache_CBKD.is_contiguous()
-        assert v_cache_CBKD.is_contiguous()
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
-        tensors = q_TND, k_cache_CBKD, v_cache_CBKD, out_TND
+        tensors = q_TND, cache, out_TND
         if plan.prefill is not None:
             prefill_launch(*tensors, plan.prefill, scale, self.target).run()
         if plan.decode is not None:

@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.decode_work import KEYS, DecodeWork
-from pipeline.kernels.triton.launch import Launch, Target, power_of_two
+from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 from pipeline.kernels.triton.tiles import LOG2_E, attend, stages_for
 
 
@@ -28,6 +29,8 @@ def _decode(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     item_ptr,
     lane_start_ptr,
@@ -50,6 +53,7 @@ def _decode(
     KEPT_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    IS_FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head, lane = tl.program_id(0), tl.program_id(1)
@@ -81,6 +85,8 @@ def _decode(
             position_R,
             k_ptr + kv_head * HEAD_DIM,
             v_ptr + kv_head * HEAD_DIM,
+            k_scale_ptr + kv_head if IS_FP8 else None,
+            v_scale_ptr + kv_head if IS_FP8 else None,
             table_ptr + sequence.to(tl.int64) * table_stride,
             context,
             first_tile * KEYS,
@@ -94,6 +100,7 @@ def _decode(
             KEYS,
             True,
             WINDOWED,
+            IS_FP8,
             STAGES,
         )
         if partial < 0:
@@ -157,8 +164,7 @@ def _combine(
 
 def decode_launches(
     q_TND: torch.Tensor,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
+    cache: LayerCache,
     out_TND: torch.Tensor,
     work: DecodeWork,
     scale: float,
@@ -166,7 +172,7 @@ def decode_launches(
 ) -> tuple[Launch, Launch]:
     """Attention of the sequences in `work`, written to their tokens of `out_TND`: the sums, then what joins them."""
     num_heads, head_dim = q_TND.shape[1:]
-    _, block_size, num_kv_heads, _ = k_cache_CBKD.shape
+    _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
     group = num_heads // num_kv_heads
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert out_TND.is_contiguous()
@@ -180,9 +186,10 @@ def decode_launches(
         "KEPT_ROWS": work.sum_PKR.shape[2],
     }
     partials = work.partial_PKRD, work.best_PKR, work.sum_PKR
-    stages = _stages(columns, q_TND.element_size(), target)
+    is_fp8 = cache.k_CBKD.dtype == FP8
+    stages = _stages(columns, cache.k_CBKD.element_size(), target)
     arguments = (
-        *(q_TND, k_cache_CBKD, v_cache_CBKD, out_TND),
+        *(q_TND, *cache_arguments(cache), out_TND),
         *(work.item_I4, work.lane_start, work.query_start_S1, work.context_len_S, work.block_table_SM, *partials),
         *(q_TND.stride(0), work.block_table_SM.stride(0), scale * LOG2_E, work.window or 0),
     )
@@ -191,7 +198,7 @@ def decode_launches(
         _decode,
         (num_kv_heads, work.num_lanes),
         arguments,
-        shape | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "STAGES": stages},
+        shape | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8, "STAGES": stages},
         num_stages=stages,
     )
     join = Launch(

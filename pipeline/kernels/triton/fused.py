@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.triton.launch import Launch, power_of_two
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.triton.fp8_cache import codes_of, scales_of
+from pipeline.kernels.triton.launch import Launch, cache_arguments, power_of_two
 
 _HEADS = 8  # heads that one program of norm_rope_write works on
 _WIDTH = 1024  # outputs that one program of silu_mul works on
@@ -53,6 +55,8 @@ def _norm_rope_write(
     k_norm_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     slot_ptr,
     q_ptr,
     qkv_stride,
@@ -64,6 +68,7 @@ def _norm_rope_write(
     PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
     NORMED: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -95,17 +100,27 @@ def _norm_rope_write(
     tl.store(q_at + HALF, turned_high, mask=query_there)
 
     slot = tl.load(slot_ptr + token)
+    k_head, v_head = slot * NUM_KV_HEADS + (head - NUM_HEADS), slot * NUM_KV_HEADS + (head - NUM_HEADS - NUM_KV_HEADS)
+    if IS_FP8:
+        kept_low = tl.where(is_value[:, None], raw_low, turned_low).to(tl.float32)
+        kept_high = tl.where(is_value[:, None], raw_high, turned_high).to(tl.float32)
+        scale, inverse = scales_of(kept_low, kept_high)
+        key_low, key_high = codes_of(kept_low, inverse), codes_of(kept_high, inverse)
+        value_low, value_high = key_low, key_high
+    else:
+        key_low, key_high, value_low, value_high = turned_low, turned_high, raw_low, raw_high
     if slot >= 0:
         key_there = is_key[:, None] & inside[None, :]
-        k_head = slot * NUM_KV_HEADS + (head - NUM_HEADS)
         k_at = k_cache_ptr + k_head[:, None] * HEAD_DIM + pair[None, :]
-        tl.store(k_at, turned_low, mask=key_there)
-        tl.store(k_at + HALF, turned_high, mask=key_there)
+        tl.store(k_at, key_low, mask=key_there)
+        tl.store(k_at + HALF, key_high, mask=key_there)
         value_there = is_value[:, None] & inside[None, :]
-        v_head = slot * NUM_KV_HEADS + (head - NUM_HEADS - NUM_KV_HEADS)
         v_at = v_cache_ptr + v_head[:, None] * HEAD_DIM + pair[None, :]
-        tl.store(v_at, raw_low, mask=value_there)
-        tl.store(v_at + HALF, raw_high, mask=value_there)
+        tl.store(v_at, value_low, mask=value_there)
+        tl.store(v_at + HALF, value_high, mask=value_there)
+        if IS_FP8:
+            tl.store(k_scale_ptr + k_head, scale, mask=is_key)
+            tl.store(v_scale_ptr + v_head, scale, mask=is_value)
 
 
 @triton.jit
@@ -147,17 +162,14 @@ def norm_rope_write(
     sin_TD2: torch.Tensor,
     qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
+    cache: LayerCache,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """The caches must be contiguous, as must the heads of a token. A token whose slot is negative writes nothing."""
+    """The cache must be contiguous, as must the heads of a token. A token whose slot is negative writes nothing."""
     num_tokens, num_all_heads, head_dim = qkv_TMD.shape
-    q_TND = qkv_TMD.new_empty(num_tokens, num_all_heads - 2 * k_cache_CBKD.shape[2], head_dim)
+    q_TND = qkv_TMD.new_empty(num_tokens, num_all_heads - 2 * cache.k_CBKD.shape[2], head_dim)
     if num_tokens:
-        norm_rope_write_launch(
-            qkv_TMD, cos_TD2, sin_TD2, qk_norm_D, eps, k_cache_CBKD, v_cache_CBKD, slot_mapping_T, q_TND
-        ).run()
+        norm_rope_write_launch(qkv_TMD, cos_TD2, sin_TD2, qk_norm_D, eps, cache, slot_mapping_T, q_TND).run()
     return q_TND
 
 
@@ -167,30 +179,28 @@ def norm_rope_write_launch(
     sin_TD2: torch.Tensor,
     qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
+    cache: LayerCache,
     slot_mapping_T: torch.Tensor,
     q_TND: torch.Tensor,
 ) -> Launch:
     num_tokens, num_all_heads, head_dim = qkv_TMD.shape
     assert qkv_TMD.stride()[1:] == (head_dim, 1)
-    assert k_cache_CBKD.is_contiguous()
-    assert v_cache_CBKD.is_contiguous()
     assert cos_TD2.stride() == sin_TD2.stride()
     q_norm_D, k_norm_D = qk_norm_D or (None, None)
-    caches = k_cache_CBKD, v_cache_CBKD, slot_mapping_T, q_TND
+    places = *cache_arguments(cache), slot_mapping_T, q_TND
     strides = qkv_TMD.stride(0), cos_TD2.stride(0)
     return Launch(
         _norm_rope_write,
         (num_tokens, -(-num_all_heads // _HEADS)),
-        (qkv_TMD, cos_TD2, sin_TD2, q_norm_D, k_norm_D, *caches, *strides, eps),
+        (qkv_TMD, cos_TD2, sin_TD2, q_norm_D, k_norm_D, *places, *strides, eps),
         {
             "NUM_HEADS": q_TND.shape[1],
-            "NUM_KV_HEADS": k_cache_CBKD.shape[2],
+            "NUM_KV_HEADS": cache.k_CBKD.shape[2],
             "HEAD_DIM": head_dim,
             "PAIRS": power_of_two(head_dim // 2),
             "HEADS": _HEADS,
             "NORMED": qk_norm_D is not None,
+            "IS_FP8": cache.k_CBKD.dtype == FP8,
         },
     )
 

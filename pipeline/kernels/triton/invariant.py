@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, GraphShape, Linear
 from pipeline.kernels.transfer import on_device
 from pipeline.kernels.triton.attention import checked_group, plan_key
@@ -93,23 +94,20 @@ class InvariantAttention:
     def __call__(
         self,
         q_TND: torch.Tensor,
-        k_cache_CBKD: torch.Tensor,
-        v_cache_CBKD: torch.Tensor,
+        cache: LayerCache,
         where: AttentionInput,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
         key = plan_key(window)
         if key not in where.worked_out:
-            queries = _queries_of_tile(q_TND.shape[1], k_cache_CBKD.shape[2], q_TND.shape[2])
+            queries = _queries_of_tile(q_TND.shape[1], cache.k_CBKD.shape[2], q_TND.shape[2])
             every, wide = np.arange(len(where.context_len_S)), window or _NO_WINDOW
             where.worked_out[key] = PrefillWork.of(where, every, queries, wide, q_TND.device)
         work: PrefillWork = where.worked_out[key]
-        assert k_cache_CBKD.is_contiguous()
-        assert v_cache_CBKD.is_contiguous()
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
-        prefill_launch(q_TND, k_cache_CBKD, v_cache_CBKD, out_TND, work, scale, self.target).run()
+        prefill_launch(q_TND, cache, out_TND, work, scale, self.target).run()
         return out_TND
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from pipeline.kernels.cache import FP8, LayerCache
+
 _KIB = 1024
 
 
@@ -58,6 +60,13 @@ class Launch:
 
     def run(self) -> None:
         self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def cache_arguments(cache: LayerCache) -> tuple[torch.Tensor | None, ...]:
+    """Keys, values and their scales as kernels take them: FP8 codes as bytes, None where there are no scales."""
+    assert all(tensor.is_contiguous() for tensor in cache.tensors)
+    stored = (s.view(torch.int8) if s.dtype == FP8 else s for s in (cache.k_CBKD, cache.v_CBKD))
+    return *stored, cache.k_scale_CBK, cache.v_scale_CBK
 
 
 def power_of_two(number: int, least: int = 1) -> int:

@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton.launch import Launch, Target, power_of_two
+from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 from pipeline.kernels.triton.tiles import LOG2_E, attend, stages_for
 
 
@@ -32,6 +33,8 @@ def _prefill(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     item_ptr,
     query_start_ptr,
@@ -49,6 +52,7 @@ def _prefill(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    IS_FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -79,6 +83,9 @@ def _prefill(
         masked_from = (first_position + 1) // KEYS * KEYS
     k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
+    if IS_FP8:
+        k_scale_ptr += kv_head
+        v_scale_ptr += kv_head
     table_ptr += sequence.to(tl.int64) * table_stride
     KV_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
 
@@ -87,14 +94,16 @@ def _prefill(
     sum_R = tl.zeros([ROWS], dtype=tl.float32)
     if not WINDOWED:
         weighted_RD, best_R, sum_R = attend(
-            *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, table_ptr, context),
+            *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
+            *(table_ptr, context),
             *(begin, masked_from, scale, window),
-            *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, STAGES),
+            *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, STAGES),
         )
     weighted_RD, best_R, sum_R = attend(
-        *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, table_ptr, context),
+        *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
+        *(table_ptr, context),
         *(masked_from, end, scale, window),
-        *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, STAGES),
+        *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, STAGES),
     )
     out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM + column_D[None, :]
     out_RD = weighted_RD / sum_R[:, None]
@@ -134,8 +143,7 @@ def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def prefill_launch(
     q_TND: torch.Tensor,
-    k_cache_CBKD: torch.Tensor,
-    v_cache_CBKD: torch.Tensor,
+    cache: LayerCache,
     out_TND: torch.Tensor,
     work: PrefillWork,
     scale: float,
@@ -143,16 +151,17 @@ def prefill_launch(
 ) -> Launch:
     """Attention of the sequences in `work`, written to their tokens of `out_TND`."""
     num_heads, head_dim = q_TND.shape[1:]
-    _, block_size, num_kv_heads, _ = k_cache_CBKD.shape
+    _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert out_TND.is_contiguous()
     columns = power_of_two(head_dim, 16)
-    keys, stages = _tile(columns, q_TND.element_size(), work.window is not None, target)
+    is_fp8 = cache.k_CBKD.dtype == FP8
+    keys, stages = _tile(columns, q_TND.element_size(), is_fp8, work.window is not None, target)
     return Launch(
         _prefill,
         (num_kv_heads, len(work.item_I2)),
         (
-            *(q_TND, k_cache_CBKD, v_cache_CBKD, out_TND),
+            *(q_TND, *cache_arguments(cache), out_TND),
             *(work.item_I2, work.query_start_S1, work.context_len_S, work.block_table_SM),
             *(q_TND.stride(0), work.block_table_SM.stride(0), scale * LOG2_E, work.window or 0),
         ),
@@ -165,6 +174,7 @@ def prefill_launch(
             "ROWS": rows_of(columns),
             "KEYS": keys,
             "WINDOWED": work.window is not None,
+            "IS_FP8": is_fp8,
             "STAGES": stages,
         },
         num_warps=8,
@@ -172,7 +182,7 @@ def prefill_launch(
     )
 
 
-def _tile(columns: int, element_size: int, windowed: bool, target: Target) -> tuple[int, int]:
+def _tile(columns: int, element_size: int, is_fp8: bool, windowed: bool, target: Target) -> tuple[int, int]:
     """Keys of a tile and pipeline stages: the largest that the compiler fits in 255 registers of 256 threads."""
     row_bytes = columns * element_size
     if target.has_wgmma:
@@ -181,4 +191,8 @@ def _tile(columns: int, element_size: int, windowed: bool, target: Target) -> tu
         keys = 64 if row_bytes <= 128 else 32
     most = 1 if keys * row_bytes > 64 * 256 else 2
     left = target.max_shared_bytes - rows_of(columns) * row_bytes
-    return keys, stages_for(max(1, min(most, left // (2 * keys * row_bytes))))
+    stored_bytes = 2 * keys * row_bytes
+    if is_fp8:  # the widened tile lies beside the stored ones
+        left -= stored_bytes
+        stored_bytes = 2 * keys * columns
+    return keys, stages_for(max(1, min(most, left // stored_bytes)))

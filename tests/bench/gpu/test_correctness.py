@@ -38,8 +38,8 @@ def test_the_oracle_passes_its_own_checks(monkeypatch):
 
 
 def _off_by_one(kernels):
-    def attention(q, k, v, where, scale, window):
-        return kernels.attention(q, k, v, replace(where, context_len_S=where.context_len_S - 1), scale, window)
+    def attention(q, cache, where, scale, window):
+        return kernels.attention(q, cache, replace(where, context_len_S=where.context_len_S - 1), scale, window)
 
     return attention
 
@@ -51,14 +51,28 @@ def test_a_wrong_kernel_fails_and_is_named(monkeypatch):
         y, residual = right.add_rms_norm(x, residual, weight, eps)
         return y, residual * 1.001
 
-    def wrong_keys(qkv, cos, sin, norms, eps, k, v, slots):
-        q = right.norm_rope_write(qkv, cos, sin, norms, eps, k, v, slots)
-        k[0, 0] += 0.01
+    def wrong_keys(qkv, cos, sin, norms, eps, cache, slots):
+        q = right.norm_rope_write(qkv, cos, sin, norms, eps, cache, slots)
+        if cache.k_scale_CBK is None:
+            cache.k_CBKD[0, 0] += 0.01
         return q
 
-    def wrong_values(qkv, cos, sin, norms, eps, k, v, slots):
-        q = right.norm_rope_write(qkv, cos, sin, norms, eps, k, v, slots)
-        v[0, 0] += 0.01
+    def wrong_values(qkv, cos, sin, norms, eps, cache, slots):
+        q = right.norm_rope_write(qkv, cos, sin, norms, eps, cache, slots)
+        if cache.k_scale_CBK is None:
+            cache.v_CBKD[0, 0] += 0.01
+        return q
+
+    def wrong_codes(qkv, cos, sin, norms, eps, cache, slots):
+        q = right.norm_rope_write(qkv, cos, sin, norms, eps, cache, slots)
+        if cache.k_scale_CBK is not None:
+            cache.v_CBKD.view(torch.uint8)[0, 0] ^= 1 << 1
+        return q
+
+    def wrong_scales(qkv, cos, sin, norms, eps, cache, slots):
+        q = right.norm_rope_write(qkv, cos, sin, norms, eps, cache, slots)
+        if cache.k_scale_CBK is not None:
+            cache.k_scale_CBK[0, 0] *= 1.01
         return q
 
     def silu_mul(gate_up):
@@ -76,8 +90,8 @@ def test_a_wrong_kernel_fails_and_is_named(monkeypatch):
 
     for name, wrong in [
         ("attention", _off_by_one(right)), ("add_rms_norm", add_rms_norm), ("norm_rope_write", wrong_keys),
-        ("norm_rope_write", wrong_values), ("silu_mul", silu_mul), ("greedy", greedy), ("draw", draw),
-        ("prepare_linear", broken),
+        ("norm_rope_write", wrong_values), ("norm_rope_write", wrong_codes), ("norm_rope_write", wrong_scales),
+        ("silu_mul", silu_mul), ("greedy", greedy), ("draw", draw), ("prepare_linear", broken),
     ]:  # fmt: skip
         found = checks_of(monkeypatch, **{name: wrong})
         assert {check.kernel for check in found.failed} == {name.removeprefix("prepare_")}

@@ -45,7 +45,8 @@ def test_every_section_runs_on_a_bare_machine(tmp_path):
     assert {check["kernel"] for check in checks} >= {"linear", "attention", "norm_rope_write", "engine"}
     (model,) = told["models"]
     assert {time["kernel"] for time in model["kernels"]["times"]} == {
-        "add_rms_norm", "silu_mul", "norm_rope_write", "attention", "greedy", "draw",
+        "add_rms_norm", "silu_mul", "norm_rope_write", "norm_rope_write, fp8", "attention", "attention, fp8", "greedy",
+        "draw",
     }  # fmt: skip
     assert {(time["linear"], time["path"]) for time in model["linears"]["times"]} == {
         (linear, path) for linear in ("qkv", "o", "gate_up", "down") for path in ("16 bit", "fp8", "served")

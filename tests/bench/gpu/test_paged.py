@@ -16,7 +16,7 @@ def test_blocks_belong_to_one_sequence_and_slots_to_one_token():
     step = paged_step(counts, contexts, HEADS, torch.float32, CPU)
     used = [set(step.where.block_table_SM[s, : -(-c // 64)].tolist()) for s, c in enumerate(contexts)]
     assert sorted(block for blocks in used for block in blocks) == list(range(1 + 4 + 3))
-    assert step.k_cache_CBKD.shape == (8, 64, 2, 64)
+    assert step.cache.k_CBKD.shape == (8, 64, 2, 64)
     slots = step.where.slot_mapping_T.tolist()
     assert len(set(slots)) == len(slots) == 136
     for s, (count, context) in enumerate(zip(counts, contexts)):
@@ -29,14 +29,16 @@ def test_blocks_belong_to_one_sequence_and_slots_to_one_token():
 def test_attention_over_it_is_attention_over_the_same_tokens_in_a_row():
     step = paged_step([70], [70], HEADS, torch.float32, CPU, seed=4)
     order = [int(slot) for slot in step.where.slot_mapping_T]
-    k, v = (cache.flatten(0, 1)[order].transpose(0, 1)[None] for cache in (step.k_cache_CBKD, step.v_cache_CBKD))
+    k, v = (cache.flatten(0, 1)[order].transpose(0, 1)[None] for cache in step.cache.tensors)
     q = step.q_TND.transpose(0, 1)[None]
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-    found = attention(step.q_TND, step.k_cache_CBKD, step.v_cache_CBKD, step.where, 64**-0.5, None)
+    found = attention(step.q_TND, step.cache, step.where, 64**-0.5, None)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_bytes_and_operations():
     step = paged_step([3, 1], [3, 10], HEADS, torch.bfloat16, CPU)
     assert step.kv_bytes == 2 * 13 * 2 * 64 * 2
+    in_8_bits = paged_step([3, 1], [3, 10], HEADS, torch.bfloat16, CPU, with_fp8_cache=True)
+    assert in_8_bits.kv_bytes == 2 * 13 * 2 * (64 + 4)
     assert step.flops == 4 * 4 * 64 * (1 + 2 + 3 + 10)

@@ -30,6 +30,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.bool: "i1",
 }
 _PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)[.:\w]*")

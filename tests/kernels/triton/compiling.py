@@ -33,8 +33,19 @@ def chosen(name: str) -> dict[str, Launch]:
         return fp8_launches_of(LLAMA_8B, torch.bfloat16, target)
     all_of = launches_of(LLAMA_8B, torch.bfloat16, target)
     windowed = launches_of(LLAMA_8B, torch.bfloat16, target, window=4096)
+    over_fp8 = {
+        f"{key}, fp8 cache{about}": launch
+        for about, shape, dtype, span in (
+            ("", LLAMA_8B, torch.bfloat16, None),
+            (", windowed", LLAMA_8B, torch.bfloat16, 4096),
+            (", groups of 5", GROUPS_OF_5, torch.float16, None),
+        )
+        for key, launch in launches_of(shape, dtype, target, span, with_fp8_cache=True).items()
+        if key in ("norm_rope_write", "decode, 1 queries", "prefill")
+    }
+    all_of |= over_fp8
     if name == "sm_80":
-        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED
+        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED, *over_fp8
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
         return {key: all_of[key] for key in kept} | {
             "prefill, windowed": windowed["prefill"],

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
 from pipeline.kernels.triton.draw import draw_launch
@@ -34,9 +35,15 @@ class ModelShape:
 
 
 def launches_of(
-    shape: ModelShape, dtype: torch.dtype, target: Target, window: int | None = None, num_tokens: int = 512
+    shape: ModelShape,
+    dtype: torch.dtype,
+    target: Target,
+    window: int | None = None,
+    num_tokens: int = 512,
+    with_fp8_cache: bool = False,
 ) -> dict[str, Launch]:
-    """By name, for layers with this window. int4 and fp8 kernels at the fewest tokens and at the most of one tile."""
+    """By name, for layers with this window, over a cache in `dtype` or in FP8. int4 and fp8 kernels at the fewest
+    tokens and at the most of one tile."""
 
     def empty(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device=_META)
@@ -45,10 +52,11 @@ def launches_of(
     qkv_TMD = empty(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
     angle_TD2 = empty(num_tokens, shape.head_dim // 2, dtype=torch.float32)
     norms = (norm_D, norm_D) if shape.qk_norm else None
-    cache_CBKD = empty(_BLOCKS, _BLOCK, shape.num_kv_heads, shape.head_dim)
+    of_cache = FP8 if with_fp8_cache else dtype
+    cache = LayerCache.allocate(_BLOCKS, _BLOCK, shape.num_kv_heads, shape.head_dim, of_cache, _META)
     slot_T = empty(num_tokens, dtype=torch.int64)
     q_TND = empty(num_tokens, shape.num_heads, shape.head_dim)
-    rope = norm_rope_write_launch(qkv_TMD, angle_TD2, angle_TD2, norms, 1e-5, cache_CBKD, cache_CBKD, slot_T, q_TND)
+    rope = norm_rope_write_launch(qkv_TMD, angle_TD2, angle_TD2, norms, 1e-5, cache, slot_T, q_TND)
     out_TF = empty(num_tokens, shape.intermediate_size)
     fused = {
         "add_rms_norm": add_rms_norm_launch(x_TH, x_TH, norm_H, 1e-5),
@@ -61,11 +69,11 @@ def launches_of(
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
     sampling["draw"] = draw_launch(logits_TV, how_5T, slot_T, finite_T)
-    return fused | _attention(shape, q_TND, cache_CBKD, target, window) | products | sampling
+    return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
 
 
 def _attention(
-    shape: ModelShape, q_TND: torch.Tensor, cache_CBKD: torch.Tensor, target: Target, window: int | None
+    shape: ModelShape, q_TND: torch.Tensor, cache: LayerCache, target: Target, window: int | None
 ) -> dict[str, Launch]:
     found = {}
     for num_queries in sorted({1, most_queries(shape.num_heads // shape.num_kv_heads)}):
@@ -74,13 +82,13 @@ def _attention(
             num_queries=num_queries,
             window=window,
         )
-        sums, join = decode_launches(q_TND, cache_CBKD, cache_CBKD, q_TND, work, 0.1, target)
+        sums, join = decode_launches(q_TND, cache, q_TND, work, 0.1, target)
         found |= {f"decode, {num_queries} queries": sums, f"decode, {num_queries} queries, join": join}
     numbers = (
         torch.empty(sizes, dtype=torch.int32, device=_META) for sizes in ((64, 2), (257,), (256,), (256, _TABLE))
     )
     work = PrefillWork(window, *numbers)
-    return found | {"prefill": prefill_launch(q_TND, cache_CBKD, cache_CBKD, q_TND, work, 0.1, target)}
+    return found | {"prefill": prefill_launch(q_TND, cache, q_TND, work, 0.1, target)}
 
 
 def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.reference import write_kv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -45,21 +47,21 @@ def make_dots_ordered(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """Queries, caches whose unused slots are NaN, and where everything lies."""
+    """Queries, a cache whose unused slots are NaN, and where everything lies."""
 
     q_TND: torch.Tensor
-    k_cache_CBKD: torch.Tensor
-    v_cache_CBKD: torch.Tensor
+    cache: LayerCache
     where: AttentionInput
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.q_TND, self.k_cache_CBKD, self.v_cache_CBKD
+    def tensors(self) -> tuple[torch.Tensor, LayerCache]:
+        return self.q_TND, self.cache
 
     @property
-    def wide(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """In float32 on the CPU, for the oracle."""
-        return self.q_TND.float().cpu(), self.k_cache_CBKD.float().cpu(), self.v_cache_CBKD.float().cpu()
+    def wide(self) -> tuple[torch.Tensor, LayerCache]:
+        """On the CPU, in float32 but for codes, for the oracle."""
+        tensors = (tensor.cpu() if tensor.dtype == FP8 else tensor.float().cpu() for tensor in self.cache.tensors)
+        return self.q_TND.float().cpu(), LayerCache(*tensors)
 
     def alone(self, sequence: int) -> "Step":
         """One sequence of it, over the same caches."""
@@ -72,7 +74,7 @@ class Step:
             w.slot_mapping_T[start:stop],
             w.block_size,
         )
-        return Step(self.q_TND[start:stop], self.k_cache_CBKD, self.v_cache_CBKD, where)
+        return Step(self.q_TND[start:stop], self.cache, where)
 
 
 def make_step(
@@ -82,8 +84,12 @@ def make_step(
     block_size: int,
     dtype: torch.dtype,
     seed: int = 0,
+    with_fp8: bool = False,
 ) -> Step:
-    """Sequences of (context, its last tokens that are queries) in scattered blocks; `heads` of queries and of keys."""
+    """Sequences of (context, its last tokens that are queries) in scattered blocks; `heads` of queries and of keys.
+
+    With FP8, heads of keys and values differ in size a thousandfold.
+    """
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     num_heads, kv_heads = heads
@@ -91,7 +97,9 @@ def make_step(
     num_blocks = sum(blocks_of) + 3
     order = rng.permutation(num_blocks)
     table = np.full((len(lengths), max(blocks_of)), -1, dtype=np.int32)
-    caches = [torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(2)]
+    kind = FP8 if with_fp8 else dtype
+    cache = LayerCache.allocate(num_blocks, block_size, kv_heads, head_dim, kind, torch.device("cpu"))
+    cache.fill(list(range(num_blocks)), float("nan"))
     slots, taken = [], 0
     for s, (context, count) in enumerate(lengths):
         mine = order[taken : taken + blocks_of[s]]
@@ -99,8 +107,10 @@ def make_step(
         table[s, : len(mine)] = mine
         position = np.arange(context)
         slot = mine[position // block_size] * block_size + position % block_size
-        for cache in caches:
-            cache.flatten(0, 1)[torch.from_numpy(slot)] = torch.randn(context, kv_heads, head_dim).to(dtype)
+        k_LKD, v_LKD = torch.randn(context, kv_heads, head_dim), torch.randn(context, kv_heads, head_dim)
+        if with_fp8:
+            v_LKD *= 10 ** (-3 * torch.rand(context, kv_heads, 1))
+        write_kv(k_LKD.to(dtype), v_LKD.to(dtype), cache, torch.from_numpy(slot))
         slots.append(slot[context - count :])
     query_start = np.concatenate([[0], np.cumsum([count for _, count in lengths])]).astype(np.int32)
     where = AttentionInput(
@@ -111,4 +121,4 @@ def make_step(
         block_size,
     )
     q_TND = torch.randn(int(query_start[-1]), num_heads, head_dim).to(DEVICE, dtype)
-    return Step(q_TND, caches[0].to(DEVICE), caches[1].to(DEVICE), where)
+    return Step(q_TND, LayerCache(*(tensor.to(DEVICE) for tensor in cache.tensors)), where)

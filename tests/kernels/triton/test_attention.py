@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ModelError
+from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention import AttentionPlan, PagedAttention, plan_key
 from pipeline.kernels.triton.decode import decode_launches
@@ -57,6 +58,30 @@ def test_groups_and_head_sizes(group: int, head_dim: int, dtype: torch.dtype) ->
 )
 def test_blocks_of_any_size_and_windows_at_tile_borders(block_size: int, window: int | None) -> None:
     check(make_step([(67, 1), (130, 20), (129, 2)], (2, 1), 16, block_size, torch.float32), window)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("name", ["decoding, ragged", "drafts", "chunk behind a prefix", "mixed"])
+def test_attention_over_an_fp8_cache(name: str, window: int | None, dtype: torch.dtype) -> None:
+    check(make_step(LENGTHS[name], (4, 1), 16, 64, dtype, with_fp8=True), window)
+
+
+@DTYPES
+@pytest.mark.parametrize(("group", "head_dim", "block_size"), [(5, 80, 7), (4, 96, 16), (7, 16, 128)])
+def test_groups_head_sizes_and_blocks_of_an_fp8_cache(
+    group: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    lengths = [(67, 1), (130, 20), (70, 3)]
+    check(make_step(lengths, (2 * group, 2), head_dim, block_size, dtype, with_fp8=True), None)
+
+
+def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
+    for name in ("k_scale_CBK", "v_scale_CBK"):
+        step = make_step([(66, 1), (100, 12), (200, 1)], (2, 2), 16, 64, torch.float32, with_fp8=True)
+        getattr(step.cache, name)[step.where.block_table_SM[2, 1], 5, 1] = float("nan")
+        ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+        assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[13, 1]]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -131,26 +156,27 @@ def test_every_tile_is_dealt_once(tiles: list[tuple[int, int]], num_lanes: int) 
     assert (dealt.item_I4[:, 3] < 2 * num_lanes).all()
 
 
-def test_launches_do_not_change_from_step_to_step() -> None:
+@pytest.mark.parametrize("with_fp8", [False, True])
+def test_launches_do_not_change_from_step_to_step(with_fp8: bool) -> None:
     """What a CUDA graph would have recorded in the first step serves the next ones: only tensors are filled anew."""
     window = 70
     target = Target.of(DEVICE)
     shape = 6, 32, 64, 4, 2, 16
     work = DecodeWork.allocate(*shape, DEVICE, target, num_queries=4, window=window)
     steps = [
-        make_step([(1500, 1), (5, 1), (64, 4)], (4, 2), 16, 64, torch.float32),
-        make_step([(65, 2)], (4, 2), 16, 64, torch.float32),
-        make_step([(100, 1)] * 6, (4, 2), 16, 64, torch.float32),
+        make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8)
+        for lengths in ([(1500, 1), (5, 1), (64, 4)], [(65, 2)], [(100, 1)] * 6)
     ]
     out_TND = torch.zeros(20, 4, 16, device=DEVICE)
     q_TND = torch.zeros_like(out_TND)
-    caches = [torch.full((40, 64, 2, 16), float("nan"), device=DEVICE) for _ in range(2)]
-    recorded = decode_launches(q_TND, caches[0], caches[1], out_TND, work, 0.3, target)
+    cache = LayerCache.allocate(40, 64, 2, 16, FP8 if with_fp8 else torch.float32, DEVICE)
+    cache.fill(list(range(40)), float("nan"))
+    recorded = decode_launches(q_TND, cache, out_TND, work, 0.3, target)
     for step in steps:
         work.refill(step.where)
         q_TND[: len(step.q_TND)] = step.q_TND
-        for cache, its in zip(caches, step.tensors[1:]):
-            cache[: len(its)] = its
+        for tensor, its in zip(cache.tensors, step.cache.tensors):
+            tensor[: len(its)] = its
         for launch in recorded:
             launch.run()
         oracle = reference_attention(*step.wide, step.where, 0.3, window)

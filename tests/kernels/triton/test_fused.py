@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from pipeline.kernels import reference
+from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton import fused
+from tests.kernels.fp8 import hostile_vectors
 from tests.kernels.triton.problems import DEVICE, DTYPES, close
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
@@ -35,28 +37,47 @@ def test_norm_rope_write(heads: int, kv_heads: int, head_dim: int, with_norm: bo
     angle = 100 * torch.rand(tokens, head_dim // 2)
     norms = tuple((torch.rand(head_dim) + 0.5).to(dtype) for _ in range(2)) if with_norm else None
     slots = torch.randperm(num_blocks * block_size)[:tokens]
-    caches = [torch.full((num_blocks, block_size, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-    wide = [cache.float() for cache in caches]
+    there = LayerCache.allocate(num_blocks, block_size, kv_heads, head_dim, dtype, DEVICE)
+    there.fill(list(range(num_blocks)), 7.0)
+    wide = LayerCache(*(tensor.float().cpu() for tensor in there.tensors))
     wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
-    oracle = reference.norm_rope_write(qkv.float(), angle.cos(), angle.sin(), wide_norms, 1e-6, wide[0], wide[1], slots)
-
-    there = [cache.to(DEVICE) for cache in caches]
+    oracle = reference.norm_rope_write(qkv.float(), angle.cos(), angle.sin(), wide_norms, 1e-6, wide, slots)
     our_norms = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE))
     cos, sin = angle.cos().to(DEVICE), angle.sin().to(DEVICE)
-    ours = fused.norm_rope_write(qkv.to(DEVICE), cos, sin, our_norms, 1e-6, there[0], there[1], slots.to(DEVICE))
+    ours = fused.norm_rope_write(qkv.to(DEVICE), cos, sin, our_norms, 1e-6, there, slots.to(DEVICE))
     assert close(ours, oracle)
-    assert close(there[0], wide[0])
-    assert torch.equal(there[1].cpu(), wide[1].to(dtype))
+    assert close(there.k_CBKD, wide.k_CBKD)
+    assert torch.equal(there.v_CBKD.cpu(), wide.v_CBKD.to(dtype))
 
 
-def test_a_token_without_a_slot_writes_nothing() -> None:
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (15, 3, 80)])
+def test_an_fp8_cache_is_written_as_the_reference_writes_it(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Without a rotation to the bit: of sound vectors, zeros, vectors of one tiny value, and broken ones."""
+    qkv = hostile_vectors(9 * (heads + 2 * kv_heads), head_dim).view(9, -1, head_dim).to(dtype)
+    zero = torch.zeros(9, head_dim // 2)
+    slots = torch.randperm(28)[:9]
+    ours, oracle = (LayerCache.allocate(4, 7, kv_heads, head_dim, FP8, torch.device(d)) for d in (DEVICE, "cpu"))
+    fused.norm_rope_write(*(t.to(DEVICE) for t in (qkv, zero.cos(), zero)), None, 1e-6, ours, slots.to(DEVICE))
+    reference.norm_rope_write(qkv, zero.cos(), zero, None, 1e-6, oracle, slots)
+    for mine, its in zip(ours.tensors, oracle.tensors):
+        assert torch.equal(mine.cpu().view(torch.uint8), its.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, FP8], ids=str)
+def test_a_token_without_a_slot_writes_nothing(kind: torch.dtype) -> None:
     """What fills up a captured step to its size must not touch the cache."""
     qkv, angle = torch.randn(3, 4, 16, device=DEVICE), torch.rand(3, 8, device=DEVICE)
-    caches = [torch.full((2, 4, 1, 16), 7.0, device=DEVICE) for _ in range(2)]
+    cache = LayerCache.allocate(2, 4, 1, 16, kind, DEVICE)
+    cache.fill([0, 1], 7.0)
+    before = [tensor.clone() for tensor in cache.tensors]
     slots = torch.tensor([5, -1, -1], device=DEVICE)
-    fused.norm_rope_write(qkv, angle, angle, None, 1e-6, caches[0], caches[1], slots)
-    for cache in caches:
-        assert (cache.flatten(0, 1) != 7.0).flatten(1).all(1).tolist() == [slot == 5 for slot in range(8)]
+    fused.norm_rope_write(qkv, angle, angle, None, 1e-6, cache, slots)
+    for tensor, old in zip(cache.tensors, before):
+        changed = (tensor != old).flatten(0, 1).flatten(1).any(1)
+        assert changed.tolist() == [slot == 5 for slot in range(8)]
 
 
 @DTYPES

@@ -129,7 +129,7 @@ BATCH = [(1100, 1), (70, 3), (129, 129), (200, 40), (1, 1)]
 
 def of_rows(attention: Callable[..., torch.Tensor], step: Step, rows: np.ndarray, window: int | None) -> torch.Tensor:
     """Of some query tokens alone, each as a sequence of its own."""
-    return attention(step.q_TND[torch.from_numpy(rows)], *step.tensors[1:], step.where.rows(rows), 0.3, window)
+    return attention(step.q_TND[torch.from_numpy(rows)], step.cache, step.where.rows(rows), 0.3, window)
 
 
 @DTYPES

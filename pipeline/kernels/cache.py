@@ -1,0 +1,70 @@
+"""How keys and values lie in memory: the paged cache of one layer, in the model's type or in 8 bits.
+
+The 8-bit form ("fp8") of the vector of one token and KV head, as a cache in the model's type would hold it, is its
+float8_e4m3fn codes (4 bits of exponent, 3 of mantissa: Micikevicius et al. 2022, "FP8 Formats for Deep Learning") and
+a scale of its own in float32:
+
+    scale = max(|x|) * (1 / 448), at least 2^-126        code = x * (1 / scale), to the nearest, ties to even
+    what is read: code * scale
+
+where 448 is the largest code. All of it is computed in float32. The scale depends on nothing but the vector: it needs
+no calibration, nothing saturates, and what a block holds does not depend on the step that wrote it, so that blocks can
+be shared, computed again and checked like others. A vector that holds a NaN or an infinity has the codes 0 and the
+scale NaN: it is read as NaN throughout, and no kernel ever meets a code that is none.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+SMALLEST_SCALE = 2.0**-126
+_CODE_OF_ONE = 0x38
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Suffixes as in `kernels/contract.py`. The scales are float32, and None where keys and values are not FP8."""
+
+    k_CBKD: torch.Tensor
+    v_CBKD: torch.Tensor
+    k_scale_CBK: torch.Tensor | None = None
+    v_scale_CBK: torch.Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "LayerCache":
+        """Of zeros; `dtype`: of the model, or FP8."""
+        head = num_blocks, block_size, num_kv_heads
+        keys, values = (torch.zeros(*head, head_dim, dtype=dtype, device=device) for _ in range(2))
+        if dtype != FP8:
+            return cls(keys, values)
+        return cls(keys, values, torch.zeros(head, device=device), torch.zeros(head, device=device))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        scales = self.k_scale_CBK, self.v_scale_CBK
+        return self.k_CBKD, self.v_CBKD, *(scale for scale in scales if scale is not None)
+
+    def fill(self, blocks: list[int], value: float) -> None:
+        """Overwrite whole blocks: every key and value in them reads as `value`."""
+        if self.k_scale_CBK is None or self.v_scale_CBK is None:
+            self.k_CBKD[blocks] = value
+            self.v_CBKD[blocks] = value
+            return
+        for codes, scale in ((self.k_CBKD, self.k_scale_CBK), (self.v_CBKD, self.v_scale_CBK)):
+            codes.view(torch.uint8)[blocks] = _CODE_OF_ONE
+            scale[blocks] = value
+
+
+def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """What the key, or the value, of one token and KV head takes in a cache of this type, its scale included."""
+    return head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == FP8 else 0)
