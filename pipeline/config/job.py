@@ -103,7 +103,7 @@ class JobConfig(Section):
 
         `quantization` and `deterministic` only where they are on: outputs of jobs from before they were there go on.
         """
-        numerics = {
+        numerics: dict[str, Any] = {
             "device": self.engine.device.partition(":")[0],
             "dtype": self.engine.dtype,
             "kv_cache_dtype": self.engine.kv_cache_dtype,
