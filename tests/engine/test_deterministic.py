@@ -76,7 +76,8 @@ def in_chunks(folder: Path, **options: Any) -> Rows:
 
 def preempted(folder: Path, **options: Any) -> Rows:
     with float32_engine(folder, **options) as engine:
-        block_bytes = 2 * len(engine.runner.kv.keys) * engine.runner.kv.keys[0][0].numel() * 4
+        layers = engine.runner.kv.layers
+        block_bytes = sum(layer.k_CBKD[0].nbytes + layer.v_CBKD[0].nbytes for layer in layers)
     few = {"kv_cache_memory_bytes": 22 * block_bytes, "max_model_len": 120, "enable_prefix_caching": False}
     with float32_engine(folder, **few, **options) as engine:
         engine.scheduler._expected = 1
@@ -180,6 +181,6 @@ def test_on_gpu_kernels_captured_or_not(folder: Path, monkeypatch: pytest.Monkey
             proposer = Recorded(engine.table, outputs, np.random.default_rng(2), most=2, vocab_size=250)
             engine.speculate([proposer], FixedDrafts(2))
             found = told(engine.generate(two, own))
-            assert run.call_count > 2, "steps were replayed"
+            assert run.call_count >= 2, "steps were replayed"
             assert sum(engine.stats.drafted_by_place) > 0
         assert (found == expected) == deterministic
