@@ -6,11 +6,15 @@ from llvmlite import binding
 
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.cpu import compiled_int8
-from pipeline.kernels.cpu.compiled import PARALLEL_ELEMENTS, use_threads
 from pipeline.kernels.cpu.linear import ReorderedLinear
-from pipeline.kernels.cpu.narrow import PARALLEL_PRODUCTS, NarrowLinear, join, tiles
+from pipeline.kernels.cpu.narrow import NarrowLinear, join, tiles
 from pipeline.kernels.int8 import int8_block
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
+
+PARALLEL_BYTES = 1 << 21
+"""Products below this stay on one thread: waking another one would take longer than it saves."""
+UNPACKING = 2
+"""Products that take as long as reading and unpacking one weight."""
 
 
 class ByteLinear(NarrowLinear):
@@ -31,14 +35,16 @@ class ByteLinear(NarrowLinear):
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         return super().__call__(x_MK.float()).to(x_MK.dtype)
 
+    def _is_parallel(self, num_tokens: int) -> bool:
+        """Of rounding too: telling another number of threads takes longer than rounding one token."""
+        return (num_tokens + UNPACKING) * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_BYTES
+
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
         num_tokens = len(x_MK)
         byte_MK = np.empty((num_tokens, self.num_blocks * self.block), np.int8)
         scale_MB = np.empty((num_tokens, self.num_blocks), np.float32)
         sum_MB = np.empty_like(scale_MB)
-        use_threads(x_MK.size >= PARALLEL_ELEMENTS)
         compiled_int8.round_to_bytes(x_MK, self.block, byte_MK, scale_MB, sum_MB)
-        use_threads(num_tokens * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_PRODUCTS)
         compiled_int8.multiply_bytes(
             byte_MK.view(np.int32), scale_MB, sum_MB, self.words_TWL, self.scales_TBL, self.offsets_TBL, out_MN
         )

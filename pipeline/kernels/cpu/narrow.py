@@ -33,11 +33,14 @@ class NarrowLinear(ABC):
         self.bias_N = None if bias_N is None else bias_N.to(torch.float32)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        (num_outputs, num_inputs), num_tokens = self.shape_NK, x_MK.shape[0]
-        out_MN = x_MK.new_empty(num_tokens, num_outputs)
-        use_threads((num_tokens + WIDENING) * num_outputs * num_inputs >= PARALLEL_PRODUCTS)
+        num_tokens = x_MK.shape[0]
+        out_MN = x_MK.new_empty(num_tokens, self.shape_NK[0])
+        use_threads(self._is_parallel(num_tokens))
         self._multiply(x_MK.contiguous().numpy(), out_MN.numpy())
         return out_MN if self.bias_N is None else out_MN.add_(self.bias_N)
+
+    def _is_parallel(self, num_tokens: int) -> bool:
+        return (num_tokens + WIDENING) * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_PRODUCTS
 
     @abstractmethod
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None: ...
