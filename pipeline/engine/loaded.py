@@ -32,7 +32,7 @@ class LoadedModel:
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, resolved: Resolved) -> "LoadedModel":
         """Raises ModelError when the checkpoint's tensors do not match its config, ConfigError where activations are to
-        be in fp8 and the device or all of the weights cannot."""
+        be rounded and the device or all of the weights cannot have it."""
         keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
             config,
             resolved.dtype,

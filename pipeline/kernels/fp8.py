@@ -24,10 +24,9 @@ Everywhere else it costs time, and is there to see what it does to a model's out
 
 import torch
 
+from pipeline.kernels.blocks import block_of, in_blocks
 from pipeline.quant.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
-BLOCK = 128
-SMALL_BLOCKS = (32, 64)
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST_MAGNITUDE = 2.0**-100
 MOST_EXACT = 16  # the integers from -16 to 16 are all in e4m3
@@ -41,18 +40,13 @@ def fp8_block(weight: LinearWeight) -> int | None:
         group = weight.group_size if weight.bits == 4 and bool(fits.all()) else None
     else:
         group = weight.block[1] if isinstance(weight, Fp8Weight) else None
-    if group is None:
-        return None
-    if group >= weight.in_features or group % BLOCK == 0:
-        return BLOCK
-    return group if group in SMALL_BLOCKS else None
+    return None if group is None else block_of(group, weight.in_features)
 
 
 def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
     """Step 2 of the definition: each value times its block's scale again, in float32."""
-    num_inputs = x_MK.shape[1]
-    wide_MBk = torch.nn.functional.pad(x_MK.float(), (0, -num_inputs % block)).unflatten(1, (-1, block))
+    wide_MBk = in_blocks(x_MK, block)
     largest_MB1 = wide_MBk.abs().amax(-1, keepdim=True)
     scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1.clamp_min(SMALLEST_MAGNITUDE) / LARGEST, float("nan"))
     value_MBk = (wide_MBk / scale_MB1).to(torch.float8_e4m3fn)
-    return (value_MBk.float() * scale_MB1).flatten(1)[:, :num_inputs]
+    return (value_MBk.float() * scale_MB1).flatten(1)[:, : x_MK.shape[1]]

@@ -17,10 +17,9 @@ several times as fast as it widens and multiplies floats; what is lost is the ro
 
 import torch
 
+from pipeline.kernels.blocks import block_of, in_blocks
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
-BLOCK = 128
-SMALL_BLOCKS = (32, 64)
 LARGEST = 127.0
 
 
@@ -28,16 +27,13 @@ def int8_block(weight: LinearWeight) -> int | None:
     """Inputs of a block of activations for this weight; None where it is not served."""
     if not isinstance(weight, GroupIntWeight) or weight.bits != 4 or weight.in_features % 8:
         return None
-    if weight.group_size >= weight.in_features or weight.group_size % BLOCK == 0:
-        return BLOCK
-    return weight.group_size if weight.group_size in SMALL_BLOCKS else None
+    return block_of(weight.group_size, weight.in_features)
 
 
 def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
     """Step 2 of the definition: each value's integer times its block's scale, in float32."""
-    num_inputs = x_MK.shape[1]
-    wide_MBk = torch.nn.functional.pad(x_MK.float(), (0, -num_inputs % block)).unflatten(1, (-1, block))
+    wide_MBk = in_blocks(x_MK, block)
     largest_MB1 = wide_MBk.abs().amax(-1, keepdim=True)
     integer_MBk = (wide_MBk * (LARGEST / largest_MB1)).round()
     scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1 / LARGEST, float("nan"))
-    return torch.where(largest_MB1 == 0, 0.0, integer_MBk * scale_MB1).flatten(1)[:, :num_inputs]
+    return torch.where(largest_MB1 == 0, 0.0, integer_MBk * scale_MB1).flatten(1)[:, : x_MK.shape[1]]

@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.kernels.blocks import BLOCK
 from pipeline.kernels.cpu import compiled_int8
 from pipeline.kernels.cpu.int8 import ByteLinear, multiplies_bytes
-from pipeline.kernels.int8 import BLOCK, int8_block, rounded
+from pipeline.kernels.int8 import int8_block, rounded
 from pipeline.quant.packed import DenseWeight, GroupIntWeight
 
 pytestmark = pytest.mark.skipif(not multiplies_bytes(), reason="this processor has no AVX2")

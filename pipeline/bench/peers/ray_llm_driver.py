@@ -1,7 +1,8 @@
 """Ray Data LLM over vLLM, as a whole job: `python ray_llm_driver.py REQUEST.json`, for `bench job --peer ray-llm=`.
 
 Runs in that environment's own Python and imports nothing of this package. Written from the documentation of
-`ray.data.llm` and its source in Ray 2.60; the graph was built with it, but it was not yet run against vLLM. For vLLM's
+`ray.data.llm` and its source in Ray 2.60; the graph was built with it, but it has not yet come to its end against vLLM,
+whose metrics want ray[serve] beside ray[data]. For vLLM's
 build for processors its environment variables (VLLM_CPU_KVCACHE_SPACE and others) are the caller's to set.
 
 The request is a JSON object: model (a folder), input (a folder of Parquet with the columns prompt and max_tokens),
