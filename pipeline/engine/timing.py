@@ -20,7 +20,7 @@ from pipeline.engine.step import made_input
 
 CONTEXTS = (64, 1024)  # tokens of the contexts that steps are timed at, as far as the model goes
 TOKENS_PER_SEQUENCE = 4  # of drafted steps
-BUDGET_S = 1.0  # seconds for the table of steps
+BUDGET_S = 1.5  # seconds for the table of steps
 
 
 def controlled_drafts(

@@ -11,12 +11,13 @@ drafted instead (cues.py): other rows' outputs go on with what their own prompts
 Shapes: S sequences, N places in their texts, M tokens of a run, K most drafts of one.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 
 from pipeline.engine.propose.corpus import FinishedOutputs
-from pipeline.engine.propose.cues import Cues
+from pipeline.engine.propose.cues import LEARNT_TOKENS, Cues
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts
 from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
@@ -25,6 +26,8 @@ from pipeline.engine.sequence import SlotTable
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
 INDEXED_PER_CALL = 512  # tokens, some milliseconds: long prompts are indexed over several steps
+LEARNT_PER_CALL = 8  # rows that have finished, a fifth of a millisecond each
+MOST_UNLEARNT = 256  # of them that wait for it while nobody asks for drafts: the last ones
 
 
 class NgramProposer:
@@ -46,6 +49,7 @@ class NgramProposer:
         assert max_draft_tokens >= 1
         self.table, self.max_draft_tokens = table, max_draft_tokens
         self.finished, self.cues = FinishedOutputs(corpus_tokens), Cues()
+        self._unlearnt: deque[tuple[np.ndarray, int]] = deque(maxlen=MOST_UNLEARNT)  # rows' tokens, those of the prompt
         self.index = SuffixIndex(min(32 * table.token_ids.size, max_entries))
         self._tokens = table.token_ids.reshape(-1)  # a view: slot s begins at s * width
         self._width = table.token_ids.shape[1]
@@ -60,10 +64,13 @@ class NgramProposer:
         if finished:
             table = self.table
             num_prompt, tokens = int(table.num_prompt[slot]), table.token_ids[slot, : table.num_known[slot]]
-            self.finished.add(tokens[num_prompt:])
-            self.cues.learn(tokens, num_prompt)
+            if num_prompt > LEARNT_TOKENS + 2:  # the prompt's head and what stands before the output
+                tokens = np.concatenate((tokens[:LEARNT_TOKENS], tokens[num_prompt - 2 :]))
+                num_prompt = LEARNT_TOKENS + 2
+            self._unlearnt.append((tokens.copy(), num_prompt))
 
     def offer(self, slot_S: np.ndarray) -> Offer:
+        self._learn()
         offer = self._matches(slot_S)
         if not self.cues.is_empty:
             for s, slot in enumerate(slot_S.tolist()):
@@ -80,6 +87,14 @@ class NgramProposer:
 
     def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray) -> None:
         pass
+
+    def _learn(self) -> None:
+        """From rows that finished since, the last ones first. Not when they finish: steps without drafts, all of them
+        in a large batch, need nothing of it."""
+        for _ in range(min(len(self._unlearnt), LEARNT_PER_CALL)):
+            tokens, num_prompt = self._unlearnt.pop()
+            self.finished.add(tokens[num_prompt:])
+            self.cues.learn(tokens, num_prompt)
 
     def _matches(self, slot_S: np.ndarray) -> Offer:
         """What followed when the longest run of last tokens occurred before."""

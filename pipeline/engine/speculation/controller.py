@@ -39,11 +39,11 @@ MIN_GAIN = 0.05  # expected gain that switches it on
 KEEP_GAIN = 0.02  # and below which it goes off
 FIRST_PLAIN_STEPS = 2  # at the start: how start-up's table deviates from the work shows in them
 GAIN_STEPS = 16  # steps over which the gain is averaged while on
-OBSERVED_STEPS = 4  # while off, one step in so many is looked at: small models take little longer for theirs
+OBSERVED_STEPS = 8  # while off, one step in so many is looked at: small models take little longer for theirs
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
 MAX_LOOK_STEPS = 128  # that finds nothing, up to this
 PROBE_TRIES = 4  # steps in a row in which a probe asks for candidates before it gives up for now
-FIRST_CHECK_STEPS = 6  # drafted steps in a row before a plain one shows what plain steps cost beside them, doubled
+FIRST_CHECK_STEPS = 4  # drafted steps in a row before a plain one shows what plain steps cost beside them, doubled
 CHECK_STEPS = 96  # by each, up to this
 STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
 DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
@@ -153,7 +153,7 @@ class Controller:
         self._forgotten_at = 0
         self._look_at = 0  # step of the next look while off
         self._look_steps = LOOK_STEPS
-        self._looked_sequences = 0
+        self._most_sequences = 0  # since that look
         self._tries = 0
         self._trying: int | None = None  # the proposer that is probed while another is at work
         self._steps_since_plain = 0
@@ -174,9 +174,9 @@ class Controller:
 
     def passes(self, num_sequences: int) -> bool:
         """Whether a step of so many sequences is a plain one that need not be told of: then nothing else is called."""
-        number, looked = self._num_steps + 1, self._looked_sequences
+        number = self._num_steps + 1
         is_dull = not self.is_on and self.budget.is_open and number < self._look_at and number % OBSERVED_STEPS != 0
-        if not is_dull or num_sequences == 0 or 4 * abs(num_sequences - looked) > looked:
+        if not is_dull or num_sequences == 0 or self._has_shrunk(num_sequences):
             return False
         b = bucket_of(num_sequences)
         self._num_steps = number
@@ -247,9 +247,15 @@ class Controller:
             self.budget.open(self._plain_s(batch))
         if self.is_on:
             return self._steps_since_plain < self._check_steps and self._goes_on(batch)
-        if self._num_steps < self._look_at and 4 * abs(num - self._looked_sequences) <= self._looked_sequences:
+        if self._num_steps < self._look_at and not self._has_shrunk(num):
             return False
         return self._look(batch)
+
+    def _has_shrunk(self, num_sequences: int) -> bool:
+        """Whether there are a quarter fewer than there were since the last look: one that grows has less use for
+        drafts."""
+        self._most_sequences = max(self._most_sequences, num_sequences)
+        return 4 * (self._most_sequences - num_sequences) > self._most_sequences
 
     def _is_allowed(self, batch: Batch) -> bool:
         if batch.num_prefill == 0 and batch.num_queued == 0:
@@ -286,7 +292,7 @@ class Controller:
     def _look(self, batch: Batch) -> bool:
         """While off: go on, probe, or look again later."""
         self._forget()
-        self._looked_sequences = batch.num_sequences
+        self._most_sequences = batch.num_sequences
         for hopeful in (False, True):
             gain_P = [self._expected_gain(batch, p, hopeful) for p in range(len(self.proposing))]
             best = int(np.argmax(gain_P))

@@ -14,6 +14,7 @@ measured wrongly does, and one step that took ten times as long changes nothing.
 G: points of the token grid. D: numbers of drafts, 0 and up.
 """
 
+import itertools
 import math
 import time
 from bisect import bisect_left, bisect_right
@@ -96,8 +97,9 @@ class StepCost:
         """Time steps of 1 to `max_tokens` tokens, the smallest first, since small batches are where drafts pay. The two
         smallest are timed in any case, others while `budget_s` lasts; beyond, a token costs what the last ones cost.
 
-        Each point is run once unmeasured and then at most `repeats` times; the fastest counts, since what disturbs a
-        machine only ever takes time.
+        Each point is run once unmeasured and once measured, then all of them again in turn, until there are `repeats`
+        of each or `budget_s` is spent; the fastest counts, since what disturbs a machine only ever takes time. In turn,
+        because a disturbance of some milliseconds would else have all repeats of one point.
         """
         grid = token_grid(max_tokens, padded_to)
         kinds = [(kind, context) for context in (SHORT, LONG) for kind in (PLAIN, DRAFTED)]
@@ -105,17 +107,24 @@ class StepCost:
             kinds = kinds[:2]
         seconds_KCG = np.full((2, 2, len(grid)), np.nan)
         begun = clock()
-        for g in range(len(grid)):
-            if g >= 2 and clock() - begun > budget_s:
-                break
+
+        def run(kind: int, context: int, g: int) -> float:
+            sequences = grid[g] if kind == PLAIN else max(grid[g] // tokens_per_sequence, 1)
+            before = clock()
+            run_step(grid[g], sequences, contexts[context])
+            return max(clock() - before, 1e-9)
+
+        timed = 0
+        while timed < len(grid) and (timed < 2 or clock() - begun <= budget_s):
             for kind, context in kinds:
-                sequences = grid[g] if kind == PLAIN else max(grid[g] // tokens_per_sequence, 1)
-                left_s = budget_s - (clock() - begun)
-                args = (grid[g], sequences, contexts[context])
-                seconds_KCG[kind, context, g] = _fastest(run_step, args, repeats, left_s, clock)
+                run(kind, context, timed)
+                seconds_KCG[kind, context, timed] = run(kind, context, timed)
+            timed += 1
+        again = ((kind, context, g) for _ in range(repeats - 1) for g in range(timed) for kind, context in kinds)
+        for point in itertools.takewhile(lambda _: clock() - begun <= budget_s, again):
+            seconds_KCG[point] = min(seconds_KCG[point], run(*point))
         if len(kinds) == 2:
             seconds_KCG[:, LONG] = seconds_KCG[:, SHORT]
-        timed = int((~np.isnan(seconds_KCG[PLAIN, SHORT])).sum())
         grid, seconds_KCG = grid[:timed], seconds_KCG[..., :timed]
         plain_s, drafted_s = seconds_KCG[PLAIN].tolist(), seconds_KCG[DRAFTED].tolist()
         return cls(grid, plain_s, drafted_s, contexts, tokens_per_sequence, padded_to)
@@ -251,21 +260,6 @@ def token_grid(max_tokens: int, padded_to: Sequence[int] = ()) -> list[int]:
     if sizes[-1] != max_tokens:
         sizes.append(max_tokens)
     return sizes if len(sizes) > 1 else [1, *sizes]
-
-
-def _fastest(
-    run_step: RunStep, args: tuple[int, int, int], repeats: int, left_s: float, clock: Callable[[], float]
-) -> float:
-    run_step(*args)
-    fastest, spent = math.inf, 0.0
-    for _ in range(repeats):
-        before = clock()
-        run_step(*args)
-        took = clock() - before
-        fastest, spent = min(fastest, took), spent + took
-        if spent > left_s:
-            break
-    return max(fastest, 1e-9)
 
 
 def _extended(grid_G: np.ndarray, seconds_KCG: np.ndarray) -> np.ndarray:
