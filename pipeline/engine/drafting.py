@@ -41,11 +41,9 @@ class Drafting:
 
     def __init__(self, proposers: Sequence[Proposer], policy: DraftPolicy, scheduler: Scheduler) -> None:
         assert proposers, "somebody has to draft"
-        assert not len(scheduler.running), "sequences that run already are unknown to the proposers"
         self.proposers, self.policy, self._scheduler = tuple(proposers), policy, scheduler
         self._room = DraftRoom(scheduler)
         self._pending: _Pending | None = None
-        scheduler.watcher = self
 
     def admitted(self, slot: int) -> None:
         for proposer in self.proposers:

@@ -263,22 +263,34 @@ class Engine:
     def warm_up(self) -> None:
         """Run one short request without drafts, so that the first real one does not pay for lazy initialisation."""
         self._say(self._warming_up)
-        saved, drafting, self.drafting = replace(self.stats), self.drafting, None
+        saved, drafting = replace(self.stats), self.drafting
+        self.draft_as(None)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
         self.add(Request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
         while self.has_unfinished:
             self.step()
+        self.forget()
+        self.stats = self.scheduler.stats = saved
+        self.draft_as(drafting)
+
+    def forget(self) -> None:
+        """Drop the prefixes that are kept for later requests, and what finished ones told of lengths. Nothing may be
+        running."""
         self.pool.forget(range(self.pool.num_blocks))
         self.scheduler.forget_history()
-        self.stats = self.scheduler.stats = saved
-        self.drafting = drafting
 
     def speculate(self, proposers: Items[Proposer], policy: DraftPolicy) -> None:
         """From now on compute drafts of `proposers`, made for this engine's `table`, as many as `policy` chooses.
 
         Nothing may be running.
         """
-        self.drafting = Drafting(proposers, policy, self.scheduler)
+        self.draft_as(Drafting(proposers, policy, self.scheduler))
+
+    def draft_as(self, drafting: Drafting | None) -> None:
+        """From now on compute the drafts of `drafting`, made for this engine's scheduler; None: none. Nothing may be
+        running."""
+        assert not len(self.scheduler.running), "sequences that run already are unknown to the proposers"
+        self.drafting = self.scheduler.watcher = drafting
 
     def counters(self) -> dict[str, int]:
         """`stats` and what the draft policy counted, by name. Sums over engines mean the same."""
