@@ -31,6 +31,7 @@ from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder
 
 SINGLE_TOKENS = 64
+WARM_REQUESTS = 16  # of the round before the counted ones, where it has no batch size to choose
 WARM_UP = [BenchRequest([16] * 8, 4), BenchRequest([17] * 5, 3)]
 
 Work = Workload | Reports
@@ -77,9 +78,10 @@ class EngineBench:
     def _about_others(self) -> Iterator[str]:
         if self.trials:
             trials = ", ".join(f"{size}: {speed:,.1f}" for size, speed in self.trials.items())
+            tried = f" Tokens/s in a trial by batch size: {trials}; those near the best took part."
             yield (
                 "transformers.generate: static batches of prompts sorted by length, padded on the left, each run as "
-                f"long as its longest row. Tokens/s in a trial by batch size: {trials}; those near the best took part."
+                f"long as its longest row.{tried if len(self.trials) > 1 else ''}"
             )
         for speed in self.speeds:
             if speed.cpu_ratio is not None:
@@ -142,7 +144,7 @@ def bench_engine(
     work: Work = Workload(requests, prompt_tokens, *output_tokens, config.vocab_size)
     if reports:
         work = Reports(requests, Tokenizer.from_folder(str(found.folder)).encode_batch)
-    sets = _sets(work, rounds)
+    sets = _sets(work, rounds, chooses=len(batch_sizes) > 1)
     longest = max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each)
     with ExitStack() as stack:
         options = EngineConfig(
@@ -208,9 +210,12 @@ def _floor(lineup: Lineup, decoder: Decoder, say: Callable[[str], None]) -> tupl
     return tuple(phases(steps, decoder, bytes_per_s)), bytes_per_s
 
 
-def _sets(work: Work, rounds: int) -> dict[str, list[BenchRequest]]:
-    """The requests of every round by name, as all contenders get them."""
+def _sets(work: Work, rounds: int, chooses: bool) -> dict[str, list[BenchRequest]]:
+    """The requests of every round by name, as all contenders get them. chooses: whether the trial has a batch size to
+    choose, which takes all requests."""
     trial = work.round(str(TRIAL))
+    if not chooses:
+        trial = trial[:WARM_REQUESTS]
     single = min(SINGLE_TOKENS, max(request.max_tokens for request in trial))
     sets = {"warm-up": WARM_UP, f"set {TRIAL}": trial}
     for number in range(1, rounds + 1):

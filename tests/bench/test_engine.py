@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from pipeline.bench import peer as peer_module
 from pipeline.bench.agreement import Agreement, compare
 from pipeline.bench.contender import GenerateModel, StaticBatches, StepTime, ThisEngine
-from pipeline.bench.engine import bench_engine
+from pipeline.bench.engine import WARM_REQUESTS, _sets, bench_engine
 from pipeline.bench.floor import Curve, _points, phases
 from pipeline.bench.peer import Peer, PeerTask, parse_peer
 from pipeline.bench.shapes import bench_model, dequantized
@@ -94,6 +94,20 @@ def test_the_whole_at_a_small_size():
     assert "6 requests" in text
     assert json.loads(json.dumps(told.to_json()))["bench"] == "engine"
     assert "round 1, one request: this engine" in said
+
+
+def test_the_round_before_the_counted_ones_is_whole_only_where_it_chooses():
+    work = Workload(2 * WARM_REQUESTS, 20, 3, 8, 2048)
+    for chooses, expected in ((True, 2 * WARM_REQUESTS), (False, WARM_REQUESTS)):
+        sets = _sets(work, 2, chooses)
+        sizes = {name: len(requests) for name, requests in sets.items() if name != "warm-up"}
+        assert sizes == {
+            "set 0": expected,
+            "set 1": len(sets["set 2"]),
+            "one 1": 1,
+            "set 2": 2 * WARM_REQUESTS,
+            "one 2": 1,
+        }
 
 
 def test_the_engine_notes_its_steps_and_refuses_what_was_seen_before():

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pipeline.bench.speculation import AUTO, DRAFT, NGRAM, PLAIN, _Run, _way, bench_speculation
+from pipeline.bench.speculation import AGAIN, AUTO, DRAFT, NGRAM, PLAIN, _Run, _way, bench_speculation
 from pipeline.cli import cli
 from pipeline.engine.params import EngineStats
 from pipeline.errors import ConfigError, PipelineError
@@ -14,11 +14,12 @@ from pipeline.errors import ConfigError, PipelineError
 def test_every_way_gives_the_same_tokens() -> None:
     told = bench_speculation(batch_sizes=(2,), rows=3, rounds=1, dtype="float32")
     (batch,) = told.batches
-    assert [way.name for way in batch.ways] == [PLAIN, NGRAM, DRAFT, AUTO]
-    plain, lookup, draft, _ = batch.ways
+    assert [way.name for way in batch.ways] == [PLAIN, AUTO, AGAIN, NGRAM, DRAFT]
+    plain, _, again, lookup, draft = batch.ways
     assert len({way.tokens for way in batch.ways}) == 1
     assert all(way.equal == 3 for way in batch.ways)
     assert (plain.draft_steps, plain.acceptance, plain.tokens_per_step) == (0.0, 0.0, pytest.approx(1.0, abs=0.1))
+    assert (again.draft_steps, again.tokens_per_step) == (0.0, plain.tokens_per_step)
     assert min(lookup.draft_steps, draft.draft_steps) > 0.5
     assert min(lookup.tokens_per_step, draft.tokens_per_step) > 1.2
     assert all(0.0 < way.tail_s[0] <= way.seconds[0] for way in batch.ways)

@@ -158,6 +158,33 @@ def test_finished_outputs_serve_others_where_they_match_better(look_up: LookUp) 
     assert offer.token_id_SK[1].tolist() == [7, 8, 0, 2]
 
 
+def test_rows_that_finished_while_nobody_asked_are_learnt_some_at_a_time_the_last_ones_first() -> None:
+    table = SlotTable(2, ngram.LEARNT_TOKENS + 60, 4)
+    proposer = NgramProposer(table, 2)
+    for order in range(ngram.LEARNT_PER_CALL + 3):
+        slot = admit(table, proposer, order, [50] * (ngram.LEARNT_TOKENS + 9 if order % 2 else 3))
+        append(table, slot, [100 + order, 101 + order, 200 + order, 300 + order])
+        leave(table, proposer, slot, finished=True)
+    asking = admit(table, proposer, 99, [7, 7, 7])
+    nobody = np.array([], dtype=np.int64)
+
+    def found() -> list[int]:
+        """Rows whose output is known by now."""
+        rows = []
+        for order in range(ngram.LEARNT_PER_CALL + 3):
+            slot = admit(table, proposer, 1000 + order, [100 + order, 101 + order])
+            offer = proposer._matches(np.array([slot]))
+            rows += [order] if offer.token_id_SK[0, : offer.count_S[0]].tolist() == [200 + order, 300 + order] else []
+            leave(table, proposer, slot, finished=False)
+        return rows
+
+    assert found() == []
+    proposer.offer(np.array([asking]))
+    assert found() == list(range(3, ngram.LEARNT_PER_CALL + 3))
+    proposer.offer(nobody)
+    assert found() == list(range(ngram.LEARNT_PER_CALL + 3))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
     """What is found was said behind that very run, in one output, not long ago."""
