@@ -4,7 +4,8 @@ import numpy as np
 
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import StepFacts, StepOutcome
-from pipeline.engine.speculation.controller import Batch, Candidates, Controller, Outcome
+from pipeline.engine.speculation.controller import Controller
+from pipeline.engine.speculation.messages import Batch, Candidates, Outcome
 
 
 class ControlledDrafts:

@@ -23,7 +23,7 @@ S: sequences that decode, P: proposers, C: classes (`Acceptance`), K: draft posi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from pipeline.engine.speculation.acceptance import Acceptance, ProposerPrior, co
 from pipeline.engine.speculation.budget import LossBudget
 from pipeline.engine.speculation.choice import Split, Values, best_split, deal
 from pipeline.engine.speculation.cost import StepCost
+from pipeline.engine.speculation.lately import Lately
+from pipeline.engine.speculation.messages import Batch, Candidates, Choice, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
 from pipeline.engine.speculation.rates import Rates
 from pipeline.engine.speculation.record import SpeculationCounts, bucket_of
@@ -48,83 +50,10 @@ CHECK_STEPS = 96  # by each, up to this
 STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
 DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
 REFRESH_STEPS = 4  # drafted steps after which what drafts are worth is reckoned anew
-SHARE_STEPS = 32  # steps over which the shares of candidates are remembered
 FREE_ELASTICITY = 0.2  # below it tokens cost next to nothing
 TIME_TRUST = 1.25  # a step's time counts for the budget at most by this factor above or below what is expected
 MAX_CURVES = 64  # cost curves kept
 CONTEXT_STEPS = 8  # curves of contexts nearer than 1/8 of a power of two are one
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a step computes before drafts. `kv_tokens`: tokens that the decoding sequences have in the KV cache, in all.
-
-    num_prefill: prompt tokens in this step. num_queued: prompt tokens that wait for room in a step (not for a slot or
-    for blocks: what cannot be computed now is not in the way). room: tokens that the step can take besides.
-    num_waiting: sequences that come when others have ended. slot_S: a number that each sequence keeps, as long as it is
-    there; None where they are not told apart.
-    """
-
-    num_sequences: int
-    kv_tokens: int
-    room: int
-    num_prefill: int = 0
-    num_queued: int = 0
-    num_waiting: int = 0
-    slot_S: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Of one proposer: draft tokens that it has (or could draft) for each sequence, at most what the sequence may still
-    generate after its next token, and the length of the match behind them (0 where it knows none)."""
-
-    available_S: np.ndarray
-    match_length_S: np.ndarray
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Sequence s drafts length_S[s] tokens of the proposer that was asked; aligned with the candidates."""
-
-    length_S: np.ndarray
-    class_S: np.ndarray
-    proposer: int
-    is_probe: bool
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a step. `num_generated`: tokens appended to decoding sequences (accepted ones behind a stop are
-    not). propose_s: seconds that the proposer took, 0 when none was asked, lookup_s those of them before anything was
-    chosen. drafted_S may be less than was chosen."""
-
-    step_s: float
-    num_generated: int
-    drafted_S: np.ndarray | None = None
-    accepted_S: np.ndarray | None = None
-    propose_s: float = 0.0
-    lookup_s: float = 0.0
-
-
-@dataclass
-class _Lately:
-    """How many candidates a proposer had lately, and when its drafts were last computed."""
-
-    hoped_CK: np.ndarray  # shares as they could be at best
-    share_CK: np.ndarray  # of the sequences in such a step: those in class c with a candidate at k
-    present: float = 1.0  # share of the steps in which anybody had a candidate
-    num_seen: int = 0
-    num_present: int = 0
-    drafted_at: int = 0
-
-    def remember(self, deep_CK: np.ndarray, num_sequences: int) -> None:
-        is_present = bool(deep_CK.any())
-        self.num_seen = min(self.num_seen + 1, SHARE_STEPS)
-        self.present += (is_present - self.present) / self.num_seen
-        if is_present:
-            self.num_present = min(self.num_present + 1, SHARE_STEPS)
-            self.share_CK = self.share_CK + (deep_CK / num_sequences - self.share_CK) / self.num_present
 
 
 class Controller:
@@ -412,13 +341,13 @@ class Controller:
     def _plain_s(self, batch: Batch) -> float:
         return self.cost.step_s(batch.num_sequences, batch.kv_tokens, batch.num_prefill)
 
-    def _before_any(self, proposer: int) -> _Lately:
+    def _before_any(self, proposer: int) -> Lately:
         """Before it was asked: everybody has all candidates, of its idle or else its middle bucket."""
         share_CK = np.zeros((self.acceptance.num_classes, self.max_drafts))
         own = np.flatnonzero(self.acceptance.proposer_C == proposer)
         idle = self.acceptance.idle_P[proposer]
         share_CK[own[len(own) // 2 if idle is None else idle]] = 1.0
-        return _Lately(share_CK, share_CK)
+        return Lately(share_CK, share_CK)
 
     # -- accounts
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from pipeline.engine.propose.draft_model import RECENT_TOKENS
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
-from pipeline.engine.speculation.controller import Batch, Candidates, Controller, Outcome
+from pipeline.engine.speculation.controller import Controller
 from pipeline.engine.speculation.cost import StepCost
+from pipeline.engine.speculation.messages import Batch, Candidates, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
 from tests.engine.speculation.machines import MACHINES, TEXTS, Machine, Situation, Text
 

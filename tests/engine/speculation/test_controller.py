@@ -7,15 +7,9 @@ import pytest
 
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.choice import Split
-from pipeline.engine.speculation.controller import (
-    CHECK_STEPS,
-    MAX_LOOK_STEPS,
-    Batch,
-    Candidates,
-    Controller,
-    Outcome,
-)
+from pipeline.engine.speculation.controller import CHECK_STEPS, MAX_LOOK_STEPS, Controller
 from pipeline.engine.speculation.cost import StepCost
+from pipeline.engine.speculation.messages import Batch, Candidates, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
 
 K = 4

@@ -1,0 +1,30 @@
+"""What a proposer had to offer lately. No torch.
+
+C: classes (`Acceptance`), K: draft positions.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+SHARE_STEPS = 32  # steps over which the shares of candidates are remembered
+
+
+@dataclass
+class Lately:
+    """How many candidates a proposer had lately, and when its drafts were last computed."""
+
+    hoped_CK: np.ndarray  # shares as they could be at best
+    share_CK: np.ndarray  # of the sequences in such a step: those in class c with a candidate at k
+    present: float = 1.0  # share of the steps in which anybody had a candidate
+    num_seen: int = 0
+    num_present: int = 0
+    drafted_at: int = 0
+
+    def remember(self, deep_CK: np.ndarray, num_sequences: int) -> None:
+        is_present = bool(deep_CK.any())
+        self.num_seen = min(self.num_seen + 1, SHARE_STEPS)
+        self.present += (is_present - self.present) / self.num_seen
+        if is_present:
+            self.num_present = min(self.num_present + 1, SHARE_STEPS)
+            self.share_CK = self.share_CK + (deep_CK / num_sequences - self.share_CK) / self.num_present
