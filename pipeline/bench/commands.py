@@ -278,7 +278,8 @@ def bounds_of_cards(
 @click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]|cpu")
 @_bench_options(dtype="auto")
 @click.option("--sections", default="correctness,kernels,linears,jobs", show_default=True, metavar="NAME,NAME",
-              callback=lambda context, option, text: tuple(text.split(",")), help="What to run.")  # fmt: skip
+              callback=lambda context, option, text: tuple(text.split(",")),
+              help="What to run; also tiles: up to 8 minutes a model, 3 with --quick.")  # fmt: skip
 @click.option("--requests", metavar="SET", multiple=True,
               help="A fixed request set of the jobs, such as summaries. May be repeated; else all.")  # fmt: skip
 @_bench_options(rounds=1)
@@ -296,14 +297,16 @@ def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options:
       pipeline bench gpu --out gpu.json
       pipeline bench gpu --quick
       pipeline bench gpu --sections jobs --requests summaries --peer vllm=/envs/vllm/bin/python
+      pipeline bench gpu --sections tiles --model llama-8b-awq
       pipeline bench gpu --device cpu --quick --model tiny-awq
 
     Needs torch, triton, transformers and click, no Ray and no network: checkpoints have random weights and are made on
     the spot. correctness: every kernel and the engine's tokens against the oracle. kernels, linears: their time against
     bytes and products at the rates that the card reaches alone. jobs: fixed request sets through the engine, and
-    through vLLM where --peer says so, in turn, each with the card to itself. Leaves with 70 when a check or a section
-    failed. The last example is for a machine without a card: it shows that everything runs, and its figures mean
-    nothing.
+    through vLLM where --peer says so, in turn, each with the card to itself. tiles: which tiles of the Triton kernels
+    would be faster than the shipped ones. At the end stand the aims, each met or missed, with what to look at first; a
+    missed aim is no failure. Leaves with 70 when a check or a section failed. The last example is for a machine without
+    a card: it shows that everything runs, and its figures mean nothing.
     """
     from pipeline.bench.gpu.run import bench_gpu
     from pipeline.bench.peer import parse_peer
