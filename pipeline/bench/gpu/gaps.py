@@ -36,8 +36,8 @@ class Gap:
     def to_text(self) -> str:
         return (
             f"{self.sequences:,} rows decoding: {self.span_s / self.steps * 1e3:.2f} ms a step, of it idle "
-            f"{self.idle_s / self.steps * 1e3:.3f} ms ({self.share:.1%}), {self.host_s / self.steps * 1e3:.3f} of it in "
-            f"pauses of more than {LONG_PAUSE_S * 1e6:.0f} us"
+            f"{self.idle_s / self.steps * 1e3:.3f} ms ({self.share:.1%}), {self.host_s / self.steps * 1e3:.3f} of it "
+            f"in pauses of more than {LONG_PAUSE_S * 1e6:.0f} us"
         )
 
 

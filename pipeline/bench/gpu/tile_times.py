@@ -6,12 +6,12 @@ shipped one is left out, with the reason. The shipped tile and the fastest of a 
 that counts: the fastest of many is partly luck.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import exp, log
+from time import monotonic
 from typing import Any
 
 import torch
@@ -123,8 +123,8 @@ class TileTimes:
             return f"Tiles were not tried: {self.left_out}."
         measured = sum(time.seconds is not None for time in self.times)
         lines = [
-            f"Tiles: {measured} of {len(self.times)} measured. Of each table the shipped tile, and the best one for all "
-            f"cases where that is {WORTH_IT - 1:.0%} faster or more:",
+            f"Tiles: {measured} of {len(self.times)} measured. Of each table the shipped tile, and the best one for "
+            f"all cases where that is {WORTH_IT - 1:.0%} faster or more:",
             *self.lines(),
             f"{'case':<58} {'shipped us':>11} {'best us':>9} {'gain':>5}  best",
         ]
@@ -150,14 +150,14 @@ def tile_measurements(
     cases: Sequence[Callable[[], TileCase]], stopwatch: Stopwatch, budget_s: float
 ) -> Iterator[Callable[[], list[TileTime]]]:
     """Each case's measurements, which run when called. A case takes an equal share of the time that is left."""
-    until = time.monotonic() + budget_s
+    until = monotonic() + budget_s
     for left, build in zip(range(len(cases), 0, -1), cases):
         yield partial(_measured, build, stopwatch, until, left)
 
 
 @torch.inference_mode()
 def _measured(build: Callable[[], TileCase], stopwatch: Stopwatch, until: float, left: int) -> list[TileTime]:
-    now = time.monotonic()
+    now = monotonic()
     stop = now + max(until - now, 0.0) / left
     case = build()
     shipped, expected = _tried(case, case.shipped, stopwatch, None), case.out.clone()
@@ -165,7 +165,7 @@ def _measured(build: Callable[[], TileCase], stopwatch: Stopwatch, until: float,
     if shipped.seconds is None:
         return found
     for tile in case.others:
-        if time.monotonic() > stop:
+        if monotonic() > stop:
             found.append(_time_of(case, tile, None, OUT_OF_TIME))
         else:
             found.append(_tried(case, tile, stopwatch, expected))
