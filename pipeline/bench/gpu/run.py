@@ -29,12 +29,13 @@ from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
 from pipeline.bench.gpu.stopwatch import Stopwatch
 from pipeline.bench.gpu.tile_times import TileSizes, TileTime, TileTimes, tile_measurements
 from pipeline.bench.measure import machine_facts
-from pipeline.bench.roofline import decoder_size, find_set, weights_of
+from pipeline.bench.roofline import find_set
 from pipeline.bench.shapes import BenchModel, bench_model
 from pipeline.engine.memory import free_cpu_bytes
 from pipeline.errors import ConfigError, OutputError
 from pipeline.kernels.select import default_dtype, select_kernels
 from pipeline.model.config import DTYPES, read_config
+from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.step import DecoderSize, Reached, Weights
 
 SECTIONS = ("correctness", "kernels", "linears", "jobs")

@@ -26,12 +26,11 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.contract import Linear, RoundedLinears
-from pipeline.kernels.fp8 import LARGEST, SMALLEST_MAGNITUDE, fp8_block
+from pipeline.kernels.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
 from pipeline.kernels.triton.int4 import add_parts_launch
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.quant.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
-LEAST_CAPABILITY = (8, 9)
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST_MAGNITUDE)
 _ROUNDED_AT_ONCE = 2048  # inputs of a token that one program rounds
