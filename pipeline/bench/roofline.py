@@ -166,7 +166,7 @@ def bench_roofline(
     model: str = "llama-8b-awq",
     cards: Sequence[str] = (),
     requests: Sequence[str] = (),
-    serving: Serving = Serving(),  # noqa: B008 (frozen)
+    serving: Serving = Serving(),
     reached: Reached = Reached(),  # noqa: B008 (frozen)
 ) -> RooflineBench:
     """Steps and jobs of `model` (a shape's name or a checkpoint) on `cards` (beginnings of their names; else all).

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from pipeline.bench import roofline
-from pipeline.bench.roofline import bench_roofline, decoder_size, find_card, find_set, model_size, weights_of
+from pipeline.bench.roofline import Serving, bench_roofline, find_card, find_set, model_size
 from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, ModelError
 from pipeline.hardware import load_cards
 from pipeline.model.config import read_config
+from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.step import Ceilings, Reached
 
 
@@ -40,11 +41,11 @@ def test_shares_slow_it_down_and_int4_has_its_crossover():
 def test_what_does_not_fit_is_said():
     size, weights, _ = model_size("llama-8b")
     small = Ceilings("small", 1e12, 1e14, 8e9)
-    bound = roofline._job(find_set("single"), size, weights, small, 8, 512)
+    bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512))
     assert (bound.job, bound.kv_tokens) == (None, 0)
     told = replace(bench_roofline("tiny", ["l4"], ["single"]), jobs=(bound,)).to_text()
     assert "does not fit: 0 tokens of room beside the weights" in told
-    apart = roofline._job(find_set("single"), *model_size("llama-8b-awq")[:2], small, 8, 512)
+    apart = roofline._job(find_set("single"), *model_size("llama-8b-awq")[:2], small, Serving(8, 512))
     assert (apart.weights, apart.job is None) == ("int4", False)  # no room for 16-bit weights beside them
 
 

@@ -163,6 +163,7 @@ def run_round(engine: Engine, requests: Sequence[BenchRequest]) -> Round:
 def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits) -> OurJob:
     last, lengths, size, weights, rates = ran[-1], work.lengths(), limits.size, limits.weights, limits.rates
     steps, cached = last.counted["num_steps"], last.counted["cached_tokens"]
+    read = job_bytes(lengths, size, weights, steps, shared_prefix=work.shared_prefix)
     bound, predicted = (_predict(work, engine, limits, reached) for reached in (Reached(), limits.reached))
     return OurJob(
         requests=work.name,
@@ -177,9 +178,7 @@ def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits)
         kv_used=last.counted["kv_used_ppm_sum"] / steps / 1e6,
         tail_s=tail_seconds(last.moments),
         mfu=job_flops(lengths, size, cached) / last.wall_s / rates.gemm_flops_per_s,
-        mbu=job_bytes(lengths, size, weights, steps, shared_prefix=work.shared_prefix)
-        / last.wall_s
-        / rates.copy_bytes_per_s,
+        mbu=read / last.wall_s / rates.copy_bytes_per_s,
         bound_s=bound.wall_s,
         predicted_s=predicted.wall_s,
         predicted_tail_s=predicted.tail_s,
