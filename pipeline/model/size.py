@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from pipeline.model.config import ModelConfig
-from pipeline.quant.nearest import RoundToNearest
+from pipeline.quant.formats import is_int4
 from pipeline.roofline.step import AWQ, DENSE, DecoderSize, Weights
 
 
@@ -28,5 +28,4 @@ def weights_of(config: ModelConfig, activation_dtype: str = "auto") -> Weights:
     group_size = quantized.group_size or config.hidden_size
     if activation_dtype == "fp8":
         return replace(AWQ, group_size=group_size, fp8=True)
-    is_codebook = isinstance(quantized, RoundToNearest) and quantized.method == "nf4"
-    return DENSE if quantized.bits != 4 or is_codebook else replace(AWQ, group_size=group_size)
+    return replace(AWQ, group_size=group_size) if is_int4(quantized) else DENSE
