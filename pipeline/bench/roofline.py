@@ -150,9 +150,8 @@ class RooflineBench:
         """Seconds by card and request set, as a table of Markdown."""
         names = list(dict.fromkeys(bound.requests for bound in self.jobs))
         rows = [["card", *names], ["---"] * (1 + len(names))]
-        for card in self.cards:
-            of_card = {bound.requests: bound for bound in self.jobs if bound.card == card.name}
-            rows.append([card.name, *(_cell(of_card[name]) for name in names)])
+        for card in dict.fromkeys(bound.card for bound in self.jobs):
+            rows.append([card, *(_cell(bound) for bound in self.jobs if bound.card == card)])
         return [f"| {' | '.join(row)} |" for row in rows]
 
 

@@ -145,7 +145,7 @@ def _on_gpu(
     place = _place(name, memory, config, gpu, dtype, kv_dtype, weights, kv, lengths)
     if lacks := _lacking(activations, capability):
         return replace(place, lacks=lacks)
-    if known is None:
+    if known is None or dtype.itemsize != 2:  # the cost model is of 16 bit
         return place
     value_bytes = head_bytes(config.head_dim, kv_dtype) / config.head_dim
     room = max(0, kv) // place.kv_bytes_per_token

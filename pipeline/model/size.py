@@ -27,5 +27,5 @@ def weights_of(config: ModelConfig, activation_dtype: str = "auto") -> Weights:
         return DENSE
     group_size = quantized.group_size or config.hidden_size
     if activation_dtype == "fp8":
-        return replace(AWQ, group_size=group_size, fp8=True)
+        return replace(AWQ if is_int4(quantized) else DENSE, group_size=group_size, fp8=True)
     return replace(AWQ, group_size=group_size) if is_int4(quantized) else DENSE

@@ -28,11 +28,13 @@ Verdict = Literal["met", "missed", "not measured"]
 
 @dataclass(frozen=True)
 class Aim:
-    """measured: None where it was not. about: where that was, or why it was not. look_first: where it was missed."""
+    """measured: None where it was not; shown: the same to read. about: where that was, or why it was not. look_first:
+    where it was missed."""
 
     name: str
     wanted: str
     measured: float | None
+    shown: str
     verdict: Verdict
     about: str
     look_first: tuple[str, ...] = ()
@@ -40,7 +42,7 @@ class Aim:
     def to_text(self) -> str:
         if self.measured is None:
             return f"{self.verdict:<13} {self.name} ({self.wanted}): {self.about}"
-        line = f"{self.verdict:<13} {self.name}: {self.measured:.3g} ({self.wanted}); {self.about}"
+        line = f"{self.verdict:<13} {self.name}: {self.shown} ({self.wanted}); {self.about}"
         return "\n".join([line, *(f"{'':<13} -> {each}" for each in self.look_first)])
 
 
@@ -81,28 +83,27 @@ def _decoding(model: ModelFigures, kind: str, why_not: _WhyNot) -> Aim:
     times = [time for time in _kernels(model, kind) if time.floor_s >= LEAST_S]
     if not times:
         return _unmeasured(name, wanted, why_not("kernels", f"no such work with a floor of {LEAST_S * 1e6:.0f} us"))
-    shares = {time.case: time.num_bytes / time.seconds / model.rates.copy_bytes_per_s for time in times}
-    case, worst = min(shares.items(), key=lambda item: item[1])
+    worst, case = min((time.num_bytes / time.seconds / model.rates.copy_bytes_per_s, time.case) for time in times)
     look = (
         _tile_hint(model, "decode"),
         *(["how tiles are dealt to programs: kernels/triton/decode_work.py"] if kind == SKEWED else []),
     )
     about = f"worst of {len(times)}: {case}"
-    return _judged(name, wanted, worst, worst >= DECODING_SHARE, about, look)
+    return _judged(name, wanted, worst, f"{worst:.1%}", worst >= DECODING_SHARE, about, look)
 
 
 def _prompts(model: ModelFigures, why_not: _WhyNot) -> Aim:
     name, wanted = "attention of prompts", f"at least {PROMPTS_SHARE:g} of FlashAttention's speed"
-    shares = {
-        time.case: time.other_s / time.seconds
+    shares = [
+        (time.other_s / time.seconds, time.case)
         for time in _kernels(model, PROMPTS)
         if time.other_s is not None and time.other_s >= LEAST_S
-    }
+    ]
     if not shares:
         return _unmeasured(name, wanted, why_not("kernels", f"FlashAttention took {LEAST_S * 1e6:.0f} us on no work"))
-    case, worst = min(shares.items(), key=lambda item: item[1])
+    worst, case = min(shares)
     about = f"worst of {len(shares)}: {case}"
-    return _judged(name, wanted, worst, worst >= PROMPTS_SHARE, about, (_tile_hint(model, "prefill"),))
+    return _judged(name, wanted, worst, f"{worst:.2f}", worst >= PROMPTS_SHARE, about, (_tile_hint(model, "prefill"),))
 
 
 def _linears(model: ModelFigures, why_not: _WhyNot) -> Aim:
@@ -113,13 +114,13 @@ def _linears(model: ModelFigures, why_not: _WhyNot) -> Aim:
     tokens, worst = max(behind.items(), key=lambda item: item[1])
     about = f"worst of {len(behind)} numbers of tokens from {min(behind):,} to {max(behind):,}: {tokens:,}"
     look = tuple(border.to_text() for border in borders(model.linears)) or (
-        "only 16-bit weights here: the product itself, or how it is started",
+        "no fused int4 path here: the product itself, or how it is started",
     )
-    return _judged(name, wanted, worst, worst <= ALLOWED_BEHIND, about, look)
+    return _judged(name, wanted, worst, f"{worst:.2f} times", worst <= ALLOWED_BEHIND, about, look)
 
 
 def _idle(model: ModelFigures, why_not: _WhyNot) -> Aim:
-    name, wanted = "idle time of the card while decoding", f"below {IDLE_SHARE:g} of the time"
+    name, wanted = "idle time of the card while decoding", f"below {IDLE_SHARE:.0%} of the time"
     gaps = () if model.jobs is None else model.jobs.gaps
     if not gaps:
         return _unmeasured(name, wanted, why_not("jobs", "there was no card to profile"))
@@ -130,7 +131,7 @@ def _idle(model: ModelFigures, why_not: _WhyNot) -> Aim:
         else "most of it lies between kernels of a step: fewer and longer kernels",
     )
     about = f"worst of {len(gaps)}: {worst.to_text()}"
-    return _judged(name, wanted, worst.share, worst.share < IDLE_SHARE, about, look)
+    return _judged(name, wanted, worst.share, f"{worst.share:.1%}", worst.share < IDLE_SHARE, about, look)
 
 
 def _job(model: ModelFigures, requests: str, least: float, why_not: _WhyNot) -> Aim:
@@ -145,7 +146,9 @@ def _job(model: ModelFigures, requests: str, least: float, why_not: _WhyNot) -> 
         return _unmeasured(name, wanted, failed[0] if failed else "vLLM took no part (--peer vllm=PYTHON)")
     best, seconds = min(theirs.items(), key=lambda item: item[1])
     ratio = seconds / median(ours[0].wall_s)
-    return _judged(name, wanted, ratio, ratio >= least, f"against {best}", tuple(_job_hints(model, ours[0])))
+    return _judged(
+        name, wanted, ratio, f"{ratio:.2f} times", ratio >= least, f"against {best}", tuple(_job_hints(model, ours[0]))
+    )
 
 
 def _job_hints(model: ModelFigures, job: OurJob) -> list[str]:
@@ -181,8 +184,8 @@ def _kernels(model: ModelFigures, kind: str) -> list[KernelTime]:
 
 
 def _unmeasured(name: str, wanted: str, why: str) -> Aim:
-    return Aim(name, wanted, None, "not measured", why)
+    return Aim(name, wanted, None, "", "not measured", why)
 
 
-def _judged(name: str, wanted: str, measured: float, met: bool, about: str, look: tuple[str, ...]) -> Aim:
-    return Aim(name, wanted, measured, "met" if met else "missed", about, () if met else look)
+def _judged(name: str, wanted: str, measured: float, shown: str, met: bool, about: str, look: tuple[str, ...]) -> Aim:
+    return Aim(name, wanted, measured, shown, "met" if met else "missed", about, () if met else look)

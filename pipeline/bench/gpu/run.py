@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from pipeline.bench.gpu import kernel_times, linear_times, tile_times
 from pipeline.bench.gpu.correctness import Check, Correctness, check_kernels
+from pipeline.bench.gpu.device import device_facts, find_device, memory_bytes
 from pipeline.bench.gpu.engine_check import check_engine
 from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.invariance import check_engine_invariance, check_invariance
@@ -28,10 +28,8 @@ from pipeline.bench.gpu.report import GpuBench
 from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
 from pipeline.bench.gpu.stopwatch import Stopwatch
 from pipeline.bench.gpu.tile_times import TileSizes, TileTime, TileTimes, tile_measurements
-from pipeline.bench.measure import machine_facts
 from pipeline.bench.roofline import find_set
 from pipeline.bench.shapes import BenchModel, bench_model
-from pipeline.engine.memory import free_cpu_bytes
 from pipeline.errors import ConfigError, OutputError
 from pipeline.kernels.select import default_dtype, select_kernels
 from pipeline.model.config import DTYPES, read_config
@@ -101,7 +99,7 @@ def bench_gpu(
     A section that fails is told of in the result and the next one runs. Raises ConfigError where the device is not
     there or an option makes no sense, OutputError where `out` cannot be written.
     """
-    on = _device(device, quick)
+    on = find_device(device, quick)
     scale = SMOKE if on.type == "cpu" else QUICK if quick else FULL
     if unknown := [name for name, _ in peers if name not in MODES]:
         raise ConfigError(f"--peer {unknown[0]}: expected one of {', '.join(MODES)} here")
@@ -116,7 +114,7 @@ def bench_gpu(
     }
     date = datetime.now(UTC).isoformat(timespec="seconds")
     told = tuple(each.to_text() for each in smaller)
-    kept = _Kept(GpuBench(date, _facts(on), tuple(sections), settings, told, on.type == "cuda"), out, say)
+    kept = _Kept(GpuBench(date, device_facts(on), tuple(sections), settings, told, on.type == "cuda"), out, say)
     kept.update()
     wanted = models if set(sections) - {"correctness"} else ()
     found = [bench_model(name, folder, say) for name in wanted]
@@ -298,50 +296,3 @@ def reached_of(rates: Rates, kernels: KernelTimes | None, linears: LinearTimes |
 
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def memory_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(free_cpu_bytes())
-
-
-def _device(name: str, quick: bool) -> torch.device:
-    if name == "cpu":
-        if not quick:
-            raise ConfigError(
-                "--device cpu: only with --quick, to see that everything runs; `pipeline bench engine` measures "
-                "processors"
-            )
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"--device {name}: this needs an NVIDIA GPU and torch {torch.__version__} sees none, so nothing was "
-            "measured. `--device cpu --quick --model tiny-awq` runs every section on the processor, to see that they "
-            "work"
-        )
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"--device {name}: expected cuda, cuda:N or cpu") from None
-    torch.cuda.set_device(device)
-    return device
-
-
-def _facts(device: torch.device) -> dict[str, str]:
-    facts = machine_facts()
-    for name in ("triton", "vllm"):
-        try:
-            facts[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if device.type != "cuda":
-        return {"card": "none: run on the processor, to see that it works"} | facts
-    card = torch.cuda.get_device_properties(device)
-    return {
-        "card": card.name,
-        "card memory": f"{card.total_memory / 1e9:.1f} GB",
-        "compute capability": f"{card.major}.{card.minor}",
-        "multiprocessors": str(card.multi_processor_count),
-        "cuda": str(torch.version.cuda),
-    } | facts

@@ -114,12 +114,12 @@ def test_linears_are_held_against_the_better_path_and_the_border_is_suggested():
     )
     assert "CROSSOVER_SCRATCH in kernels/triton/crossover.py is 192; this run says 64" in scratch
     plain = summed_up(linears(dense=(1, 1, 1), served=(1, 1, 2)), SIZE, AWQ, RATES)
-    assert "only 16-bit weights" in aim("linears as served", replace(BARE, linears=plain)).look_first[0]
+    assert "no fused int4 path" in aim("linears as served", replace(BARE, linears=plain)).look_first[0]
 
 
 def test_a_border_is_where_least_is_lost_whatever_one_number_says():
     def border(fused, cached):
-        seconds = dict(fused=fused, cached=cached)
+        seconds = {"fused": fused, "cached": cached}
         times = [
             LinearTime("qkv", {"fused": "int4 fused"}.get(path, path), 2**i, s)
             for path, of in seconds.items()
@@ -141,7 +141,7 @@ def test_idle_time_is_the_worst_gap(host_s, hint):
     assert aim("idle", replace(BARE, jobs=fine)).verdict == "met"
     long = jobs(gaps=(*fine.gaps, Gap(64, 32, 0.02, 0.0008, host_s)))
     found = aim("idle", replace(BARE, jobs=long))
-    assert (found.verdict, found.measured) == ("missed", pytest.approx(0.04))
+    assert (found.verdict, found.measured, found.shown) == ("missed", pytest.approx(0.04), "4.0%")
     assert "64 rows" in found.about
     assert hint in found.look_first[0]
     assert "no card to profile" in aim("idle", replace(BARE, jobs=jobs())).about
@@ -192,7 +192,7 @@ def test_a_missed_aim_is_told_and_is_no_failure():
     assert verdicts[:3] == [("m", "missed"), ("m", "met"), ("m", "not measured")]
     text = bench.to_text()
     assert "model m: 1 met, 1 missed of 11" in text
-    assert "\nmissed        decoding attention, same lengths: 0.5 (at least 85% of the copy bandwidth); worst" in text
+    assert "\nmissed        decoding attention, same lengths: 50.0% (at least 85% of the copy bandwidth); worst" in text
     assert "              -> the tile table of decode" in text
     assert text.rstrip().splitlines()[-1].startswith("not measured  the set generation")
     assert "mean nothing" not in text

@@ -18,7 +18,7 @@ from pipeline.bench.gpu.tile_cases import tile_cases
 from pipeline.kernels.triton.kernel_set import is_interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SIZE = DecoderSize(128, 64, 1, 4, 2, 16, 70)
+SIZE = DecoderSize(128, 128, 1, 4, 2, 32, 70)
 SIZES = TileSizes(((2, 70),), ((1, 33),), (1,), (17,), (2,), 1e9)
 TABLES = ["prefill._tile", "decode._stages", "int4.tile_for", "fp8.tile_for", "draw"]
 
@@ -137,7 +137,7 @@ def test_a_group_has_the_tile_that_serves_all_its_cases():
 
 @pytest.mark.skipif(not is_interpreted(), reason="seconds of compilation for each of hundreds of tiles")
 def test_tiles_of_every_kernel_compute_the_same():
-    """Each table's shipped tile, its neighbours in one size, and the last, which differs in the most."""
+    """Each table's shipped tile, two that differ in one size, and the last, which differs in the most."""
     cases = tile_cases(SIZE, AWQ, torch.float32, DEVICE, SIZES)
     assert [case.func.__name__ for case in tile_cases(SIZE, DENSE, torch.float32, DEVICE, SIZES)] == [
         "_prefill", "_decode", "_decode", "_prefill", "_decode", "_draw", "_draw"
@@ -154,7 +154,7 @@ def test_tiles_of_every_kernel_compute_the_same():
         differ = [sum(tile[name] != case.shipped[name] for name in tile) for tile in case.others]
         assert differ == sorted(differ)
         near = [tile for tile, count in zip(case.others, differ) if count == 1]
-        few = TileCase(*(vars(case) | {"others": (*near[::2], case.others[-1])}).values())
+        few = TileCase(*(vars(case) | {"others": (near[0], near[-1], case.others[-1])}).values())
         found, _ = measured([few], lambda call: 1.0)
         assert {time.skipped for time in found.times} == {""}, (case.table, found.times)
     assert {table for table, _ in seen} == set(TABLES)
@@ -197,7 +197,7 @@ def test_without_a_device_for_triton_it_says_so(pipe, tmp_path, monkeypatch):
 def test_the_section_keeps_what_each_case_gave(monkeypatch, pipe, tmp_path):
     monkeypatch.setattr(run, "_no_tiles", lambda device: "")
     monkeypatch.setattr("pipeline.bench.gpu.tile_cases.tile_cases", lambda *_: [fake_case, lambda: 1 / 0, fake_case])
-    monkeypatch.setattr(Stopwatch, "seconds", lambda self, call: float(size_of(call)) if call.__closure__ else 1.0)
+    monkeypatch.setattr(Stopwatch, "seconds", lambda self, call: 1.0)
     smoke = ("--device", "cpu", "--quick", "--model", "tiny-awq", "--folder", str(tmp_path), "--json")
     code, stdout, _ = pipe("bench", "gpu", *smoke, "--sections", "tiles")
     assert code == 70, "a case that fails is a failure, and the others go on"
