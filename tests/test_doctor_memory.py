@@ -131,6 +131,8 @@ def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path):
     assert places["int8"].weight_bytes == places["nf4"].weight_bytes == 2 * NUM_WEIGHTS  # widened there
     here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="float32")).places[0]
     assert here.weight_bytes == int(NUM_LINEAR * (0.5 + 8 / 128)) + 2 * 2 * 1024 * 256
+    widened = memory_of(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16")).places[0]
+    assert widened.weight_bytes == 2 * NUM_LINEAR + 2 * 2 * 1024 * 256
 
 
 def test_fp8_of_a_job_counts_and_cards_without_it_are_told(tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from pipeline.bench.gpu.borders import borders
 from pipeline.bench.gpu.jobs import OurJobs
 from pipeline.bench.gpu.kernel_times import KernelTimes
 from pipeline.bench.gpu.linear_times import LinearTimes
@@ -55,6 +56,7 @@ class ModelFigures:
             "rates": asdict(self.rates),
             "kernels": None if self.kernels is None else self.kernels.to_json(),
             "linears": None if self.linears is None else self.linears.to_json(),
+            "borders": [] if self.linears is None else [asdict(border) for border in borders(self.linears)],
             "tiles": None if self.tiles is None else self.tiles.to_json(),
             "reached": None if self.reached is None else asdict(self.reached),
             "jobs": jobs,
@@ -63,7 +65,11 @@ class ModelFigures:
 
     def to_text(self) -> str:
         parts = [f"=== {self.model}; {self.dtype}"]
-        parts += [part.to_text() for part in (self.rates, self.kernels, self.linears, self.tiles) if part is not None]
+        parts += [part.to_text() for part in (self.rates, self.kernels, self.linears) if part is not None]
+        if self.linears is not None and (found := borders(self.linears)):
+            parts.append("\n".join(border.to_text() for border in found))
+        if self.tiles is not None:
+            parts.append(self.tiles.to_text())
         if self.jobs is not None:
             parts.append("\n".join([*_job_lines(self.jobs), *_peer_lines(self.jobs, self.peers)]))
         return "\n\n".join(parts)

@@ -113,6 +113,8 @@ def test_linears_are_held_against_the_better_path_and_the_border_is_suggested():
         "qkv 64, down 64"
     )
     assert "CROSSOVER_SCRATCH in kernels/triton/crossover.py is 192; this run says 64" in scratch
+    assert cached in replace(BARE, linears=model.linears).to_text(), "told whether the aim is met or not"
+    assert [border["now"] for border in model.to_json()["borders"]] == [64, 192]
     plain = summed_up(linears(dense=(1, 1, 1), served=(1, 1, 2)), SIZE, AWQ, RATES)
     assert "no fused int4 path" in aim("linears as served", replace(BARE, linears=plain)).look_first[0]
 
