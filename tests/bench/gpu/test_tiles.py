@@ -2,6 +2,7 @@
 had is left out with its reason."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -163,7 +164,8 @@ def test_tiles_of_every_kernel_compute_the_same():
 @pytest.mark.skipif(not is_interpreted(), reason="as the one above")
 def test_a_tile_reaches_the_launch():
     """What a tile says is what is launched, grids and parts with it."""
-    of = {case.table: case for case in (build() for build in tile_cases(SIZE, AWQ, torch.float32, DEVICE, SIZES))}
+    wide = replace(SIZE, intermediate=2048)
+    of = {case.table: case for case in (build() for build in tile_cases(wide, AWQ, torch.float32, DEVICE, SIZES))}
     (prefill,) = of["prefill._tile"].launches({"keys": 32, "buffers": 3, "warps": 4})
     assert (prefill.constants["KEYS"], prefill.constants["STAGES"], prefill.num_warps) == (32, 7, 4)
     assert prefill.num_stages == 7
@@ -174,6 +176,10 @@ def test_a_tile_reaches_the_launch():
     product = of["int4.tile_for"].launches({"outputs": 128, "warps": 4, "stages": 2, "programs": 1})[0]
     assert (product.constants["OUTPUTS"], product.num_warps, product.num_stages) == (128, 4, 2)
     assert product.grid[0] == 1
+    parts = [
+        of["int4.tile_for"].launches({"outputs": 64, "warps": 4, "stages": 2, "programs": n})[0].grid[1] for n in (1, 4)
+    ]
+    assert parts == [2, 4]
     fp8 = of["fp8.tile_for"].launches({"outputs": 64, "tokens": 16, "warps": 8, "stages": 3})[1]
     assert (fp8.constants["OUTPUTS"], fp8.constants["TOKENS"], fp8.num_warps, fp8.num_stages) == (64, 16, 8, 3)
     assert fp8.grid[2] == 2
