@@ -14,7 +14,8 @@ FILE = Path(__file__).with_name("hardware.yaml")
 
 @dataclass(frozen=True)
 class Card:
-    """One accelerator. Rates are peaks: dense, a second, with sums in float32; None where the card has no such unit."""
+    """One accelerator. Rates are peaks: dense, a second, with sums in float32; None where the card has no such unit.
+    compute_capability: major and minor, by which kernels are compiled."""
 
     name: str
     memory_bytes: int
@@ -23,8 +24,10 @@ class Card:
     fp8_flops: int | None
     source: str
     device: str  # the name under which CUDA shows it
+    compute_capability: tuple[int, int]
 
 
 def load_cards() -> tuple[Card, ...]:
     """The cards of `hardware.yaml`, in its order."""
-    return tuple(Card(**values) for values in yaml.safe_load(FILE.read_text(encoding="utf-8"))["cards"])
+    cards = yaml.safe_load(FILE.read_text(encoding="utf-8"))["cards"]
+    return tuple(Card(**values | {"compute_capability": tuple(values["compute_capability"])}) for values in cards)

@@ -20,6 +20,7 @@ def test_every_card_is_whole_and_of_a_likely_size():
         assert 20e9 < card.memory_bytes < 200e9
         assert 2e11 < card.bandwidth_bytes_per_s < 1e13
         assert 1e14 < card.bf16_flops < 2e15
+        assert (card.fp8_flops is not None) == (card.compute_capability >= (8, 9))
         assert card.fp8_flops is None or 1.9 < card.fp8_flops / card.bf16_flops < 2.1
         assert all(isinstance(v, int) for v in (card.memory_bytes, card.bandwidth_bytes_per_s, card.bf16_flops))
         assert "NVIDIA" in card.source

@@ -241,18 +241,36 @@ def plain_against_drafted(as_json: bool, **options: Any) -> None:
               help="A fixed request set, such as summaries. May be repeated; else all.")  # fmt: skip
 @click.option("--max-num-seqs", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--activation-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True,
+              help="Of quantized linears.")  # fmt: skip
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
+@click.option("--paths", type=click.Choice(["engine", "fastest"]), default="engine", show_default=True,
+              help="Of int4 linears: by the engine's crossover, or always the fastest.")  # fmt: skip
+@click.option("--shared-reads", type=click.Choice(["once", "each"]), default="once", show_default=True,
+              help="Of a prefix that sequences share: once a step, or by each of them.")  # fmt: skip
 @click.option("--bandwidth-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
               help="Of the card's bandwidth, that reading weights, keys and values reaches.")  # fmt: skip
 @click.option("--gemm-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
               help="Of the card's rate, that 16-bit products and attention reach.")  # fmt: skip
 @click.option("--int4-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
               help="Of the card's rate, that products of int4 weights reach.")  # fmt: skip
+@click.option("--fp8-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's rate in fp8, that products of fp8 activations reach.")  # fmt: skip
 @click.option("--step-ms", type=click.FloatRange(min=0), default=0.0, show_default=True,
               help="Of each step, in which the card waits.")  # fmt: skip
 @json_flag
 @answers
 def bounds_of_cards(
-    bandwidth_share: float, gemm_share: float, int4_share: float, step_ms: float, as_json: bool, **options: Any
+    model: str,
+    cards: tuple[str, ...],
+    requests: tuple[str, ...],
+    bandwidth_share: float,
+    gemm_share: float,
+    int4_share: float,
+    fp8_share: float,
+    step_ms: float,
+    as_json: bool,
+    **serving: Any,
 ) -> None:
     """What a card could do at the most, by the cost model: seconds of steps, and of jobs over fixed request sets.
 
@@ -261,15 +279,18 @@ def bounds_of_cards(
       pipeline bench roofline
       pipeline bench roofline --model llama-8b-awq --card h100 --requests summaries
       pipeline bench roofline --card h200 --bandwidth-share 0.85 --gemm-share 0.7 --int4-share 0.33 --step-ms 0.2
+      pipeline bench roofline --card h100 --activation-dtype fp8 --kv-cache-dtype fp8
+      pipeline bench roofline --paths fastest    a bound, where int4 linears have two paths
 
-    Nothing is run, no card is needed. With the default shares the figures are bounds that no engine beats. The cards'
-    figures are their makers' (pipeline/hardware.yaml).
+    Nothing is run, no card is needed. With the default shares the figures are bounds that this engine cannot beat. The
+    cards' figures are their makers' (pipeline/hardware.yaml).
     """
-    from pipeline.bench.roofline import bench_roofline
+    from pipeline.bench.roofline import Serving, bench_roofline
     from pipeline.roofline.step import Reached
 
-    reached = Reached(bandwidth_share, bandwidth_share, gemm_share, int4_share, gemm_share, step_ms / 1e3)
-    _print_bench(bench_roofline(reached=reached, **options), as_json)
+    shares = bandwidth_share, bandwidth_share, gemm_share, int4_share, gemm_share, fp8_share
+    found = bench_roofline(model, cards, requests, Serving(**serving), Reached(*shares, step_s=step_ms / 1e3))
+    _print_bench(found, as_json)
 
 
 @bench.command("gpu")
@@ -278,7 +299,8 @@ def bounds_of_cards(
 @click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]|cpu")
 @_bench_options(dtype="auto")
 @click.option("--sections", default="correctness,kernels,linears,jobs", show_default=True, metavar="NAME,NAME",
-              callback=lambda context, option, text: tuple(text.split(",")), help="What to run.")  # fmt: skip
+              callback=lambda context, option, text: tuple(text.split(",")),
+              help="What to run; also tiles: up to 8 minutes a model, 3 with --quick.")  # fmt: skip
 @click.option("--requests", metavar="SET", multiple=True,
               help="A fixed request set of the jobs, such as summaries. May be repeated; else all.")  # fmt: skip
 @_bench_options(rounds=1)
@@ -296,14 +318,16 @@ def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options:
       pipeline bench gpu --out gpu.json
       pipeline bench gpu --quick
       pipeline bench gpu --sections jobs --requests summaries --peer vllm=/envs/vllm/bin/python
+      pipeline bench gpu --sections tiles --model llama-8b-awq
       pipeline bench gpu --device cpu --quick --model tiny-awq
 
     Needs torch, triton, transformers and click, no Ray and no network: checkpoints have random weights and are made on
     the spot. correctness: every kernel and the engine's tokens against the oracle. kernels, linears: their time against
     bytes and products at the rates that the card reaches alone. jobs: fixed request sets through the engine, and
-    through vLLM where --peer says so, in turn, each with the card to itself. Leaves with 70 when a check or a section
-    failed. The last example is for a machine without a card: it shows that everything runs, and its figures mean
-    nothing.
+    through vLLM where --peer says so, in turn, each with the card to itself. tiles: which tiles of the Triton kernels
+    would be faster than the shipped ones. At the end stand the aims, each met or missed, with what to look at first; a
+    missed aim is no failure. Leaves with 70 when a check or a section failed. The last example is for a machine without
+    a card: it shows that everything runs, and its figures mean nothing.
     """
     from pipeline.bench.gpu.run import bench_gpu
     from pipeline.bench.peer import parse_peer

@@ -1,6 +1,7 @@
-"""What a card could do at the most with a model and the fixed request sets, by the cost model. Needs no card.
+"""What a card could do with a model and the fixed request sets, by the cost model. Needs no card.
 
-Figures are bounds where all shares are 1: no engine is faster. With shares that kernels reach they are predictions.
+Figures are bounds where all shares are 1 and every linear takes its fastest path: no engine is faster. With shares that
+kernels reach, and the paths that the engine takes, they are predictions.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,20 @@ import numpy as np
 
 from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
 from pipeline.bench.shapes import GROUP, NAMES, SHAPES
+from pipeline.engine.memory import EXPECTED_TOKENS, SLACK_BYTES
+from pipeline.engine.resolve import no_such_weight
 from pipeline.errors import ConfigError
 from pipeline.hardware import Card, load_cards
-from pipeline.model.config import ModelConfig, read_config
+from pipeline.kernels.fp8 import LEAST_CAPABILITY
+from pipeline.kernels.triton.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.model.config import read_config
 from pipeline.model.locate import locate_model
+from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.job import Batching, JobSeconds, kv_room, simulate_job
 from pipeline.roofline.step import (
     AWQ,
     DENSE,
+    DENSE_BYTES,
     Ceilings,
     DecoderSize,
     Reached,
@@ -32,6 +39,31 @@ from pipeline.roofline.step import (
 CONTEXT = 1024  # of each sequence in the table of steps
 DECODING = (1, 16, 64, 256, 1024)  # sequences that compute one token each
 PROMPTS = 8  # prompts of CONTEXT tokens in one step
+BLOCK_SIZE = 64  # of the KV cache on a card
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How steps are served. paths: `engine`, which goes by its crossover and keeps 16-bit weights beside int4 ones by
+    its own rule, or the `fastest` of all. shared_reads: of a prefix, `once` a step or once for `each` sequence."""
+
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    activation_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    paths: str = "engine"
+    shared_reads: str = "once"
+
+    def value_bytes(self, size: DecoderSize) -> float:
+        return size.fp8_value_bytes if self.kv_cache_dtype == "fp8" else DENSE_BYTES
+
+    def to_text(self) -> str:
+        return (
+            f"Linears by the path that {'the engine takes' if self.paths == 'engine' else 'is fastest'}, activations "
+            f"{'in 16 bit' if self.activation_dtype == 'auto' else 'in fp8'}; KV cache in "
+            f"{'16 bit' if self.kv_cache_dtype == 'auto' else 'fp8'}, a prefix that sequences share is read "
+            f"{'once a step' if self.shared_reads == 'once' else 'by each of them'}."
+        )
 
 
 @dataclass(frozen=True)
@@ -43,18 +75,21 @@ class StepBound:
 
 @dataclass(frozen=True)
 class JobBound:
-    """A request set on a card; `job` is None where the model or a request does not fit its memory."""
+    """A request set on a card; `job` is None where the model or a request does not fit its memory, or `lacks` says what
+    the card has not."""
 
     card: str
     requests: str
     weights: str
     kv_tokens: int
     job: JobSeconds | None
+    lacks: str = ""
 
 
 @dataclass(frozen=True)
 class RooflineBench:
     model: str
+    serving: Serving
     reached: Reached
     cards: tuple[Card, ...]
     crossovers: dict[str, int | None]  # card -> tokens from which 16-bit products are faster than int4 ones
@@ -62,16 +97,23 @@ class RooflineBench:
     jobs: tuple[JobBound, ...]
     sets: tuple[str, ...]
 
+    @property
+    def is_bound(self) -> bool:
+        has_choice = any(bound.weights.startswith("int4") for bound in self.jobs)
+        served = self.serving.paths == "fastest" or not has_choice
+        return self.reached == Reached() and self.serving.shared_reads == "once" and served
+
     def to_json(self) -> dict[str, Any]:
-        return {"bench": "roofline", **asdict(self)}
+        return {"bench": "roofline", **asdict(self), "is_bound": self.is_bound}
 
     def to_text(self) -> str:
         r = self.reached
         lines = [
             f"By the cost model, nothing was run: {self.model}.",
+            self.serving.to_text(),
             f"Shares of the cards' figures that kernels reach: bandwidth {r.bandwidth:g}, products {r.gemm:g}, int4 "
-            f"products {r.int4:g}; {r.step_s * 1e3:g} ms beside each step."
-            + (" A bound: nothing is faster." if r == Reached() else ""),
+            f"products {r.int4:g}, fp8 products {r.fp8:g}; {r.step_s * 1e3:g} ms beside each step."
+            + (" A bound: nothing is faster." if self.is_bound else ""),
             "",
             f"Steps, milliseconds; contexts of {CONTEXT:,} tokens. Attention counts the longer of products and KV.",
             f"{'card':<16} {'step':<26} {'all':>8} {'linears':>8} {'attention':>10} {'KV':>8} {'head':>8}",
@@ -94,48 +136,62 @@ class RooflineBench:
         for bound in self.jobs:
             name = f"{bound.card:<16} {bound.requests:<16} {bound.weights:<14}"
             if bound.job is None:
-                lines.append(f"{name} does not fit: {bound.kv_tokens:,} tokens of room beside the weights")
+                lacks = bound.lacks or f"does not fit: {bound.kv_tokens:,} tokens of room beside the weights"
+                lines.append(f"{name} {lacks}")
                 continue
             j = bound.job
             lines.append(
                 f"{name} {j.wall_s:>8.2f} {j.output_tokens_per_s:>13,.0f} {j.tokens_per_s:>9,.0f} {j.tail_s:>7.2f} "
                 f"{j.sequences:>8.0f} {j.kv_used:>8.0%}"
             )
-        return "\n".join([*lines, "", *self.sets])
+        return "\n".join([*lines, "", "Seconds of whole jobs:", *self._compact(), "", *self.sets])
+
+    def _compact(self) -> list[str]:
+        """Seconds by card and request set, as a table of Markdown."""
+        names = list(dict.fromkeys(bound.requests for bound in self.jobs))
+        rows = [["card", *names], ["---"] * (1 + len(names))]
+        for card in dict.fromkeys(bound.card for bound in self.jobs):
+            rows.append([card, *(_cell(bound) for bound in self.jobs if bound.card == card)])
+        return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _cell(bound: JobBound) -> str:
+    if bound.job is None:
+        return "not served" if bound.lacks else "does not fit"
+    return f"{bound.job.wall_s:.2f}" if bound.job.wall_s < 1 else f"{bound.job.wall_s:.1f}"
 
 
 def bench_roofline(
     model: str = "llama-8b-awq",
     cards: Sequence[str] = (),
     requests: Sequence[str] = (),
-    max_num_seqs: int = 1024,
-    max_num_batched_tokens: int = 8192,
+    serving: Serving = Serving(),
     reached: Reached = Reached(),  # noqa: B008 (frozen)
 ) -> RooflineBench:
     """Steps and jobs of `model` (a shape's name or a checkpoint) on `cards` (beginnings of their names; else all).
 
-    Raises ConfigError for a card or request set that is not there, ModelError for the checkpoint.
+    Raises ConfigError for a card or request set that is not there and for activations that the weights have no form
+    for, ModelError for the checkpoint.
     """
-    size, weights, about = model_size(model)
+    size, weights, about = model_size(model, serving.activation_dtype)
     chosen = tuple(dict.fromkeys(find_card(name) for name in cards)) or load_cards()
     sets = [find_set(name) for name in requests] or list(REQUEST_SETS.values())
     steps: list[StepBound] = []
     jobs: list[JobBound] = []
     crossovers: dict[str, int | None] = {}
     for card in chosen:
-        ceilings = ceilings_of(card, reached)
+        ceilings = Ceilings.of_card(card, reached)
         crossovers[card.name] = crossover(size, weights, ceilings)
+        jobs += [_job(each, size, weights, ceilings, serving) for each in sets]
+        if weights.fp8 and card.fp8_flops is None:
+            continue
+        _, kind = _kinds(size, weights, ceilings, serving)[-1]
         steps += [
-            StepBound(card.name, work, step_seconds(tokens, size, weights, ceilings)) for work, tokens in _steps()
+            StepBound(card.name, work, step_seconds(tokens, size, kind, ceilings, serving.value_bytes(size)))
+            for work, tokens in _steps()
         ]
-        jobs += [_job(each, size, weights, ceilings, max_num_seqs, max_num_batched_tokens) for each in sets]
     told = tuple(each.to_text() for each in sets)
-    return RooflineBench(about, reached, chosen, crossovers, tuple(steps), tuple(jobs), told)
-
-
-def ceilings_of(card: Card, reached: Reached) -> Ceilings:
-    """The card's figures as its maker states them."""
-    return Ceilings(card.name, card.bandwidth_bytes_per_s, card.bf16_flops, card.memory_bytes, reached)
+    return RooflineBench(about, serving, reached, chosen, crossovers, tuple(steps), tuple(jobs), told)
 
 
 def find_card(name: str) -> Card:
@@ -153,36 +209,24 @@ def find_set(name: str) -> RequestSet:
     return REQUEST_SETS[name]
 
 
-def model_size(name: str) -> tuple[DecoderSize, Weights, str]:
-    """Sizes and weights of a shape, without writing it, or of a checkpoint, and what to say of it."""
-    if name not in NAMES:
+def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, Weights, str]:
+    """Sizes and weights of a shape, without writing it, or of a checkpoint, and what to say of it.
+
+    Raises ConfigError for activations that the weights have no form for.
+    """
+    if name in NAMES:
+        shape = SHAPES[name.removesuffix("-awq")]
+        size = DecoderSize(
+            shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab
+        )
+        weights = replace(AWQ, group_size=GROUP, fp8=activation_dtype == "fp8") if name.endswith("-awq") else DENSE
+        about = f"shape {name}"
+    else:
         config = read_config(locate_model(name))
-        return decoder_size(config), weights_of(config), f"model {name}"
-    shape = SHAPES[name.removesuffix("-awq")]
-    size = DecoderSize(
-        shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab
-    )
-    return size, replace(AWQ, group_size=GROUP) if name.endswith("-awq") else DENSE, f"shape {name}"
-
-
-def decoder_size(config: ModelConfig) -> DecoderSize:
-    return DecoderSize(
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.vocab_size,
-    )
-
-
-def weights_of(config: ModelConfig) -> Weights:
-    """What the linears of a checkpoint are on a card: 4-bit ones stay so, all others are computed from 16 bit."""
-    quantized = config.quantization
-    if quantized is None or quantized.bits != 4:
-        return DENSE
-    return replace(AWQ, group_size=quantized.group_size or config.hidden_size)
+        size, weights, about = decoder_size(config), weights_of(config, activation_dtype), f"model {name}"
+    if activation_dtype != "auto" and not weights.fp8:
+        raise no_such_weight(activation_dtype, "16- or 32-bit weights")
+    return size, weights, about
 
 
 def _steps() -> list[tuple[str, StepTokens]]:
@@ -193,24 +237,35 @@ def _steps() -> list[tuple[str, StepTokens]]:
     return [*decoding, (f"{PROMPTS} prompts of {CONTEXT:,}", tokens(PROMPTS, CONTEXT))]
 
 
-def _job(
-    work: RequestSet,
-    size: DecoderSize,
-    weights: Weights,
-    ceilings: Ceilings,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-) -> JobBound:
-    """With 16-bit weights beside int4 ones or without, whichever ends sooner."""
-    kinds = [("16 bit", weights)]
-    if weights.int4:
-        kinds = [("int4", replace(weights, cached=False)), ("int4 + 16 bit", weights)]
+def _kinds(size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Serving) -> list[tuple[str, Weights]]:
+    """What the weights may be kept as, by name: one by the engine's rules, else all that there is to choose from."""
+    if weights.fp8 or not weights.int4:
+        return [("fp8" if weights.fp8 else "16 bit", weights)]
+    scratch, cached = replace(weights, cached=False), replace(weights, cached=True)
+    if serving.paths == "fastest":
+        return [("int4", scratch), ("int4 + 16 bit", cached)]
+    value_bytes = serving.value_bytes(size)
+    room = kv_room(size, cached, ceilings, kv_value_bytes=value_bytes)
+    room -= int(SLACK_BYTES / size.kv_bytes_per_token(value_bytes))
+    if room >= serving.max_num_seqs * EXPECTED_TOKENS:  # as `engine.memory.dense_weights_fit`
+        return [("int4 + 16 bit", replace(cached, fused_tokens=CROSSOVER_CACHED))]
+    return [("int4", replace(scratch, fused_tokens=CROSSOVER_SCRATCH))]
+
+
+def _job(work: RequestSet, size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Serving) -> JobBound:
+    """Of several kinds of weights the one that ends soonest."""
+    if weights.fp8 and ceilings.fp8_flops_per_s is None:
+        needed = ".".join(map(str, LEAST_CAPABILITY))
+        return JobBound(ceilings.name, work.name, "fp8", 0, None, f"has no fp8: compute capability {needed} does")
+    value_bytes = serving.value_bytes(size)
     found: list[JobBound] = []
-    for name, kind in kinds:
-        room = kv_room(size, kind, ceilings)
+    for name, kind in _kinds(size, weights, ceilings, serving):
+        room = kv_room(size, kind, ceilings, kv_value_bytes=value_bytes)
         job = None
-        if room >= work.longest + 64:
-            batching = Batching(max_num_seqs, max_num_batched_tokens, room)
-            job = simulate_job(work.lengths(), size, kind, ceilings, batching, work.shared_prefix)
+        if room >= work.longest + BLOCK_SIZE:
+            batching = Batching(serving.max_num_seqs, serving.max_num_batched_tokens, room, BLOCK_SIZE)
+            once = serving.shared_reads == "once"
+            lengths = work.lengths()
+            job = simulate_job(lengths, size, kind, ceilings, batching, work.shared_prefix, value_bytes, once)
         found.append(JobBound(ceilings.name, work.name, name, room, job))
     return min(found, key=lambda bound: float("inf") if bound.job is None else bound.job.wall_s)

@@ -54,6 +54,11 @@ class Subject:
     def activation_dtype(self) -> str:
         return "auto" if self.job is None else self.job.engine.activation_dtype
 
+    @property
+    def quantization(self) -> str:
+        """What is made of the model's linears while it is loaded."""
+        return "none" if self.job is None else self.job.model.quantization
+
     def replacing(self, model: str | None, input: str | None, output: str | None) -> "Subject":
         """With what is given in the place of the job's; the storage options stay."""
         given = {"model": model, "input": input, "output": output}

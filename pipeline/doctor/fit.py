@@ -1,15 +1,17 @@
-"""What a model takes in memory, and how many sequences of which length fit beside it: here and on known cards.
+"""What a model takes in memory, how many sequences of which length fit beside it, and how fast it could be at the most:
+here and on known cards, as a job asks for it.
 
 Figures come from config.json and from the engine's own rules (`engine.memory`); no weights are read. A card's memory
 is its data sheet's (`hardware.yaml`), all of it free.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from pipeline.doctor.check import Subject, shown_bytes
+from pipeline.doctor.speed import CONTEXT, Speed, speed_on
 from pipeline.engine.memory import (
     CPU_SHARE,
     EXPECTED_TOKENS,
@@ -20,8 +22,9 @@ from pipeline.engine.memory import (
 )
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.resolve import GPU_MAX_NUM_SEQS
-from pipeline.hardware import load_cards
-from pipeline.kernels.cache import FP8
+from pipeline.hardware import Card, load_cards
+from pipeline.kernels.cache import FP8, head_bytes
+from pipeline.kernels.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 
@@ -34,7 +37,8 @@ GROUP_SIZE = 128  # of the int4 weights whose size is told
 @dataclass(frozen=True)
 class Place:
     """One device. kv_dtype: of the KV cache. `sequences[i]`: how many of `MemoryTable.lengths[i]` tokens have room for
-    their keys and values at once; none where the weights alone do not fit."""
+    their keys and values at once; none where the weights alone do not fit. speed: None where it is not known, or none
+    fit. lacks: what the job asks for and the device has not, which a run refuses; else empty."""
 
     name: str
     dtype: str
@@ -43,12 +47,14 @@ class Place:
     weight_bytes: int
     kv_bytes_per_token: int
     sequences: tuple[int, ...]
+    speed: Speed | None = None
+    lacks: str = ""
 
 
 @dataclass(frozen=True)
 class MemoryTable:
     """checkpoint_bytes: files of the model by the form of its linears, the rest in 16 bit. The places' weights are of
-    the form that the model has now, as the engine loads it there."""
+    the form that the engine loads there: the model's own, or what the job makes of it."""
 
     checkpoint_bytes: dict[str, int]
     lengths: tuple[int, ...]
@@ -60,7 +66,7 @@ class MemoryTable:
     def to_text(self) -> str:
         files = "; ".join(f"{form} {shown_bytes(size)}" for form, size in self.checkpoint_bytes.items())
         head = ["device", "memory", "dtype", "weights", "KV", "a token", *(f"{length:,}" for length in self.lengths)]
-        rows = [head]
+        rows = [[*head, "prompts/s", "out/s"]]
         for p in self.places:
             sizes = [
                 shown_bytes(p.memory_bytes),
@@ -69,7 +75,11 @@ class MemoryTable:
                 p.kv_dtype,
                 f"{p.kv_bytes_per_token:,}",
             ]
-            rows.append([p.name, *sizes, *(f"{count:,}" for count in p.sequences)])
+            fits = ["-" if p.lacks else f"{count:,}" for count in p.sequences]
+            speed = ["", ""]
+            if p.speed is not None:
+                speed = [f"{rate:,.0f}" for rate in (p.speed.prompt_tokens_per_s, p.speed.output_tokens_per_s)]
+            rows.append([p.name, *sizes, *fits, *speed])
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(f"{cell:{'<' if i == 0 else '>'}{w}}" for i, (cell, w) in enumerate(zip(row, widths)))
                  for row in rows]  # fmt: skip
@@ -77,20 +87,22 @@ class MemoryTable:
             [
                 "memory of the model",
                 f"  files           {files}",
-                "  sequences that fit at once, by their length in tokens:",
+                "  sequences that fit at once, by their length in tokens; tokens a second at the most, by the cost",
+                f"  model and data sheets: of prompts, and out by up to {GPU_MAX_NUM_SEQS} sequences of {CONTEXT}:",
                 *(f"    {line.rstrip()}" for line in lines),
+                *(f"    {p.name} cannot run this: {p.lacks}" for p in self.places if p.lacks),
             ]
         )
 
 
 def memory_table(config: ModelConfig, subject: Subject) -> MemoryTable:
-    """Of a model on this machine and on every known card."""
+    """Of a model, as it is loaded, on this machine and on every known card."""
     lengths = (*(length for length in LENGTHS if length < config.max_position), config.max_position)
-    gpu = torch.device("cuda")
-    on_gpu = DTYPES.get(subject.dtype) or default_dtype(gpu, config.dtype)
-    kv = kv_type(subject, on_gpu)
     places = [_here(config, subject, lengths)]
-    places += [_card(card.name, card.memory_bytes, config, gpu, on_gpu, kv, lengths) for card in load_cards()]
+    places += [
+        _on_gpu(card.name, card.memory_bytes, card.compute_capability, card, config, subject, lengths)
+        for card in load_cards()
+    ]
     return MemoryTable(_checkpoint_bytes(config), lengths, tuple(places))
 
 
@@ -101,31 +113,53 @@ def kv_type(subject: Subject, dtype: torch.dtype) -> torch.dtype:
 
 def _here(config: ModelConfig, subject: Subject, lengths: tuple[int, ...]) -> Place:
     if torch.cuda.is_available() and subject.device != "cpu":
-        device = torch.device("cuda")
-        dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
-        memory, kv_dtype = torch.cuda.mem_get_info()[1], kv_type(subject, dtype)
-        return _card("this machine's GPU", memory, config, device, dtype, kv_dtype, lengths)
+        about = torch.cuda.get_device_properties(torch.cuda.current_device())
+        known = next((card for card in load_cards() if card.device == about.name), None)
+        memory, capability = torch.cuda.mem_get_info()[1], (about.major, about.minor)
+        return _on_gpu("this machine's GPU", memory, capability, known, config, subject, lengths)
     device, free = torch.device("cpu"), free_cpu_bytes()
     dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
-    weights = weight_bytes(config, device, dtype)
+    weights = weight_bytes(config, device, dtype, activation_dtype=subject.activation_dtype)
     kv = int((free - weights) * CPU_SHARE)
     return _place("this machine (free)", free, config, device, dtype, kv_type(subject, dtype), weights, kv, lengths)
 
 
-def _card(
+def _on_gpu(
     name: str,
     memory: int,
+    capability: tuple[int, int],
+    known: Card | None,
     config: ModelConfig,
-    gpu: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    subject: Subject,
     lengths: tuple[int, ...],
 ) -> Place:
+    """known: the card whose data sheet says how fast it is."""
+    gpu, activations = torch.device("cuda"), subject.activation_dtype
+    dtype = DTYPES.get(subject.dtype) or default_dtype(gpu, config.dtype)
+    kv_dtype = kv_type(subject, dtype)
     share = int(memory * EngineConfig.gpu_memory_utilization)
     cached_tokens = GPU_MAX_NUM_SEQS * min(EXPECTED_TOKENS, config.max_position)
-    weights = weight_bytes(config, gpu, dtype, dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens))
+    keeps_dense = dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens)
+    weights = weight_bytes(config, gpu, dtype, keeps_dense, activations)
     kv = share - STEP_BYTES - SLACK_BYTES - weights
-    return _place(name, memory, config, gpu, dtype, kv_dtype, weights, kv, lengths)
+    place = _place(name, memory, config, gpu, dtype, kv_dtype, weights, kv, lengths)
+    if lacks := _lacking(activations, capability):
+        return replace(place, lacks=lacks)
+    if known is None or dtype.itemsize != 2:  # the cost model is of 16 bit
+        return place
+    value_bytes = head_bytes(config.head_dim, kv_dtype) / config.head_dim
+    room = max(0, kv) // place.kv_bytes_per_token
+    return replace(place, speed=speed_on(known, config, activations, value_bytes, keeps_dense, room))
+
+
+def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
+    """What a GPU has not, as `kernels.rounded` refuses it."""
+    if activation_dtype == "int8":
+        return "engine.activation_dtype: int8 is for processors"
+    if activation_dtype == "fp8" and capability < LEAST_CAPABILITY:
+        needed, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+        return f"engine.activation_dtype: fp8 needs compute capability {needed}, and this card has {has}"
+    return ""
 
 
 def _place(

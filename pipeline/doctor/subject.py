@@ -61,19 +61,28 @@ def model(subject: Subject) -> Iterator[Check]:
 
 def model_config(subject: Subject) -> "ModelConfig | None":
     """Of the model, when it is at hand; None where `model` says why it is not."""
-    from pipeline.model.config import read_config
-
     if subject.model is None:
         return None
     try:
         kind = model_kind(subject.model)
         if kind == "url":
             with _fetched_config(subject) as folder:
-                return read_config(folder)
+                return _as_loaded(folder, subject)
         folder = None if kind == "missing" else _cached(subject.model) if kind == "id" else _local(subject.model)
-        return None if folder is None else read_config(folder)
+        return None if folder is None else _as_loaded(folder, subject)
     except (PipelineError, OSError):
         return None
+
+
+def _as_loaded(folder: Path, subject: Subject) -> "ModelConfig":
+    """With what the job makes of it. Raises ConfigError where that cannot be, or has no form for its activations."""
+    from pipeline.engine.resolve import no_such_weight, quantized_on_load
+    from pipeline.model.config import read_config
+
+    config = quantized_on_load(read_config(folder), subject.quantization)
+    if subject.activation_dtype != "auto" and config.quantization is None:
+        raise no_such_weight(subject.activation_dtype, "16- or 32-bit weights")
+    return config
 
 
 @contextmanager
@@ -112,9 +121,9 @@ def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
     from pipeline.doctor.fit import kv_type
     from pipeline.engine.memory import free_cpu_bytes, weight_bytes
     from pipeline.kernels.select import default_dtype
-    from pipeline.model.config import DTYPES, read_config
+    from pipeline.model.config import DTYPES
 
-    config = read_config(folder)
+    config = _as_loaded(folder, subject)
     stored = str(config.dtype).removeprefix("torch.")
     kind = stored if config.quantization is None else f"{config.quantization}, the rest {stored}"
     size = f"{config.num_parameters() / 1e6:,.1f} million parameters"

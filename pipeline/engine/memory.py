@@ -8,6 +8,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig
+from pipeline.quant.formats import is_int4
 
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
 MIN_GROUP_SIZE = 32  # of 4-bit weights, which have a scale of 16 bits and a zero of 8 for each group on a GPU
@@ -50,7 +51,7 @@ def weight_bytes(
         if activation_dtype == "fp8" and config.quantization is not None:
             per_group = 4 / config.quantization.group_size if config.quantization.group_size is not None else 0
             return dense - int(config.num_linear_parameters() * (dtype.itemsize - 1 - per_group))
-        if config.quantization is None or config.quantization.bits != 4:
+        if config.quantization is None or not is_int4(config.quantization):
             return dense
         packed = int(config.num_linear_parameters() * (0.5 + 3 / (config.quantization.group_size or MIN_GROUP_SIZE)))
         return packed + dense - (0 if keeps_dense else config.num_linear_parameters() * dtype.itemsize)
@@ -61,8 +62,8 @@ def weight_bytes(
     bits, group_size = config.quantization.bits, config.quantization.group_size
     packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a scale and a zero in float32 for a group
     if dtype != torch.float32 and activation_dtype == "auto":  # products on rounded ones are those of float32 there
-        # The dense form for many tokens, and of wider weights than 4 bits for few too.
-        packed = dtype.itemsize + (packed if bits == 4 else 0)
+        # The dense form for many tokens, and of others than 4-bit integers for few too.
+        packed = dtype.itemsize + (packed if is_int4(config.quantization) else 0)
     return int(config.num_linear_parameters() * packed) + embeddings
 
 

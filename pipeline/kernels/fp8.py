@@ -27,6 +27,7 @@ import torch
 from pipeline.kernels.blocks import block_of, in_blocks
 from pipeline.quant.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
+LEAST_CAPABILITY = (8, 9)  # of an NVIDIA GPU that multiplies e4m3
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST_MAGNITUDE = 2.0**-100
 MOST_EXACT = 16  # the integers from -16 to 16 are all in e4m3

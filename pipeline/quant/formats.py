@@ -11,6 +11,7 @@ from pipeline.quant.awq import AwqFormat
 from pipeline.quant.compressed import CompressedFormat
 from pipeline.quant.fp8 import Fp8Format
 from pipeline.quant.gptq import GptqFormat
+from pipeline.quant.nearest import RoundToNearest
 from pipeline.quant.packed import LinearWeight
 from pipeline.quant.reading import Tensors
 
@@ -41,6 +42,12 @@ READERS: dict[str, Callable[[dict[str, Any], Path], QuantFormat]] = {
     "fp8": Fp8Format.from_config,
 }
 """quant_method -> the format that its options describe."""
+
+
+def is_int4(quantization: QuantFormat | None) -> bool:
+    """Whether linears are 4-bit integers, which have kernels of their own. Those of nf4 have 4 bits and are not."""
+    is_codebook = isinstance(quantization, RoundToNearest) and quantization.method == "nf4"
+    return quantization is not None and quantization.bits == 4 and not is_codebook
 
 
 def read_format(config: dict[str, Any], path: Path) -> QuantFormat:

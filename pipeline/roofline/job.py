@@ -6,7 +6,7 @@ each running sequence that generates, and chunks of prompts beside them, in the 
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -99,6 +99,7 @@ class _Job:
         self.waiting = deque(requests)
         self.free_blocks = self.num_blocks = batching.kv_tokens // batching.block_size
         self.shared_blocks = shared_prefix // batching.block_size  # held once, by the first request and until the end
+        self.shared_tokens = self.shared_blocks * batching.block_size
         self.has_prefix = self.shared_blocks == 0
         self.computed, self.prompt, self.end, self.blocks = (np.zeros(0, dtype=np.int64) for _ in range(4))
 
@@ -129,16 +130,18 @@ class _Job:
             )
 
     def step(self) -> StepTokens:
-        """Plan and take one step; requests that end leave."""
+        """Plan and take one step; requests that end leave. What sequences share is read once for all of them."""
         wanted = np.where(self.computed < self.prompt, self.prompt - self.computed, 1)
         decodes = self.computed >= self.prompt
         room = self.batching.max_num_batched_tokens - int(decodes.sum())
         before = np.cumsum(np.where(decodes, 0, wanted)) - np.where(decodes, 0, wanted)
         count = np.where(decodes, 1, np.clip(room - before, 0, wanted))
-        self.computed = self.computed + count
         taken = count > 0
+        num_sharing = int((taken & (self.computed >= self.shared_tokens)).sum())
+        self.computed = self.computed + count
         rows = int((taken & (self.computed >= self.prompt)).sum())
-        tokens = StepTokens(count[taken], self.computed[taken], rows)
+        spared = max(num_sharing - 1, 0) * self.shared_tokens
+        tokens = StepTokens(count[taken], self.computed[taken], rows, spared)
         self.has_prefix = self.has_prefix or bool((self.computed >= self.prompt).any())
         stays = self.computed < self.end
         self.free_blocks += int(self.blocks[~stays].sum())
@@ -156,11 +159,13 @@ def simulate_job(
     batching: Batching,
     shared_prefix: int = 0,
     kv_value_bytes: float = DENSE_BYTES,
+    reads_shared_once: bool = True,
 ) -> JobSeconds:
     """Run `requests` in their order through the cost model of a step. Takes about 0.1 ms of the host a step.
 
     The first `shared_prefix` tokens, fewer than any prompt has, are the same in all: their whole blocks are computed
-    and held once. Raises ConfigError when a request does not fit the KV cache.
+    and held once, and a step reads them once for all of its sequences (reads_shared_once), or once for each. Raises
+    ConfigError when a request does not fit the KV cache, or the card has no products that the weights are for.
     """
     assert len(requests) > 0, "a job has requests"
     assert shared_prefix < min(request.prompt for request in requests), "each computes some of its prompt"
@@ -171,6 +176,8 @@ def simulate_job(
         job.admit()
         held, running = job.num_blocks - job.free_blocks, len(job.computed)
         tokens = job.step()
+        if not reads_shared_once:
+            tokens = replace(tokens, spared_tokens=0)
         seconds = step_seconds(tokens, size, weights, card, kv_value_bytes)
         parts, wall_s = parts + seconds, wall_s + seconds.total_s
         kv_s += held / job.num_blocks * seconds.total_s
@@ -207,10 +214,12 @@ def job_bytes(
     weights: Weights,
     num_steps: int,
     kv_value_bytes: float = DENSE_BYTES,
+    shared_prefix: int = 0,
 ) -> float:
     """Bytes that a job of `num_steps` has to read: all weights in each step, as small as they are kept, and the keys
-    and values that each generated token sees."""
-    packed = weights.packed_bytes if weights.int4 else DENSE_BYTES
-    a_step = size.linear_parameters * packed + size.head_parameters * DENSE_BYTES
+    and values that each generated token sees, those of a prefix that all requests share once a step."""
+    a_step = size.linear_parameters * weights.read_bytes + size.head_parameters * DENSE_BYTES
+    decoded = sum(n.output - 1 for n in requests)
     contexts = sum((n.output - 1) * n.prompt + n.output * (n.output - 1) / 2 for n in requests)
+    contexts -= shared_prefix * max(decoded - num_steps, 0)
     return num_steps * a_step + size.kv_bytes_per_token(kv_value_bytes) * contexts

@@ -8,11 +8,15 @@ and gating (their tensors may stay in the card's cache), the embedding's rows, t
 S: sequences of a step.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
+from pipeline.errors import ConfigError
+from pipeline.hardware import Card
+
 DENSE_BYTES = 2.0  # of a weight or activation in 16 bit
+SCALE_BYTES = 4.0  # of a vector in the KV cache, or of a group of weights, in fp8
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class DecoderSize:
     def head_parameters(self) -> int:
         return self.hidden * self.vocab
 
+    @property
+    def fp8_value_bytes(self) -> float:
+        """Of one number in a KV cache in fp8, with its part of the scale of its token and head."""
+        return 1.0 + SCALE_BYTES / self.head_dim
+
     def kv_bytes_per_token(self, value_bytes: float = DENSE_BYTES) -> float:
         return 2 * self.layers * self.kv_heads * self.head_dim * value_bytes
 
@@ -54,23 +63,36 @@ class DecoderSize:
 class Weights:
     """How the layers' linears are kept. The head stays in 16 bit.
 
-    int4: 4-bit integers in groups of `group_size`, each with a 16-bit scale and a 4-bit zero point. A step then takes,
-    linear by linear, the fused int4 product or the product of 16-bit weights, whichever is faster; those are kept
-    beside the int4 ones where `cached`, else made anew for each use.
+    int4: 4-bit integers in groups of `group_size`, each with a 16-bit scale and a 4-bit zero point. A step then takes
+    the fused int4 product up to `fused_tokens` tokens (None: linear by linear, where it is faster), else the product of
+    16-bit weights, which are kept beside the int4 ones where `cached`, else made anew for each use.
+
+    fp8: for activations in fp8, a byte each and a scale in float32 for a group; there is one product, for any number of
+    tokens. Rounding the activations counts nothing, as other elementwise work.
     """
 
     int4: bool
     group_size: int = 128
     cached: bool = True
+    fused_tokens: int | None = None
+    fp8: bool = False
 
     @property
     def packed_bytes(self) -> float:
         """Of one int4 weight with its part of the scale and of the zero point."""
         return 0.5 + (2.0 + 0.5) / self.group_size
 
+    @property
+    def read_bytes(self) -> float:
+        """The fewest that a product reads of one weight."""
+        if self.fp8:
+            return 1.0 + SCALE_BYTES / self.group_size
+        return self.packed_bytes if self.int4 else DENSE_BYTES
+
     def resident_bytes(self, size: DecoderSize) -> float:
         """What the linears, the embedding and the head take of the card's memory (tied ones counted once each)."""
-        each = DENSE_BYTES if not self.int4 else self.packed_bytes + (DENSE_BYTES if self.cached else 0.0)
+        beside = DENSE_BYTES if self.int4 and self.cached and not self.fp8 else 0.0
+        each = self.read_bytes + beside
         return size.linear_parameters * each + 2 * size.head_parameters * DENSE_BYTES
 
 
@@ -83,8 +105,8 @@ class Reached:
     """Shares of the card's figures that kernels reach, and what starts them costs. The default is the bound.
 
     bandwidth: of reading weights and of dequantizing. kv: of the bandwidth, reading keys and values. gemm, int4,
-    attention: of the matrix rate, by 16-bit products, fused int4 products, and attention. step_s: of each step, in
-    which the card waits for the host or for kernels to start.
+    attention: of the matrix rate, by 16-bit products, fused int4 products, and attention; fp8: of the rate in fp8, by
+    products of such activations. step_s: of each step, in which the card waits for the host or for kernels to start.
     """
 
     bandwidth: float = 1.0
@@ -92,27 +114,39 @@ class Reached:
     gemm: float = 1.0
     int4: float = 1.0
     attention: float = 1.0
+    fp8: float = 1.0
     step_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a card can do. bytes_per_s: memory read or written; flops_per_s: dense 16-bit products with wide sums."""
+    """What a card can do. bytes_per_s: memory read or written; flops_per_s: dense 16-bit products with wide sums;
+    fp8_flops_per_s: those of e4m3, None where there are none."""
 
     name: str
     bytes_per_s: float
     flops_per_s: float
     memory_bytes: float
     reached: Reached = field(default_factory=Reached)
+    fp8_flops_per_s: float | None = None
+
+    @classmethod
+    def of_card(cls, card: Card, reached: Reached) -> "Ceilings":
+        """The card's figures as its maker states them."""
+        rates = card.bandwidth_bytes_per_s, card.bf16_flops
+        return cls(card.name, *rates, card.memory_bytes, reached, card.fp8_flops)
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Sequence s computes the last count_S[s] tokens of its context of context_S[s]; num_rows of all want logits."""
+    """Sequence s computes the last count_S[s] tokens of its context of context_S[s]; num_rows of all want logits.
+    spared_tokens: of the contexts together, whose keys and values need no reading, as another sequence's are the same
+    ones and are read for both."""
 
     count_S: np.ndarray
     context_S: np.ndarray
     num_rows: int
+    spared_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -144,20 +178,28 @@ class StepSeconds:
 
 
 def linear_seconds(num_tokens: int, inputs: int, outputs: int, weights: Weights, card: Ceilings) -> dict[str, float]:
-    """Seconds of one linear by each path that its weights allow: `dense`, `int4` or `scratch`.
+    """Seconds of one linear by each path that its weights allow: `dense`, `int4`, `scratch` or `fp8`.
 
-    scratch: the 16-bit weights are written from the int4 ones and read again.
+    scratch: the 16-bit weights are written from the int4 ones and read again. Raises ConfigError for fp8 on a card that
+    has no such products.
     """
     parameters, reached = inputs * outputs, card.reached
     flops, bytes_per_s = 2.0 * num_tokens * parameters, card.bytes_per_s * reached.bandwidth
+    if weights.fp8:
+        if card.fp8_flops_per_s is None:
+            raise ConfigError(f"{card.name}: has no products of fp8 activations")
+        return {"fp8": max(weights.read_bytes * parameters / bytes_per_s, flops / (card.fp8_flops_per_s * reached.fp8))}
     dense_s = max(DENSE_BYTES * parameters / bytes_per_s, flops / (card.flops_per_s * reached.gemm))
     if not weights.int4:
         return {"dense": dense_s}
     packed = weights.packed_bytes * parameters
     int4_s = max(packed / bytes_per_s, flops / (card.flops_per_s * reached.int4))
-    if weights.cached:
-        return {"int4": int4_s, "dense": dense_s}
-    return {"int4": int4_s, "scratch": dense_s + (packed + DENSE_BYTES * parameters) / bytes_per_s}
+    paths = {"int4": int4_s, "dense": dense_s}
+    if not weights.cached:
+        paths = {"int4": int4_s, "scratch": dense_s + (packed + DENSE_BYTES * parameters) / bytes_per_s}
+    if weights.fused_tokens is None:
+        return paths
+    return {name: s for name, s in paths.items() if (name == "int4") == (num_tokens <= weights.fused_tokens)}
 
 
 def step_seconds(
@@ -165,8 +207,8 @@ def step_seconds(
 ) -> StepSeconds:
     """The least time of a step on a card; kv_value_bytes: of one number in the KV cache (1 in fp8).
 
-    Of a layer's keys and values, each context's are read once, whatever the number of its queries, and those of the
-    step's tokens written.
+    Of a layer's keys and values, each context's are read once, whatever the number of its queries, but what is spared;
+    those of the step's tokens are written.
     """
     reached, num_tokens = card.reached, step.num_tokens
     linears_s = size.layers * sum(
@@ -174,7 +216,7 @@ def step_seconds(
         for _, inputs, outputs in size.linears()
     )
     attention_flops = 4.0 * size.layers * size.heads * size.head_dim * step.seen_keys
-    kv_bytes = size.kv_bytes_per_token(kv_value_bytes) * (float(step.context_S.sum()) + num_tokens)
+    kv_bytes = size.kv_bytes_per_token(kv_value_bytes) * (float(step.context_S.sum()) - step.spared_tokens + num_tokens)
     head_s = 0.0
     if step.num_rows:
         head_s = linear_seconds(step.num_rows, size.hidden, size.vocab, DENSE, card)["dense"]
@@ -190,12 +232,14 @@ def step_seconds(
 def crossover(size: DecoderSize, weights: Weights, card: Ceilings, most: int = 8192) -> int | None:
     """The fewest tokens at which a layer's 16-bit products are faster than its int4 ones; None: not up to `most`."""
 
+    either = replace(weights, fused_tokens=None)
+
     def dense_wins(num_tokens: int) -> bool:
-        paths = [linear_seconds(num_tokens, k, n, weights, card) for _, k, n in size.linears()]
+        paths = [linear_seconds(num_tokens, k, n, either, card) for _, k, n in size.linears()]
         other = "dense" if weights.cached else "scratch"
         return sum(path[other] for path in paths) < sum(path["int4"] for path in paths)
 
-    if not weights.int4 or not dense_wins(most):
+    if not weights.int4 or weights.fp8 or not dense_wins(most):
         return None
     low, high = 0, most  # int4's lead falls from the fewest tokens on
     while high - low > 1:

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from pipeline.bench import roofline
-from pipeline.bench.roofline import bench_roofline, decoder_size, find_card, find_set, model_size, weights_of
+from pipeline.bench.roofline import Serving, bench_roofline, find_card, find_set, model_size
 from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, ModelError
 from pipeline.hardware import load_cards
 from pipeline.model.config import read_config
+from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.step import Ceilings, Reached
 
 
@@ -37,14 +38,54 @@ def test_shares_slow_it_down_and_int4_has_its_crossover():
     assert "H200: 16-bit products are faster than int4 ones from" in slow.to_text()
 
 
+def test_paths_go_by_the_engines_rules_or_are_the_fastest():
+    slow = Reached(0.5, 0.5, 0.5, 0.25, 0.5)
+    engine, fastest = (
+        bench_roofline("llama-8b-awq", ["H200"], ["mixed"], Serving(paths=paths), slow)
+        for paths in ("engine", "fastest")
+    )
+    assert engine.jobs[0].weights == "int4"  # no room for 16-bit weights beside 1,024 sequences of 2,048
+    assert fastest.jobs[0].job.wall_s < engine.jobs[0].job.wall_s
+    few = bench_roofline("llama-8b-awq", ["H200"], ["mixed"], Serving(max_num_seqs=64), slow)
+    assert few.jobs[0].weights == "int4 + 16 bit"
+    assert "A bound" not in bench_roofline("tiny-awq", ["l4"], ["single"]).to_text()
+    assert "A bound" in bench_roofline("tiny-awq", ["l4"], ["single"], Serving(paths="fastest")).to_text()
+
+
+def test_fp8_is_for_cards_that_have_it():
+    serving = Serving(activation_dtype="fp8", kv_cache_dtype="fp8")
+    found = bench_roofline("llama-8b-awq", ["H100", "A100 80"], ["generation"], serving)
+    plain = bench_roofline("llama-8b-awq", ["H100", "A100 80"], ["generation"])
+    ours, lacking = found.jobs
+    assert (ours.weights, lacking.job) == ("fp8", None)
+    assert ours.job.wall_s < plain.jobs[0].job.wall_s
+    assert ours.kv_tokens > 1.8 * plain.jobs[0].kv_tokens
+    assert {bound.card for bound in found.steps} == {"H100 80GB SXM"}
+    text = found.to_text()
+    assert "A100 80GB SXM    generation       fp8            has no fp8: compute capability 8.9 does" in text
+    assert "| A100 80GB SXM | not served |" in text
+    assert f"| H100 80GB SXM | {ours.job.wall_s:.1f} |" in text
+    with pytest.raises(ConfigError, match="16- or 32-bit weights have no exact form"):
+        bench_roofline("llama-8b", serving=serving)
+
+
+def test_a_shared_prefix_is_read_once_unless_asked_otherwise():
+    once, each = (
+        bench_roofline("llama-8b", ["H100"], ["shared"], Serving(shared_reads=reads)) for reads in ("once", "each")
+    )
+    assert once.jobs[0].job.wall_s < 0.9 * each.jobs[0].job.wall_s
+    assert once.is_bound
+    assert not each.is_bound
+
+
 def test_what_does_not_fit_is_said():
     size, weights, _ = model_size("llama-8b")
     small = Ceilings("small", 1e12, 1e14, 8e9)
-    bound = roofline._job(find_set("single"), size, weights, small, 8, 512)
+    bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512))
     assert (bound.job, bound.kv_tokens) == (None, 0)
     told = replace(bench_roofline("tiny", ["l4"], ["single"]), jobs=(bound,)).to_text()
     assert "does not fit: 0 tokens of room beside the weights" in told
-    apart = roofline._job(find_set("single"), *model_size("llama-8b-awq")[:2], small, 8, 512)
+    apart = roofline._job(find_set("single"), *model_size("llama-8b-awq")[:2], small, Serving(8, 512))
     assert (apart.weights, apart.job is None) == ("int4", False)  # no room for 16-bit weights beside them
 
 
@@ -69,11 +110,12 @@ def test_a_shape_is_the_checkpoint_it_writes(tmp_path):
 def test_the_command(pipe):
     code, out, _ = pipe(
         "bench", "roofline", "--model", "tiny", "--card", "l4", "--requests", "single", "--gemm-share", "0.5",
-        "--step-ms", "1",
+        "--step-ms", "1", "--fp8-share", "0.25", "--shared-reads", "each",
     )  # fmt: skip
     assert code == 0
     told = json.loads(out.splitlines()[-1])
-    assert (told["reached"]["gemm"], told["reached"]["step_s"]) == (0.5, 1e-3)
+    assert (told["reached"]["gemm"], told["reached"]["fp8"], told["reached"]["step_s"]) == (0.5, 0.25, 1e-3)
+    assert told["serving"]["shared_reads"] == "each"
     assert told["jobs"][0]["job"]["wall_s"] > 0.256
     code, _, err = pipe("bench", "roofline", "--card", "tpu")
     assert code == 2

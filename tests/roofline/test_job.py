@@ -71,6 +71,28 @@ def test_a_shared_prefix_is_computed_and_held_once():
     assert simulate_job(requests, SIZE, DENSE, CARD, lacks, shared_prefix=180).num_steps > 5
 
 
+def test_a_shared_prefix_is_read_once_a_step_by_all_that_have_it(monkeypatch):
+    steps = []
+
+    def seen(tokens, *others):
+        steps.append(tokens)
+        return step_seconds(tokens, *others)
+
+    monkeypatch.setattr(job_module, "step_seconds", seen)
+    requests = [RequestTokens(200 + n, 4) for n in range(10)]
+    how = SIZE, DENSE, CARD, Batching(16, 4096, 4096, 16), 180, 2.0
+    once = simulate_job(requests, *how)
+    whole = 180 // 16 * 16
+    # the first one computes the prefix alone; the others join it, and each ends after 4 tokens
+    assert [step.spared_tokens // whole for step in steps] == [0, 9, 9, 9, 8]
+    steps.clear()
+    each = simulate_job(requests, *how, reads_shared_once=False)
+    assert all(step.spared_tokens == 0 for step in steps)
+    saved = (9 + 9 + 9 + 8) * whole * SIZE.kv_bytes_per_token() / CARD.bytes_per_s
+    assert each.parts.kv_s - once.parts.kv_s == pytest.approx(saved)
+    assert each.wall_s > once.wall_s
+
+
 def test_more_room_is_never_slower_and_a_request_too_large_is_refused():
     by_room = [simulate_job(RAGGED, SIZE, DENSE, CARD, Batching(n, 4096, 16_000, 16)).wall_s for n in (1, 4, 16, 64)]
     assert by_room == sorted(by_room, reverse=True)
@@ -105,6 +127,10 @@ def test_a_jobs_work_is_its_steps_work():
     read = 3 * 2 * (SIZE.linear_parameters + SIZE.head_parameters) + SIZE.kv_bytes_per_token() * (6 + 7)
     assert job_bytes(requests, SIZE, DENSE, num_steps=3) == read
     assert job_bytes(requests, SIZE, AWQ, 3) < read
+    alike = [RequestTokens(50, 5)] * 4
+    apart, shared = (job_bytes(alike, SIZE, DENSE, 6, shared_prefix=prefix) for prefix in (0, 32))
+    assert apart - shared == 32 * (4 * 4 - 6) * SIZE.kv_bytes_per_token()  # read in 6 steps, not for 16 tokens
+    assert job_bytes(alike, SIZE, DENSE, 99, shared_prefix=32) == job_bytes(alike, SIZE, DENSE, 99)
     found = simulate_job(RAGGED, SIZE, DENSE, CARD, Batching(64, 4096, 16_000, 16))
     assert found.wall_s >= job_flops(RAGGED, SIZE) / CARD.flops_per_s
     assert found.wall_s >= job_bytes(RAGGED, SIZE, DENSE, found.num_steps) / CARD.bytes_per_s

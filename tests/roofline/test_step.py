@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.errors import ConfigError
+from pipeline.hardware import load_cards
 from pipeline.roofline.step import (
     AWQ,
     DENSE,
@@ -71,6 +73,45 @@ def test_int4_weights_take_the_path_that_is_faster():
         linear_seconds(100, 1024, 1024, DENSE, slow_int4)["dense"] + (packed + 2) * 2**20 / 1e9
     )
     assert set(linear_seconds(1, 8, 8, DENSE, CARD)) == {"dense"}
+
+
+def test_a_fixed_border_decides_the_path():
+    served = replace(AWQ, fused_tokens=64)
+    assert [set(linear_seconds(m, 512, 512, served, CARD)) for m in (1, 64, 65)] == [{"int4"}, {"int4"}, {"dense"}]
+    made = replace(SCRATCH, fused_tokens=192)
+    assert [set(linear_seconds(m, 512, 512, made, CARD)) for m in (192, 193)] == [{"int4"}, {"scratch"}]
+    tokens = step([1] * 100, [9] * 100, 0)
+    assert step_seconds(tokens, SIZE, served, CARD).linears_s > step_seconds(tokens, SIZE, AWQ, CARD).linears_s
+    card = replace(CARD, reached=Reached(int4=0.3))
+    assert crossover(SIZE, served, card) == crossover(SIZE, AWQ, card)
+
+
+def test_fp8_activations_are_a_byte_a_weight_and_a_rate_of_their_own():
+    fp8 = replace(AWQ, fp8=True)
+    card = replace(CARD, fp8_flops_per_s=2e12, reached=Reached(bandwidth=0.5, fp8=0.25))
+    few, many = (linear_seconds(m, 1024, 1024, fp8, card) for m in (1, 100_000))
+    assert few == pytest.approx({"fp8": (1 + 4 / 128) * 2**20 / 0.5e9})
+    assert many == pytest.approx({"fp8": 2 * 100_000 * 2**20 / 0.5e12})
+    assert fp8.resident_bytes(SIZE) == SIZE.linear_parameters * (1 + 4 / 128) + 2 * SIZE.head_parameters * 2
+    assert crossover(SIZE, fp8, card) is None
+    with pytest.raises(ConfigError, match="a card: has no products of fp8"):
+        linear_seconds(1, 8, 8, fp8, CARD)
+    a100, h100 = (next(c for c in load_cards() if c.name.startswith(name)) for name in ("A100", "H100"))
+    assert Ceilings.of_card(a100, Reached()).fp8_flops_per_s is None
+    assert Ceilings.of_card(h100, Reached()).fp8_flops_per_s == h100.fp8_flops
+
+
+def test_a_cache_in_fp8_has_scales():
+    assert LLAMA_8B.kv_bytes_per_token(LLAMA_8B.fp8_value_bytes) == 2 * 32 * 8 * (128 + 4)
+    assert SIZE.fp8_value_bytes == 1 + 4 / 64
+
+
+def test_what_sequences_share_is_read_once_and_multiplied_by_each():
+    apart = step([1, 1, 1], [100, 110, 120], 3)
+    together = replace(apart, spared_tokens=2 * 64)
+    found, spared = (step_seconds(tokens, SIZE, DENSE, CARD) for tokens in (apart, together))
+    assert found.kv_s - spared.kv_s == pytest.approx(128 * SIZE.kv_bytes_per_token() / 1e9)
+    assert found.attention_s == spared.attention_s
 
 
 def test_the_crossover_is_where_the_paths_are_equal():

@@ -19,6 +19,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.memory import release_cached_memory
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import PipelineError
+from pipeline.kernels.triton.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.roofline.job import Batching, JobSeconds, Moment, job_bytes, job_flops, simulate_job, tail_seconds
 from pipeline.roofline.step import Ceilings, DecoderSize, Reached, Weights
 
@@ -162,6 +163,7 @@ def run_round(engine: Engine, requests: Sequence[BenchRequest]) -> Round:
 def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits) -> OurJob:
     last, lengths, size, weights, rates = ran[-1], work.lengths(), limits.size, limits.weights, limits.rates
     steps, cached = last.counted["num_steps"], last.counted["cached_tokens"]
+    read = job_bytes(lengths, size, weights, steps, shared_prefix=work.shared_prefix)
     bound, predicted = (_predict(work, engine, limits, reached) for reached in (Reached(), limits.reached))
     return OurJob(
         requests=work.name,
@@ -176,7 +178,7 @@ def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits)
         kv_used=last.counted["kv_used_ppm_sum"] / steps / 1e6,
         tail_s=tail_seconds(last.moments),
         mfu=job_flops(lengths, size, cached) / last.wall_s / rates.gemm_flops_per_s,
-        mbu=job_bytes(lengths, size, weights, steps) / last.wall_s / rates.copy_bytes_per_s,
+        mbu=read / last.wall_s / rates.copy_bytes_per_s,
         bound_s=bound.wall_s,
         predicted_s=predicted.wall_s,
         predicted_tail_s=predicted.tail_s,
@@ -184,7 +186,8 @@ def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits)
 
 
 def _predict(work: RequestSet, engine: Engine, limits: Limits, reached: Reached) -> JobSeconds:
-    """By the cost model with the engine's own bounds of a step and of the KV cache."""
+    """By the cost model with the engine's own bounds of a step and of the KV cache. Where kernels are at their limit,
+    every linear takes its faster path; else the one that the engine takes."""
     resolved = {name: int(value) for name, value in engine.resolved.items() if isinstance(value, int)}
     batching = Batching(
         resolved["max_num_seqs"],
@@ -192,7 +195,9 @@ def _predict(work: RequestSet, engine: Engine, limits: Limits, reached: Reached)
         resolved["num_kv_blocks"] * resolved["block_size"],
         resolved["block_size"],
     )
-    weights = replace(limits.weights, cached="scratch" not in str(engine.resolved["kernel.linear"]))
+    cached = "scratch" not in str(engine.resolved["kernel.linear"])
+    fused_tokens = None if reached == Reached() else CROSSOVER_CACHED if cached else CROSSOVER_SCRATCH
+    weights = replace(limits.weights, cached=cached, fused_tokens=fused_tokens)
     return simulate_job(work.lengths(), limits.size, weights, limits.ceilings(reached), batching, work.shared_prefix)
 
 

@@ -25,6 +25,8 @@ from pipeline.roofline.step import DecoderSize
 
 EPS = 1e-5
 FP8_CACHE = ", fp8"  # behind the names of kernels that read or write a cache in FP8
+DRAFTS = 4  # of each sequence, where drafts are checked
+DECODING, SKEWED, CHECKING, PROMPTS = "decoding", "decoding, skewed", "checking drafts", "prompts"  # see `aims.py`
 
 _Work = tuple[float, float, Callable[[], object]]
 """Bytes, operations, and the call that moves and computes them."""
@@ -32,7 +34,8 @@ _Work = tuple[float, float, Callable[[], object]]
 
 @dataclass(frozen=True)
 class KernelTime:
-    """One kernel on one layer's work. other_s: torch's own kernel for it, None where there is none."""
+    """One kernel on one layer's work. other_s: torch's own kernel for it, None where there is none. kind: of the work
+    that an aim is for."""
 
     kernel: str
     case: str
@@ -41,6 +44,7 @@ class KernelTime:
     num_bytes: float
     flops: float
     other_s: float | None = None
+    kind: str = ""
 
     @property
     def share(self) -> float:
@@ -135,7 +139,10 @@ def kernel_cases(
 
     def of_prompts(prompts: int, tokens: int) -> KernelTime:
         found = of_attention(f"{prompts} prompts of {tokens:,}", [tokens] * prompts, [tokens] * prompts)
-        return replace(found, other_s=_torch_attention(prompts, tokens, heads, dtype, stopwatch))
+        return replace(found, other_s=_torch_attention(prompts, tokens, heads, dtype, stopwatch), kind=PROMPTS)
+
+    def of_decoding(kind: str, case: str, contexts: list[int], queries: int = 1) -> KernelTime:
+        return replace(of_attention(case, [queries] * len(contexts), contexts), kind=kind)
 
     for tokens in cases.tokens:
         yield from (partial(of, tokens) for of in (of_norm, of_gate, of_write, partial(of_write, with_fp8=True)))
@@ -144,11 +151,13 @@ def kernel_cases(
         yield partial(of_draw, sequences, 1.0)
         yield partial(of_draw, sequences, 0.9)
         about, contexts = f"decoding, {sequences:,} at {context:,}", [context] * sequences
-        yield from (partial(of_attention, about, [1] * sequences, contexts, fp8) for fp8 in (False, True))
+        yield partial(of_decoding, DECODING, about, contexts)
+        yield partial(of_attention, about, [1] * sequences, contexts, True)
         if sequences > 1:
+            yield partial(of_decoding, CHECKING, f"{about}, {DRAFTS} drafts each", contexts, 1 + DRAFTS)
             contexts = _skewed(sequences, context)
             about = f"decoding, {sequences:,} at {min(contexts):,} to {max(contexts):,}, {context:,} on average"
-            yield partial(of_attention, about, [1] * sequences, contexts)
+            yield partial(of_decoding, SKEWED, about, contexts)
     for prompts, tokens in cases.prompts:
         yield partial(of_prompts, prompts, tokens)
         about, counts = f"{prompts} prompts of {tokens:,}", [tokens] * prompts

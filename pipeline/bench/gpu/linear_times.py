@@ -27,6 +27,7 @@ FULL_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 
 QUICK_TOKENS = (1, 16, 64, 128, 256, 1024, 8192)
 SMOKE_TOKENS = (1, 32)
 DENSE_PATH, FIXED_PATH, INT4_PATH, FP8_PATH, SERVED_PATH = "16 bit", "fixed tile", "int4 fused", "fp8", "served"
+CACHED_PATH, SCRATCH_PATH = "cached", "scratch"  # of int4 weights: their 16-bit form kept, or made in each call
 ALLOWED_BEHIND = 1.05  # of the better path, that the served one may take
 
 
@@ -55,6 +56,14 @@ class LinearTimes:
             if time.path == path:
                 summed[time.tokens] = summed.get(time.tokens, 0.0) + time.seconds
         return summed
+
+    def by_linear(self, path: str) -> dict[str, dict[int, float]]:
+        """Linear -> tokens -> seconds."""
+        found: dict[str, dict[int, float]] = {}
+        for time in self.times:
+            if time.path == path:
+                found.setdefault(time.linear, {})[time.tokens] = time.seconds
+        return found
 
     @property
     def paths(self) -> list[str]:
@@ -196,6 +205,6 @@ def int4_paths(weight: GroupIntWeight, dtype: torch.dtype, device: torch.device)
 
     return {
         INT4_PATH: lambda: TwoPathLinear(weight, dtype, device).fused,
-        "cached": lambda: TwoPathLinear(weight, dtype, device).dense,
-        "scratch": lambda: TwoPathLinear(weight, dtype, device, Scratch(dtype, device)).dense,
+        CACHED_PATH: lambda: TwoPathLinear(weight, dtype, device).dense,
+        SCRATCH_PATH: lambda: TwoPathLinear(weight, dtype, device, Scratch(dtype, device)).dense,
     }

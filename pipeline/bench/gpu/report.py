@@ -1,77 +1,25 @@
 """What the GPU benchmark found, for people and as JSON, at any moment of a run."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
+from pipeline.bench.gpu.aims import Aim, aims_of, aims_to_text
 from pipeline.bench.gpu.correctness import Correctness
-from pipeline.bench.gpu.jobs import OurJobs
-from pipeline.bench.gpu.kernel_times import KernelTimes
-from pipeline.bench.gpu.linear_times import LinearTimes
-from pipeline.bench.gpu.peers import PeerJobs
-from pipeline.bench.gpu.rates import Rates
+from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.measure import facts_to_text
-from pipeline.roofline.step import Reached
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A section that ended before it was done."""
-
-    section: str
-    model: str
-    why: str
-
-
-@dataclass(frozen=True)
-class ModelFigures:
-    """Everything of one model; None what was not asked for, or failed. reached: shares that predictions go by."""
-
-    model: str
-    dtype: str
-    rates: Rates
-    kernels: KernelTimes | None = None
-    linears: LinearTimes | None = None
-    reached: Reached | None = None
-    jobs: OurJobs | None = None
-    peers: tuple[PeerJobs, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        jobs = None
-        if self.jobs is not None:
-            jobs = {
-                "settings": self.jobs.settings,
-                "jobs": [asdict(job) for job in self.jobs.jobs],
-                "gaps": [asdict(gap) | {"share": gap.share} for gap in self.jobs.gaps],
-            }
-        return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "rates": asdict(self.rates),
-            "kernels": None if self.kernels is None else self.kernels.to_json(),
-            "linears": None if self.linears is None else self.linears.to_json(),
-            "reached": None if self.reached is None else asdict(self.reached),
-            "jobs": jobs,
-            "peers": [asdict(peer) for peer in self.peers],
-        }
-
-    def to_text(self) -> str:
-        parts = [f"=== {self.model}; {self.dtype}"]
-        parts += [part.to_text() for part in (self.rates, self.kernels, self.linears) if part is not None]
-        if self.jobs is not None:
-            parts.append("\n".join([*_job_lines(self.jobs), *_peer_lines(self.jobs, self.peers)]))
-        return "\n\n".join(parts)
 
 
 @dataclass(frozen=True)
 class GpuBench:
-    """settings and requests: what was asked for. complete: whether the run came to its end."""
+    """sections, settings and requests: what was asked for. on_card: not on a processor, where times mean nothing.
+    complete: whether the run came to its end."""
 
     date: str
     machine: dict[str, str]
+    sections: tuple[str, ...]
     settings: dict[str, str]
     requests: tuple[str, ...]
+    on_card: bool
     correctness: Correctness | None = None
     models: tuple[ModelFigures, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -82,22 +30,30 @@ class GpuBench:
         """Whether a check or a section failed."""
         return bool(self.failures) or bool(self.correctness is not None and self.correctness.failed)
 
+    @property
+    def aims(self) -> list[tuple[ModelFigures, list[Aim]]]:
+        """Of each model; a missed aim is no failure."""
+        return [(model, aims_of(model, self.sections, self.failures)) for model in self.models]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "bench": "gpu",
             "date": self.date,
             "machine": self.machine,
+            "sections": self.sections,
             "settings": self.settings,
             "requests": self.requests,
             "complete": self.complete,
             "correctness": None if self.correctness is None else self.correctness.to_json(),
             "models": [model.to_json() for model in self.models],
             "failures": [asdict(failure) for failure in self.failures],
+            "on_card": self.on_card,
+            "aims": [{"model": model.name} | asdict(aim) for model, aims in self.aims for aim in aims],
         }
 
     def to_text(self) -> str:
         parts = [
-            f"{self.date}. {facts_to_text(self.machine)}\n"
+            f"{self.date}. {facts_to_text(self.machine)}\nsections: {', '.join(self.sections)}; "
             + "; ".join(f"{key}: {value}" for key, value in self.settings.items()),
             "\n".join(self.requests),
         ]
@@ -105,46 +61,6 @@ class GpuBench:
             parts.append(self.correctness.to_text())
         parts += [model.to_text() for model in self.models]
         parts += [f"FAILED {each.section}, {each.model}: {each.why}" for each in self.failures]
+        if self.models:
+            parts.append(aims_to_text([(model.model, aims) for model, aims in self.aims], self.on_card))
         return "\n\n".join(parts)
-
-
-def _job_lines(ours: OurJobs) -> Iterator[str]:
-    yield (
-        "Whole jobs through the engine. bound and predicted: seconds by the cost model, at the measured rates and at "
-        "the shares of them that the kernels above reached; MFU, MBU: of the measured rates."
-    )
-    yield ", ".join(f"{key} {value}" for key, value in ours.settings.items() if not key.startswith("kernel."))
-    yield (
-        f"{'requests':<15} {'seconds':>8} {'predicted':>9} {'bound':>8} {'out/s':>8} {'all/s':>9} {'MFU':>5} "
-        f"{'MBU':>5} {'tail s':>7} {'steps':>6} {'at once':>7} {'KV':>4} {'cached':>9} {'preempted':>9}"
-    )
-    for job in ours.jobs:
-        wall_s = median(job.wall_s)
-        tokens = job.prompt_tokens - job.cached_tokens + job.output_tokens
-        yield (
-            f"{job.requests:<15} {wall_s:>8.2f} {job.predicted_s:>9.2f} {job.bound_s:>8.2f} "
-            f"{job.output_tokens / wall_s:>8,.0f} {tokens / wall_s:>9,.0f} {job.mfu:>5.0%} {job.mbu:>5.0%} "
-            f"{job.tail_s:>7.2f} {job.num_steps:>6,} {job.sequences:>7.0f} {job.kv_used:>4.0%} "
-            f"{job.cached_tokens:>9,} {job.num_preemptions:>9,}"
-        )
-    for gap in ours.gaps:
-        yield f"Profiled: {gap.to_text()}."
-    if not ours.gaps:
-        yield "The card's idle time between steps was not measured: there was nothing to profile."
-
-
-def _peer_lines(ours: OurJobs, peers: tuple[PeerJobs, ...]) -> Iterator[str]:
-    wall_s = {job.requests: median(job.wall_s) for job in ours.jobs}
-    for peer in peers:
-        yield ""
-        yield f"{peer.name} ({facts_to_text(peer.about)}), after this engine and alone on the card:"
-        for job in peer.jobs:
-            theirs = median(job.wall_s)
-            yield (
-                f"{job.requests:<15} {theirs:>8.2f} s; this engine is {theirs / wall_s[job.requests]:.2f}x; "
-                f"{job.agreement.to_text()}"
-            )
-        if peer.failure:
-            yield f"{peer.name} failed: {peer.failure}"
-    if not peers:
-        yield "No other engine took part (--peer)."

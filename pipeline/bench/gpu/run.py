@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -14,28 +13,31 @@ from statistics import median
 
 import torch
 
-from pipeline.bench.gpu import kernel_times, linear_times
+from pipeline.bench.gpu import kernel_times, linear_times, tile_times
 from pipeline.bench.gpu.correctness import Check, Correctness, check_kernels
+from pipeline.bench.gpu.device import device_facts, find_device, memory_bytes
 from pipeline.bench.gpu.engine_check import check_engine
+from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.invariance import check_engine_invariance, check_invariance
 from pipeline.bench.gpu.jobs import Limits, run_our_jobs
 from pipeline.bench.gpu.kernel_times import KernelCases, KernelTimes, kernel_cases
 from pipeline.bench.gpu.linear_times import DENSE_PATH, INT4_PATH, SERVED_PATH, LinearTimes, linear_cases, summed_up
 from pipeline.bench.gpu.peers import MODES, run_peers
 from pipeline.bench.gpu.rates import Rates, measure_rates
-from pipeline.bench.gpu.report import Failure, GpuBench, ModelFigures
+from pipeline.bench.gpu.report import GpuBench
 from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
 from pipeline.bench.gpu.stopwatch import Stopwatch
-from pipeline.bench.measure import machine_facts
-from pipeline.bench.roofline import decoder_size, find_set, weights_of
+from pipeline.bench.gpu.tile_times import TileSizes, TileTime, TileTimes, tile_measurements
+from pipeline.bench.roofline import find_set
 from pipeline.bench.shapes import BenchModel, bench_model
-from pipeline.engine.memory import free_cpu_bytes
 from pipeline.errors import ConfigError, OutputError
 from pipeline.kernels.select import default_dtype, select_kernels
 from pipeline.model.config import DTYPES, read_config
-from pipeline.roofline.step import Reached
+from pipeline.model.size import decoder_size, weights_of
+from pipeline.roofline.step import DecoderSize, Reached, Weights
 
 SECTIONS = ("correctness", "kernels", "linears", "jobs")
+TILES = "tiles"  # a section that is run where it is asked for: it takes minutes and says what could be changed
 CHECKED_MODELS = ("tiny-awq", "tiny")  # that the engine's tokens are checked on
 MODELS = ("llama-8b-awq", "qwen3-0.6b")
 
@@ -51,13 +53,14 @@ class Scale:
     gemm_sizes: tuple[int, ...]
     kernels: KernelCases
     tokens: tuple[int, ...]
+    tiles: TileSizes
     checked_each: int  # every so manyth of the checks
     checked_tokens: int  # of each completion
 
 
-FULL = Scale(1, 1, 0.3, 2 << 30, (4096, 8192), kernel_times.FULL, linear_times.FULL_TOKENS, 1, 32)
-QUICK = Scale(8, 1, 0.1, 1 << 30, (8192,), kernel_times.QUICK, linear_times.QUICK_TOKENS, 1, 16)
-SMOKE = Scale(256, 16, 0.0, 1 << 20, (64,), kernel_times.SMOKE, linear_times.SMOKE_TOKENS, 7, 4)
+FULL = Scale(1, 1, 0.3, 2 << 30, (4096, 8192), kernel_times.FULL, linear_times.FULL_TOKENS, tile_times.FULL, 1, 32)
+QUICK = Scale(8, 1, 0.1, 1 << 30, (8192,), kernel_times.QUICK, linear_times.QUICK_TOKENS, tile_times.QUICK, 1, 16)
+SMOKE = Scale(256, 16, 0.0, 1 << 20, (64,), kernel_times.SMOKE, linear_times.SMOKE_TOKENS, tile_times.SMOKE, 7, 4)
 
 Say = Callable[[str], None]
 
@@ -96,22 +99,22 @@ def bench_gpu(
     A section that fails is told of in the result and the next one runs. Raises ConfigError where the device is not
     there or an option makes no sense, OutputError where `out` cannot be written.
     """
-    on = _device(device, quick)
+    on = find_device(device, quick)
     scale = SMOKE if on.type == "cpu" else QUICK if quick else FULL
     if unknown := [name for name, _ in peers if name not in MODES]:
         raise ConfigError(f"--peer {unknown[0]}: expected one of {', '.join(MODES)} here")
-    if unknown := [name for name in sections if name not in SECTIONS]:
-        raise ConfigError(f"--sections {unknown[0]}: expected some of {', '.join(SECTIONS)}")
+    if unknown := [name for name in sections if name not in (*SECTIONS, TILES)]:
+        raise ConfigError(f"--sections {unknown[0]}: expected some of {', '.join((*SECTIONS, TILES))}")
     sets = [find_set(name) for name in requests] or list(REQUEST_SETS.values())
     smaller = tuple(each.smaller(scale.requests_by, scale.tokens_by) for each in sets)
     asked = Asked(on, dtype, tuple(sections), smaller, rounds, tuple(peers), max_num_seqs, folder, scale)
     settings = {
-        "sections": ", ".join(sections),
         "scale": "smoke" if scale is SMOKE else "quick" if scale is QUICK else "full",
         "rounds": str(rounds),
     }
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    kept = _Kept(GpuBench(date, _facts(on), settings, tuple(each.to_text() for each in smaller)), out, say)
+    told = tuple(each.to_text() for each in smaller)
+    kept = _Kept(GpuBench(date, device_facts(on), tuple(sections), settings, told, on.type == "cuda"), out, say)
     kept.update()
     wanted = models if set(sections) - {"correctness"} else ()
     found = [bench_model(name, folder, say) for name in wanted]
@@ -121,9 +124,9 @@ def bench_gpu(
     for name, model in zip(wanted, found):
         say(f"rates: {name}")
         with kept.section("rates", name):
-            rated = _rated(model, asked, stopwatch)
+            rated = _rated(model, name, asked, stopwatch)
             kept.model(rated)
-            _measure(kept, rated, model, name, asked, stopwatch, say)
+            _measure(kept, rated, model, asked, stopwatch, say)
     kept.update(complete=True)
     return kept.bench
 
@@ -187,17 +190,18 @@ def _check(kept: _Kept, asked: Asked, say: Say) -> None:
                 kept.update(correctness=Correctness(tuple(checks)))
 
 
-def _rated(found: BenchModel, asked: Asked, stopwatch: Stopwatch) -> ModelFigures:
+def _rated(found: BenchModel, name: str, asked: Asked, stopwatch: Stopwatch) -> ModelFigures:
     """The device's own rates in the type that the model is run in."""
     wide = DTYPES.get(asked.dtype) or default_dtype(asked.device, read_config(found.folder).dtype)
     rates = measure_rates(stopwatch, wide, asked.scale.copy_bytes, asked.scale.gemm_sizes)
-    return ModelFigures(found.about, _named(wide), rates)
+    return ModelFigures(name, found.about, _named(wide), rates)
 
 
 def _measure(
-    kept: _Kept, figures: ModelFigures, found: BenchModel, name: str, asked: Asked, stopwatch: Stopwatch, say: Say
+    kept: _Kept, figures: ModelFigures, found: BenchModel, asked: Asked, stopwatch: Stopwatch, say: Say
 ) -> None:
     """The sections of one model, each kept as it ends."""
+    name = figures.name
     config, scale, device, rates = read_config(found.folder), asked.scale, asked.device, figures.rates
     size, weights, dtype = decoder_size(config), weights_of(config), DTYPES[figures.dtype]
     kernels = select_kernels(device, dtype)
@@ -215,6 +219,16 @@ def _measure(
                 before = () if figures.linears is None else figures.linears.times
                 figures = replace(figures, linears=summed_up((*before, *case()), size, weights, rates))
                 kept.model(figures)
+    if TILES in asked.sections:
+        say(f"tiles: {name}")
+        for case in _tile_cases(asked, size, weights, dtype, stopwatch):
+            with kept.section(TILES, name):
+                before = () if figures.tiles is None else figures.tiles.times
+                figures = replace(figures, tiles=TileTimes((*before, *case())))
+                kept.model(figures)
+        if figures.tiles is None:
+            figures = replace(figures, tiles=TileTimes(left_out=_no_tiles(device)))
+            kept.model(figures)
     if "jobs" in asked.sections:
         say(f"jobs: {name}")
         with kept.section("jobs", name):
@@ -230,6 +244,29 @@ def _measure(
             for peer in run_peers(asked.peers, found.folder, asked.sets, asked.rounds, config, figures.jobs, say):
                 figures = replace(figures, peers=(*figures.peers, peer))
                 kept.model(figures)
+
+
+def _tile_cases(
+    asked: Asked, size: DecoderSize, weights: Weights, dtype: torch.dtype, stopwatch: Stopwatch
+) -> Iterator[Callable[[], list[TileTime]]]:
+    """None where Triton's kernels do not run."""
+    if not _no_tiles(asked.device):
+        from pipeline.bench.gpu.tile_cases import tile_cases
+
+        sizes = asked.scale.tiles
+        cases = tile_cases(size, weights, dtype, asked.device, sizes)
+        yield from tile_measurements(cases, stopwatch, sizes.budget_s)
+
+
+def _no_tiles(device: torch.device) -> str:
+    """Why there is nothing to try them on; else empty."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from pipeline.kernels.triton.kernel_set import is_interpreted
+
+    if device.type == "cpu" and not is_interpreted():
+        return "Triton has no device here; TRITON_INTERPRET=1 runs its kernels on a processor, very slowly"
+    return ""
 
 
 def reached_of(rates: Rates, kernels: KernelTimes | None, linears: LinearTimes | None) -> Reached:
@@ -259,50 +296,3 @@ def reached_of(rates: Rates, kernels: KernelTimes | None, linears: LinearTimes |
 
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def memory_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(free_cpu_bytes())
-
-
-def _device(name: str, quick: bool) -> torch.device:
-    if name == "cpu":
-        if not quick:
-            raise ConfigError(
-                "--device cpu: only with --quick, to see that everything runs; `pipeline bench engine` measures "
-                "processors"
-            )
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"--device {name}: this needs an NVIDIA GPU and torch {torch.__version__} sees none, so nothing was "
-            "measured. `--device cpu --quick --model tiny-awq` runs every section on the processor, to see that they "
-            "work"
-        )
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"--device {name}: expected cuda, cuda:N or cpu") from None
-    torch.cuda.set_device(device)
-    return device
-
-
-def _facts(device: torch.device) -> dict[str, str]:
-    facts = machine_facts()
-    for name in ("triton", "vllm"):
-        try:
-            facts[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if device.type != "cuda":
-        return {"card": "none: run on the processor, to see that it works"} | facts
-    card = torch.cuda.get_device_properties(device)
-    return {
-        "card": card.name,
-        "card memory": f"{card.total_memory / 1e9:.1f} GB",
-        "compute capability": f"{card.major}.{card.minor}",
-        "multiprocessors": str(card.multi_processor_count),
-        "cuda": str(torch.version.cuda),
-    } | facts

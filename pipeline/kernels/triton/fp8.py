@@ -26,12 +26,11 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.contract import Linear, RoundedLinears
-from pipeline.kernels.fp8 import LARGEST, SMALLEST_MAGNITUDE, fp8_block
+from pipeline.kernels.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
 from pipeline.kernels.triton.int4 import add_parts_launch
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.quant.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
-LEAST_CAPABILITY = (8, 9)
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST_MAGNITUDE)
 _ROUNDED_AT_ONCE = 2048  # inputs of a token that one program rounds
@@ -211,11 +210,16 @@ def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> i
 
 
 def fp8_launches(
-    x_MK: torch.Tensor, weight: E4m3Weight, bias_N: torch.Tensor | None, out_MN: torch.Tensor, target: Target
+    x_MK: torch.Tensor,
+    weight: E4m3Weight,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    target: Target,
+    tile: Fp8Tile | None = None,
 ) -> list[Launch]:
     """out = rounded x @ weight.T + bias: rounding, the product, and the sum of its parts where these are apart.
 
-    Rows of x may lie apart. bias_N in float32.
+    Rows of x may lie apart. bias_N in float32. tile: else `tile_for` says.
     """
     num_tokens, block = len(x_MK), weight.block
     num_outputs, row_stride = weight.value_NK.shape
@@ -231,7 +235,7 @@ def fp8_launches(
         {"BLOCK": block, "BLOCKS": blocks},
     )
     parts = parts_of(num_outputs, num_blocks, block, target)
-    tile = tile_for(num_tokens, parts, block, target)
+    tile = tile or tile_for(num_tokens, parts, block, target)
     # Parts are written and read again, 8 bytes a token and output each: small beside the weight, or not at all.
     are_apart = 1 < parts <= row_stride // (16 * num_tokens)
     into = out_MN

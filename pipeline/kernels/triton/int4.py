@@ -242,20 +242,32 @@ def tile_for(num_tokens: int, num_outputs: int, num_chunks: int, target: Target)
     are small beside the weight: they are written and read again, 8 bytes a token and output each."""
     tokens = min(64, power_of_two(num_tokens, 16))
     outputs, num_warps = (64, 4) if tokens <= 32 else (128, 8)
-    wanted = 2 * target.num_multiprocessors // -(-num_outputs // outputs)
+    parts = parts_for(tokens, outputs, num_outputs, num_chunks, 2 * target.num_multiprocessors)
+    return Int4Tile(outputs, tokens, num_warps, 4, parts)
+
+
+def parts_for(tokens: int, outputs: int, num_outputs: int, num_chunks: int, programs: int) -> int:
+    """Into how many parts the inputs are cut for about `programs` of tiles of outputs x tokens; see `tile_for`."""
+    wanted = programs // -(-num_outputs // outputs)
     most = min(-(-num_chunks // 4), num_chunks * CHUNK // (16 * tokens))
     per_part = -(-num_chunks // max(1, min(wanted, most)))
-    return Int4Tile(outputs, tokens, num_warps, 4, -(-num_chunks // per_part))
+    return -(-num_chunks // per_part)
 
 
 def int4_launches(
-    x_MK: torch.Tensor, weight: TiledInt4, bias_N: torch.Tensor | None, out_MN: torch.Tensor, target: Target
+    x_MK: torch.Tensor,
+    weight: TiledInt4,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    target: Target,
+    tile: Int4Tile | None = None,
 ) -> list[Launch]:
-    """out = x @ weight.T + bias: one launch, or one and the sum of its parts. Rows of x may lie apart."""
+    """out = x @ weight.T + bias: one launch, or one and the sum of its parts. Rows of x may lie apart. tile: else
+    `tile_for` says."""
     num_tokens, num_inputs = x_MK.shape
     num_chunks, num_outputs, _ = weight.word_CNW.shape
     assert x_MK.stride(1) == 1
-    tile = tile_for(num_tokens, num_outputs, num_chunks, target)
+    tile = tile or tile_for(num_tokens, num_outputs, num_chunks, target)
     into = out_MN
     if tile.parts > 1:
         into = torch.empty(tile.parts, num_tokens, num_outputs, dtype=torch.float32, device=x_MK.device)

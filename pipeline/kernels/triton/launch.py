@@ -58,8 +58,10 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
 
-    def run(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+    def run(self) -> Any:
+        """What Triton compiled for it is returned; None from its interpreter."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return self.kernel[self.grid](*self.arguments, **self.constants, **options)
 
 
 def cache_arguments(cache: LayerCache) -> tuple[torch.Tensor | None, ...]:

@@ -9,16 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.contract import Linear
+from pipeline.kernels.triton.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.kernels.triton.int4 import TiledInt4, dequantize_launch, int4_launches, serves
 from pipeline.kernels.triton.launch import Target
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
-
-CROSSOVER_CACHED = 64
-"""Most tokens that the fused kernel takes where 16-bit weights lie ready: where another such kernel, Marlin, and cuBLAS
-cross on an H200. This one has not been timed."""
-
-CROSSOVER_SCRATCH = 192
-"""The same where 16-bit weights are written anew in each call: as long as reading the 4-bit ones 9 times."""
 
 
 class Scratch:

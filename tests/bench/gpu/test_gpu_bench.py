@@ -56,6 +56,16 @@ def test_every_section_runs_on_a_bare_machine(tmp_path):
         assert 0 < job["bound_s"] <= job["predicted_s"]
         assert job["num_preemptions"] == job["num_out_of_memory"] == 0
     assert "Whole jobs through the engine" in ran.stdout
+    assert not told["on_card"]
+    aims = {aim["name"]: aim for aim in told["aims"]}
+    assert len(aims) == 11
+    assert {aim["verdict"] for aim in aims.values()} <= {"met", "missed", "not measured"}
+    assert aims["linears as served"]["measured"] > 0
+    assert "vLLM took no part" in aims["the set mixed against vLLM"]["about"]
+    assert aims["idle time of the card while decoding"]["about"] == "there was no card to profile"
+    kinds = [time["kind"] for time in model["kernels"]["times"] if time["kernel"] == "attention"]
+    assert sorted(kinds) == ["", "checking drafts", "decoding", "decoding, skewed", "prompts"]
+    assert "\nAims. Run on a processor" in ran.stdout
 
 
 def test_without_a_card_it_says_so(pipe, tmp_path):

@@ -1,0 +1,117 @@
+"""What the GPU benchmark found of one model, for people and as JSON."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from pipeline.bench.gpu.borders import borders
+from pipeline.bench.gpu.jobs import OurJobs
+from pipeline.bench.gpu.kernel_times import KernelTimes
+from pipeline.bench.gpu.linear_times import LinearTimes
+from pipeline.bench.gpu.peers import PeerJobs
+from pipeline.bench.gpu.rates import Rates
+from pipeline.bench.gpu.tile_times import TileTimes
+from pipeline.bench.measure import facts_to_text
+from pipeline.roofline.step import Reached
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A section that ended before it was done."""
+
+    section: str
+    model: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """Everything of one model; None what was not asked for, or failed. name: as it was asked for; model: what it is.
+    reached: shares that predictions go by."""
+
+    name: str
+    model: str
+    dtype: str
+    rates: Rates
+    kernels: KernelTimes | None = None
+    linears: LinearTimes | None = None
+    tiles: TileTimes | None = None
+    reached: Reached | None = None
+    jobs: OurJobs | None = None
+    peers: tuple[PeerJobs, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        jobs = None
+        if self.jobs is not None:
+            jobs = {
+                "settings": self.jobs.settings,
+                "jobs": [asdict(job) for job in self.jobs.jobs],
+                "gaps": [asdict(gap) | {"share": gap.share} for gap in self.jobs.gaps],
+            }
+        return {
+            "name": self.name,
+            "model": self.model,
+            "dtype": self.dtype,
+            "rates": asdict(self.rates),
+            "kernels": None if self.kernels is None else self.kernels.to_json(),
+            "linears": None if self.linears is None else self.linears.to_json(),
+            "borders": [] if self.linears is None else [asdict(border) for border in borders(self.linears)],
+            "tiles": None if self.tiles is None else self.tiles.to_json(),
+            "reached": None if self.reached is None else asdict(self.reached),
+            "jobs": jobs,
+            "peers": [asdict(peer) for peer in self.peers],
+        }
+
+    def to_text(self) -> str:
+        parts = [f"=== {self.model}; {self.dtype}"]
+        parts += [part.to_text() for part in (self.rates, self.kernels, self.linears) if part is not None]
+        if self.linears is not None and (found := borders(self.linears)):
+            parts.append("\n".join(border.to_text() for border in found))
+        if self.tiles is not None:
+            parts.append(self.tiles.to_text())
+        if self.jobs is not None:
+            parts.append("\n".join([*_job_lines(self.jobs), *_peer_lines(self.jobs, self.peers)]))
+        return "\n\n".join(parts)
+
+
+def _job_lines(ours: OurJobs) -> Iterator[str]:
+    yield (
+        "Whole jobs through the engine. bound and predicted: seconds by the cost model, at the measured rates and at "
+        "the shares of them that the kernels above reached; MFU, MBU: of the measured rates."
+    )
+    yield ", ".join(f"{key} {value}" for key, value in ours.settings.items() if not key.startswith("kernel."))
+    yield (
+        f"{'requests':<15} {'seconds':>8} {'predicted':>9} {'bound':>8} {'out/s':>8} {'all/s':>9} {'MFU':>5} "
+        f"{'MBU':>5} {'tail s':>7} {'steps':>6} {'at once':>7} {'KV':>4} {'cached':>9} {'preempted':>9}"
+    )
+    for job in ours.jobs:
+        wall_s = median(job.wall_s)
+        tokens = job.prompt_tokens - job.cached_tokens + job.output_tokens
+        yield (
+            f"{job.requests:<15} {wall_s:>8.2f} {job.predicted_s:>9.2f} {job.bound_s:>8.2f} "
+            f"{job.output_tokens / wall_s:>8,.0f} {tokens / wall_s:>9,.0f} {job.mfu:>5.0%} {job.mbu:>5.0%} "
+            f"{job.tail_s:>7.2f} {job.num_steps:>6,} {job.sequences:>7.0f} {job.kv_used:>4.0%} "
+            f"{job.cached_tokens:>9,} {job.num_preemptions:>9,}"
+        )
+    for gap in ours.gaps:
+        yield f"Profiled: {gap.to_text()}."
+    if not ours.gaps:
+        yield "The card's idle time between steps was not measured: there was nothing to profile."
+
+
+def _peer_lines(ours: OurJobs, peers: tuple[PeerJobs, ...]) -> Iterator[str]:
+    wall_s = {job.requests: median(job.wall_s) for job in ours.jobs}
+    for peer in peers:
+        yield ""
+        yield f"{peer.name} ({facts_to_text(peer.about)}), after this engine and alone on the card:"
+        for job in peer.jobs:
+            theirs = median(job.wall_s)
+            yield (
+                f"{job.requests:<15} {theirs:>8.2f} s; this engine is {theirs / wall_s[job.requests]:.2f}x; "
+                f"{job.agreement.to_text()}"
+            )
+        if peer.failure:
+            yield f"{peer.name} failed: {peer.failure}"
+    if not peers:
+        yield "No other engine took part (--peer)."
