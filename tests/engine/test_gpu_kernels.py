@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.build import captured_shapes
 from pipeline.engine.engine import Engine
 from pipeline.engine.graphs import graph_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.resolve import resolve
 from pipeline.engine.step import StepInput
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear import Scratch
+from pipeline.model.config import read_config
 from tests.checkpoints import VOCAB, Family, quantize_randomly, write_checkpoint
 from tests.kernels.triton.problems import DEVICE
 
@@ -49,14 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantize_randomly(path / "plain", path / "int4", group_size=64, zero_point=True, seed=5)
 
 
-def replayed(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+def replayed(function: Callable[[], None]) -> Callable[[], None]:
     """What a CUDA graph does: the same work on the same tensors, whatever the arguments of the step were."""
-    output = function()
-
-    def replay() -> None:
-        output.copy_(function())
-
-    return replay, output
+    function()
+    return function
 
 
 def engine_of(folder: Path, kernels: str, **options: Any) -> Engine:
@@ -125,3 +124,27 @@ def test_sizes_of_captured_steps() -> None:
     assert sizes[-1] == 512
     assert all(high <= low * 1.125 for low, high in pairwise(sizes) if low >= 64)
     assert len(sizes) < 48
+    assert len(graph_sizes(8192)) < 72
+    assert graph_sizes(3584)[-1] == 3584
+
+
+def test_steps_with_drafts_are_captured_up_to_the_largest_batch(folder: Path) -> None:
+    """As many tokens as all sequences have with all their drafts, but no more than a step may have."""
+    speculation = {"proposer": "ngram", "max_draft_tokens": 6}
+    for most_batched, captured in ((8192, 3584), (2048, 2048)):
+        config = EngineConfig(
+            str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=most_batched, speculation=speculation
+        )
+        resolved = resolve(config, read_config(folder))
+        assert captured_shapes(resolved) == [(7, captured), (2, 1024)]
+    plain = resolve(EngineConfig(str(folder), device="cpu", max_num_seqs=512), read_config(folder))
+    assert captured_shapes(plain)[0] == (1, 512)
+
+
+def test_graphs_go_as_far_as_the_kernels_take_queries(folder: Path) -> None:
+    with engine_of(folder, "triton") as engine:
+        runner: Any = engine.runner
+        runner.capture_steps(
+            lambda function: function, max_num_seqs=3, max_queries=33, most_tokens=99, say=lambda *_: None
+        )
+        assert runner.captured_tokens[-1] == 3 * 8
