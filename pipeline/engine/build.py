@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.config import read_config
 from pipeline.model.locate import locate_model
 
-MOST_CHECKED_TOKENS = 512  # of a captured step with drafts: larger ones are bound by the device, not by launches
+PASS_QUERIES = 2  # tokens of a sequence in a draft pass that is captured
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,11 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
         draft = LoadedModel.load_draft(config.draft, tokenizer, resolved)
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
-    step_bytes = max(each.step_bytes(resolved) for each in loaded)
+    step_bytes = 0
+    if resolved.device.type == "cuda":  # a CPU's memory has room to give
+        captured = [most_tokens for _, most_tokens in captured_shapes(resolved)]
+        step_bytes = max(each.step_bytes(resolved) for each in loaded)
+        step_bytes += sum(each.captured_bytes(resolved, most) for each, most in zip(loaded, captured))
     num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
     max_model_len = _fit_length(config, resolved, num_blocks)
     runner = target.runner(num_blocks, resolved.block_size, max_model_len)
@@ -77,21 +81,25 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     return Built(resolved, runner, draft_runner, tokenizer, num_blocks, max_model_len, about)
 
 
+def captured_shapes(resolved: Resolved) -> list[tuple[int, int]]:
+    """The most tokens of a sequence, and in all, of captured steps of the target and of the draft model, whose first
+    pass computes what the target gave behind accepted drafts, and the last of those."""
+    drafts = 0 if resolved.speculation is None else resolved.speculation.max_draft_tokens
+    in_pass = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    return [(1 + drafts, resolved.most_checked_tokens), (PASS_QUERIES, in_pass)]
+
+
 def _capture_steps(
     runner: ModelRunner, draft: ModelRunner | None, resolved: Resolved, say: Callable[[str], None]
 ) -> None:
     """Of the target: plain decoding and the checking of drafts; of the draft model: its passes."""
-    num_drafts = resolved.speculation.max_draft_tokens if resolved.speculation is not None else 0
-    for each in (runner, draft):
+    for each, (max_queries, most_tokens) in zip((runner, draft), captured_shapes(resolved)):
         if each is None or each.decoder.kernels.graph_attention is None:
             continue
-        most_tokens = resolved.max_num_seqs
-        if each is runner:
-            most_tokens = max(most_tokens, min(MOST_CHECKED_TOKENS, (1 + num_drafts) * most_tokens))
         each.capture_steps(
             CudaCapture(),
             max_num_seqs=resolved.max_num_seqs,
-            max_queries=1 + num_drafts,
+            max_queries=max_queries,
             most_tokens=most_tokens,
             say=lambda done, total: say(f"capturing steps, {done} of {total}"),
         )

@@ -1,5 +1,7 @@
 """What the largest step takes on a GPU beside the weights and the KV cache, measured before the cache is made."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -10,7 +12,7 @@ from pipeline.engine.resolve import Resolved
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.sequence import SAMPLING_OPTIONS, sampling_options
-from pipeline.engine.step import made_input
+from pipeline.engine.step import StepInput, made_input
 from pipeline.engine.weights import weights
 
 
@@ -22,19 +24,45 @@ def step_input_shape(resolved: Resolved) -> tuple[int, int, int]:
     return num_tokens, num_sequences, min(resolved.max_num_seqs, num_tokens)
 
 
-def measured_step_bytes(runner: ModelRunner, resolved: Resolved) -> int:
-    """Run that step and draw its tokens in the way that takes most memory. `runner` has a small cache of its own: as
-    many blocks as one of the sequences needs."""
+def largest_step_bytes(runner: ModelRunner, resolved: Resolved) -> int:
+    """Run that step and draw its tokens in the way that takes most memory; and a step with as many drafts as there can
+    be, of rows that want no more than a token. (A step of as many rows that want more may not fit; then it is undone,
+    and smaller ones follow.)
+
+    `runner` has a small cache of its own: as many blocks as one of the sequences needs.
+    """
     num_tokens, num_sequences, num_rows = step_input_shape(resolved)
-    step = made_input(num_tokens, num_sequences, 0, resolved.block_size, resolved.max_model_len, num_rows)
-    device = resolved.device
+    draws_law = resolved.speculation is not None and "draft" in resolved.speculation.proposers
+
+    def costliest() -> None:
+        logits_RV, batch = runner.execute(_made(resolved, num_tokens, num_sequences, num_rows)), _drawn_rows(num_rows)
+        draw_on_device(runner, logits_RV, batch)
+        if draws_law:
+            weights(logits_RV, batch, np.arange(num_rows))  # to settle drafts of known law
+
+    def checking() -> None:
+        most = resolved.most_checked_tokens
+        draw_on_device(runner, runner.execute(_made(resolved, most, num_sequences, most)), None)
+
+    return max(_peak_bytes(costliest, resolved.device), _peak_bytes(checking, resolved.device))
+
+
+def forward_bytes(runner: ModelRunner, resolved: Resolved, num_tokens: int) -> int:
+    """What a step of so many tokens takes without logits, with the hidden states of all of them."""
+    _, num_sequences, _ = step_input_shape(resolved)
+    hidden = num_tokens * runner.decoder.config.hidden_size * resolved.dtype.itemsize
+    return hidden + _peak_bytes(lambda: runner.execute(_made(resolved, num_tokens, num_sequences, 1)), resolved.device)
+
+
+def _made(resolved: Resolved, num_tokens: int, num_sequences: int, num_rows: int) -> StepInput:
+    return made_input(num_tokens, num_sequences, 0, resolved.block_size, resolved.max_model_len, num_rows)
+
+
+def _peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     release_cached_memory()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    logits_RV, batch = runner.execute(step), _drawn_rows(num_rows)
-    draw_on_device(runner, logits_RV, batch)
-    if resolved.speculation is not None and "draft" in resolved.speculation.proposers:
-        weights(logits_RV, batch, np.arange(num_rows))  # to settle drafts of known law
+    work()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 

@@ -1,8 +1,8 @@
 """Steps captured once and replayed: on a GPU, launching some hundred kernels one by one takes longer than running them.
 
-A step can be replayed where each sequence computes few tokens and all of them want logits: plain decoding, and
-checking drafts. It is padded to one of a few numbers of tokens, for each of which there is a graph; what pads it reads
-token 0 at position 0, writes its key and value into a block that no sequence has, and attends to nothing. Everything
+A step can be replayed where each sequence computes few tokens: plain decoding, checking drafts, a draft model's
+passes. It is padded to one of a few numbers of tokens, for each of which there is a graph; what pads it reads token 0
+at position 0, writes its key and value into a block that no sequence has, and attends to nothing. Everything
 that changes from step to step lies in tensors that stay where they are: token ids, positions and slots here, who
 attends to what in `kernels.contract.GraphAttention`. Other steps are launched kernel by kernel.
 
@@ -29,9 +29,9 @@ Forward = Callable[
 
 
 class Capture(Protocol):
-    """Run a function once and return what runs the same work again, on the same tensors."""
+    """Run a function and return what runs the same work again, on the same tensors."""
 
-    def __call__(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]: ...
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class CudaCapture:
@@ -40,19 +40,18 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         function()  # what is compiled or allocated at the first call must not be captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            output = function()
-        return graph.replay, output
+            function()
+        return graph.replay
 
 
 @dataclass(frozen=True)
 class _Graph:
     numbers_3P: torch.Tensor  # token ids, positions, slots
     replay: Callable[[], None]
-    hidden_PH: torch.Tensor
 
 
 def graph_sizes(most_tokens: int) -> list[int]:
@@ -81,7 +80,8 @@ class StepGraphs:
         say: SayProgress,
     ) -> None:
         """Capture steps of up to `most_tokens` tokens: at most `max_num_seqs` sequences of `max_blocks` blocks at most,
-        of which each computes up to `max_queries`. The last block of `kv` must belong to no sequence."""
+        of which each computes up to `max_queries`, or as many as the kernels can take. The last block of `kv` must
+        belong to no sequence."""
         config, self._device, block_size = decoder.config, decoder.device, kv.block_size
         assert decoder.kernels.graph_attention is not None
         shape = GraphShape(
@@ -97,8 +97,11 @@ class StepGraphs:
         self.max_num_seqs = max_num_seqs
         self._padding_slot = (kv.num_blocks - 1) * block_size
         self._attention: GraphAttention = decoder.kernels.graph_attention(shape, self._device)
+        most_tokens = min(most_tokens, max_num_seqs * self._attention.max_queries)
         self._sizes = np.array(graph_sizes(most_tokens))
         self._graphs: dict[int, _Graph] = {}
+        # All of them write here: only one runs at a time, and each would keep its own.
+        self._hidden_PH = torch.empty(most_tokens, config.hidden_size, dtype=decoder.dtype, device=self._device)
         numbers = torch.zeros(3 * most_tokens, dtype=torch.int64, device=self._device)
         self._attention.refill(_one_token(block_size))
         for done, size in enumerate(reversed(self._sizes.tolist())):  # the largest first: the others fit its memory
@@ -113,8 +116,14 @@ class StepGraphs:
                 block_size,
                 self._attention.worked_out,
             )
-            replay, hidden_PH = capture(lambda n=numbers_3P, w=where: forward(n[0], n[1], w))
-            self._graphs[size] = _Graph(numbers_3P, replay, hidden_PH)
+            hidden_PH = self._hidden_PH[:size]
+            replay = capture(lambda n=numbers_3P, w=where, h=hidden_PH: _write(h, forward(n[0], n[1], w)))
+            self._graphs[size] = _Graph(numbers_3P, replay)
+
+    @property
+    def max_queries(self) -> int:
+        """Tokens that a sequence may compute in a captured step."""
+        return self._attention.max_queries
 
     @property
     def sizes(self) -> list[int]:
@@ -122,12 +131,12 @@ class StepGraphs:
 
     def serves(self, step: StepInput) -> bool:
         num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)
-        if num_tokens > self._sizes[-1] or num_seqs > self.max_num_seqs or len(step.logit_row_R) != num_tokens:
+        if num_tokens > self._sizes[-1] or num_seqs > self.max_num_seqs:
             return False
         return num_tokens == num_seqs or int(np.diff(step.query_start_S1).max()) <= self._attention.max_queries
 
     def run(self, step: StepInput, where: AttentionInput, late: LateTokens | None) -> torch.Tensor:
-        """The last hidden states of the step's tokens; overwritten by the next run.
+        """The last hidden states of the step's rows that want logits; overwritten by the next run.
 
         Logits are no part of a graph: each would keep its own, and they are the largest tensor there is.
         """
@@ -138,11 +147,21 @@ class StepGraphs:
         padded_3P[:, num_tokens:] = [[0], [0], [self._padding_slot]]
         padded_3P[:, :num_tokens] = step.token_id_T, step.position_T, step.slot_mapping_T
         graph.numbers_3P.copy_(on_device(padded_3P, self._device), non_blocking=True)
+        shortfall = None
         if late is not None:
-            late.put_into(graph.numbers_3P[0])
-        self._attention.refill(where)
+            late.put_into(graph.numbers_3P)
+            shortfall = late.shortfall
+        self._attention.refill(where, 0 if shortfall is None else shortfall.most)
+        if shortfall is not None:
+            self._attention.shorten(shortfall.short_S)
         graph.replay()
-        return graph.hidden_PH[:num_tokens]
+        if len(step.logit_row_R) == num_tokens:
+            return self._hidden_PH[:num_tokens]
+        return self._hidden_PH[on_device(step.logit_row_R, self._device)]
+
+
+def _write(into_PH: torch.Tensor, hidden_PH: torch.Tensor) -> None:
+    into_PH.copy_(hidden_PH)
 
 
 def _one_token(block_size: int) -> AttentionInput:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.engine.footprint import measured_step_bytes, step_input_shape
+from pipeline.engine.footprint import forward_bytes, largest_step_bytes, step_input_shape
 from pipeline.engine.memory import EXPECTED_TOKENS, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.resolve import Resolved, no_such_weight
 from pipeline.engine.runner import ModelRunner
@@ -82,16 +82,21 @@ class LoadedModel:
         return kind
 
     def step_bytes(self, resolved: Resolved) -> int:
-        """What the largest step takes on a GPU beside weights and KV cache; 0 on a CPU, whose memory has room to give.
+        """What the largest step takes on a GPU beside weights and KV cache."""
+        return largest_step_bytes(self._small_runner(resolved), resolved)
 
-        Captured steps keep memory of their own, at most as much again.
-        """
-        if resolved.device.type != "cuda":
+    def captured_bytes(self, resolved: Resolved, most_tokens: int) -> int:
+        """What captured steps of up to so many tokens keep for themselves on a GPU, at most: the largest one's memory,
+        into which the others fit. Logits are not among it."""
+        if self.kernels.graph_attention is None:
             return 0
+        return forward_bytes(self._small_runner(resolved), resolved, most_tokens)
+
+    def _small_runner(self, resolved: Resolved) -> ModelRunner:
+        """One to run the largest step with, of sequences that all read and write the same blocks."""
         num_tokens, num_sequences, _ = step_input_shape(resolved)
         num_blocks = -(-num_tokens // num_sequences // resolved.block_size) + 1
-        runner = self.runner(num_blocks, resolved.block_size, resolved.max_model_len)
-        return 2 * measured_step_bytes(runner, resolved)
+        return self.runner(num_blocks, resolved.block_size, resolved.max_model_len)
 
     def runner(self, num_blocks: int, block_size: int, max_model_len: int) -> ModelRunner:
         """A runner with a KV cache of that size."""

@@ -50,6 +50,12 @@ class Resolved:
     speculation: Speculation | None  # None: off
     activation_dtype: str = "auto"  # of the model, not of its draft model
 
+    @property
+    def most_checked_tokens(self) -> int:
+        """Of a step in which every sequence decodes, with as many drafts as there can be."""
+        drafts = 0 if self.speculation is None else self.speculation.max_draft_tokens
+        return min(self.max_num_seqs * (1 + drafts), self.max_num_batched_tokens)
+
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     """Fill in what `config` leaves open. Raises ConfigError for what this machine or model cannot do."""

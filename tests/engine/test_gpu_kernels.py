@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.build import captured_shapes
 from pipeline.engine.engine import Engine
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.graphs import graph_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.resolve import resolve
 from pipeline.engine.step import StepInput
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear import Scratch
+from pipeline.model.config import read_config
 from tests.checkpoints import VOCAB, Family, quantize_randomly, write_checkpoint
 from tests.kernels.triton.problems import DEVICE
 
@@ -49,14 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantize_randomly(path / "plain", path / "int4", group_size=64, zero_point=True, seed=5)
 
 
-def replayed(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+def replayed(function: Callable[[], None]) -> Callable[[], None]:
     """What a CUDA graph does: the same work on the same tensors, whatever the arguments of the step were."""
-    output = function()
-
-    def replay() -> None:
-        output.copy_(function())
-
-    return replay, output
+    function()
+    return function
 
 
 def engine_of(folder: Path, kernels: str, **options: Any) -> Engine:
@@ -117,6 +117,39 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     assert set(ran) - {1, 2, 4, 6}, "some are padded"
 
 
+def test_drafts_ahead_of_captured_steps_give_the_reference_tokens(folder: Path) -> None:
+    """The draft model is the target with some tokens changed: sequences fall short of their plans by some drafts, by
+    all and by none, and the kernels, one with a window, are told on the device."""
+    prompts = [[7, 9, 11, 4], [200, 3]]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    with engine_of(folder, "reference") as engine:
+        expected = [completion.token_ids for completion in engine.generate(prompts, params)]
+    speculation = {"proposer": "draft", "max_draft_tokens": 2, "forced": True}
+    engine = engine_of(folder, "triton", speculation=speculation, draft=str(folder))
+    (proposer,) = engine.drafting.proposers  # type: ignore[union-attr]
+    short, passes = [], []
+    for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):  # type: ignore[attr-defined]
+        size: Any = {"max_num_seqs": 3, "max_queries": queries, "most_tokens": 6}
+        runner.capture_steps(replayed, **size, say=lambda done, total: None)
+        runner.is_asynchronous = True
+    execute, greedy = engine.runner.execute, proposer.runner.greedy  # type: ignore[attr-defined]
+
+    def execute_and_note(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        short.extend([] if late is None or late.shortfall is None else late.shortfall.short_S.tolist())
+        return execute(step, late)
+
+    def greedy_but_for_some(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        token_R, finite_R = greedy(logits_RV)
+        passes.append(len(passes) % 5 in (1, 4))
+        return (token_R + passes[-1]) % 250, finite_R
+
+    engine.runner.execute = execute_and_note  # type: ignore[method-assign]
+    proposer.runner.greedy = greedy_but_for_some  # type: ignore[attr-defined]
+    with engine:
+        assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
+    assert set(short) == {0, 1, 2}
+
+
 def test_sizes_of_captured_steps() -> None:
     assert graph_sizes(1) == [1]
     assert graph_sizes(6) == [1, 2, 4, 6]
@@ -125,3 +158,27 @@ def test_sizes_of_captured_steps() -> None:
     assert sizes[-1] == 512
     assert all(high <= low * 1.125 for low, high in pairwise(sizes) if low >= 64)
     assert len(sizes) < 48
+    assert len(graph_sizes(8192)) < 72
+    assert graph_sizes(3584)[-1] == 3584
+
+
+def test_steps_with_drafts_are_captured_up_to_the_largest_batch(folder: Path) -> None:
+    """As many tokens as all sequences have with all their drafts, but no more than a step may have."""
+    speculation = {"proposer": "ngram", "max_draft_tokens": 6}
+    for most_batched, captured in ((8192, 3584), (2048, 2048)):
+        config = EngineConfig(
+            str(folder), device="cpu", max_num_seqs=512, max_num_batched_tokens=most_batched, speculation=speculation
+        )
+        resolved = resolve(config, read_config(folder))
+        assert captured_shapes(resolved) == [(7, captured), (2, 1024)]
+    plain = resolve(EngineConfig(str(folder), device="cpu", max_num_seqs=512), read_config(folder))
+    assert captured_shapes(plain)[0] == (1, 512)
+
+
+def test_graphs_go_as_far_as_the_kernels_take_queries(folder: Path) -> None:
+    with engine_of(folder, "triton") as engine:
+        runner: Any = engine.runner
+        runner.capture_steps(
+            lambda function: function, max_num_seqs=3, max_queries=33, most_tokens=99, say=lambda *_: None
+        )
+        assert runner.captured_tokens[-1] == 3 * 8

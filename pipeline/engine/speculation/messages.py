@@ -58,3 +58,12 @@ class Outcome:
     accepted_S: np.ndarray | None = None
     propose_s: float = 0.0
     lookup_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What was decided for a step, to be kept where another is decided on before it is done. worth_s: of a token."""
+
+    choice: Choice | None = None
+    worth_s: float = 0.0
+    is_probe: bool = False
