@@ -63,8 +63,7 @@ def _cascade(
         end = tl.load(item_ptr + 3 * item + 2) * UNIT
         sequence = tl.load(tile_ptr + 3 * tile)
         token_R = tl.load(token_ptr + tile * QUERIES + row_R // GROUP, mask=row_R < KEPT_ROWS, other=-1).to(tl.int64)
-        real_R = token_R >= 0
-        there_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
+        there_RD = (token_R >= 0)[:, None] & (column_D < HEAD_DIM)[None, :]
         q_at = q_ptr + token_R[:, None] * q_stride + head_R[:, None] * HEAD_DIM + column_D[None, :]
         q_RD = tl.load(q_at, mask=there_RD, other=0.0)
         weighted_RD, best_R, sum_R = attend(
@@ -93,10 +92,13 @@ def _cascade(
             IS_FP8,
             STAGES,
         )
-        kept_R = (item * NUM_KV_HEADS + kv_head).to(tl.int64) * KEPT_ROWS + row_R
-        tl.store(best_ptr + kept_R, best_R, mask=real_R)
-        tl.store(sum_ptr + kept_R, sum_R, mask=real_R)
-        tl.store(partial_ptr + kept_R[:, None] * HEAD_DIM + column_D[None, :], weighted_RD, mask=there_RD)
+        # Of rows without a token too: which ones they are would take registers all the while.
+        kept_R = (item * NUM_KV_HEADS + kv_head) * KEPT_ROWS + row_R  # see MOST_SUM_BYTES: 32 bits are enough
+        is_row_R = row_R < KEPT_ROWS
+        kept_RD = is_row_R[:, None] & (column_D < HEAD_DIM)[None, :]
+        tl.store(best_ptr + kept_R, best_R, mask=is_row_R)
+        tl.store(sum_ptr + kept_R, sum_R, mask=is_row_R)
+        tl.store(partial_ptr + kept_R[:, None] * HEAD_DIM + column_D[None, :], weighted_RD, mask=kept_RD)
 
 
 @triton.jit
@@ -126,7 +128,7 @@ def take_shared(
     pieces_R = tl.load(tile_ptr + place_R // QUERIES * 3 + 2, mask=wanted_R, other=0)
     for piece in range(0, tl.max(pieces_R, axis=0)):
         here_R = piece < pieces_R
-        kept_R = ((item_R + piece) * NUM_KV_HEADS + kv_head).to(tl.int64) * (QUERIES * GROUP)
+        kept_R = ((item_R + piece) * NUM_KV_HEADS + kv_head) * (QUERIES * GROUP)
         kept_R += place_R % QUERIES * GROUP + head_R
         here_RD = here_R[:, None] & (column_D < HEAD_DIM)[None, :]
         weighted_RD, best_R, sum_R = merge(
