@@ -114,7 +114,7 @@ class CascadeShape:
         best_first = np.argsort(-saved_G, kind="stable")
         fits_G = np.zeros(len(saved_G), dtype=bool)
         fits_G[best_first] = np.cumsum(readings(groups)[2][best_first]) <= self.most_tiles
-        if saved_G[fits_G].sum() < self.least_saved_bytes:
+        if not fits_G.any() or saved_G[fits_G].sum() < self.least_saved_bytes:
             return None
         groups = groups.taken(fits_G)
         tokens_G, _, tiles_G = readings(groups)

@@ -69,7 +69,7 @@ def test_shared_prefixes(name: str, with_fp8: bool, dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size", "with_fp8"),
-    [(1, 64, 64, False), (5, 80, 7, False), (8, 128, 16, True), (7, 16, 128, False), (4, 136, 48, True)],
+    [(1, 64, 64, False), (5, 80, 7, False), (8, 128, 16, True), (7, 16, 128, False), (4, 136, 32, True)],
 )
 def test_groups_of_heads_head_sizes_and_blocks(
     group: int, head_dim: int, block_size: int, with_fp8: bool, dtype: torch.dtype
@@ -84,8 +84,8 @@ def test_groups_of_heads_head_sizes_and_blocks(
 def test_random_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size, sequences = int(rng.choice([16, 48, 64])), int(rng.integers(4, 8))
-    counts = rng.choice([1, 1, 2, 4], sequences)
-    shared_blocks = int(rng.integers(130, 280)) // size
+    counts = rng.choice([1, 1, 2], sequences)
+    shared_blocks = int(rng.integers(180, 300)) // size
     lengths = [(shared_blocks * size + int(rng.integers(0, 90)) + int(count), int(count)) for count in counts]
     half = sequences // 2
     members = [list(range(half)), list(range(half, sequences))] if seed else [list(range(1, sequences))]
@@ -96,11 +96,11 @@ def test_random_steps(seed: int) -> None:
 
 @pytest.mark.usefixtures("any_saving_pays")
 def test_more_queries_than_a_tile_holds() -> None:
-    """16 query heads: 8 tokens a tile, so that sequences of 3 tokens lie across two tiles, which are cut unequally."""
-    step = make_step([(400 + s, 3) for s in range(7)], (16, 1), 16, 64, torch.float32)
-    check(sharing(step, [(list(range(7)), 6)]), 1)
+    """8 query heads: 16 tokens a tile, so that sequences of 3 tokens lie across two tiles, which are cut unequally."""
+    step = make_step([(390 + s, 3) for s in range(22)], (8, 1), 16, 64, torch.float32)
+    check(sharing(step, [(list(range(22)), 6)]), 1)
     work = step.where.worked_out[plan_key(None)].decode.cascade
-    assert work.tile_W3[:3, 2].tolist() == [2, 3, 2]
+    assert work.tile_W3[:, 2].tolist() == [1, 2, 2, 1, 1]
 
 
 @pytest.mark.usefixtures("any_saving_pays")
@@ -205,7 +205,7 @@ def test_a_group_pays_where_it_saves_more_than_a_launch_costs() -> None:
     assert plan is not None
     assert plan.tokens_G.tolist() == [2048]
     assert plan.tiles_G.tolist() == [27]
-    assert planned(shape, [(2, 128)]) is None, "some 4 MB are read in that time"
+    assert planned(shape, [(2, 128)]) is None, "a launch takes longer than reading what it saves"
     assert planned(shape, [(2, 8192)]) is not None
     assert planned(shape, [(64, 64)]) is None, "less than a unit"
     several = planned(shape, [(8, 2048), (300, 640), (1, 500), (2, 128)])
