@@ -128,7 +128,7 @@ def take_shared(
     pieces_R = tl.load(tile_ptr + place_R // QUERIES * 3 + 2, mask=wanted_R, other=0)
     for piece in range(0, tl.max(pieces_R, axis=0)):
         here_R = piece < pieces_R
-        kept_R = ((item_R + piece) * NUM_KV_HEADS + kv_head) * (QUERIES * GROUP)
+        kept_R = ((item_R + piece) * NUM_KV_HEADS + kv_head).to(tl.int64) * (QUERIES * GROUP)
         kept_R += place_R % QUERIES * GROUP + head_R
         here_RD = here_R[:, None] & (column_D < HEAD_DIM)[None, :]
         weighted_RD, best_R, sum_R = merge(
@@ -150,6 +150,8 @@ def cascade_launch(
     columns = power_of_two(head_dim, 16)
     is_fp8 = cache.k_CBKD.dtype == FP8
     keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, False, target)
+    if is_fp8:
+        keys = min(keys, 64)  # more do not fit the registers beside what is widened
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert UNIT % keys == 0
     return Launch(

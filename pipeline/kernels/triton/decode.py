@@ -81,17 +81,20 @@ def _decode(
         token_R = (first_token + row_R // GROUP).to(tl.int64)
         position_R = context - num_queries + row_R // GROUP
         there_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
+        q_at = q_ptr + token_R[:, None] * q_stride + head_R[:, None] * HEAD_DIM + column_D[None, :]
+        q_RD = tl.load(q_at, mask=there_RD, other=0.0)
         weighted_RD = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         best_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         sum_R = tl.zeros([ROWS], dtype=tl.float32)
         if SHARED_QUERIES:
             shared = tl.load(shared_ptr + sequence)
+            begins_behind = tl.where(shared > 0, first_tile * KEYS, -1) == shared
             weighted_RD, best_R, sum_R = take_shared(
                 weighted_RD,
                 best_R,
                 sum_R,
                 token_R,
-                real_R & (shared > 0) & (first_tile * KEYS == shared),
+                row_R < tl.where(begins_behind, num_queries * GROUP, 0),
                 row_R % GROUP,
                 column_D,
                 kv_head,
@@ -105,8 +108,6 @@ def _decode(
                 HEAD_DIM,
                 SHARED_QUERIES,
             )
-        q_at = q_ptr + token_R[:, None] * q_stride + head_R[:, None] * HEAD_DIM + column_D[None, :]
-        q_RD = tl.load(q_at, mask=there_RD, other=0.0)
         weighted_RD, best_R, sum_R = attend(
             weighted_RD,
             best_R,
