@@ -17,7 +17,7 @@ def as_sets(groups: PrefixGroups) -> dict[tuple[int, ...], int]:
     return {tuple(sorted(of.tolist())): int(blocks) for of, blocks in zip(members, groups.blocks_G)}
 
 
-def table_of(prefixes: list[list[int]], width: int = 12) -> tuple[np.ndarray, np.ndarray]:
+def table_of(prefixes: list[list[int]], width: int = 18) -> tuple[np.ndarray, np.ndarray]:
     """Each sequence's shared blocks, then blocks of its own; entries past them are another sequence's garbage."""
     table = np.zeros((len(prefixes), width), dtype=np.int32)
     most = np.array([len(prefix) + 2 for prefix in prefixes])
@@ -52,6 +52,12 @@ def test_of_nested_prefixes_what_is_worth_more_is_taken() -> None:
     assert found(documents) == {(0, 2): 4, (1, 3): 4}
     long = [1, 2, 3, 4, 5]
     assert found([[*long, 10], [*long, 10], [*long, 20], long]) == {(0, 1, 2, 3): 5}
+
+
+def test_what_is_worth_most_may_lie_two_branchings_deep() -> None:
+    header, documents = list(range(1, 8)), [[10 * d + n for n in range(6)] for d in (10, 20, 30, 40)]
+    rows = [[*header, 8 + d // 2, *document] for d, document in enumerate(documents) for _ in range(2)]
+    assert found(rows) == {(0, 1): 14, (2, 3): 14, (4, 5): 14, (6, 7): 14}
 
 
 def test_the_same_block_behind_other_blocks_is_not_the_same_prefix() -> None:
