@@ -93,6 +93,7 @@ class StepGraphs:
             config.head_dim,
             frozenset(config.windows),
             max_queries,
+            most_tokens,
         )
         self.max_num_seqs = max_num_seqs
         self._padding_slot = (kv.num_blocks - 1) * block_size

@@ -80,20 +80,23 @@ def made_input(
 ) -> StepInput:
     """A step of no real sequences, to see what one costs: each has up to `context_len` tokens behind it and computes
     its share of `num_tokens`, the first `num_rows` of which want logits. All read the same blocks, from block 0 on, and
-    write into the last of them."""
+    write into them, each in an order of its own: attention reads together what several begin with."""
     count_S = np.full(num_sequences, num_tokens // num_sequences, dtype=np.int64)
     count_S[: num_tokens % num_sequences] += 1
     query_start_S1 = np.append(0, np.cumsum(count_S))
     offset_T = np.arange(num_tokens) - np.repeat(query_start_S1[:-1], count_S)
     position_T = np.minimum(context_len + offset_T, max_len - 1)
     most_blocks = -(-int(position_T.max() + 1) // block_size)
+    in_order_SM = np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1))
+    table_SM = np.random.default_rng(0).permuted(in_order_SM, axis=1)
+    block_T = table_SM[np.repeat(np.arange(num_sequences), count_S), position_T // block_size].astype(np.int64)
     return StepInput(
         token_id_T=np.ones(num_tokens, dtype=np.int64),
         position_T=position_T,
-        slot_mapping_T=position_T,  # block b is the b-th of every sequence
+        slot_mapping_T=block_T * block_size + position_T % block_size,
         query_start_S1=query_start_S1.astype(np.int32),
         context_len_S=np.minimum(context_len + count_S, max_len).astype(np.int32),
-        block_table_SM=np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1)),
+        block_table_SM=table_SM,
         logit_row_R=np.arange(num_rows),
     )
 

@@ -64,6 +64,7 @@ class GraphShape:
     head_dim: int
     windows: frozenset[int | None]  # of its layers
     max_queries: int  # tokens that a sequence computes in such a step, if the kernels can take as many
+    max_tokens: int  # of a step
 
 
 class GraphAttention(Protocol):

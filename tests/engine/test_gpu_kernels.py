@@ -17,6 +17,8 @@ from pipeline.engine.graphs import graph_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.resolve import resolve
 from pipeline.engine.step import StepInput
+from pipeline.kernels.triton import cascade_work
+from pipeline.kernels.triton.cascade_work import CascadePlan, CascadeShape
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear import Scratch
 from pipeline.model.config import read_config
@@ -182,3 +184,39 @@ def test_graphs_go_as_far_as_the_kernels_take_queries(folder: Path) -> None:
             lambda function: function, max_num_seqs=3, max_queries=33, most_tokens=99, say=lambda *_: None
         )
         assert runner.captured_tokens[-1] == 3 * 8
+
+
+@pytest.mark.parametrize("kind", ["kernel by kernel", "captured, drafts, fp8 cache"])
+def test_rows_behind_a_long_prefix_give_the_reference_tokens(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they share is read once for all of them, in captured steps too."""
+    monkeypatch.setattr(cascade_work, "LEAST_SAVED_BYTES", 0)
+    plan, plans = CascadeShape.plan, []
+
+    def plan_and_watch(*arguments: Any) -> CascadePlan | None:
+        plans.append(plan(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(CascadeShape, "plan", plan_and_watch)
+    rng = np.random.default_rng(7)
+    stem = rng.integers(0, 255, 133).tolist()
+    prompts = [stem + rng.integers(0, 255, length).tolist() for length in (3, 12, 20)]
+    params = [SamplingParams(max_tokens=4 + n, ignore_eos=True) for n in range(3)]
+    options: dict[str, Any] = {"max_model_len": 176, "max_num_batched_tokens": 64}
+    if "captured" in kind:
+        options |= {"kv_cache_dtype": "fp8"}
+    with engine_of(folder, "reference", **options) as reference:
+        expected = [completion.token_ids for completion in reference.generate(prompts, params)]
+    assert not plans
+    if "captured" in kind:
+        options |= {"speculation": {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}}
+    with engine_of(folder, "triton", **options) as engine:
+        if "captured" in kind:
+            runner: Any = engine.runner
+            runner.capture_steps(replayed, max_num_seqs=3, max_queries=3, most_tokens=6, say=lambda done, total: None)
+        assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
+    served = [found for found in plans if found is not None]
+    assert len(served) >= 3, "steps with several rows are served"
+    assert {tuple(found.tokens_G) for found in served} == {(128,)}
+    assert max(len(found.groups.sequence_I) for found in served) == 3

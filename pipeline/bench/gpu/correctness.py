@@ -34,6 +34,11 @@ STEPS = {  # tokens that each sequence computes, and its context
     "prompts": ((1, 17, 64, 130, 700), (1, 17, 64, 130, 700)),
     "chunks beside decoding": ((40, 1, 65, 1), (300, 90, 65, 1025)),
 }
+SHARED = 1024
+SHARED_STEPS = {  # the same, of contexts that all begin with the same SHARED tokens: enough to be read together
+    "decode, shared prefix": ((1,) * 40, tuple(SHARED + 1 + 7 * s for s in range(40))),
+    "drafts, shared prefix": ((4, 1, 7, 2) * 11, tuple(SHARED + 8 + 3 * s for s in range(44))),
+}
 LINEARS_NK = ((384, 256), (1536, 1024), (256, 896))
 TOKENS = (1, 3, 16, 33, 64, 200)
 ROWS = (1, 37, 300)
@@ -193,6 +198,7 @@ def _cases(
         for with_fp8, form in ((False, ""), (True, ", fp8 cache")):
             made = partial(paged_step, heads=heads, dtype=dtype, device=device, with_fp8_cache=with_fp8)
             steps = {name: partial(made, *step) for name, step in STEPS.items()}
+            steps |= {name: partial(made, *step, shared=SHARED) for name, step in SHARED_STEPS.items()}
             for name, step in steps.items():
                 for window in (None, 48):
                     case = f"{name}, {about}{form}" + (f", window {window}" if window else "")

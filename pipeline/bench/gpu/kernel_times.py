@@ -77,20 +77,23 @@ class KernelTimes:
 
 @dataclass(frozen=True)
 class KernelCases:
-    """Sizes to time: tokens of elementwise kernels; (sequences, context) of decoding; (prompts, tokens) of prompts."""
+    """Sizes to time: tokens of elementwise kernels; (sequences, context) of decoding; (prompts, tokens) of prompts;
+    (sequences, context, tokens of it that all share) of decoding."""
 
     tokens: tuple[int, ...]
     decoding: tuple[tuple[int, int], ...]
     prompts: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[int, int, int], ...]
 
 
 FULL = KernelCases(
     (1, 64, 512, 8192),
     ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (512, 512), (64, 4096)),
     ((1, 512), (11, 735), (4, 2048), (1, 8192)),
+    ((64, 2176, 2048), (835, 2176, 2048)),
 )
-QUICK = KernelCases((64, 8192), ((64, 1024), (256, 1024)), ((11, 735), (1, 8192)))
-SMOKE = KernelCases((16,), ((4, 100),), ((2, 60),))
+QUICK = KernelCases((64, 8192), ((64, 1024), (256, 1024)), ((11, 735), (1, 8192)), ((256, 2176, 2048),))
+SMOKE = KernelCases((16,), ((4, 100),), ((2, 60),), ((4, 200, 128),))
 
 
 def kernel_cases(
@@ -131,8 +134,10 @@ def kernel_cases(
         case = f"{rows:,} rows" if top_p == 1 else f"{rows:,} rows, top_p {top_p}"
         return timed("draw", case, (float(logits_RV.nbytes), 0.0, lambda: kernels.draw(logits_RV, how_5R)))
 
-    def of_attention(case: str, counts: list[int], contexts: list[int], with_fp8: bool = False) -> KernelTime:
-        step = paged_step(counts, contexts, heads, dtype, stopwatch.device, with_fp8_cache=with_fp8)
+    def of_attention(
+        case: str, counts: list[int], contexts: list[int], with_fp8: bool = False, shared: int = 0
+    ) -> KernelTime:
+        step = paged_step(counts, contexts, heads, dtype, stopwatch.device, with_fp8_cache=with_fp8, shared=shared)
         num_bytes = step.kv_bytes + 2 * step.q_TND.nbytes
         call = partial(kernels.attention, step.q_TND, step.cache, step.where, size.head_dim**-0.5, None)
         return timed("attention" + FP8_CACHE * with_fp8, case, (num_bytes, step.flops, call))
@@ -158,6 +163,9 @@ def kernel_cases(
             contexts = _skewed(sequences, context)
             about = f"decoding, {sequences:,} at {min(contexts):,} to {max(contexts):,}, {context:,} on average"
             yield partial(of_decoding, SKEWED, about, contexts)
+    for sequences, context, shared in cases.shared:
+        about, ones = f"{shared:,} shared, decoding, {sequences:,} at {context:,}", [1] * sequences
+        yield from (partial(of_attention, about, ones, [context] * sequences, fp8, shared) for fp8 in (False, True))
     for prompts, tokens in cases.prompts:
         yield partial(of_prompts, prompts, tokens)
         about, counts = f"{prompts} prompts of {tokens:,}", [tokens] * prompts

@@ -25,18 +25,19 @@ class Heads:
 
 @dataclass(frozen=True)
 class PagedStep:
-    """Queries of a step, the cache they look into, and where."""
+    """Queries of a step, the cache they look into, and where. shared: tokens that all contexts begin with."""
 
     q_TND: torch.Tensor
     cache: LayerCache
     where: AttentionInput
+    shared: int = 0
 
     @property
     def kv_bytes(self) -> float:
-        """Of one layer: what the contexts' keys and values take."""
+        """Of one layer: what the contexts' keys and values take, those that are shared once."""
         num_kv_heads, head_dim = self.cache.k_CBKD.shape[2:]
         token_bytes = 2.0 * num_kv_heads * head_bytes(head_dim, self.cache.k_CBKD.dtype)
-        return token_bytes * float(self.where.context_len_S.sum())
+        return token_bytes * float((self.where.context_len_S - self.shared).sum() + self.shared)
 
     @property
     def flops(self) -> float:
@@ -55,18 +56,22 @@ def paged_step(
     seed: int = 0,
     block_size: int = BLOCK_SIZE,
     with_fp8_cache: bool = False,
+    shared: int = 0,
 ) -> PagedStep:
     """Sequence s computes the last counts[s] tokens of its context of contexts[s]. Values are normal, from `seed`; the
-    cache is in `dtype` or in FP8."""
+    cache is in `dtype` or in FP8. All contexts begin with the same `shared` tokens, which are whole blocks."""
+    assert shared % block_size == 0
+    assert min(context - count for context, count in zip(contexts, counts)) >= shared
     rng, random = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)
     context_S, query_start_S1 = np.array(contexts), np.append(0, np.cumsum(counts))
-    blocks_S = -(-context_S // block_size)
-    order = rng.permutation(int(blocks_S.sum()))
+    in_common, blocks_S = shared // block_size, -(-context_S // block_size)
+    order = rng.permutation(int((blocks_S - in_common).sum()) + in_common)
     table_SM = np.zeros((len(contexts), int(blocks_S.max())), dtype=np.int32)
-    first = 0
+    table_SM[:, :in_common] = order[:in_common]
+    first = in_common
     for s, blocks in enumerate(blocks_S.tolist()):
-        table_SM[s, :blocks] = order[first : first + blocks]
-        first += blocks
+        table_SM[s, in_common:blocks] = order[first : first + blocks - in_common]
+        first += blocks - in_common
     sequence_T = np.repeat(np.arange(len(counts)), counts)
     position_T = np.arange(query_start_S1[-1]) - (query_start_S1[1:] - context_S)[sequence_T]
     slot_T = table_SM[sequence_T, position_T // block_size].astype(np.int64) * block_size + position_T % block_size
@@ -88,6 +93,6 @@ def paged_step(
         normal(*shape),
     )
     if not with_fp8_cache:
-        return PagedStep(q_TND, LayerCache(keys, values), where)
+        return PagedStep(q_TND, LayerCache(keys, values), where, shared)
     (k_code, k_scale), (v_code, v_scale) = to_fp8(keys), to_fp8(values)
-    return PagedStep(q_TND, LayerCache(k_code, v_code, k_scale, v_scale), where)
+    return PagedStep(q_TND, LayerCache(k_code, v_code, k_scale, v_scale), where, shared)

@@ -3,7 +3,7 @@
 Both write into one output, so a step may mix them. See `contract.Kernels`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.triton.cascade_work import CascadeShape
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
 from pipeline.kernels.triton.launch import Target, power_of_two
@@ -30,7 +31,7 @@ class PagedAttention:
 
     A step's plan is worked out once for each window and kept in `AttentionInput.worked_out` under `plan_key(window)`.
     Whoever captures steps in a CUDA graph allocates a `DecodeWork` for each window himself, refills it before each
-    step and puts it there; then a call only launches, the same two kernels every time.
+    step and puts it there; then a call only launches, the same kernels every time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,14 +68,22 @@ class PagedAttention:
         decode = prefill = None
         if len(few):
             most = power_of_two(int(count_S[few].max()))
+            cascade = shared = None
+            if window is None:
+                cascade = CascadeShape.of(int(count_S[few].sum()), num_heads, num_kv_heads, head_dim, self.target)
+                shared = cascade.plan(where, few)
+                if shared is not None:
+                    most_tokens, most_tiles = int(where.query_start_S1[-1]), int(shared.tiles_G.sum())
+                    cascade = replace(cascade, most_tokens=most_tokens, most_tiles=most_tiles)
             max_seqs, max_blocks = where.block_table_SM.shape
             decode = DecodeWork.allocate(
                 *(max_seqs, max_blocks, where.block_size),
                 *(num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
                 num_queries=min(most, most_queries(group)),
                 window=window,
+                cascade=None if shared is None else cascade,
             )
-            decode.refill(where, few)
+            decode.refill(where, few, shared)
         if len(many):
             prefill = PrefillWork.of(where, many, rows_of(head_dim) // group, window, q_TND.device)
         return AttentionPlan(decode, prefill)

@@ -3,7 +3,8 @@
 All query heads of a KV head, at all of a sequence's query positions, form the rows of one tile, so keys and values are
 read once. The contexts are cut into tiles of 64 keys; each KV head has `lanes` programs, and each of them takes an
 equal run of the tiles of all sequences one after the other, whatever their lengths. A sequence that is cut between
-programs leaves partial sums, which a second launch adds up in a fixed order.
+programs leaves partial sums, which a second launch adds up in a fixed order. Where several sequences begin with the
+same blocks, a launch before these may have read them for all (`cascade.py`); each then begins with what it left.
 
 The launches depend on nothing that changes from step to step but the contents of `DecodeWork`'s tensors, so that they
 can be captured in a CUDA graph.
@@ -19,9 +20,10 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.triton.cascade import cascade_launch, take_shared
 from pipeline.kernels.triton.decode_work import KEYS, DecodeWork
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
-from pipeline.kernels.triton.tiles import LOG2_E, attend, stages_for
+from pipeline.kernels.triton.tiles import LOG2_E, attend, merge, stages_for
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -40,6 +42,12 @@ def _decode(
     partial_ptr,
     best_ptr,
     sum_ptr,
+    shared_ptr,
+    place_ptr,
+    tile_ptr,
+    shared_partial_ptr,
+    shared_best_ptr,
+    shared_sum_ptr,
     q_stride,
     table_stride,
     scale,
@@ -55,6 +63,7 @@ def _decode(
     WINDOWED: tl.constexpr,
     IS_FP8: tl.constexpr,
     STAGES: tl.constexpr,
+    SHARED_QUERIES: tl.constexpr,
 ):
     kv_head, lane = tl.program_id(0), tl.program_id(1)
     row_R, column_D = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -77,6 +86,28 @@ def _decode(
         weighted_RD = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         best_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         sum_R = tl.zeros([ROWS], dtype=tl.float32)
+        if SHARED_QUERIES:
+            shared = tl.load(shared_ptr + sequence)
+            begins_behind = tl.where(shared > 0, first_tile * KEYS, -1) == shared
+            weighted_RD, best_R, sum_R = take_shared(
+                weighted_RD,
+                best_R,
+                sum_R,
+                token_R,
+                row_R < tl.where(begins_behind, num_queries * GROUP, 0),
+                row_R % GROUP,
+                column_D,
+                kv_head,
+                place_ptr,
+                tile_ptr,
+                shared_partial_ptr,
+                shared_best_ptr,
+                shared_sum_ptr,
+                NUM_KV_HEADS,
+                GROUP,
+                HEAD_DIM,
+                SHARED_QUERIES,
+            )
         weighted_RD, best_R, sum_R = attend(
             weighted_RD,
             best_R,
@@ -149,12 +180,7 @@ def _combine(
             its_best_R = tl.load(best_ptr + partial_R, mask=real_R, other=0.0)
             its_sum_R = tl.load(sum_ptr + partial_R, mask=real_R, other=1.0)
             its_RD = tl.load(partial_ptr + partial_R[:, None] * HEAD_DIM + column_D[None, :], mask=there_RD, other=0.0)
-            new_best_R = tl.maximum(best_R, its_best_R)
-            base_R = tl.where(new_best_R == float("-inf"), 0.0, new_best_R)
-            shrink_R, its_shrink_R = tl.exp2(best_R - base_R), tl.exp2(its_best_R - base_R)
-            sum_R = sum_R * shrink_R + its_sum_R * its_shrink_R
-            weighted_RD = weighted_RD * shrink_R[:, None] + its_RD * its_shrink_R[:, None]
-            best_R = new_best_R
+            weighted_RD, best_R, sum_R = merge(weighted_RD, best_R, sum_R, its_RD, its_best_R, its_sum_R)
         token_R = (first_token + row_R // GROUP).to(tl.int64)
         head_R = kv_head * GROUP + row_R % GROUP
         out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM
@@ -169,8 +195,9 @@ def decode_launches(
     work: DecodeWork,
     scale: float,
     target: Target,
-) -> tuple[Launch, Launch]:
-    """Attention of the sequences in `work`, written to their tokens of `out_TND`: the sums, then what joins them."""
+) -> tuple[Launch, ...]:
+    """Attention of the sequences in `work`, written to their tokens of `out_TND`: with its `cascade` the sums over
+    shared prefixes, then the sums over the rest, then what joins them."""
     num_heads, head_dim = q_TND.shape[1:]
     _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
     group = num_heads // num_kv_heads
@@ -188,9 +215,15 @@ def decode_launches(
     partials = work.partial_PKRD, work.best_PKR, work.sum_PKR
     is_fp8 = cache.k_CBKD.dtype == FP8
     stages = _stages(columns, cache.k_CBKD.element_size(), target)
+    shared = work.cascade
+    of_shared = (None,) * 6
+    if shared is not None:
+        places = shared.shared_S, shared.place_T, shared.tile_W3
+        of_shared = *places, shared.partial_UKRD, shared.best_UKR, shared.sum_UKR
     arguments = (
         *(q_TND, *cache_arguments(cache), out_TND),
         *(work.item_I4, work.lane_start, work.query_start_S1, work.context_len_S, work.block_table_SM, *partials),
+        *of_shared,
         *(q_TND.stride(0), work.block_table_SM.stride(0), scale * LOG2_E, work.window or 0),
     )
     windowed = work.window is not None
@@ -198,7 +231,9 @@ def decode_launches(
         _decode,
         (num_kv_heads, work.num_lanes),
         arguments,
-        shape | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8, "STAGES": stages},
+        shape
+        | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8, "STAGES": stages}
+        | {"SHARED_QUERIES": 0 if shared is None else shared.shape.num_queries},
         num_stages=stages,
     )
     join = Launch(
@@ -207,7 +242,9 @@ def decode_launches(
         (out_TND, work.split_S3, work.num_splits, work.query_start_S1, *partials),
         shape,
     )
-    return sums, join
+    if shared is None:
+        return sums, join
+    return cascade_launch(q_TND, cache, shared, work.block_table_SM, scale, target), sums, join
 
 
 def _stages(columns: int, element_size: int, target: Target) -> int:

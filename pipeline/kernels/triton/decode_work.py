@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.triton.cascade_work import CascadePlan, CascadeShape, CascadeWork
+from pipeline.kernels.triton.dealt import Numbers, cut, staging
 from pipeline.kernels.triton.launch import Target, power_of_two
 
 KEYS = 64  # of a tile
 MAX_QUERIES = 8  # of a sequence that the decode kernel takes
 _MAX_ROWS = 64
-
-_ALIGNED = 4  # numbers of 4 bytes: see `Launch`
 
 
 def most_queries(group: int) -> int:
@@ -38,28 +38,16 @@ class Deal:
 
 
 def deal(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_lanes: int) -> Deal:
-    """Deal the tiles begin_S to end_S (at least one) of each sequence to `num_lanes` lanes.
-
-    Each lane takes as many tiles as any other, or up to as many in the last ones.
-    """
-    count_S = (end_S - begin_S).astype(np.int64)
-    start_S = np.cumsum(count_S) - count_S
-    total = int(count_S.sum())
-    per_lane = max(1, -(-total // num_lanes))
-    lane_begin = np.minimum(np.arange(num_lanes + 1) * per_lane, total)
-    start_I = np.union1d(start_S, lane_begin[:-1][lane_begin[:-1] < total])
-    pieces_S = np.diff(np.searchsorted(start_I, np.append(start_S, total)))
-    stop_I = np.append(start_I[1:], total)
-    of_I = np.repeat(np.arange(len(count_S)), pieces_S)
-    shift_I = begin_S[of_I] - start_S[of_I]
-    is_cut_I = pieces_S[of_I] > 1
+    """Deal the tiles begin_S to end_S (at least one) of each sequence to `num_lanes` lanes: see `cut`."""
+    pieces = cut(begin_S, end_S, num_lanes)
+    is_cut_I = pieces.pieces_S[pieces.of_I] > 1
     partial_I = np.where(is_cut_I, np.cumsum(is_cut_I) - 1, -1)
-    cut_S = np.flatnonzero(pieces_S > 1)
-    first_partial_S = np.cumsum(pieces_S[cut_S]) - pieces_S[cut_S]
+    cut_S = np.flatnonzero(pieces.pieces_S > 1)
+    first_partial_S = np.cumsum(pieces.pieces_S[cut_S]) - pieces.pieces_S[cut_S]
     return Deal(
-        np.stack([sequence_S[of_I], start_I + shift_I, stop_I + shift_I, partial_I], axis=1).astype(np.int32),
-        np.searchsorted(start_I, lane_begin).astype(np.int32),
-        np.stack([sequence_S[cut_S], first_partial_S, pieces_S[cut_S]], axis=1).astype(np.int32),
+        np.stack([sequence_S[pieces.of_I], pieces.begin_I, pieces.end_I, partial_I], axis=1).astype(np.int32),
+        pieces.lane_start.astype(np.int32),
+        np.stack([sequence_S[cut_S], first_partial_S, pieces.pieces_S[cut_S]], axis=1).astype(np.int32),
     )
 
 
@@ -69,14 +57,15 @@ class DecodeWork:
 
     `num_rows`: rows of a tile, of which group * `num_queries` may stand for a query: R in the names below. `window` is
     that of the layers it serves. item_I4, lane_start, split_S3, num_splits, query_start_S1 and context_len_S are views
-    of `numbers`, which one copy fills.
+    of `numbers`, which one copy fills, as are those of `cascade`: what sequences share at their beginning is then taken
+    there, and the items are of the rest. None: nothing is.
     """
 
     num_lanes: int
     num_queries: int
     num_rows: int
     window: int | None
-    numbers: torch.Tensor  # int32
+    numbers: Numbers
     item_I4: torch.Tensor
     lane_start: torch.Tensor
     split_S3: torch.Tensor
@@ -87,6 +76,7 @@ class DecodeWork:
     partial_PKRD: torch.Tensor  # float32, as are the sums and maxima of their rows
     best_PKR: torch.Tensor
     sum_PKR: torch.Tensor
+    cascade: CascadeWork | None
 
     @classmethod
     def allocate(
@@ -102,11 +92,13 @@ class DecodeWork:
         *,
         num_queries: int = 1,
         window: int | None = None,
+        cascade: CascadeShape | None = None,
     ) -> "DecodeWork":
         """For steps of at most `max_seqs` sequences of at most `max_blocks` blocks and `num_queries` query tokens.
 
         Twice the programs that a GPU has multiprocessors, divided among the KV heads. The partial sums take
-        P * num_heads * num_queries * head_dim * 4 bytes, P being twice the lanes.
+        P * num_heads * num_queries * head_dim * 4 bytes, P being twice the lanes. `cascade`: of layers without a
+        window, where prefixes that sequences share are to be read once for all of them.
 
         Raises ValueError for more query tokens than `most_queries`.
         """
@@ -118,11 +110,13 @@ class DecodeWork:
             )
         num_lanes = max(1, 2 * target.num_multiprocessors // num_kv_heads)
         num_rows = power_of_two(group * num_queries, 16)
-        sizes = 4 * (max_seqs + num_lanes), num_lanes + 1, 3 * min(max_seqs, num_lanes), 1, max_seqs + 1, max_seqs
-        aligned = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-        numbers = torch.zeros(sum(aligned), dtype=torch.int32, device=device)
-        views = (part[:size] for part, size in zip(numbers.split(aligned), sizes))
-        items, lane_start, splits, num_splits, query_start_S1, context_len_S = views
+        sizes = [4 * (max_seqs + num_lanes), num_lanes + 1, 3 * min(max_seqs, num_lanes), 1, max_seqs + 1, max_seqs]
+        own = len(sizes)
+        if cascade is not None:
+            assert window is None
+            sizes += cascade.sizes
+        numbers = Numbers(sizes, device)
+        items, lane_start, splits, num_splits, query_start_S1, context_len_S = numbers.views[:own]
         rows = 2 * num_lanes, num_kv_heads, group * num_queries
         return cls(
             num_lanes=num_lanes,
@@ -140,11 +134,19 @@ class DecodeWork:
             partial_PKRD=torch.empty(*rows, head_dim, dtype=torch.float32, device=device),
             best_PKR=torch.empty(rows, dtype=torch.float32, device=device),
             sum_PKR=torch.empty(rows, dtype=torch.float32, device=device),
+            cascade=None if cascade is None else CascadeWork.of(cascade, numbers.views[own:]),
         )
 
-    def refill(self, where: AttentionInput, sequences: np.ndarray | None = None, most_short: int = 0) -> None:
-        """Bring the tensors up to a step: of `where`, the sequences at these indices (None: all). A window is dealt
-        from where it begins if a context is `most_short` tokens shorter.
+    def refill(
+        self,
+        where: AttentionInput,
+        sequences: np.ndarray | None = None,
+        plan: CascadePlan | None = None,
+        most_short: int = 0,
+    ) -> None:
+        """Bring the tensors up to a step: of `where`, the sequences at these indices (None: all), and what groups of
+        them read together (None: nothing). A window is dealt from where it begins if a context is `most_short` tokens
+        shorter.
 
         The copies are queued on the current stream and wait for nothing.
         """
@@ -156,28 +158,15 @@ class DecodeWork:
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:
             first_seen_S = np.maximum(0, context_S - most_short - count_S - self.window + 1)
+        shared: list[np.ndarray] = []
+        if self.cascade is not None:
+            shared = self.cascade.shape.numbers(where, plan)
+            first_seen_S = shared[-1][taken_S]
         dealt = deal(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_lanes)
         assert int(dealt.item_I4[:, 3].max()) < len(self.partial_PKRD)
-        parts = (
-            (dealt.item_I4, self.item_I4),
-            (dealt.lane_start, self.lane_start),
-            (dealt.split_S3, self.split_S3),
-            (np.array([len(dealt.split_S3)]), self.num_splits),
-            (where.query_start_S1, self.query_start_S1),
-            (where.context_len_S, self.context_len_S),
-        )
-        numbers = _staging(self.numbers.shape, self.numbers.device)
-        filled, offset = numbers.numpy(), 0
-        for values, into in parts:
-            assert values.size <= into.numel(), "more sequences than the work was allocated for"
-            filled[offset : offset + values.size] = values.ravel()
-            offset += -(-into.numel() // _ALIGNED) * _ALIGNED
-        self.numbers.copy_(numbers, non_blocking=True)
-        table = _staging((num_seqs, num_blocks), self.numbers.device)
+        num_splits = np.array([len(dealt.split_S3)])
+        own = dealt.item_I4, dealt.lane_start, dealt.split_S3, num_splits, where.query_start_S1, where.context_len_S
+        self.numbers.fill([*own, *shared])
+        table = staging((num_seqs, num_blocks), self.block_table_SM.device)
         table.numpy()[:] = where.block_table_SM
         self.block_table_SM[:num_seqs, :num_blocks].copy_(table, non_blocking=True)
-
-
-def _staging(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32 memory on the host, pinned where a GPU copies from it. torch keeps it until its copy is done."""
-    return torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")

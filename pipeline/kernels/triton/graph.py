@@ -3,10 +3,12 @@
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.triton.attention import AttentionPlan, plan_key
+from pipeline.kernels.triton.cascade_work import CascadeShape
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
 from pipeline.kernels.triton.launch import Target
 
@@ -18,11 +20,13 @@ class CapturedAttention:
         self.max_queries = min(shape.max_queries, most_queries(shape.num_heads // shape.num_kv_heads))
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         target = Target.of(device)
+        cascade = CascadeShape.of(shape.max_tokens, *heads, target)
         self._works = [
             DecodeWork.allocate(
                 *(shape.max_seqs, shape.max_blocks, shape.block_size, *heads, device, target),
                 num_queries=self.max_queries,
                 window=window,
+                cascade=cascade if window is None else None,
             )
             for window in shape.windows
         ]
@@ -31,8 +35,10 @@ class CapturedAttention:
             self.worked_out[plan_key(work.window)] = AttentionPlan(work, None)
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> None:
+        every = np.arange(len(where.context_len_S))
         for work in self._works:
-            work.refill(where, most_short=most_short)
+            shared = None if work.cascade is None else work.cascade.shape.plan(where, every)
+            work.refill(where, plan=shared, most_short=most_short)
 
     def shorten(self, short_S: torch.Tensor) -> None:
         """Tiles behind a shorter context hold nothing that its queries see, and add nothing."""

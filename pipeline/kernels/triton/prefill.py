@@ -156,7 +156,7 @@ def prefill_launch(
     assert out_TND.is_contiguous()
     columns = power_of_two(head_dim, 16)
     is_fp8 = cache.k_CBKD.dtype == FP8
-    keys, stages = _tile(columns, q_TND.element_size(), is_fp8, work.window is not None, target)
+    keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, work.window is not None, target)
     return Launch(
         _prefill,
         (num_kv_heads, len(work.item_I2)),
@@ -182,7 +182,7 @@ def prefill_launch(
     )
 
 
-def _tile(columns: int, element_size: int, is_fp8: bool, windowed: bool, target: Target) -> tuple[int, int]:
+def tile_of(columns: int, element_size: int, is_fp8: bool, windowed: bool, target: Target) -> tuple[int, int]:
     """Keys of a tile and pipeline stages: the largest that the compiler fits in 255 registers of 256 threads."""
     row_bytes = columns * element_size
     if target.has_wgmma:

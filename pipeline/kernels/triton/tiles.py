@@ -119,3 +119,14 @@ def attend(
     if IS_FP8 and q_RD.dtype != tl.float16:
         weighted_RD = weighted_RD * LIFT
     return weighted_RD, best_R, sum_R
+
+
+@triton.jit
+def merge(weighted_RD, best_R, sum_R, its_RD, its_best_R, its_sum_R):
+    """The running softmax of each row over the keys of both; a maximum of -inf stands for none."""
+    new_best_R = tl.maximum(best_R, its_best_R)
+    base_R = tl.where(new_best_R == float("-inf"), 0.0, new_best_R)
+    shrink_R, its_shrink_R = tl.exp2(best_R - base_R), tl.exp2(its_best_R - base_R)
+    sum_R = sum_R * shrink_R + its_sum_R * its_shrink_R
+    weighted_RD = weighted_RD * shrink_R[:, None] + its_RD * its_shrink_R[:, None]
+    return weighted_RD, new_best_R, sum_R

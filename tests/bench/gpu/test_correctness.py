@@ -23,6 +23,7 @@ def checks_of(monkeypatch, **wrong):
     monkeypatch.setattr(correctness, "LINEARS_NK", ((384, 256),))
     steps = {"decode": ((1, 1), (15, 65)), "chunks beside decoding": ((40, 1), (90, 65))}
     monkeypatch.setattr(correctness, "STEPS", steps)
+    monkeypatch.setattr(correctness, "SHARED_STEPS", {"shared prefix": ((1, 2), (1025, 1100))})
     monkeypatch.setattr(correctness, "TOKENS", (3,))
     monkeypatch.setattr(correctness, "ROWS", (3,))
     return Correctness(tuple(check_kernels(CPU, [torch.float32])))

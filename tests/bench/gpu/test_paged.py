@@ -42,3 +42,12 @@ def test_bytes_and_operations():
     in_8_bits = paged_step([3, 1], [3, 10], HEADS, torch.bfloat16, CPU, with_fp8_cache=True)
     assert in_8_bits.kv_bytes == 2 * 13 * 2 * (64 + 4)
     assert step.flops == 4 * 4 * 64 * (1 + 2 + 3 + 10)
+
+
+def test_a_shared_beginning_lies_in_the_same_blocks_and_is_counted_once():
+    step = paged_step([1, 2, 1], [129, 300, 200], HEADS, torch.bfloat16, CPU, shared=128)
+    table_SM = step.where.block_table_SM
+    assert (table_SM[:, :2] == table_SM[0, :2]).all()
+    assert len({*table_SM[0, :3].tolist(), *table_SM[1, :5].tolist(), *table_SM[2, :4].tolist()}) == 2 + 1 + 3 + 2
+    assert len(step.cache.k_CBKD) == 8
+    assert step.kv_bytes == 2 * (128 + 1 + 172 + 72) * 2 * 64 * 2

@@ -15,6 +15,7 @@ from tests.kernels.triton.compile import compile_for
 from tests.kernels.triton.launches import ModelShape, fp8_launches_of, launches_of
 
 FIXED = "fixed product, few tokens", "fixed product, many tokens", "fixed product, one part"
+CASCADE = "cascade", "decode behind a cascade, 1 queries", "decode behind a cascade, 8 queries"
 TARGETS = {"sm_80": A100, "sm_89": Target((8, 9), 58, shared_bytes_of((8, 9))), "sm_90": H100}
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
 GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two: more registers
@@ -41,21 +42,24 @@ def chosen(name: str) -> dict[str, Launch]:
             (", groups of 5", GROUPS_OF_5, torch.float16, None),
         )
         for key, launch in launches_of(shape, dtype, target, span, with_fp8_cache=True).items()
-        if key in ("norm_rope_write", "decode, 1 queries", "prefill")
+        if key in ("norm_rope_write", "decode, 1 queries", "prefill", *CASCADE[:2])
     }
     all_of |= over_fp8
     if name == "sm_80":
-        kept = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED, *over_fp8
+        kept = *CASCADE, "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED, *over_fp8
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
+        grouped = launches_of(GROUPS_OF_5, torch.float16, target)
         return {key: all_of[key] for key in kept} | {
             "prefill, windowed": windowed["prefill"],
-            "prefill, groups of 5": launches_of(GROUPS_OF_5, torch.float16, target)["prefill"],
+            "prefill, groups of 5": grouped["prefill"],
+            "cascade, groups of 5": grouped["cascade"],
             "control: too many keys for the registers": wanting,
         }
     normed = launches_of(QWEN3_SMALL, torch.float16, target)["norm_rope_write"]
     wanting = with_constants(all_of["prefill"], STAGES=7)
     grouped = launches_of(GROUPS_OF_5, torch.float16, target, window=4096)["prefill"]
     all_of["prefill, groups of 5, windowed"] = grouped
+    all_of["cascade, groups of 5"] = launches_of(GROUPS_OF_5, torch.float16, target)["cascade"]
     all_of["fp8, groups of 32"] = fp8_launches_of(replace(LLAMA_8B, group_size=32), torch.bfloat16, target)[
         "fp8, 512 tokens"
     ]

@@ -1,10 +1,11 @@
 """Every launch that a model's steps are made of, on tensors without memory: no GPU is needed to compile them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.triton.cascade_work import CascadeShape, CascadeWork
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
 from pipeline.kernels.triton.draw import draw_launch
@@ -84,6 +85,12 @@ def _attention(
         )
         sums, join = decode_launches(q_TND, cache, q_TND, work, 0.1, target)
         found |= {f"decode, {num_queries} queries": sums, f"decode, {num_queries} queries, join": join}
+        if window is None:
+            cascade = CascadeShape.of(512, shape.num_heads, shape.num_kv_heads, shape.head_dim, target)
+            numbers = [torch.empty(size, dtype=torch.int32, device=_META) for size in cascade.sizes]
+            shared = replace(work, cascade=CascadeWork.of(cascade, numbers))
+            first, behind, _ = decode_launches(q_TND, cache, q_TND, shared, 0.1, target)
+            found |= {"cascade": first, f"decode behind a cascade, {num_queries} queries": behind}
     numbers = (
         torch.empty(sizes, dtype=torch.int32, device=_META) for sizes in ((64, 2), (257,), (256,), (256, _TABLE))
     )

@@ -122,3 +122,13 @@ def make_step(
     )
     q_TND = torch.randn(int(query_start[-1]), num_heads, head_dim).to(DEVICE, dtype)
     return Step(q_TND, LayerCache(*(tensor.to(DEVICE) for tensor in cache.tensors)), where)
+
+
+def sharing(step: Step, groups: list[tuple[list[int], int]]) -> Step:
+    """The same, where the members of each group begin with the same blocks, so many: the first one's. What the others
+    had there is NaN."""
+    table_SM = step.where.block_table_SM
+    for (first, *others), blocks in groups:
+        step.cache.fill(table_SM[others, :blocks].ravel().tolist(), float("nan"))
+        table_SM[others, :blocks] = table_SM[first, :blocks]
+    return step

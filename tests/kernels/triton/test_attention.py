@@ -206,7 +206,7 @@ def test_tensors_of_the_work_lie_aligned() -> None:
     for max_seqs in (1, 2, 3, 5):
         work = DecodeWork.allocate(max_seqs, 3, 64, 2, 1, 16, torch.device("cpu"), H100)
         views = work.item_I4, work.lane_start, work.split_S3, work.num_splits, work.query_start_S1, work.context_len_S
-        assert [(view.data_ptr() - work.numbers.data_ptr()) % 16 for view in views] == [0] * 6
+        assert [(view.data_ptr() - work.numbers.tensor.data_ptr()) % 16 for view in views] == [0] * 6
 
 
 def test_an_h100_gets_two_programs_a_multiprocessor() -> None:

@@ -13,12 +13,12 @@ from pipeline.errors import EnvironmentFailed
 from pipeline.kernels.triton.fused import silu_mul_launch
 from pipeline.kernels.triton.launch import H100, shared_bytes_of
 from tests.kernels.triton.compile import compile_for
-from tests.kernels.triton.compiling import FIXED
+from tests.kernels.triton.compiling import CASCADE, FIXED
 from tests.kernels.triton.problems import DEVICE
 
 ROOT = Path(__file__).parents[3]
-OVER_FP8 = "norm_rope_write, fp8 cache", "decode, 1 queries, fp8 cache", "prefill, fp8 cache"
-EVERYWHERE = "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED, *OVER_FP8
+OVER_FP8 = "norm_rope_write, fp8 cache", "decode, 1 queries, fp8 cache", "prefill, fp8 cache", "cascade, fp8 cache"
+EVERYWHERE = *CASCADE, "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED, *OVER_FP8
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,7 @@ def test_all_kernels_are_compiled(compiled: dict) -> None:
         "norm_rope_write",
         "silu_mul",
         "decode",
+        "cascade",
         "prefill",
         "int4",
         "dequantize",
@@ -65,7 +66,16 @@ def test_all_kernels_are_compiled(compiled: dict) -> None:
 
 def test_large_tiles_reach_wgmma(compiled: dict) -> None:
     reached = {name for name, line in compiled["sm_90"].items() if line["uses_wgmma"]}
-    assert reached >= {"prefill", "prefill, fp8 cache", "int4, 1 tokens", "int4, 64 tokens", *FIXED}
+    assert reached >= {
+        "cascade",
+        "cascade, fp8 cache",
+        "cascade, groups of 5",
+        "prefill",
+        "prefill, fp8 cache",
+        "int4, 1 tokens",
+        "int4, 64 tokens",
+        *FIXED,
+    }
     assert "decode, 1 queries" not in reached, "16 rows are too few for wgmma: the check would find it anywhere"
     assert not any(line["uses_wgmma"] for line in compiled["sm_80"].values())
 

@@ -172,9 +172,9 @@ def test_too_many_heads_are_refused_by_name() -> None:
 def test_captured_work_serves_every_step() -> None:
     """The tensors of the first step are refilled; sequences that are not there any more write nothing."""
     window = 70
-    captured = CapturedInvariantAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({window}), 4), DEVICE)
+    captured = CapturedInvariantAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({window}), 4, 20), DEVICE)
     assert captured.max_queries == 4
-    assert CapturedInvariantAttention(GraphShape(1, 1, 64, 4, 2, 16, frozenset(), 99), DEVICE).max_queries == 64
+    assert CapturedInvariantAttention(GraphShape(1, 1, 64, 4, 2, 16, frozenset(), 99, 99), DEVICE).max_queries == 64
     for lengths in ([(100, 1)] * 6, [(70, 4)], [(1500, 1), (5, 1), (64, 4)]):
         step = make_step(lengths, (4, 2), 16, 64, torch.float32)
         captured.refill(step.where)

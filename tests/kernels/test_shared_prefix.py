@@ -1,0 +1,109 @@
+"""Groups of sequences with a common beginning: against a search that looks at every pair of tables."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.kernels.shared_prefix import PrefixGroups, prefix_groups
+
+
+def readings_saved(groups: PrefixGroups) -> np.ndarray:
+    return (np.diff(groups.start_G1) - 1) * groups.blocks_G
+
+
+def as_sets(groups: PrefixGroups) -> dict[tuple[int, ...], int]:
+    members = np.split(groups.sequence_I, groups.start_G1[1:-1])
+    return {tuple(sorted(of.tolist())): int(blocks) for of, blocks in zip(members, groups.blocks_G)}
+
+
+def table_of(prefixes: list[list[int]], width: int = 18) -> tuple[np.ndarray, np.ndarray]:
+    """Each sequence's shared blocks, then blocks of its own; entries past them are another sequence's garbage."""
+    table = np.zeros((len(prefixes), width), dtype=np.int32)
+    most = np.array([len(prefix) + 2 for prefix in prefixes])
+    for s, prefix in enumerate(prefixes):
+        own = 1000 + 2 * s
+        table[s, : most[s]] = [*prefix, own, own + 1]
+    return table, most
+
+
+def found(prefixes: list[list[int]]) -> dict[tuple[int, ...], int]:
+    return as_sets(prefix_groups(*table_of(prefixes), readings_saved))
+
+
+def test_one_group_two_groups_and_none() -> None:
+    assert found([[5, 6, 7]] * 3) == {(0, 1, 2): 3}
+    assert found([[5, 6], [8], [5, 6], [9, 4, 2], [8]]) == {(0, 2): 2, (1, 4): 1}
+    assert found([[5], [6], [7]]) == {}
+    assert found([[5, 6]]) == {}
+
+
+def test_a_context_ends_what_is_shared_though_the_table_goes_on() -> None:
+    table, most = table_of([[5, 6, 7, 8]] * 4)
+    most[1] = 2
+    assert as_sets(prefix_groups(table, most, readings_saved)) == {(0, 2, 3): 4}
+    most[:] = 0
+    assert as_sets(prefix_groups(table, most, readings_saved)) == {}
+
+
+def test_of_nested_prefixes_what_is_worth_more_is_taken() -> None:
+    header = [1]
+    documents = [[*header, 10 * d, 10 * d + 1, 10 * d + 2] for d in (1, 2, 1, 2)]
+    assert found(documents) == {(0, 2): 4, (1, 3): 4}
+    long = [1, 2, 3, 4, 5]
+    assert found([[*long, 10], [*long, 10], [*long, 20], long]) == {(0, 1, 2, 3): 5}
+
+
+def test_what_is_worth_most_may_lie_two_branchings_deep() -> None:
+    header, documents = list(range(1, 8)), [[10 * d + n for n in range(6)] for d in (10, 20, 30, 40)]
+    rows = [[*header, 8 + d // 2, *document] for d, document in enumerate(documents) for _ in range(2)]
+    assert found(rows) == {(0, 1): 14, (2, 3): 14, (4, 5): 14, (6, 7): 14}
+
+
+def test_the_same_block_behind_other_blocks_is_not_the_same_prefix() -> None:
+    assert found([[1, 3, 4], [2, 3, 4], [1, 3, 4]]) == {(0, 2): 3}
+
+
+def test_groups_without_worth_are_left_out() -> None:
+    table, most = table_of([[5, 6, 7], [5, 6, 7], [8], [8]])
+    assert as_sets(prefix_groups(table, most, lambda groups: readings_saved(groups) - 2)) == {(0, 1): 3}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    prefixes=st.lists(
+        st.lists(st.integers(0, 1), max_size=6).map(lambda bits: [2**n + b for n, b in enumerate(bits)]), max_size=14
+    )
+)
+def test_groups_are_disjoint_true_and_at_least_as_good_as_any_one_group(prefixes: list[list[int]]) -> None:
+    if not prefixes:
+        return
+    table, most = table_of(prefixes)
+    groups = prefix_groups(table, most, readings_saved)
+    members = as_sets(groups)
+    assert len(groups.sequence_I) == len(set(groups.sequence_I.tolist()))
+    for of, blocks in members.items():
+        common = 0
+        while common < min(most[list(of)]) and len(set(table[list(of), common].tolist())) == 1:
+            common += 1
+        assert (len(of) > 1, blocks) == (True, common)
+    best_of_one = 0
+    for s in range(len(prefixes)):
+        for depth in range(1, min(len(prefixes[s]), 2) + 1):  # two branchings at least are walked
+            size = sum(most[t] > depth and prefixes[t][:depth] == prefixes[s][:depth] for t in range(len(prefixes)))
+            best_of_one = max(best_of_one, (size - 1) * depth)
+    assert readings_saved(groups).sum() >= best_of_one
+
+
+@pytest.mark.parametrize("num_groups", [1, 16, 1024])
+def test_a_thousand_sequences(num_groups: int) -> None:
+    rng = np.random.default_rng(num_groups)
+    table = rng.permutation(1 << 18)[: 1024 * 44].reshape(1024, 44).astype(np.int32)
+    group_S = rng.permutation(1024) % num_groups
+    table[:, :32] = table[group_S, :32]
+    groups = prefix_groups(table, np.full(1024, 44), readings_saved)
+    if num_groups == 1024:
+        assert not len(groups.blocks_G)
+        return
+    assert (groups.blocks_G == 32).all()
+    assert as_sets(groups) == {tuple(np.flatnonzero(group_S == g).tolist()): 32 for g in range(num_groups)}
