@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS
+from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS, write_tile
 from pipeline.kernels.cpu.threads import kernel, share_out
 from pipeline.kernels.cpu.tile import tile_product
 
@@ -167,7 +167,7 @@ def multiply_bytes(x_MQ, scale_MB, sum_MB, words_TWL, scales_TBL, offsets_TBL, o
     scales_TBL: of the weight; offsets_TBL: -zero times scale. Zero points are taken out of the products, as
     sum (q - zero) x = sum q x - zero sum x.
     """
-    (num_tokens, x_row), num_outputs, num_blocks = x_MQ.shape, out_MN.shape[1], scale_MB.shape[1]
+    (num_tokens, x_row), num_blocks = x_MQ.shape, scale_MB.shape[1]
     x, xs, sum_x = x_MQ.reshape(-1), scale_MB.reshape(-1), sum_MB.reshape(-1)
     num_tiles, num_pieces = len(words_TWL), (num_tokens + TOKENS - 1) // TOKENS
     block_q, steps = x_row // num_blocks, x_row // num_blocks // (STEP // 4)
@@ -204,7 +204,4 @@ def multiply_bytes(x_MQ, scale_MB, sum_MB, words_TWL, scales_TBL, offsets_TBL, o
                     sums, m * LANES, LANES, x, x_at, x_row, xs, xs_at, num_blocks, words, word_at,
                     scales, scale_at, steps, 1, 8
                 )  # fmt: skip
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)

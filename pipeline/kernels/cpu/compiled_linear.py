@@ -52,10 +52,22 @@ def _add_product(sums, x, first_token, count, num_inputs, start, wide, depth):
         tile_product(sums, m * LANES, LANES, x, at, num_inputs, 1, wide, 0, LANES, depth, 1, 8)
 
 
+@njit(inline="always")
+def write_tile(sum_ML, out_MN, first_token, first):
+    """The sums of some tokens and one tile to their places. The last tile has more lanes than there are outputs.
+
+    Views that begin at 0: then indices are seen to be no negative ones, and the loop becomes vector code.
+    """
+    for m in range(len(sum_ML)):
+        sum_L, out_L = sum_ML[m], out_MN[first_token + m, first : first + LANES]
+        for n in range(len(out_L)):
+            out_L[n] = sum_L[n]
+
+
 @kernel()
 def multiply_bfloat16(x_MK, words_TWL, out_MN, begin, end):
     """out = x @ weight.T; x and out float32."""
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
     if end < 0:
         return share_out(len(words_TWL) * num_pieces)
@@ -73,16 +85,13 @@ def multiply_bfloat16(x_MK, words_TWL, out_MN, begin, end):
                     low[n] = word[n] << _HALF
                     high[n] = word[n] & _HIGH_HALF
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
 @kernel()
 def multiply_float32(x_MK, weight_TKL, out_MN, begin, end):
     """out = x @ weight.T, all of them float32: nothing is widened."""
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
     if end < 0:
         return share_out(len(weight_TKL) * num_pieces)
@@ -94,10 +103,7 @@ def multiply_float32(x_MK, weight_TKL, out_MN, begin, end):
         for start in range(0, num_inputs, DEPTH):
             depth = min(DEPTH, num_inputs - start)
             _add_product(sums, x, first_token, count, num_inputs, start, weight[start * LANES :], depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
 @kernel()
@@ -106,7 +112,7 @@ def multiply_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, out_MN, begin, end):
 
     Integers are masked, not shifted: q * 16^j is exact in float32, and so is what makes q - zero of it.
     """
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces, size = (num_tokens + TOKENS - 1) // TOKENS, num_inputs // scales_TGL.shape[1]
     if end < 0:
         return share_out(len(words_TWL) * num_pieces)
@@ -134,16 +140,13 @@ def multiply_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, out_MN, begin, end):
                     w6[n] = (np.float32(np.int32(bits & _NIBBLES[6])) * _INVERSES[6] - z) * s
                     w7[n] = (np.float32(np.int32(bits >> np.uint32(28))) - z) * s  # masked it would be negative
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
 @kernel()
 def multiply_int8(x_MK, words_TWL, scales_TGL, zeros_TGL, size, out_MN, begin, end):
     """`multiply_int4` of integers of 8 bits; `size` inputs share a scale."""
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
     if end < 0:
         return share_out(len(words_TWL) * num_pieces)
@@ -166,10 +169,7 @@ def multiply_int8(x_MK, words_TWL, scales_TGL, zeros_TGL, size, out_MN, begin, e
                     w2[n] = (np.float32(np.int32(bits & _BYTES[2])) * _BYTE_INVERSES[2] - z) * s
                     w3[n] = (np.float32(np.int32(bits >> np.uint32(24))) - z) * s  # masked it would be negative
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
 @kernel()
@@ -178,7 +178,7 @@ def multiply_float8(x_MK, words_TWL, scales_TGL, size, out_MN, begin, end):
 
     `scales_TGL` are the weight's times FLOAT8_EXPONENT; `size` inputs share one, the last group may have fewer.
     """
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
     if end < 0:
         return share_out(len(words_TWL) * num_pieces)
@@ -207,16 +207,13 @@ def multiply_float8(x_MK, words_TWL, scales_TGL, size, out_MN, begin, end):
                     w2[n] *= s
                     w3[n] *= s
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
 @kernel()
 def multiply_coded4(x_MK, words_TWL, scales_TGL, codebook_C, size, out_MN, begin, end):
     """out = x @ weight.T of 4-bit codes, each weight as `CodebookWeight.dequantize` rounds it; x and out float32."""
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
     if end < 0:
         return share_out(len(words_TWL) * num_pieces)
@@ -234,7 +231,4 @@ def multiply_coded4(x_MK, words_TWL, scales_TGL, codebook_C, size, out_MN, begin
                 for n in range(LANES):
                     out[n] = codebook_C[word[n] >> shift & _NIBBLES[0]] * scale[n]
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
