@@ -11,6 +11,8 @@ import pytest
 
 # The models of the tests are tiny: a second thread saves nothing, and on a busy machine waiting for it costs a lot.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Engines of real jobs have two all the same; those that wait leave the processor to the other workers' tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Triton reads this when it is imported. Where there is a GPU the same tests run compiled, on it.
 if not Path("/dev/nvidiactl").exists():
@@ -19,11 +21,20 @@ if not Path("/dev/nvidiactl").exists():
 # Tests that start Rays and engines in processes of their own, kill them and wait for what follows: one at a time.
 REAL_ENGINES = ("tests/bench/test_job.py", "tests/faults/")
 JOBS = (*REAL_ENGINES, "tests/job/")
+# Where the files are that take longest, up to a minute each.
+LONG = ("tests/engine/", "tests/kernels/", "tests/parity/", "tests/bench/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Last those whose processes compile what other tests compile too: by then it lies in numba's cache."""
-    items.sort(key=lambda item: item.nodeid.startswith(REAL_ENGINES))
+    """First what one worker must do alone, of that last those whose engines compile kernels: by then they lie in
+    numba's cache, through other tests. Beside it and behind it the other files, short ones last, so that no worker
+    ends long before the other."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        name = item.nodeid
+        return not name.startswith(JOBS), name.startswith(REAL_ENGINES), not name.startswith(LONG)
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist, which a single file does without
@@ -36,6 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return "jobs" if nodeid.startswith(JOBS) else nodeid.partition("::")[0]
 
+    config.option.loadscopereorder = False  # by the number of tests, which says little of their time
     return ByFile(config, log)
 
 

@@ -81,9 +81,9 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
         return replace(kernels, served_by=slow | {"linear": linear})
     from pipeline.kernels.cpu.attention import attention
-    from pipeline.kernels.cpu.compiled import own_threads
     from pipeline.kernels.cpu.fused import add_rms_norm, norm_rope_write, silu_mul
     from pipeline.kernels.cpu.int8 import byte_linears, multiplies_bytes
+    from pipeline.kernels.cpu.threads import own_threads
 
     own_threads()
     if multiplies_bytes():
@@ -139,11 +139,12 @@ def must_compile(kernels: Kernels) -> bool:
     """Whether kernels are compiled before the first step, which takes some seconds, once on a machine."""
     if not any("numba" in origin for origin in kernels.served_by.values()) or find_spec("numba") is None:
         return False
-    from pipeline.kernels.cpu import compiled, compiled_linear
+    from pipeline.kernels.cpu import compiled_linear, elementwise, paged
+    from pipeline.kernels.cpu.threads import is_cached
 
-    elementwise = (compiled.add_rms_norm, compiled.norm_rope_write, compiled.silu_mul)
-    others = (compiled.paged_decode, compiled.paged_prefill, compiled_linear.multiply_bfloat16)
-    return not all(compiled.is_cached(kernel) for kernel in (*elementwise, *others))
+    passes = (elementwise.add_rms_norm, elementwise.norm_rope_write, elementwise.silu_mul)
+    others = (paged.paged_decode, paged.paged_prefill, compiled_linear.multiply_bfloat16)
+    return not all(is_cached(kernel) for kernel in (*passes, *others))
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:

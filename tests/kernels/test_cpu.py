@@ -13,9 +13,12 @@ import torch
 from pipeline.kernels import reference
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.cpu import compiled, fused
+from pipeline.kernels.cpu import elementwise, fused
 from pipeline.kernels.cpu.attention import attention
 from pipeline.kernels.cpu.linear import DenseLinear, padded_tokens, prepare_linear
+from pipeline.kernels.cpu.numerics import arrays_of
+from pipeline.kernels.cpu.paged import paged_decode
+from pipeline.kernels.cpu.threads import WHOLE, is_cached, use_threads
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.select import select_kernels
 from pipeline.quant.packed import DenseWeight
@@ -217,8 +220,9 @@ def test_codes_are_those_of_torch_at_and_around_every_halfway_case() -> None:
     cases = torch.cat([cases, -cases, torch.tensor([1e-30, -1e-45])])
     x_TKD = torch.stack([cases, torch.full_like(cases, 448.0)], dim=1)[:, None, :]  # so that the scale is 1
     cache = LayerCache.allocate(len(cases), 1, 1, 2, FP8, torch.device("cpu"))
-    arrays = compiled.arrays_of(cache)
-    compiled.write_fp8(x_TKD.numpy(), np.arange(len(cases)), arrays[0], arrays[2])
+    arrays = arrays_of(cache)
+    use_threads(False)
+    elementwise.write_fp8(x_TKD.numpy(), np.arange(len(cases)), arrays[0], arrays[2], *WHOLE)
     scale = cache.k_scale_CBK
     assert scale is not None
     assert bool((scale == 1.0).all())
@@ -327,18 +331,23 @@ def test_it_is_known_whether_the_kernels_are_compiled(tmp_path: Path) -> None:
         4,
     )
     attention(q, cache, where, 1.0, None)
-    kernels = (compiled.add_rms_norm, compiled.norm_rope_write, compiled.silu_mul, compiled.paged_decode)
-    assert all(compiled.is_cached(kernel) for kernel in kernels)
-    newer = tmp_path / "compiled.py"
+    kernels = (elementwise.add_rms_norm, elementwise.norm_rope_write, elementwise.silu_mul, paged_decode)
+    assert all(is_cached(kernel) for kernel in kernels)
+    newer = tmp_path / "elementwise.py"
     newer.write_text("a newer file")
     later = time.time() + 60
     os.utime(newer, (later, later))
 
     class Changed:
-        stats, __name__ = compiled.silu_mul.stats, "silu_mul"
-        py_func = types.FunctionType(compiled.silu_mul.py_func.__code__.replace(co_filename=str(newer)), {})
+        stats, __name__ = elementwise.silu_mul.stats, "silu_mul"
+        py_func = types.FunctionType(elementwise.silu_mul.py_func.__code__.replace(co_filename=str(newer)), {})
 
-    assert not compiled.is_cached(Changed())  # type: ignore[arg-type]
+    class OfOtherTiles(Changed):
+        py_func = types.FunctionType(elementwise.silu_mul.py_func.__code__, {})
+        py_func.__qualname__ = f"silu_mul-{'0' * 12}"
+
+    assert not is_cached(Changed())  # type: ignore[arg-type]
+    assert not is_cached(OfOtherTiles())  # type: ignore[arg-type]
 
 
 def test_selecting_kernels_leaves_the_number_of_threads_alone() -> None:

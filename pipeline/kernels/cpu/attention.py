@@ -7,8 +7,9 @@ import torch
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.cpu import compiled
-from pipeline.kernels.cpu.compiled import CacheArrays, arrays_of, bits, use_threads
+from pipeline.kernels.cpu import paged
+from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of, bits
+from pipeline.kernels.cpu.threads import WHOLE, use_threads
 
 ROWS = 64  # queries times heads of a KV head that share the reading of keys and values
 PARALLEL_KEYS = 1 << 17
@@ -33,7 +34,7 @@ class _Decode:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Sequences that compute several tokens: see `compiled.prefill_items`."""
+    """Sequences that compute several tokens: see `_prefill_items`."""
 
     block_table_SM: np.ndarray
     item_I3: np.ndarray
@@ -65,8 +66,9 @@ def attention(
         assert decode.token_S is not None
         out_TND[decode.token_S] = _decode(q_TND[decode.token_S], arrays, decode, *options)
     use_threads(prefill.parallel)
-    compiled.paged_prefill(
-        bits(q_TND), *arrays, prefill.block_table_SM, prefill.item_I3, prefill.position_T, *options, bits(out_TND)
+    paged.paged_prefill(
+        *(bits(q_TND), *arrays, prefill.block_table_SM, prefill.item_I3, prefill.position_T, *options, bits(out_TND)),
+        *WHOLE,
     )
     return out_TND
 
@@ -75,8 +77,8 @@ def _decode(q_SND: torch.Tensor, arrays: CacheArrays, plan: _Decode, window: int
     """Attention of each sequence's last token over its context: (S, N, D) in q's type."""
     out_SND = torch.empty_like(q_SND)
     use_threads(plan.parallel)
-    compiled.paged_decode(
-        bits(q_SND), *arrays, plan.block_table_SM, plan.context_len_S, window, scale, plan.parts, bits(out_SND)
+    paged.paged_decode(
+        bits(q_SND), *arrays, plan.block_table_SM, plan.context_len_S, window, scale, plan.parts, bits(out_SND), *WHOLE
     )
     return out_SND
 
@@ -101,11 +103,31 @@ def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: in
         products = int((count_S[longer].astype(np.int64) * where.context_len_S[longer]).sum())
         parallel = products * num_kv_heads * head_dim >= PARALLEL_QUERIES
         most = max(1, ROWS * num_kv_heads // num_heads)
-        position_T, item_I3 = compiled.prefill_items(
-            where.query_start_S1, where.context_len_S, most, use_threads(parallel)
-        )
+        item_I3, position_T = _prefill_items(where.query_start_S1, where.context_len_S, most, use_threads(parallel))
         prefill = _Prefill(np.ascontiguousarray(where.block_table_SM), item_I3, position_T, parallel)
     return decode, prefill
+
+
+def _prefill_items(
+    query_start_S1: np.ndarray, context_len_S: np.ndarray, most: int, num_threads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The pieces of work of `paged.paged_prefill`, (I, 3): (sequence, first token, number of tokens) of at most `most`
+    neighbouring queries of the sequences that compute more than one token; and the position of each token of a step in
+    its sequence, (T,).
+
+    Threads take equal runs of the pieces; the work of one grows with its position, so they are dealt out in turn.
+    """
+    count_S = np.diff(query_start_S1).astype(np.int64)
+    position_T = np.arange(query_start_S1[-1]) + np.repeat(context_len_S - query_start_S1[1:], count_S)
+    pieces_S = np.where(count_S > 1, -(-count_S // most), 0)
+    sequence_I = np.repeat(np.arange(len(count_S)), pieces_S)
+    number_I = np.arange(len(sequence_I)) - np.repeat(np.cumsum(pieces_S) - pieces_S, pieces_S)
+    first_I = query_start_S1[sequence_I] + number_I * most
+    num_tokens_I = np.minimum(most, query_start_S1[sequence_I + 1] - first_I)
+    item_I3 = np.stack([sequence_I, first_I, num_tokens_I], axis=1)
+    heaviest_I = np.argsort(-position_T[first_I + num_tokens_I - 1])
+    dealt_I = np.concatenate([heaviest_I[thread::num_threads] for thread in range(num_threads)])
+    return item_I3[dealt_I], position_T
 
 
 def _parts(num_kv_heads: int, num_threads: int) -> int:

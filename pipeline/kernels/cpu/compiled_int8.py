@@ -15,22 +15,20 @@ Suffixes: M tokens, K inputs, N outputs, B blocks of inputs, T tiles, W words of
 # pyright: reportCallIssue=false
 # It does not see what `intrinsic` makes of a function.
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pipeline.kernels.cpu.compiled import options, tile_product
-from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS
+from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS, write_tile
+from pipeline.kernels.cpu.threads import kernel, share_out
+from pipeline.kernels.cpu.tile import tile_product
 
 STEP = 32  # inputs whose products are added in 16 bits
 
 _WORDS = STEP // 8
 _VECTOR = 8
-_as_defined: dict[str, Any] = options | {"fastmath": {"nsz"}}  # divisions and NaN as the definition has them
 _LARGEST = np.float32(127.0)
 _ZERO = np.float32(0.0)
 
@@ -125,15 +123,17 @@ def _add_byte_products(
     return types.void(*arrays, index, rows, vectors), lower
 
 
-@njit(**_as_defined)
-def round_to_bytes(x_MK, block, byte_MK, scale_MB, sum_MB):
+@kernel(fastmath={"nsz"})  # divisions and NaN as the definition has them
+def round_to_bytes(x_MK, block, byte_MK, scale_MB, sum_MB, begin, end):
     """Steps 1 and 2 of `kernels/int8.py`, in the order of bytes told above; sum_MB: scale times a block's sum.
 
     `byte_MK` may have more columns than x, up to whole blocks: they become 0. A block that holds what is no finite
     number gets a scale of NaN.
     """
     num_tokens, num_inputs = x_MK.shape
-    for m in prange(num_tokens):
+    if end < 0:
+        return share_out(num_tokens)
+    for m in range(begin, end):
         integers = np.empty(block, np.int8)
         for b in range(scale_MB.shape[1]):
             start = b * block
@@ -160,18 +160,20 @@ def round_to_bytes(x_MK, block, byte_MK, scale_MB, sum_MB):
             sum_MB[m, b] = scale * np.float32(count)
 
 
-@njit(**options)
-def multiply_bytes(x_MQ, scale_MB, sum_MB, words_TWL, scales_TBL, offsets_TBL, out_MN):
+@kernel()
+def multiply_bytes(x_MQ, scale_MB, sum_MB, words_TWL, scales_TBL, offsets_TBL, out_MN, begin, end):
     """out = x @ weight.T, x as `round_to_bytes` left it, four bytes in an int32 (Q = K / 4).
 
     scales_TBL: of the weight; offsets_TBL: -zero times scale. Zero points are taken out of the products, as
     sum (q - zero) x = sum q x - zero sum x.
     """
-    (num_tokens, x_row), num_outputs, num_blocks = x_MQ.shape, out_MN.shape[1], scale_MB.shape[1]
+    (num_tokens, x_row), num_blocks = x_MQ.shape, scale_MB.shape[1]
     x, xs, sum_x = x_MQ.reshape(-1), scale_MB.reshape(-1), sum_MB.reshape(-1)
     num_tiles, num_pieces = len(words_TWL), (num_tokens + TOKENS - 1) // TOKENS
     block_q, steps = x_row // num_blocks, x_row // num_blocks // (STEP // 4)
-    for item in prange(num_tiles * num_pieces):
+    if end < 0:
+        return share_out(num_tiles * num_pieces)
+    for item in range(begin, end):
         t, first_token = item % num_tiles, item // num_tiles * TOKENS
         count = min(TOKENS, num_tokens - first_token)
         words, scales, offsets = words_TWL[t].reshape(-1), scales_TBL[t].reshape(-1), offsets_TBL[t].reshape(-1)
@@ -202,7 +204,4 @@ def multiply_bytes(x_MQ, scale_MB, sum_MB, words_TWL, scales_TBL, offsets_TBL, o
                     sums, m * LANES, LANES, x, x_at, x_row, xs, xs_at, num_blocks, words, word_at,
                     scales, scale_at, steps, 1, 8
                 )  # fmt: skip
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)

@@ -5,8 +5,7 @@ A weight (N, K) lies in tiles of L outputs ("lanes"): words_TWL[tile, w] holds a
 in 32 bits: two of bfloat16 (the even one in the low half), four of 8 bits or eight of 4 bits (input 8 w + j in bits 4 j
 to 4 j + 3). Float32 weights lie in the same tiles, as they are.
 So a tile is read from memory front to back, and every loop over lanes becomes
-vector code. The last tile is filled up with zeros. Apart from `compiled.py`, since numba's cache on disk looks at
-whole files.
+vector code. The last tile is filled up with zeros.
 
 Suffixes: M tokens, K inputs, N outputs, G groups of inputs, T tiles, W words of a lane, L lanes.
 """
@@ -15,9 +14,10 @@ Suffixes: M tokens, K inputs, N outputs, G groups of inputs, T tiles, W words of
 # It does not see what `intrinsic` makes of a function.
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from pipeline.kernels.cpu.compiled import options, tile_product
+from pipeline.kernels.cpu.threads import kernel, share_out
+from pipeline.kernels.cpu.tile import tile_product
 
 LANES = 64  # of a tile
 DEPTH = 64  # inputs that are widened at a time: their float32 values stay in the nearest cache
@@ -52,12 +52,26 @@ def _add_product(sums, x, first_token, count, num_inputs, start, wide, depth):
         tile_product(sums, m * LANES, LANES, x, at, num_inputs, 1, wide, 0, LANES, depth, 1, 8)
 
 
-@njit(**options)
-def multiply_bfloat16(x_MK, words_TWL, out_MN):
+@njit(inline="always")
+def write_tile(sum_ML, out_MN, first_token, first):
+    """The sums of some tokens and one tile to their places. The last tile has more lanes than there are outputs.
+
+    Views that begin at 0: then indices are seen to be no negative ones, and the loop becomes vector code.
+    """
+    for m in range(len(sum_ML)):
+        sum_L, out_L = sum_ML[m], out_MN[first_token + m, first : first + LANES]
+        for n in range(len(out_L)):
+            out_L[n] = sum_L[n]
+
+
+@kernel()
+def multiply_bfloat16(x_MK, words_TWL, out_MN, begin, end):
     """out = x @ weight.T; x and out float32."""
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
-    for item in prange(len(words_TWL) * num_pieces):
+    if end < 0:
+        return share_out(len(words_TWL) * num_pieces)
+    for item in range(begin, end):
         t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
         count = min(TOKENS, num_tokens - first_token)
         words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
@@ -71,18 +85,17 @@ def multiply_bfloat16(x_MK, words_TWL, out_MN):
                     low[n] = word[n] << _HALF
                     high[n] = word[n] & _HIGH_HALF
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
-@njit(**options)
-def multiply_float32(x_MK, weight_TKL, out_MN):
+@kernel()
+def multiply_float32(x_MK, weight_TKL, out_MN, begin, end):
     """out = x @ weight.T, all of them float32: nothing is widened."""
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
-    for item in prange(len(weight_TKL) * num_pieces):
+    if end < 0:
+        return share_out(len(weight_TKL) * num_pieces)
+    for item in range(begin, end):
         t, first_token = item % len(weight_TKL), item // len(weight_TKL) * TOKENS
         count = min(TOKENS, num_tokens - first_token)
         sum_ML, weight = np.zeros((count, LANES), np.float32), weight_TKL[t].reshape(-1)
@@ -90,21 +103,20 @@ def multiply_float32(x_MK, weight_TKL, out_MN):
         for start in range(0, num_inputs, DEPTH):
             depth = min(DEPTH, num_inputs - start)
             _add_product(sums, x, first_token, count, num_inputs, start, weight[start * LANES :], depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
-@njit(**options)
-def multiply_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, out_MN):
+@kernel()
+def multiply_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, out_MN, begin, end):
     """out = x @ weight.T, each weight as `GroupIntWeight.dequantize` rounds it; x and out float32.
 
     Integers are masked, not shifted: q * 16^j is exact in float32, and so is what makes q - zero of it.
     """
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces, size = (num_tokens + TOKENS - 1) // TOKENS, num_inputs // scales_TGL.shape[1]
-    for item in prange(len(words_TWL) * num_pieces):
+    if end < 0:
+        return share_out(len(words_TWL) * num_pieces)
+    for item in range(begin, end):
         t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
         count = min(TOKENS, num_tokens - first_token)
         words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
@@ -128,18 +140,17 @@ def multiply_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, out_MN):
                     w6[n] = (np.float32(np.int32(bits & _NIBBLES[6])) * _INVERSES[6] - z) * s
                     w7[n] = (np.float32(np.int32(bits >> np.uint32(28))) - z) * s  # masked it would be negative
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
-@njit(**options)
-def multiply_int8(x_MK, words_TWL, scales_TGL, zeros_TGL, size, out_MN):
+@kernel()
+def multiply_int8(x_MK, words_TWL, scales_TGL, zeros_TGL, size, out_MN, begin, end):
     """`multiply_int4` of integers of 8 bits; `size` inputs share a scale."""
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
-    for item in prange(len(words_TWL) * num_pieces):
+    if end < 0:
+        return share_out(len(words_TWL) * num_pieces)
+    for item in range(begin, end):
         t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
         count = min(TOKENS, num_tokens - first_token)
         words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
@@ -158,21 +169,20 @@ def multiply_int8(x_MK, words_TWL, scales_TGL, zeros_TGL, size, out_MN):
                     w2[n] = (np.float32(np.int32(bits & _BYTES[2])) * _BYTE_INVERSES[2] - z) * s
                     w3[n] = (np.float32(np.int32(bits >> np.uint32(24))) - z) * s  # masked it would be negative
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
-@njit(**options)
-def multiply_float8(x_MK, words_TWL, scales_TGL, size, out_MN):
+@kernel()
+def multiply_float8(x_MK, words_TWL, scales_TGL, size, out_MN, begin, end):
     """out = x @ weight.T of float8_e4m3fn weights, each as `Fp8Weight.dequantize` rounds it; x and out float32.
 
     `scales_TGL` are the weight's times FLOAT8_EXPONENT; `size` inputs share one, the last group may have fewer.
     """
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
-    for item in prange(len(words_TWL) * num_pieces):
+    if end < 0:
+        return share_out(len(words_TWL) * num_pieces)
+    for item in range(begin, end):
         t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
         count = min(TOKENS, num_tokens - first_token)
         words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
@@ -197,18 +207,17 @@ def multiply_float8(x_MK, words_TWL, scales_TGL, size, out_MN):
                     w2[n] *= s
                     w3[n] *= s
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
-@njit(**options)
-def multiply_coded4(x_MK, words_TWL, scales_TGL, codebook_C, size, out_MN):
+@kernel()
+def multiply_coded4(x_MK, words_TWL, scales_TGL, codebook_C, size, out_MN, begin, end):
     """out = x @ weight.T of 4-bit codes, each weight as `CodebookWeight.dequantize` rounds it; x and out float32."""
-    (num_tokens, num_inputs), num_outputs, x = x_MK.shape, out_MN.shape[1], x_MK.reshape(-1)
+    (num_tokens, num_inputs), x = x_MK.shape, x_MK.reshape(-1)
     num_pieces = (num_tokens + TOKENS - 1) // TOKENS
-    for item in prange(len(words_TWL) * num_pieces):
+    if end < 0:
+        return share_out(len(words_TWL) * num_pieces)
+    for item in range(begin, end):
         t, first_token = item % len(words_TWL), item // len(words_TWL) * TOKENS
         count = min(TOKENS, num_tokens - first_token)
         words_WL, sum_ML = words_TWL[t], np.zeros((count, LANES), np.float32)
@@ -222,7 +231,4 @@ def multiply_coded4(x_MK, words_TWL, scales_TGL, codebook_C, size, out_MN):
                 for n in range(LANES):
                     out[n] = codebook_C[word[n] >> shift & _NIBBLES[0]] * scale[n]
             _add_product(sums, x, first_token, count, num_inputs, start, wide, depth)
-        first = t * LANES
-        for m in range(count):
-            for n in range(min(LANES, num_outputs - first)):
-                out_MN[first_token + m, first + n] = sum_ML[m, n]
+        write_tile(sum_ML, out_MN, first_token, t * LANES)

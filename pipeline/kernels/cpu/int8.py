@@ -8,6 +8,7 @@ from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.cpu import compiled_int8
 from pipeline.kernels.cpu.linear import ReorderedLinear
 from pipeline.kernels.cpu.narrow import NarrowLinear, join, tiles
+from pipeline.kernels.cpu.threads import WHOLE
 from pipeline.kernels.int8 import int8_block
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
@@ -44,9 +45,9 @@ class ByteLinear(NarrowLinear):
         byte_MK = np.empty((num_tokens, self.num_blocks * self.block), np.int8)
         scale_MB = np.empty((num_tokens, self.num_blocks), np.float32)
         sum_MB = np.empty_like(scale_MB)
-        compiled_int8.round_to_bytes(x_MK, self.block, byte_MK, scale_MB, sum_MB)
+        compiled_int8.round_to_bytes(x_MK, self.block, byte_MK, scale_MB, sum_MB, *WHOLE)
         compiled_int8.multiply_bytes(
-            byte_MK.view(np.int32), scale_MB, sum_MB, self.words_TWL, self.scales_TBL, self.offsets_TBL, out_MN
+            byte_MK.view(np.int32), scale_MB, sum_MB, self.words_TWL, self.scales_TBL, self.offsets_TBL, out_MN, *WHOLE
         )
 
 

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, Linear
-from pipeline.kernels.cpu import compiled
-from pipeline.kernels.cpu.compiled import PARALLEL_ELEMENTS, arrays_of, bits, use_threads
+from pipeline.kernels.cpu import paged
 from pipeline.kernels.cpu.compiled_linear import TILE_TOKENS
 from pipeline.kernels.cpu.linear import ReorderedLinear
 from pipeline.kernels.cpu.narrow import Float32Linear, NarrowLinear, narrow_linear
+from pipeline.kernels.cpu.numerics import arrays_of, bits
+from pipeline.kernels.cpu.threads import PARALLEL_ELEMENTS, WHOLE, use_threads
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
 _UNBOUNDED = np.iinfo(np.int64).max // 2
@@ -66,10 +67,11 @@ def attention(
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
     use_threads(plan.parallel)
-    compiled.paged_decode(
+    paged.paged_decode(
         *(bits(q_TND), *arrays_of(cache), plan.block_table_TM, plan.context_len_T),
         *(_UNBOUNDED if window is None else window, np.float32(scale)),
         num_kv_heads,  # parts: the same in every step
         bits(out_TND),
+        *WHOLE,
     )
     return out_TND

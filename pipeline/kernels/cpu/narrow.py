@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from pipeline.kernels.cpu import compiled_linear
-from pipeline.kernels.cpu.compiled import use_threads
 from pipeline.kernels.cpu.compiled_linear import LANES
+from pipeline.kernels.cpu.threads import WHOLE, use_threads
 from pipeline.quant.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
 PARALLEL_PRODUCTS = 1 << 23
@@ -55,7 +55,7 @@ class Bfloat16Linear(NarrowLinear):
         self.words_TWL = tiles(join(pair_NWJ))
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        compiled_linear.multiply_bfloat16(x_MK, self.words_TWL, out_MN)
+        compiled_linear.multiply_bfloat16(x_MK, self.words_TWL, out_MN, *WHOLE)
 
 
 class Float32Linear(NarrowLinear):
@@ -67,7 +67,7 @@ class Float32Linear(NarrowLinear):
         self.weight_TKL = tiles(weight_NK.numpy())
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        compiled_linear.multiply_float32(x_MK, self.weight_TKL, out_MN)
+        compiled_linear.multiply_float32(x_MK, self.weight_TKL, out_MN, *WHOLE)
 
 
 class GroupInt4Linear(NarrowLinear):
@@ -80,7 +80,7 @@ class GroupInt4Linear(NarrowLinear):
         self.zeros_TGL = tiles(weight.zeros_NG.to(torch.float32).numpy())
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        compiled_linear.multiply_int4(x_MK, self.words_TWL, self.scales_TGL, self.zeros_TGL, out_MN)
+        compiled_linear.multiply_int4(x_MK, self.words_TWL, self.scales_TGL, self.zeros_TGL, out_MN, *WHOLE)
 
 
 class GroupInt8Linear(NarrowLinear):
@@ -93,7 +93,9 @@ class GroupInt8Linear(NarrowLinear):
         self.group_size = weight.group_size
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        compiled_linear.multiply_int8(x_MK, self.words_TWL, self.scales_TGL, self.zeros_TGL, self.group_size, out_MN)
+        compiled_linear.multiply_int8(
+            x_MK, self.words_TWL, self.scales_TGL, self.zeros_TGL, self.group_size, out_MN, *WHOLE
+        )
 
 
 class Float8Linear(NarrowLinear):
@@ -106,7 +108,7 @@ class Float8Linear(NarrowLinear):
         self.block_inputs = weight.block[1]
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        compiled_linear.multiply_float8(x_MK, self.words_TWL, self.scales_TGL, self.block_inputs, out_MN)
+        compiled_linear.multiply_float8(x_MK, self.words_TWL, self.scales_TGL, self.block_inputs, out_MN, *WHOLE)
 
 
 class CodebookLinear(NarrowLinear):
@@ -119,7 +121,9 @@ class CodebookLinear(NarrowLinear):
         self.group_size = weight.group_size
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        compiled_linear.multiply_coded4(x_MK, self.words_TWL, self.scales_TGL, self.codebook_C, self.group_size, out_MN)
+        compiled_linear.multiply_coded4(
+            x_MK, self.words_TWL, self.scales_TGL, self.codebook_C, self.group_size, out_MN, *WHOLE
+        )
 
 
 def narrow_linear(weight: LinearWeight) -> NarrowLinear | None:

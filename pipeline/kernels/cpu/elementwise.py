@@ -1,0 +1,108 @@
+"""The elementwise work of a layer, each operation one pass compiled by numba: see `contract.Kernels` and `fused.py`.
+
+Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent. Keys
+and values may be FP8 codes in uint8 beside scales (`kernels/cache.py`); None stands for no scales. Everything is
+computed in float32 and rounded once. A NaN comes out as one: broken rows must be found. Suffixes are
+those of `kernels/contract.py`.
+"""
+
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
+
+import numpy as np
+
+from pipeline.kernels.cache import FP8_MAX, SMALLEST_SCALE
+from pipeline.kernels.cpu.numerics import as_in, bits_of_float, code_of, exp, float_of_bits, wide
+from pipeline.kernels.cpu.threads import kernel, share_out
+
+_FP8_SHARE, _SMALLEST_SCALE = np.float32(1.0 / FP8_MAX), np.float32(SMALLEST_SCALE)
+_INFINITY_BITS = np.uint32(0xFF << 23)
+
+
+@kernel()
+def add_rms_norm(x_TH, residual_TH, weight_H, eps, begin, end):
+    """residual += x; x = norm of the residual as it was rounded."""
+    num_tokens, hidden = x_TH.shape
+    if end < 0:
+        return share_out(num_tokens)
+    for t in range(begin, end):
+        x, residual = x_TH[t], residual_TH[t]
+        total = np.float32(0.0)
+        for i in range(hidden):
+            residual[i] = as_in(residual, wide(residual[i]) + wide(x[i]))
+            total += wide(residual[i]) * wide(residual[i])
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(hidden) + eps)
+        for i in range(hidden):
+            x[i] = as_in(x, wide(residual[i]) * scale * wide(weight_H[i]))
+
+
+@kernel()
+def norm_rope_write(
+    qkv_TMD, cos_TD2, sin_TD2, with_norm, q_norm_D, k_norm_D, eps, slot_T, k_CBKD, v_CBKD, q_TND, begin, end
+):
+    """Each head of the queries to `q_TND`, of the keys and values to their slots, normed and rotated on the way.
+
+    Without norms the weights are ones: one loop serves both, and compiles in half the time of two.
+    """
+    num_tokens, num_heads, head_dim = q_TND.shape
+    block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
+    half = head_dim // 2
+    if end < 0:
+        return share_out(num_tokens)
+    for t in range(begin, end):
+        block, offset = slot_T[t] // block_size, slot_T[t] % block_size
+        cos, sin = cos_TD2[t], sin_TD2[t]
+        for h in range(num_heads + num_kv_heads):
+            source = qkv_TMD[t, h]
+            target = q_TND[t, h] if h < num_heads else k_CBKD[block, offset, h - num_heads]
+            weight = q_norm_D if h < num_heads else k_norm_D
+            scale = np.float32(1.0)
+            if with_norm:
+                total = np.float32(0.0)
+                for i in range(head_dim):
+                    total += wide(source[i]) * wide(source[i])
+                scale /= np.sqrt(total / np.float32(head_dim) + eps)
+            low_in, high_in, low_out, high_out = source[:half], source[half:], target[:half], target[half:]
+            low_weight, high_weight = weight[:half], weight[half:]
+            for i in range(half):
+                low = wide(low_in[i]) * scale * wide(low_weight[i])
+                high = wide(high_in[i]) * scale * wide(high_weight[i])
+                low_out[i] = as_in(low_out, low * cos[i] - high * sin[i])
+                high_out[i] = as_in(high_out, high * cos[i] + low * sin[i])
+        for h in range(num_kv_heads):
+            for i in range(head_dim):
+                v_CBKD[block, offset, h, i] = qkv_TMD[t, num_heads + num_kv_heads + h, i]
+
+
+@kernel(fastmath=False)
+def write_fp8(x_TKD, slot_T, code_CBKD, scale_CBK, begin, end):
+    """Each head of `x_TKD` to its slot as FP8 codes and a scale; products and quotients as they are written."""
+    num_tokens, num_heads, head_dim = x_TKD.shape
+    block_size = code_CBKD.shape[1]
+    if end < 0:
+        return share_out(num_tokens)
+    for t in range(begin, end):
+        block, offset = slot_T[t] // block_size, slot_T[t] % block_size
+        for h in range(num_heads):
+            x, code = x_TKD[t, h], code_CBKD[block, offset, h]
+            most = np.uint32(0)  # bits of the largest size; those of infinity and of a NaN are larger than any number's
+            for i in range(head_dim):
+                most = max(most, bits_of_float(wide(x[i])) & np.uint32(0x7FFFFFFF))
+            is_sound = most < _INFINITY_BITS
+            scale = max(float_of_bits(most) * _FP8_SHARE, _SMALLEST_SCALE) if is_sound else np.float32(np.nan)
+            inverse = np.float32(1.0) / scale
+            for i in range(head_dim):
+                code[i] = code_of(wide(x[i]) * inverse) if is_sound else np.uint8(0)
+            scale_CBK[block, offset, h] = scale
+
+
+@kernel()
+def silu_mul(gate_up_T2F, out_TF, begin, end):
+    num_tokens, width = out_TF.shape
+    if end < 0:
+        return share_out(num_tokens)
+    for t in range(begin, end):
+        gate, up, out = gate_up_T2F[t, :width], gate_up_T2F[t, width:], out_TF[t]
+        for i in range(width):
+            g = wide(gate[i])
+            out[i] = as_in(out, g / (np.float32(1.0) + exp(-g)) * wide(up[i]))
