@@ -78,7 +78,8 @@ def test_rounding_is_the_definitions() -> None:
     x_MK[3, 5] = 1e-30
     byte_MK, scale_MB = np.empty((9, 384), np.int8), np.empty((9, 3), np.float32)
     sum_MB = np.empty_like(scale_MB)
-    compiled_int8.round_to_bytes(x_MK.numpy(), 128, byte_MK, scale_MB, sum_MB)
+    for m in range(9):
+        compiled_int8.round_token(x_MK[m].numpy(), 128, byte_MK[m], scale_MB[m], sum_MB[m])
     in_order_MK = byte_MK.reshape(9, -1, 2, 4).transpose(0, 1, 3, 2).reshape(9, 3, 128)
     found_MK = (torch.from_numpy(in_order_MK).float() * torch.from_numpy(scale_MB)[..., None]).reshape(9, 384)
     assert torch.equal(found_MK[:, :300], rounded(x_MK, 128))

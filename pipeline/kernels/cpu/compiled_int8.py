@@ -15,8 +15,6 @@ Suffixes: M tokens, K inputs, N outputs, B blocks of inputs, T tiles, W words of
 # pyright: reportCallIssue=false
 # It does not see what `intrinsic` makes of a function.
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
@@ -30,7 +28,7 @@ STEP = 32  # inputs whose products are added in 16 bits
 
 _WORDS = STEP // 8
 _VECTOR = 8
-_as_defined: dict[str, Any] = options | {"fastmath": {"nsz"}}  # divisions and NaN as the definition has them
+_FEW = 4  # tokens that are rounded on one thread: waking another one would take longer
 _LARGEST = np.float32(127.0)
 _ZERO = np.float32(0.0)
 
@@ -125,52 +123,63 @@ def _add_byte_products(
     return types.void(*arrays, index, rows, vectors), lower
 
 
-@njit(**_as_defined)
-def round_to_bytes(x_MK, block, byte_MK, scale_MB, sum_MB):
-    """Steps 1 and 2 of `kernels/int8.py`, in the order of bytes told above; sum_MB: scale times a block's sum.
+@njit(error_model="numpy", fastmath={"nsz"})
+def round_token(x_K, block, byte_K, scale_B, sum_B):
+    """Steps 1 and 2 of `kernels/int8.py` for one token, in the order of bytes told above; sum_B: scale times a block's
+    sum.
 
-    `byte_MK` may have more columns than x, up to whole blocks: they become 0. A block that holds what is no finite
-    number gets a scale of NaN.
+    `byte_K` may have more inputs than x, up to whole blocks: they become 0. A block that holds what is no finite number
+    gets a scale of NaN. Its own `fastmath`: divisions and NaN as the definition has them.
     """
-    num_tokens, num_inputs = x_MK.shape
-    for m in prange(num_tokens):
-        integers = np.empty(block, np.int8)
-        for b in range(scale_MB.shape[1]):
-            start = b * block
-            values, rounded = x_MK[m, start : min(start + block, num_inputs)], byte_MK[m, start : start + block]
-            largest, broken = _ZERO, _ZERO
-            for i in range(len(values)):
-                magnitude = abs(values[i])
-                largest = magnitude if magnitude > largest else largest
-                broken += values[i] - values[i]  # 0, or NaN where a value is no finite number
-            inverse = _LARGEST / largest if largest > _ZERO and broken == _ZERO else _ZERO
-            count = np.int32(0)
-            for i in range(len(values)):
-                integer = np.int32(np.rint(values[i] * inverse)) if broken == _ZERO else np.int32(0)
-                integers[i] = np.int8(integer)
-                count += integer
-            for i in range(len(values), block):
-                integers[i] = 0
-            for i in range(0, block, 8):
-                for j in range(4):
-                    rounded[i + j] = integers[i + 2 * j]
-                    rounded[i + 4 + j] = integers[i + 2 * j + 1]
-            scale = largest / _LARGEST + broken
-            scale_MB[m, b] = scale
-            sum_MB[m, b] = scale * np.float32(count)
+    integers = np.empty(block, np.int8)
+    for b in range(len(scale_B)):
+        start = b * block
+        values, rounded = x_K[start : min(start + block, len(x_K))], byte_K[start : start + block]
+        largest, broken = _ZERO, _ZERO
+        for i in range(len(values)):
+            magnitude = abs(values[i])
+            largest = magnitude if magnitude > largest else largest
+            broken += values[i] - values[i]  # 0, or NaN where a value is no finite number
+        inverse = _LARGEST / largest if largest > _ZERO and broken == _ZERO else _ZERO
+        count = np.int32(0)
+        for i in range(len(values)):
+            integer = np.int32(np.rint(values[i] * inverse)) if broken == _ZERO else np.int32(0)
+            integers[i] = np.int8(integer)
+            count += integer
+        for i in range(len(values), block):
+            integers[i] = 0
+        for i in range(0, block, 8):
+            for j in range(4):
+                rounded[i + j] = integers[i + 2 * j]
+                rounded[i + 4 + j] = integers[i + 2 * j + 1]
+        scale = largest / _LARGEST + broken
+        scale_B[b] = scale
+        sum_B[b] = scale * np.float32(count)
 
 
 @njit(**options)
-def multiply_bytes(x_MQ, scale_MB, sum_MB, words_TWL, scales_TBL, offsets_TBL, out_MN):
-    """out = x @ weight.T, x as `round_to_bytes` left it, four bytes in an int32 (Q = K / 4).
+def multiply_bytes(x_MK, block, words_TWL, scales_TBL, offsets_TBL, out_MN):
+    """out = x @ weight.T, x (float32) rounded by blocks of so many inputs first.
 
     scales_TBL: of the weight; offsets_TBL: -zero times scale. Zero points are taken out of the products, as
     sum (q - zero) x = sum q x - zero sum x.
     """
-    (num_tokens, x_row), num_outputs, num_blocks = x_MQ.shape, out_MN.shape[1], scale_MB.shape[1]
-    x, xs, sum_x = x_MQ.reshape(-1), scale_MB.reshape(-1), sum_MB.reshape(-1)
+    num_tokens, num_outputs, num_blocks = len(x_MK), out_MN.shape[1], scales_TBL.shape[1]
+    byte_MK = np.empty((num_tokens, num_blocks * block), np.int8)
+    scale_MB, sum_MB = np.empty((num_tokens, num_blocks), np.float32), np.empty((num_tokens, num_blocks), np.float32)
+    if num_tokens < _FEW:
+        for m in range(num_tokens):
+            round_token(x_MK[m], block, byte_MK[m], scale_MB[m], sum_MB[m])
+    else:
+        for m in prange(num_tokens):
+            round_token(x_MK[m], block, byte_MK[m], scale_MB[m], sum_MB[m])
+    x, xs, sum_x = (
+        byte_MK.reshape(-1).view(np.int32),
+        scale_MB.reshape(-1),
+        sum_MB.reshape(-1),
+    )  # four bytes in an int32
+    x_row, block_q, steps = num_blocks * block // 4, block // 4, block // STEP
     num_tiles, num_pieces = len(words_TWL), (num_tokens + TOKENS - 1) // TOKENS
-    block_q, steps = x_row // num_blocks, x_row // num_blocks // (STEP // 4)
     for item in prange(num_tiles * num_pieces):
         t, first_token = item % num_tiles, item // num_tiles * TOKENS
         count = min(TOKENS, num_tokens - first_token)

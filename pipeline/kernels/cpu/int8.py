@@ -24,10 +24,10 @@ class ByteLinear(NarrowLinear):
         """`weight` of 4 bits, `block` as `int8_block` has it. x comes in the weight's order of inputs."""
         num_outputs, num_inputs = weight.out_features, weight.in_features
         super().__init__((num_outputs, num_inputs), weight.bias_N)
-        self.block, self.num_blocks = block, -(-num_inputs // block)
-        filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, self.num_blocks * block - num_inputs)))
+        self.block, num_blocks = block, -(-num_inputs // block)
+        filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, num_blocks * block - num_inputs)))
         self.words_TWL = tiles(join(filled_NK.reshape(num_outputs, -1, 8)))
-        group_B = np.arange(self.num_blocks) * block // weight.group_size
+        group_B = np.arange(num_blocks) * block // weight.group_size
         scales_NB = weight.scales_NG.to(torch.float32).numpy()[:, group_B]
         self.scales_TBL = tiles(scales_NB)
         self.offsets_TBL = tiles(-weight.zeros_NG.to(torch.float32).numpy()[:, group_B] * scales_NB)
@@ -35,19 +35,12 @@ class ByteLinear(NarrowLinear):
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         return super().__call__(x_MK.float()).to(x_MK.dtype)
 
-    def _is_parallel(self, num_tokens: int) -> bool:
-        """Of rounding too: telling another number of threads takes longer than rounding one token."""
+    def is_parallel(self, num_tokens: int) -> bool:
         return (num_tokens + UNPACKING) * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_BYTES
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        num_tokens = len(x_MK)
-        byte_MK = np.empty((num_tokens, self.num_blocks * self.block), np.int8)
-        scale_MB = np.empty((num_tokens, self.num_blocks), np.float32)
-        sum_MB = np.empty_like(scale_MB)
-        compiled_int8.round_to_bytes(x_MK, self.block, byte_MK, scale_MB, sum_MB)
-        compiled_int8.multiply_bytes(
-            byte_MK.view(np.int32), scale_MB, sum_MB, self.words_TWL, self.scales_TBL, self.offsets_TBL, out_MN
-        )
+        words, scales, offsets = self.words_TWL, self.scales_TBL, self.offsets_TBL
+        compiled_int8.multiply_bytes(x_MK, self.block, words, scales, offsets, out_MN)
 
 
 def byte_linears() -> RoundedLinears:
