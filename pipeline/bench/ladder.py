@@ -18,7 +18,7 @@ first rungs are better than an engine that pads would make them. Sorting is by t
 length together, which a real job does not know: the dynamic rung is the best that one can do.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -200,7 +200,7 @@ def bench_ladder(
         name,
         rounds,
         rungs,
-        "" if is_served else _why_no_int4(is_awq, name),
+        _left_out(ways, is_awq, name),
         machine,
     )
 
@@ -299,10 +299,14 @@ def _bytes(folder: Path, resolved: Resolved) -> int:
     return weight_bytes(read_config(folder), resolved.device, resolved.dtype)
 
 
-def _why_no_int4(is_awq: bool, dtype: str) -> str:
+def _left_out(ways: Collection[str], is_awq: bool, dtype: str) -> str:
     if not is_awq:
         return "No rung of int4 weights: the checkpoint has none."
-    return f"No rung of int4 weights: there are no kernels for them in {dtype} here, so they are dequantized at load."
+    nothing = f"there are no kernels for them in {dtype} here"
+    if INT4 not in ways:
+        return f"No rung of int4 weights: {nothing}, so they are dequantized at load."
+    missing = [what for way, what in ((INT8, "int8 weights"), (ROUNDED, "int8 activations")) if way not in ways]
+    return f"No rung of {' and '.join(missing)}: {nothing}." if missing else ""
 
 
 def _rung(name: str, runs: list[_Run], first: list[_Run]) -> Rung:

@@ -48,6 +48,14 @@ def test_a_checkpoint_without_int4_weights_has_no_such_rung(tmp_path):
     assert "No rung of int4 weights: the checkpoint has none." in found.to_text()
 
 
+def test_it_is_said_which_rungs_are_not_there():
+    assert ladder._left_out([ONE, INT8, INT4, ROUNDED], True, "float32") == ""
+    none = "there are no kernels for them in bfloat16 here"
+    assert ladder._left_out([ONE, INT4, ROUNDED], True, "bfloat16") == f"No rung of int8 weights: {none}."
+    assert ladder._left_out([INT4], True, "bfloat16") == f"No rung of int8 weights and int8 activations: {none}."
+    assert ladder._left_out([ONE], True, "bfloat16").startswith(f"No rung of int4 weights: {none}, so")
+
+
 def test_sorted_batches_hold_their_longest_in_the_memory_there_is():
     lengths = [100, 10, 50, 49, 12, 11, 90]
     requests = [Request(i, [1] * (n - 5), SamplingParams(max_tokens=5)) for i, n in enumerate(lengths)]
