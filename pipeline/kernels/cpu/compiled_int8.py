@@ -123,6 +123,18 @@ def _add_byte_products(
     return types.void(*arrays, index, rows, vectors), lower
 
 
+@intrinsic
+def _wide(typing_context, value):
+    """A float32 as it is, or that of a float16's bits in uint16; processors with AVX2 have the instruction."""
+
+    def lower(context, builder, signature, arguments):
+        if value == types.float32:
+            return arguments[0]
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(value), lower
+
+
 @njit(error_model="numpy", fastmath={"nsz"})
 def round_token(x_K, block, byte_K, scale_B, sum_B):
     """Steps 1 and 2 of `kernels/int8.py` for one token, in the order of bytes told above; sum_B: scale times a block's
@@ -158,11 +170,11 @@ def round_token(x_K, block, byte_K, scale_B, sum_B):
 
 
 @njit(**options)
-def multiply_bytes(x_MK, block, words_TWL, scales_TBL, offsets_TBL, out_MN):
+def multiply_bytes(x_MK, block, words_TWL, scales_TBL, zeros_TBL, out_MN):
     """out = x @ weight.T, x (float32) rounded by blocks of so many inputs first.
 
-    scales_TBL: of the weight; offsets_TBL: -zero times scale. Zero points are taken out of the products, as
-    sum (q - zero) x = sum q x - zero sum x.
+    scales_TBL, zeros_TBL: of the weight, in float32 or as the bits of float16, and in uint8. Zero points are taken out
+    of the products, as sum (q - zero) x = sum q x - zero sum x.
     """
     num_tokens, num_outputs, num_blocks = len(x_MK), out_MN.shape[1], scales_TBL.shape[1]
     byte_MK = np.empty((num_tokens, num_blocks * block), np.int8)
@@ -173,17 +185,20 @@ def multiply_bytes(x_MK, block, words_TWL, scales_TBL, offsets_TBL, out_MN):
     else:
         for m in prange(num_tokens):
             round_token(x_MK[m], block, byte_MK[m], scale_MB[m], sum_MB[m])
-    x, xs, sum_x = (
-        byte_MK.reshape(-1).view(np.int32),
-        scale_MB.reshape(-1),
-        sum_MB.reshape(-1),
-    )  # four bytes in an int32
+    x = byte_MK.reshape(-1).view(np.int32)  # four bytes each
+    xs, sum_x = scale_MB.reshape(-1), sum_MB.reshape(-1)
     x_row, block_q, steps = num_blocks * block // 4, block // 4, block // STEP
     num_tiles, num_pieces = len(words_TWL), (num_tokens + TOKENS - 1) // TOKENS
     for item in prange(num_tiles * num_pieces):
         t, first_token = item % num_tiles, item // num_tiles * TOKENS
         count = min(TOKENS, num_tokens - first_token)
-        words, scales, offsets = words_TWL[t].reshape(-1), scales_TBL[t].reshape(-1), offsets_TBL[t].reshape(-1)
+        words = words_TWL[t].reshape(-1)
+        scale_BL, offset_BL = np.empty((num_blocks, LANES), np.float32), np.empty((num_blocks, LANES), np.float32)
+        for b in range(num_blocks):
+            for n in range(LANES):
+                scale = _wide(scales_TBL[t, b, n])
+                scale_BL[b, n], offset_BL[b, n] = scale, -(np.float32(zeros_TBL[t, b, n]) * scale)
+        scales, offsets = scale_BL.reshape(-1), offset_BL.reshape(-1)
         sum_ML = np.zeros((count, LANES), np.float32)
         sums = sum_ML.reshape(-1)
         for m in range(count):

@@ -28,9 +28,8 @@ class ByteLinear(NarrowLinear):
         filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, num_blocks * block - num_inputs)))
         self.words_TWL = tiles(join(filled_NK.reshape(num_outputs, -1, 8)))
         group_B = np.arange(num_blocks) * block // weight.group_size
-        scales_NB = weight.scales_NG.to(torch.float32).numpy()[:, group_B]
-        self.scales_TBL = tiles(scales_NB)
-        self.offsets_TBL = tiles(-weight.zeros_NG.to(torch.float32).numpy()[:, group_B] * scales_NB)
+        self.scales_TBL = tiles(_narrow(weight.scales_NG)[:, group_B])
+        self.zeros_TBL = tiles(weight.zeros_NG.to(torch.uint8).numpy()[:, group_B])
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         return super().__call__(x_MK.float()).to(x_MK.dtype)
@@ -39,8 +38,15 @@ class ByteLinear(NarrowLinear):
         return (num_tokens + UNPACKING) * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_BYTES
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        words, scales, offsets = self.words_TWL, self.scales_TBL, self.offsets_TBL
-        compiled_int8.multiply_bytes(x_MK, self.block, words, scales, offsets, out_MN)
+        weight = self.words_TWL, self.scales_TBL, self.zeros_TBL
+        compiled_int8.multiply_bytes(x_MK, self.block, *weight, out_MN)
+
+
+def _narrow(scales_NG: torch.Tensor) -> np.ndarray:
+    """The bits of float16 where that loses nothing: they are read with the weight, and an eighth of it in float32."""
+    narrow_NG = scales_NG.to(torch.float16)
+    exact = torch.equal(narrow_NG.to(torch.float32), scales_NG.to(torch.float32))
+    return narrow_NG.view(torch.uint16).numpy() if exact else scales_NG.to(torch.float32).numpy()
 
 
 def byte_linears() -> RoundedLinears:
@@ -57,5 +63,6 @@ def byte_linears() -> RoundedLinears:
 
 
 def multiplies_bytes() -> bool:
-    """Whether this processor has the instructions (AVX2)."""
-    return bool(binding.get_host_cpu_features().get("avx2"))
+    """Whether this processor has the instructions (AVX2, and widening of float16)."""
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx2") and features.get("f16c"))
