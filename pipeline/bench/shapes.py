@@ -168,12 +168,13 @@ def in_int8(folder: Path, say: Callable[[str], None] = lambda text: None) -> Pat
         centered_NK = (weight.q_NK.to(zeros_NK.dtype) - zeros_NK).to(torch.int8)
         return {f"{prefix}.weight": centered_NK, f"{prefix}.weight_scale": weight.scales_NG}
 
+    awq = read_config(folder).quantization
     weights = {
         "num_bits": 8,
         "type": "int",
         "symmetric": True,
         "strategy": "group",
-        "group_size": read_config(folder).quantization.group_size,
+        "group_size": None if awq is None else awq.group_size,
     }
     quantization = {
         "quant_method": "compressed-tensors",

@@ -42,12 +42,13 @@ class _Layer:
         narrow = [linear for linear in linears if isinstance(linear, NarrowLinear)]
         if len(narrow) < len(linears):
             return None
+        qkv, o, gate_up, down = narrow
         norms = parts.input_norm_H.numpy(), parts.post_norm_H.numpy()
         qk_norms = (np.ones(head_dim, np.float32),) * 2
         if parts.qk_norm_D is not None:
             qk_norms = parts.qk_norm_D[0].numpy(), parts.qk_norm_D[1].numpy()
         window = UNBOUNDED if parts.window is None else parts.window
-        return cls(*norms, parts.qk_norm_D is not None, *qk_norms, *narrow, window)
+        return cls(*norms, parts.qk_norm_D is not None, *qk_norms, qkv, o, gate_up, down, window)
 
     def is_parallel(self, num_tokens: int) -> bool:
         return any(linear.is_parallel(num_tokens) for linear in (self.qkv, self.o, self.gate_up, self.down))

@@ -30,7 +30,7 @@ class NarrowLinear(ABC):
 
     def __init__(self, shape_NK: tuple[int, int], bias_N: torch.Tensor | None) -> None:
         self.shape_NK = shape_NK
-        self.bias_N = None if bias_N is None else bias_N.to(torch.float32).numpy()
+        self.bias_N = None if bias_N is None else bias_N.to(torch.float32)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         num_tokens = x_MK.shape[0]
@@ -43,7 +43,7 @@ class NarrowLinear(ABC):
         """y to `out_MN`, on as many threads as compiled kernels run on now. Both float32 and contiguous."""
         self._multiply(x_MK, out_MN)
         if self.bias_N is not None:
-            out_MN += self.bias_N
+            out_MN += self.bias_N.numpy()
 
     def is_parallel(self, num_tokens: int) -> bool:
         """Whether so many tokens are worth more than one thread."""
