@@ -1,47 +1,51 @@
 """Why the engine is built as it is: one workload of ragged lengths, served in five ways and more, each a rung higher.
 
-Every rung is this engine, on the same prompts, giving the same tokens; what changes is which requests it has at a time.
-All rungs have the same memory for weights and KV cache; those above the first and below the last have KV blocks for
-`batch` requests of the longest length:
+Every rung is this engine, on the same prompts, giving the same tokens, but for the last one (other numerics); what
+changes is which requests it has at a time. All rungs have the same memory for weights and KV cache; those above the
+first and below int8 weights have KV blocks for `batch` requests of the longest length:
 
     one request at a time     the next begins when the last has ended
     static batches            `batch` requests, each with room for the longest; the next when all of them have ended
     dynamic batches           sorted by length; as many as fit with room for the longest of their own batch
     continuous batching       a request begins as soon as blocks for what it is expected to need are free
     + prefix sharing          the prompts' common beginning is computed and held once
-    + int4 weights            where they are served so; the memory that they save goes to the KV cache
+    + int8 weights            the same values in 8 bits, where they are served so; the memory saved goes to the KV cache
+    + int4 weights            the same in 4 bits
+    + int8 activations        inputs of linears rounded, where the processor has products of bytes: tokens may differ
 
 Static and dynamic batches here pad nothing: a batch of this engine computes no token that nobody asked for, so the
 first rungs are better than an engine that pads would make them. Sorting is by the prompt's and the wanted output's
 length together, which a real job does not know: the dynamic rung is the best that one can do.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio
-from pipeline.bench.shapes import SHAPES, bench_model, dequantized
+from pipeline.bench.shapes import SHAPES, bench_model, dequantized, in_int8
 from pipeline.bench.workload import Workload
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
 from pipeline.engine.engine import Engine
 from pipeline.engine.memory import weight_bytes
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.resolve import resolve
+from pipeline.engine.resolve import Resolved, resolve
 from pipeline.errors import PipelineError
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
 from pipeline.quant.awq import AwqFormat
 
-ONE, STATIC, DYNAMIC, CONTINUOUS, SHARING, INT4 = (
+ONE, STATIC, DYNAMIC, CONTINUOUS, SHARING, INT8, INT4, ROUNDED = (
     "one request at a time",
     "static batches",
     "dynamic batches, sorted",
     "continuous batching",
     "+ prefix sharing",
+    "+ int8 weights",
     "+ int4 weights",
+    "+ int8 activations",
 )
 BLOCK_SIZE = 16
 SLOTS_PER_BATCH = 8  # continuous batching may have so many times `batch` requests at once, if the memory does
@@ -98,8 +102,11 @@ class LadderBench:
                 f"{rung.at_once:>9.1f}{rung.computed_tokens:>17,}"
             )
         asked = self.requests * self.rounds
-        fewest = min(rung.equal for rung in self.rungs)
-        lines += ["", f"Tokens equal to the first rung's: {fewest} of {asked} requests in every rung."]
+        rounded = [rung for rung in self.rungs if rung.name == ROUNDED]
+        fewest, others = min(rung.equal for rung in self.rungs if rung not in rounded), ""
+        if rounded:
+            others = f" but the last, which rounds otherwise: {rounded[0].equal} of {asked} there"
+        lines += ["", f"Tokens equal to the first rung's: {fewest} of {asked} requests in every rung{others}."]
         if self.left_out:
             lines.append(self.left_out)
         return "\n".join(lines)
@@ -117,7 +124,7 @@ def bench_ladder(
     say: Callable[[str], None] = lambda text: None,
 ) -> LadderBench:
     """Measure `model`: `demo`, a shape of `shapes.NAMES`, or a path. Of one that there is in int4 too, all rungs
-    compute the values of its int4 weights, and the last holds them as int4 where that is served.
+    compute the values of its int4 weights, and the last ones hold them as int8 and int4 where that is served.
 
     Raises PipelineError when a rung gives other float32 tokens than the first.
     """
@@ -130,18 +137,20 @@ def bench_ladder(
     resolved = resolve(EngineConfig(str(found.folder), dtype=dtype), own)
     name = str(resolved.dtype).removeprefix("torch.")
     is_awq = isinstance(own.quantization, AwqFormat)
-    is_served = is_awq and "int4" in select_kernels(resolved.device, resolved.dtype).served_by["linear"]
+    kernels = select_kernels(resolved.device, resolved.dtype)
+    is_served = is_awq and "int4" in kernels.served_by["linear"]
     plain = dequantized(found.folder, resolved.dtype, say) if is_served else found.folder
     prompts = _Prompts(plain, requests, output_tokens)
     longest = prompts.longest(rounds)
     kv_tokens = batch * _in_blocks(longest)
 
-    def engine(place: Path, saved_bytes: int = 0) -> Engine:
+    def engine(place: Path, saved_bytes: int = 0, activation_dtype: str = "auto") -> Engine:
         say(f"loading {place.name}")
         made = Engine(
             EngineConfig(
                 str(place),
                 dtype=name,
+                activation_dtype=activation_dtype,
                 max_model_len=longest,
                 max_num_seqs=SLOTS_PER_BATCH * batch,
                 block_size=BLOCK_SIZE,
@@ -161,8 +170,15 @@ def bench_ladder(
         SHARING: (dense, True, lambda e, r: _waves(e, [r])),
     }
     if is_served:
-        wide, narrow = (weight_bytes(config, resolved.device, resolved.dtype) for config in (read_config(plain), own))
-        ways[INT4] = (engine(found.folder, wide - narrow), True, lambda e, r: _waves(e, [r]))
+        plain_bytes, all_at_once = _bytes(plain, resolved), lambda e, r: _waves(e, [r])
+        if "8-bit" in kernels.served_by["linear"]:
+            narrow = in_int8(found.folder, say)
+            ways[INT8] = (engine(narrow, plain_bytes - _bytes(narrow, resolved)), True, all_at_once)
+        saved_bytes = plain_bytes - _bytes(found.folder, resolved)
+        ways[INT4] = (engine(found.folder, saved_bytes), True, all_at_once)
+        rounded = kernels.rounded.get("int8")
+        if rounded is not None and "products of bytes" in rounded.served_by:
+            ways[ROUNDED] = (engine(found.folder, saved_bytes, "int8"), True, all_at_once)
     runs: dict[str, list[_Run]] = {way: [] for way in ways}
     for number, order in enumerate(alternating(list(ways), rounds)):
         asked = prompts.round(number)
@@ -171,7 +187,7 @@ def bench_ladder(
             runs[way].append(_run(*ways[way], asked))
     rungs = tuple(_rung(way, runs[way], runs[ONE]) for way in ways)
     for rung in rungs:
-        if name == "float32" and rung.equal < requests * rounds:
+        if name == "float32" and rung.name != ROUNDED and rung.equal < requests * rounds:
             raise PipelineError(f"{rung.name}: {requests * rounds - rung.equal} float32 completions are not {ONE}'s")
     return LadderBench(
         found.about,
@@ -184,7 +200,7 @@ def bench_ladder(
         name,
         rounds,
         rungs,
-        "" if is_served else _why_no_int4(is_awq, name),
+        _left_out(ways, is_awq, name),
         machine,
     )
 
@@ -279,10 +295,18 @@ def _in_blocks(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
-def _why_no_int4(is_awq: bool, dtype: str) -> str:
+def _bytes(folder: Path, resolved: Resolved) -> int:
+    return weight_bytes(read_config(folder), resolved.device, resolved.dtype)
+
+
+def _left_out(ways: Collection[str], is_awq: bool, dtype: str) -> str:
     if not is_awq:
         return "No rung of int4 weights: the checkpoint has none."
-    return f"No rung of int4 weights: there are no kernels for them in {dtype} here, so they are dequantized at load."
+    nothing = f"there are no kernels for them in {dtype} here"
+    if INT4 not in ways:
+        return f"No rung of int4 weights: {nothing}, so they are dequantized at load."
+    missing = [what for way, what in ((INT8, "int8 weights"), (ROUNDED, "int8 activations")) if way not in ways]
+    return f"No rung of {' and '.join(missing)}: {nothing}." if missing else ""
 
 
 def _rung(name: str, runs: list[_Run], first: list[_Run]) -> Rung:

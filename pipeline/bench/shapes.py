@@ -26,6 +26,7 @@ from pipeline.model.config import read_config, read_json
 from pipeline.model.load import Checkpoint
 from pipeline.model.locate import locate_model
 from pipeline.quant.awq import SUFFIXES, AwqFormat
+from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
 SHARD_BYTES = 512 << 20
 GROUP = 128
@@ -146,10 +147,56 @@ def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = l
 
     What a program without AWQ kernels computes the same model from.
     """
+    name = str(dtype).removeprefix("torch.")
+
+    def plain(prefix: str, weight: LinearWeight) -> dict[str, torch.Tensor]:
+        return {f"{prefix}.weight": weight.dequantize(dtype)}
+
+    return _rewritten(folder, name, {"dtype": name}, plain, lambda other: other.to(dtype), say)
+
+
+def in_int8(folder: Path, say: Callable[[str], None] = lambda text: None) -> Path:
+    """The folder in the cache that holds an AWQ checkpoint's weights as integers of 8 bits, written once.
+
+    compressed-tensors "int-quantized": `weight` (N, K) int8 and `weight_scale` (N, G). The values are exactly those of
+    the 4 bits, since q - zero fits and scales stay.
+    """
+
+    def bytes_of(prefix: str, weight: LinearWeight) -> dict[str, torch.Tensor]:
+        assert isinstance(weight, GroupIntWeight)
+        zeros_NK = weight.zeros_NG.repeat_interleave(weight.group_size, dim=1)
+        centered_NK = (weight.q_NK.to(zeros_NK.dtype) - zeros_NK).to(torch.int8)
+        return {f"{prefix}.weight": centered_NK, f"{prefix}.weight_scale": weight.scales_NG}
+
+    awq = read_config(folder).quantization
+    weights = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": None if awq is None else awq.group_size,
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    return _rewritten(folder, "int8", {"quantization_config": quantization}, bytes_of, lambda other: other, say)
+
+
+def _rewritten(
+    folder: Path,
+    kind: str,
+    changed: dict[str, Any],
+    of_linear: Callable[[str, LinearWeight], dict[str, torch.Tensor]],
+    of_other: Callable[[torch.Tensor], torch.Tensor],
+    say: Callable[[str], None],
+) -> Path:
+    """An AWQ checkpoint in another form: of each linear the named tensors, of other tensors what `of_other` makes."""
     awq = read_config(folder).quantization
     if not isinstance(awq, AwqFormat) or awq.version != "gemm":
         raise ConfigError(f"{folder}: not an AWQ checkpoint of the gemm layout")
-    place = derived(folder, str(dtype).removeprefix("torch."))
+    place = derived(folder, kind)
     if place.is_dir():
         return place
 
@@ -160,20 +207,20 @@ def dequantized(folder: Path, dtype: torch.dtype, say: Callable[[str], None] = l
             if suffix == "qweight":
                 packed = checkpoint.take(name)
                 shape_NK = (packed.shape[1] * 8, packed.shape[0])
-                yield f"{prefix}.weight", awq.read_linear(prefix, shape_NK, checkpoint, None).dequantize(dtype)
+                yield from of_linear(prefix, awq.read_linear(prefix, shape_NK, checkpoint, None)).items()
             elif suffix not in SUFFIXES:
-                yield name, checkpoint.take(name).to(dtype)
+                yield name, of_other(checkpoint.take(name))
 
     def write(there: Path) -> None:
         config = read_json(folder / "config.json")
         del config["quantization_config"]
-        there.joinpath("config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+        there.joinpath("config.json").write_text(json.dumps(config | changed))
         for file in folder.iterdir():
             if file.is_file() and file.name != "config.json" and ".safetensors" not in file.name:
                 shutil.copy(file, there)
         _write_shards(there, tensors())
 
-    say(f"writing the weights of {folder.name} as {dtype} to {place}")
+    say(f"writing the weights of {folder.name} as {kind} to {place}")
     _whole_or_not_at_all(place, write)
     return place
 

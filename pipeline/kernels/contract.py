@@ -5,7 +5,7 @@ F width between up and down, N query heads, K KV heads, M heads of all kinds (N 
 B block size, C number of blocks, M most blocks of a sequence in a block table.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,6 +87,40 @@ class GraphAttention(Protocol):
         ...
 
 
+class LayerParts(Protocol):
+    """What a decoder layer is made of, as its kernels prepared it."""
+
+    input_norm_H: torch.Tensor
+    post_norm_H: torch.Tensor
+    qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+
+class DecodeSteps(Protocol):
+    """All layers at once, of steps in which each sequence computes one token.
+
+    The same numbers as layer by layer: the order of kernels is the same, and so are they.
+    """
+
+    def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool: ...
+
+    def run(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        cos_TD2: torch.Tensor,
+        sin_TD2: torch.Tensor,
+        where: AttentionInput,
+        caches: Sequence[LayerCache],
+    ) -> None:
+        """x and residual become what they are behind the last layer; keys and values are written into the caches."""
+        ...
+
+
 @dataclass(frozen=True)
 class RoundedLinears:
     """Linears on activations that are rounded first, as `kernels/fp8.py` or `kernels/int8.py` defines it.
@@ -119,6 +153,8 @@ class Kernels:
       sum, of equal ones the first. Drawn is the first token with w > 0 at which the running sum of what is left, by
       token, passes u times the whole. Options are rounded to float32 before.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
+    decode_steps(layers, head_dim, eps) -> DecodeSteps for layers made with `prepare_linear`; None: of these layers, or
+      with these kernels, there are none.
     rounded: by an `engine.activation_dtype`, linears on such activations, which serve only where asked for.
     """
 
@@ -142,4 +178,5 @@ class Kernels:
     draw: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     served_by: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
+    decode_steps: Callable[[Sequence[LayerParts], int, float], DecodeSteps | None] | None = None
     rounded: Mapping[str, RoundedLinears] = field(default_factory=dict)

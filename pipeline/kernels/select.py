@@ -81,6 +81,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
         return replace(kernels, served_by=slow | {"linear": linear})
     from pipeline.kernels.cpu.attention import attention
+    from pipeline.kernels.cpu.decode_steps import decode_steps
     from pipeline.kernels.cpu.fused import add_rms_norm, norm_rope_write, silu_mul
     from pipeline.kernels.cpu.int8 import byte_linears, multiplies_bytes
     from pipeline.kernels.cpu.threads import own_threads
@@ -96,6 +97,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         norm_rope_write=norm_rope_write,
         attention=attention,
         silu_mul=silu_mul,
+        decode_steps=decode_steps if dtype == torch.float32 else None,
         served_by={
             "linear": linear,
             "add_rms_norm": "numba, one pass",
@@ -123,7 +125,13 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
         "linear": "numba, whole tiles of tokens; batch-invariant",
         "attention": "numba, each query alone; batch-invariant",
     }
-    return replace(kernels, prepare_linear=prepare_linear, attention=attention, served_by=kernels.served_by | own)
+    return replace(
+        kernels,
+        prepare_linear=prepare_linear,
+        attention=attention,
+        decode_steps=None,
+        served_by=kernels.served_by | own,
+    )
 
 
 def select_lookup() -> Callable[..., None] | None:

@@ -153,6 +153,9 @@ class Decoder:
         self.final_norm_H = reader.final_norm().to(device, dtype)
         self.lm_head = kernels.prepare_linear(DenseWeight(embedding) if config.tie_embeddings else reader.lm_head())
         reader.finish()
+        self._decode_steps = None
+        if kernels.decode_steps is not None:
+            self._decode_steps = kernels.decode_steps(self.layers, config.head_dim, config.norm_eps)
         self.num_widened = len(reader.widened)
 
     def forward(
@@ -173,9 +176,13 @@ class Decoder:
         k, eps = self.kernels, self.config.norm_eps
         x_TH = F.embedding(token_ids_T, self.embedding_VH).to(self.dtype)
         residual_TH = torch.zeros_like(x_TH)
-        for layer in self.layers:
-            wanted_R = row_R if layer is self.layers[-1] else None
-            x_TH, residual_TH = layer.forward(x_TH, residual_TH, cos, sin, where, kv, wanted_R)
+        at_once = self._decode_steps
+        if at_once is not None and len(row_R) == len(x_TH) and at_once.serves(where, kv.layers):
+            at_once.run(x_TH, residual_TH, cos, sin, where, kv.layers)
+        else:
+            for layer in self.layers:
+                wanted_R = row_R if layer is self.layers[-1] else None
+                x_TH, residual_TH = layer.forward(x_TH, residual_TH, cos, sin, where, kv, wanted_R)
         if len(row_R) == 0:
             return x_TH
         return k.add_rms_norm(x_TH, residual_TH, self.final_norm_H, eps)[0]

@@ -5,7 +5,18 @@ import json
 import pytest
 
 from pipeline.bench import ladder
-from pipeline.bench.ladder import BLOCK_SIZE, CONTINUOUS, DYNAMIC, INT4, ONE, SHARING, STATIC, bench_ladder
+from pipeline.bench.ladder import (
+    BLOCK_SIZE,
+    CONTINUOUS,
+    DYNAMIC,
+    INT4,
+    INT8,
+    ONE,
+    ROUNDED,
+    SHARING,
+    STATIC,
+    bench_ladder,
+)
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.errors import PipelineError
 
@@ -14,9 +25,10 @@ def test_every_rung_gives_the_same_tokens(tmp_path):
     said = []
     found = bench_ladder("demo", 6, 2, 1, (2, 6), "float32", 1, str(tmp_path), said.append)
     rungs = {rung.name: rung for rung in found.rungs}
-    assert list(rungs) == [ONE, STATIC, DYNAMIC, CONTINUOUS, SHARING, INT4]
-    assert [rung.equal for rung in found.rungs] == [6] * 6
-    assert rungs[INT4].at_once > rungs[SHARING].at_once  # what the weights save holds keys and values
+    assert list(rungs) == [ONE, STATIC, DYNAMIC, CONTINUOUS, SHARING, INT8, INT4, ROUNDED]
+    assert [rung.equal for rung in found.rungs[:-1]] == [6] * 7
+    # what the weights save holds keys and values
+    assert rungs[ROUNDED].at_once >= rungs[INT4].at_once >= rungs[INT8].at_once > rungs[SHARING].at_once
     assert rungs[ONE].at_once == 1.0
     assert 1.0 < rungs[STATIC].at_once <= 2.0
     assert {rungs[name].computed_tokens for name in (ONE, STATIC, DYNAMIC, CONTINUOUS)} == {found.prompt_tokens}
@@ -24,14 +36,24 @@ def test_every_rung_gives_the_same_tokens(tmp_path):
     assert saved == 5 * (found.shared_tokens // BLOCK_SIZE) * BLOCK_SIZE  # all but the first request's
     assert found.kv_tokens % (2 * BLOCK_SIZE) == 0
     assert json.loads(json.dumps(found.to_json()))["rungs"][0]["name"] == ONE
-    assert "Tokens equal to the first rung's: 6 of 6 requests in every rung." in found.to_text()
-    assert said[-1] == f"round 1 of 1: {INT4}"
+    others = f"6 of 6 requests in every rung but the last, which rounds otherwise: {rungs[ROUNDED].equal} of 6 there."
+    assert f"Tokens equal to the first rung's: {others}" in found.to_text()
+    assert said[-1] == f"round 1 of 1: {ROUNDED}"
+    assert len({line for line in said if line.startswith("loading")}) == 3  # the last two rungs: one folder
 
 
 def test_a_checkpoint_without_int4_weights_has_no_such_rung(tmp_path):
     found = bench_ladder("demo:target", 3, 2, 1, (2, 3), "float32", 1, str(tmp_path))
     assert found.rungs[-1].name == SHARING
     assert "No rung of int4 weights: the checkpoint has none." in found.to_text()
+
+
+def test_it_is_said_which_rungs_are_not_there():
+    assert ladder._left_out([ONE, INT8, INT4, ROUNDED], True, "float32") == ""
+    none = "there are no kernels for them in bfloat16 here"
+    assert ladder._left_out([ONE, INT4, ROUNDED], True, "bfloat16") == f"No rung of int8 weights: {none}."
+    assert ladder._left_out([INT4], True, "bfloat16") == f"No rung of int8 weights and int8 activations: {none}."
+    assert ladder._left_out([ONE], True, "bfloat16").startswith(f"No rung of int4 weights: {none}, so")
 
 
 def test_sorted_batches_hold_their_longest_in_the_memory_there_is():

@@ -1,5 +1,7 @@
 """Linears on activations rounded to int8, against their definition in torch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,17 @@ def test_a_token_is_the_same_alone_and_among_others() -> None:
     together_MN = linear(x_MK)
     for m in range(len(x_MK)):
         assert torch.equal(linear(x_MK[m : m + 1])[0], together_MN[m])
+
+
+def test_scales_of_float16_are_kept_in_16_bits() -> None:
+    weight = group_weight(100, 512, 128)
+    halves = replace(weight, scales_NG=weight.scales_NG.to(torch.float16).float())
+    x_MK = torch.randn(7, 512)
+    narrow, wide = ByteLinear(halves, 128), ByteLinear(halves, 128)
+    assert narrow.scales_TBL.dtype == np.uint16
+    wide.scales_TBL = narrow.scales_TBL.view(np.float16).astype(np.float32)
+    assert torch.equal(narrow(x_MK), wide(x_MK))
+    assert ByteLinear(weight, 128).scales_TBL.dtype == np.float32
 
 
 def test_rounding_is_the_definitions() -> None:

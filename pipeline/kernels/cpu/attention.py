@@ -18,7 +18,8 @@ PARALLEL_KEYS = 1 << 17
 PARALLEL_QUERIES = 1 << 19
 """The same for several queries a sequence: elements of keys times queries."""
 
-_UNBOUNDED = np.iinfo(np.int64).max // 2
+UNBOUNDED = np.iinfo(np.int64).max // 2
+"""The window of full attention."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def attention(
         where.worked_out[key] = _plan(where, num_heads, num_kv_heads, head_dim)
     decode, prefill = where.worked_out[key]
     arrays = arrays_of(cache)
-    options = _UNBOUNDED if window is None else window, np.float32(scale)
+    options = UNBOUNDED if window is None else window, np.float32(scale)
     q_TND = q_TND.contiguous()
     if prefill is None:
         assert decode is not None
@@ -95,9 +96,8 @@ def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: in
         if not all_single:
             token_S = torch.from_numpy(where.query_start_S1[single].astype(np.int64))
             table_SM, context_len_S = table_SM[single], context_len_S[single]
-        parallel = int(context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_KEYS
-        num_threads = use_threads(parallel)
-        parts = 1 if len(single) >= 8 * num_threads else _parts(num_kv_heads, num_threads)
+        parallel = many_keys(context_len_S, num_kv_heads, head_dim)
+        parts = parts_of(len(single), num_kv_heads, use_threads(parallel))
         decode = _Decode(token_S, np.ascontiguousarray(table_SM), context_len_S, parallel, parts)
     if len(longer):
         products = int((count_S[longer].astype(np.int64) * where.context_len_S[longer]).sum())
@@ -130,6 +130,14 @@ def _prefill_items(
     return item_I3[dealt_I], position_T
 
 
-def _parts(num_kv_heads: int, num_threads: int) -> int:
-    """The fewest equal parts of the KV heads of which each thread gets one; all of them where there are too few."""
+def many_keys(context_len_S: np.ndarray, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether single queries over so many keys are worth more than one thread."""
+    return int(context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_KEYS
+
+
+def parts_of(num_sequences: int, num_kv_heads: int, num_threads: int) -> int:
+    """Of so many single queries: 1 where there are enough to deal out whole ones, else the fewest equal parts of the KV
+    heads of which each thread gets one; all of them where there are too few."""
+    if num_sequences >= 8 * num_threads:
+        return 1
     return next((p for p in range(num_threads, num_kv_heads) if num_kv_heads % p == 0), num_kv_heads)

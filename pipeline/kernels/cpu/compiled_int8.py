@@ -17,7 +17,7 @@ Suffixes: M tokens, K inputs, N outputs, B blocks of inputs, T tiles, W words of
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -26,6 +26,7 @@ from pipeline.kernels.cpu.threads import kernel, share_out
 from pipeline.kernels.cpu.tile import tile_product
 
 STEP = 32  # inputs whose products are added in 16 bits
+FEW = 4  # tokens below which `multiply_bytes` rounds them itself, on one thread: another call takes longer
 
 _WORDS = STEP // 8
 _VECTOR = 8
@@ -123,60 +124,89 @@ def _add_byte_products(
     return types.void(*arrays, index, rows, vectors), lower
 
 
-@kernel(fastmath={"nsz"})  # divisions and NaN as the definition has them
-def round_to_bytes(x_MK, block, byte_MK, scale_MB, sum_MB, begin, end):
-    """Steps 1 and 2 of `kernels/int8.py`, in the order of bytes told above; sum_MB: scale times a block's sum.
+@intrinsic
+def _wide(typing_context, value):
+    """A float32 as it is, or that of a float16's bits in uint16; processors with AVX2 have the instruction."""
 
-    `byte_MK` may have more columns than x, up to whole blocks: they become 0. A block that holds what is no finite
-    number gets a scale of NaN.
+    def lower(context, builder, signature, arguments):
+        if value == types.float32:
+            return arguments[0]
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(value), lower
+
+
+@njit(error_model="numpy", fastmath={"nsz"})
+def round_token(x_K, block, byte_K, scale_B, sum_B):
+    """Steps 1 and 2 of `kernels/int8.py` for one token, in the order of bytes told above; sum_B: scale times a block's
+    sum.
+
+    `byte_K` may have more inputs than x, up to whole blocks: they become 0. A block that holds what is no finite number
+    gets a scale of NaN. Its own `fastmath`: divisions and NaN as the definition has them.
     """
-    num_tokens, num_inputs = x_MK.shape
-    if end < 0:
-        return share_out(num_tokens)
-    for m in range(begin, end):
-        integers = np.empty(block, np.int8)
-        for b in range(scale_MB.shape[1]):
-            start = b * block
-            values, rounded = x_MK[m, start : min(start + block, num_inputs)], byte_MK[m, start : start + block]
-            largest, broken = _ZERO, _ZERO
-            for i in range(len(values)):
-                magnitude = abs(values[i])
-                largest = magnitude if magnitude > largest else largest
-                broken += values[i] - values[i]  # 0, or NaN where a value is no finite number
-            inverse = _LARGEST / largest if largest > _ZERO and broken == _ZERO else _ZERO
-            count = np.int32(0)
-            for i in range(len(values)):
-                integer = np.int32(np.rint(values[i] * inverse)) if broken == _ZERO else np.int32(0)
-                integers[i] = np.int8(integer)
-                count += integer
-            for i in range(len(values), block):
-                integers[i] = 0
-            for i in range(0, block, 8):
-                for j in range(4):
-                    rounded[i + j] = integers[i + 2 * j]
-                    rounded[i + 4 + j] = integers[i + 2 * j + 1]
-            scale = largest / _LARGEST + broken
-            scale_MB[m, b] = scale
-            sum_MB[m, b] = scale * np.float32(count)
+    integers = np.empty(block, np.int8)
+    for b in range(len(scale_B)):
+        start = b * block
+        values, rounded = x_K[start : min(start + block, len(x_K))], byte_K[start : start + block]
+        largest, broken = _ZERO, _ZERO
+        for i in range(len(values)):
+            magnitude = abs(values[i])
+            largest = magnitude if magnitude > largest else largest
+            broken += values[i] - values[i]  # 0, or NaN where a value is no finite number
+        inverse = _LARGEST / largest if largest > _ZERO and broken == _ZERO else _ZERO
+        count = np.int32(0)
+        for i in range(len(values)):
+            integer = np.int32(np.rint(values[i] * inverse)) if broken == _ZERO else np.int32(0)
+            integers[i] = np.int8(integer)
+            count += integer
+        for i in range(len(values), block):
+            integers[i] = 0
+        for i in range(0, block, 8):
+            for j in range(4):
+                rounded[i + j] = integers[i + 2 * j]
+                rounded[i + 4 + j] = integers[i + 2 * j + 1]
+        scale = largest / _LARGEST + broken
+        scale_B[b] = scale
+        sum_B[b] = scale * np.float32(count)
 
 
 @kernel()
-def multiply_bytes(x_MQ, scale_MB, sum_MB, words_TWL, scales_TBL, offsets_TBL, out_MN, begin, end):
-    """out = x @ weight.T, x as `round_to_bytes` left it, four bytes in an int32 (Q = K / 4).
-
-    scales_TBL: of the weight; offsets_TBL: -zero times scale. Zero points are taken out of the products, as
-    sum (q - zero) x = sum q x - zero sum x.
-    """
-    (num_tokens, x_row), num_blocks = x_MQ.shape, scale_MB.shape[1]
-    x, xs, sum_x = x_MQ.reshape(-1), scale_MB.reshape(-1), sum_MB.reshape(-1)
-    num_tiles, num_pieces = len(words_TWL), (num_tokens + TOKENS - 1) // TOKENS
-    block_q, steps = x_row // num_blocks, x_row // num_blocks // (STEP // 4)
+def round_to_bytes(x_MK, block, byte_MK, scale_MB, sum_MB, begin, end):
+    """`round_token` for all tokens."""
     if end < 0:
+        return share_out(len(x_MK))
+    for m in range(begin, end):
+        round_token(x_MK[m], block, byte_MK[m], scale_MB[m], sum_MB[m])
+
+
+@kernel()
+def multiply_bytes(x_MK, block, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, zeros_TBL, out_MN, begin, end):
+    """out = x @ weight.T, x (float32) rounded by blocks of so many inputs: here where there are FEW tokens, before by
+    `round_to_bytes` where there are more.
+
+    scales_TBL, zeros_TBL: of the weight, in float32 or as the bits of float16, and in uint8. Zero points are taken out
+    of the products, as sum (q - zero) x = sum q x - zero sum x.
+    """
+    num_tokens, num_blocks = scale_MB.shape
+    num_tiles, num_pieces = len(words_TWL), (num_tokens + TOKENS - 1) // TOKENS
+    if end < 0:
+        if num_tokens < FEW:
+            for m in range(num_tokens):
+                round_token(x_MK[m], block, byte_MK[m], scale_MB[m], sum_MB[m])
         return share_out(num_tiles * num_pieces)
+    x = byte_MK.reshape(-1).view(np.int32)  # four bytes each
+    xs, sum_x = scale_MB.reshape(-1), sum_MB.reshape(-1)
+    x_row, block_q, steps = num_blocks * block // 4, block // 4, block // STEP
     for item in range(begin, end):
         t, first_token = item % num_tiles, item // num_tiles * TOKENS
         count = min(TOKENS, num_tokens - first_token)
-        words, scales, offsets = words_TWL[t].reshape(-1), scales_TBL[t].reshape(-1), offsets_TBL[t].reshape(-1)
+        words = words_TWL[t].reshape(-1)
+        scale_BL, offset_BL = np.empty((num_blocks, LANES), np.float32), np.empty((num_blocks, LANES), np.float32)
+        for b in range(num_blocks):
+            for n in range(LANES):
+                scale = _wide(scales_TBL[t, b, n])
+                scale_BL[b, n], offset_BL[b, n] = scale, -(np.float32(zeros_TBL[t, b, n]) * scale)
+        scales, offsets = scale_BL.reshape(-1), offset_BL.reshape(-1)
         sum_ML = np.zeros((count, LANES), np.float32)
         sums = sum_ML.reshape(-1)
         for m in range(count):

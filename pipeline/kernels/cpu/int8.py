@@ -5,7 +5,7 @@ import torch
 from llvmlite import binding
 
 from pipeline.kernels.contract import Linear, RoundedLinears
-from pipeline.kernels.cpu import compiled_int8
+from pipeline.kernels.cpu.compiled_int8 import FEW, multiply_bytes, round_to_bytes
 from pipeline.kernels.cpu.linear import ReorderedLinear
 from pipeline.kernels.cpu.narrow import NarrowLinear, join, tiles
 from pipeline.kernels.cpu.threads import WHOLE
@@ -25,30 +25,43 @@ class ByteLinear(NarrowLinear):
         """`weight` of 4 bits, `block` as `int8_block` has it. x comes in the weight's order of inputs."""
         num_outputs, num_inputs = weight.out_features, weight.in_features
         super().__init__((num_outputs, num_inputs), weight.bias_N)
-        self.block, self.num_blocks = block, -(-num_inputs // block)
-        filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, self.num_blocks * block - num_inputs)))
+        self.block, num_blocks = block, -(-num_inputs // block)
+        filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, num_blocks * block - num_inputs)))
         self.words_TWL = tiles(join(filled_NK.reshape(num_outputs, -1, 8)))
-        group_B = np.arange(self.num_blocks) * block // weight.group_size
-        scales_NB = weight.scales_NG.to(torch.float32).numpy()[:, group_B]
-        self.scales_TBL = tiles(scales_NB)
-        self.offsets_TBL = tiles(-weight.zeros_NG.to(torch.float32).numpy()[:, group_B] * scales_NB)
+        group_B = np.arange(num_blocks) * block // weight.group_size
+        self.scales_TBL = tiles(_narrow(weight.scales_NG)[:, group_B])
+        self.zeros_TBL = tiles(weight.zeros_NG.to(torch.uint8).numpy()[:, group_B])
+        self._kept: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # of few tokens, from step to step
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         return super().__call__(x_MK.float()).to(x_MK.dtype)
 
-    def _is_parallel(self, num_tokens: int) -> bool:
-        """Of rounding too: telling another number of threads takes longer than rounding one token."""
+    def is_parallel(self, num_tokens: int) -> bool:
         return (num_tokens + UNPACKING) * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_BYTES
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        num_tokens = len(x_MK)
-        byte_MK = np.empty((num_tokens, self.num_blocks * self.block), np.int8)
-        scale_MB = np.empty((num_tokens, self.num_blocks), np.float32)
-        sum_MB = np.empty_like(scale_MB)
-        compiled_int8.round_to_bytes(x_MK, self.block, byte_MK, scale_MB, sum_MB, *WHOLE)
-        compiled_int8.multiply_bytes(
-            byte_MK.view(np.int32), scale_MB, sum_MB, self.words_TWL, self.scales_TBL, self.offsets_TBL, out_MN, *WHOLE
-        )
+        rounded = self._kept
+        if rounded is None or len(rounded[0]) != len(x_MK):
+            rounded = self._room(len(x_MK))
+        if len(x_MK) < FEW:
+            self._kept = rounded
+        else:
+            round_to_bytes(x_MK, self.block, *rounded, *WHOLE)
+        weight = self.words_TWL, self.scales_TBL, self.zeros_TBL
+        multiply_bytes(x_MK, self.block, *rounded, *weight, out_MN, *WHOLE)
+
+    def _room(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For rounded tokens: their bytes, scales and sums."""
+        num_blocks = self.scales_TBL.shape[1]
+        scale_MB, sum_MB = (np.empty((num_tokens, num_blocks), np.float32) for _ in range(2))
+        return np.empty((num_tokens, num_blocks * self.block), np.int8), scale_MB, sum_MB
+
+
+def _narrow(scales_NG: torch.Tensor) -> np.ndarray:
+    """The bits of float16 where that loses nothing: they are read with the weight, and an eighth of it in float32."""
+    narrow_NG = scales_NG.to(torch.float16)
+    exact = torch.equal(narrow_NG.to(torch.float32), scales_NG.to(torch.float32))
+    return narrow_NG.view(torch.uint16).numpy() if exact else scales_NG.to(torch.float32).numpy()
 
 
 def byte_linears() -> RoundedLinears:
@@ -65,5 +78,6 @@ def byte_linears() -> RoundedLinears:
 
 
 def multiplies_bytes() -> bool:
-    """Whether this processor has the instructions (AVX2)."""
-    return bool(binding.get_host_cpu_features().get("avx2"))
+    """Whether this processor has the instructions (AVX2, and widening of float16)."""
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx2") and features.get("f16c"))

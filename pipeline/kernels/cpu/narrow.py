@@ -35,11 +35,18 @@ class NarrowLinear(ABC):
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         num_tokens = x_MK.shape[0]
         out_MN = x_MK.new_empty(num_tokens, self.shape_NK[0])
-        use_threads(self._is_parallel(num_tokens))
-        self._multiply(x_MK.contiguous().numpy(), out_MN.numpy())
-        return out_MN if self.bias_N is None else out_MN.add_(self.bias_N)
+        use_threads(self.is_parallel(num_tokens))
+        self.write(x_MK.contiguous().numpy(), out_MN.numpy())
+        return out_MN
 
-    def _is_parallel(self, num_tokens: int) -> bool:
+    def write(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
+        """y to `out_MN`, on as many threads as compiled kernels run on now. Both float32 and contiguous."""
+        self._multiply(x_MK, out_MN)
+        if self.bias_N is not None:
+            out_MN += self.bias_N.numpy()
+
+    def is_parallel(self, num_tokens: int) -> bool:
+        """Whether so many tokens are worth more than one thread."""
         return (num_tokens + WIDENING) * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_PRODUCTS
 
     @abstractmethod

@@ -1,0 +1,125 @@
+"""All layers of a step in which each sequence computes one token: the same compiled kernels, with less around them.
+
+With few sequences such a step waits for what lies between its kernels. Each linear streams some megabytes through the
+nearest caches, so that Python finds its own data gone: making tensors, finding arrays in them and telling numba another
+number of threads take 7 us in a loop of their own and 35 in a step. Here arrays are found once, results lie in memory
+that is kept from step to step, and a whole step runs on one number of threads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.contract import AttentionInput, LayerParts
+from pipeline.kernels.cpu.attention import UNBOUNDED, many_keys, parts_of
+from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
+from pipeline.kernels.cpu.narrow import NarrowLinear
+from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of
+from pipeline.kernels.cpu.paged import paged_decode
+from pipeline.kernels.cpu.threads import WHOLE, use_threads
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What the kernels read of a layer. window: keys that a query sees."""
+
+    input_norm_H: np.ndarray
+    post_norm_H: np.ndarray
+    with_norm: bool
+    q_norm_D: np.ndarray
+    k_norm_D: np.ndarray
+    qkv: NarrowLinear
+    o: NarrowLinear
+    gate_up: NarrowLinear
+    down: NarrowLinear
+    window: int
+
+    @classmethod
+    def of(cls, parts: LayerParts, head_dim: int) -> "_Layer | None":
+        """None where a linear does not write into an array."""
+        linears = parts.qkv, parts.o, parts.gate_up, parts.down
+        narrow = [linear for linear in linears if isinstance(linear, NarrowLinear)]
+        if len(narrow) < len(linears):
+            return None
+        qkv, o, gate_up, down = narrow
+        norms = parts.input_norm_H.numpy(), parts.post_norm_H.numpy()
+        qk_norms = (np.ones(head_dim, np.float32),) * 2
+        if parts.qk_norm_D is not None:
+            qk_norms = parts.qk_norm_D[0].numpy(), parts.qk_norm_D[1].numpy()
+        window = UNBOUNDED if parts.window is None else parts.window
+        return cls(*norms, parts.qk_norm_D is not None, *qk_norms, qkv, o, gate_up, down, window)
+
+    def is_parallel(self, num_tokens: int) -> bool:
+        return any(linear.is_parallel(num_tokens) for linear in (self.qkv, self.o, self.gate_up, self.down))
+
+
+class _Room:
+    """What lies between two kernels, of so many tokens; one for all layers."""
+
+    def __init__(self, num_tokens: int, layer: _Layer, head_dim: int) -> None:
+        def floats(width: int) -> np.ndarray:
+            return np.empty((num_tokens, width), np.float32)
+
+        self.num_tokens = num_tokens
+        self.qkv_TK, self.out_TK = floats(layer.qkv.shape_NK[0]), floats(layer.o.shape_NK[1])
+        self.gate_up_T2F, self.product_TF = floats(layer.gate_up.shape_NK[0]), floats(layer.down.shape_NK[1])
+        self.qkv_TMD = self.qkv_TK.reshape(num_tokens, layer.qkv.shape_NK[0] // head_dim, head_dim)
+        self.out_TND = self.out_TK.reshape(num_tokens, layer.o.shape_NK[1] // head_dim, head_dim)
+        self.q_TND = np.empty_like(self.out_TND)
+
+
+class FloatDecodeSteps:
+    """See `contract.DecodeSteps`; in float32, on a cache of that."""
+
+    def __init__(self, layers: list[_Layer], head_dim: int, eps: float) -> None:
+        self._layers, self._head_dim, self._eps = layers, head_dim, np.float32(eps)
+        self._room = _Room(1, layers[0], head_dim)
+        self._caches: Sequence[LayerCache] = ()
+        self._arrays: list[CacheArrays] = []
+
+    def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
+        return caches[0].k_CBKD.dtype != FP8 and bool((np.diff(where.query_start_S1) == 1).all())
+
+    def run(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        cos_TD2: torch.Tensor,
+        sin_TD2: torch.Tensor,
+        where: AttentionInput,
+        caches: Sequence[LayerCache],
+    ) -> None:
+        num_tokens, eps = len(x_TH), self._eps
+        if num_tokens != self._room.num_tokens:
+            self._room = _Room(num_tokens, self._layers[0], self._head_dim)
+        if caches is not self._caches:
+            self._caches, self._arrays = caches, [arrays_of(cache) for cache in caches]
+        room, scale = self._room, np.float32(self._head_dim**-0.5)
+        x, residual, cos, sin = x_TH.numpy(), residual_TH.numpy(), cos_TD2.numpy(), sin_TD2.numpy()
+        slot_T, context_len_S = where.slot_mapping_T.numpy(), where.context_len_S
+        table_SM = np.ascontiguousarray(where.block_table_SM)
+        num_kv_heads = caches[0].k_CBKD.shape[2]
+        parallel = self._layers[0].is_parallel(num_tokens) or many_keys(context_len_S, num_kv_heads, self._head_dim)
+        parts = parts_of(num_tokens, num_kv_heads, use_threads(parallel))
+        for layer, cache in zip(self._layers, self._arrays):
+            add_rms_norm(x, residual, layer.input_norm_H, eps, *WHOLE)
+            layer.qkv.write(x, room.qkv_TK)
+            norms = layer.with_norm, layer.q_norm_D, layer.k_norm_D
+            norm_rope_write(room.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], room.q_TND, *WHOLE)
+            options = layer.window, scale, parts
+            paged_decode(room.q_TND, *cache, table_SM, context_len_S, *options, room.out_TND, *WHOLE)
+            layer.o.write(room.out_TK, x)
+            add_rms_norm(x, residual, layer.post_norm_H, eps, *WHOLE)
+            layer.gate_up.write(x, room.gate_up_T2F)
+            silu_mul(room.gate_up_T2F, room.product_TF, *WHOLE)
+            layer.down.write(room.product_TF, x)
+
+
+def decode_steps(layers: Sequence[LayerParts], head_dim: int, eps: float) -> FloatDecodeSteps | None:
+    """As `Kernels.decode_steps` has it."""
+    found = [_Layer.of(parts, head_dim) for parts in layers]
+    served = [layer for layer in found if layer is not None]
+    return FloatDecodeSteps(served, head_dim, eps) if len(served) == len(found) else None
