@@ -20,8 +20,11 @@ class Runner(Protocol):
     vocab_size: int
     is_asynchronous: bool
     """Whether `execute` returns while the device is still at work."""
-    most_short_queries: int
-    """Up to how many tokens a sequence may compute in a step that has a `flight.Shortfall`; 0: there can be none."""
+
+    @property
+    def most_short_queries(self) -> int:
+        """How many tokens a sequence may compute in a step that has a `flight.Shortfall`; 0: there can be none."""
+        ...
 
     def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor: ...
     def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
