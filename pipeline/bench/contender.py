@@ -60,6 +60,7 @@ class _RecordingRunner:
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.vocab_size, self.is_asynchronous = runner, runner.vocab_size, runner.is_asynchronous
+        self.most_short_queries = runner.most_short_queries
         self.last: tuple[StepInput, float] | None = None
 
     def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:

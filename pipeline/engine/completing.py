@@ -37,7 +37,8 @@ class Completing:
         self._is_eos = np.isin(np.arange(runner.vocab_size), sorted(tokenizer.eos_token_ids))
 
     def take_verified(self, slot_S: np.ndarray, verified: Verified, now_us: int) -> list[Completion]:
-        """Take accepted drafts and the token behind them, as `take` does, round by round."""
+        """Take accepted drafts and the token behind them, as `take` does, round by round. The blocks of the other
+        drafts are the caller's to release."""
         scheduler = self._scheduler
         completions: list[Completion] = []
         for number in range(verified.num_rounds):
@@ -46,9 +47,6 @@ class Completing:
                 taking = taking[np.isin(slot_S[taking], scheduler.running)]
             append = scheduler.accept if number else scheduler.append
             completions += self.take(slot_S[taking], verified.tokens(taking, number), now_us, append)
-        if completions:
-            slot_S = slot_S[np.isin(slot_S, scheduler.running)]
-        scheduler.release_draft_blocks(slot_S)
         return completions
 
     def take(

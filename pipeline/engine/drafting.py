@@ -2,6 +2,9 @@
 
 StepPlan -> policy: who? -> proposer: offer -> policy: how many -> room -> proposer: drafts -> StepPlan with drafts
 -> one step computes known tokens and drafts -> `verify` -> rounds of tokens, as plain steps would give them
+
+Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
+(`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed (flight.py).
 """
 
 import time
@@ -14,37 +17,63 @@ import torch
 from pipeline.engine.accounting import record_drafts
 from pipeline.engine.draft_room import DraftRoom
 from pipeline.engine.drawn import Chooser
+from pipeline.engine.flight import Flight, LateTokens
 from pipeline.engine.params import EngineStats
+from pipeline.engine.penalties import LateIds
 from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome
 from pipeline.engine.propose.proposer import Drafts, Proposer
 from pipeline.engine.rejection import DraftLaw
 from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.scheduler import Scheduler
-from pipeline.engine.step import StepPlan
-from pipeline.engine.verify import Verified, verify
+from pipeline.engine.step import StepPlan, runs
+from pipeline.engine.verify import Checked, Verified, check_on_device, verify
+from pipeline.kernels.transfer import on_device
 
 
 @dataclass(frozen=True)
-class _Pending:
+class Noted:
     """What is known of a step before it is computed. S: its sequences that get a token."""
 
     facts: StepFacts
     drafted_S: np.ndarray
     proposer: Proposer | None = None
     drafts: Drafts | None = None
-    offer_us: int = 0
-    draft_us: int = 0
+    moments: tuple["_Moment", ...] = ()  # before the offer, behind it, behind the drafts
+
+    @property
+    def proposing_us(self) -> tuple[int, int]:
+        """Of the offer and of the drafts, once the step has been computed."""
+        if not self.moments:
+            return 0, 0
+        begun, offered, drafted = self.moments
+        return begun.us_until(offered), offered.us_until(drafted)
+
+
+class _Moment:
+    """In the work of a device that the host does not wait for, or else on the host."""
+
+    def __init__(self, on_device: bool) -> None:
+        self._ns = time.perf_counter_ns()
+        self._event: torch.cuda.Event | None = None
+        if on_device and torch.cuda.is_initialized():
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def us_until(self, later: "_Moment") -> int:
+        if self._event is not None and later._event is not None:
+            return round(1000 * self._event.elapsed_time(later._event))
+        return (later._ns - self._ns) // 1000
 
 
 class Drafting:
-    """Proposers and a policy at work in one engine. Holds what was proposed until the step is done."""
+    """Proposers and a policy at work in one engine. Holds what was proposed for the step that is being launched."""
 
     def __init__(self, proposers: Sequence[Proposer], policy: DraftPolicy, scheduler: Scheduler) -> None:
         assert proposers, "somebody has to draft"
         assert not len(scheduler.running), "sequences that run already are unknown to the proposers"
         self.proposers, self.policy, self._scheduler = tuple(proposers), policy, scheduler
         self._room = DraftRoom(scheduler)
-        self._pending: _Pending | None = None
+        self._noted: Noted | None = None
         scheduler.watcher = self
 
     def admitted(self, slot: int) -> None:
@@ -55,64 +84,133 @@ class Drafting:
         for proposer in self.proposers:
             proposer.left(slot, finished)
 
-    def extend(self, plan: StepPlan) -> StepPlan:
-        """`plan` with drafts, or as it is."""
+    def undone(self, plan: StepPlan) -> None:
+        for proposer in self.proposers:
+            proposer.undone(plan.slot_S)
+
+    def who(self, plan: StepPlan) -> Proposer | None:
+        """Who is to be asked for drafts in this step."""
         sampling = np.flatnonzero(plan.samples_S)
         if self.policy.passes(len(sampling)):
-            self._pending = None
-            return plan
+            self._noted = None
+            return None
         facts = self._facts(plan, plan.slot_S[sampling])
-        self._pending = _Pending(facts, np.zeros(len(sampling), dtype=np.int64))
+        self._noted = Noted(facts, np.zeros(len(sampling), dtype=np.int64))
         number = self.policy.proposer(facts) if len(sampling) else None
-        if number is None:
+        return None if number is None else self.proposers[number]
+
+    def follows(self, proposer: Proposer, flight: Flight, noted: Noted | None) -> bool:
+        """Whether the proposer that `who` gave can draft before the tokens in flight are known, whose step `noted` is
+        of."""
+        if flight.has_drafts and (noted is None or noted.proposer is not proposer):
+            return False  # it knows nothing of another's drafts before they are known tokens
+        return proposer.follows(flight)
+
+    def landed(self, plan: StepPlan) -> None:
+        """The tokens in flight became known after `who` was asked, and the plan was followed up."""
+        if self._noted is not None:
+            slot_S = plan.slot_S[plan.samples_S]
+            self._noted = Noted(self._facts(plan, slot_S), np.zeros(len(slot_S), dtype=np.int64))
+
+    def extend(self, plan: StepPlan, proposer: Proposer, flight: Flight | None, most_queries: int | None) -> StepPlan:
+        """`plan` with drafts of the proposer that `who` gave, or as it is. flight: what the proposer `follows`; None:
+        all tokens are known. most_queries: tokens that a sequence may compute; None: as many as there is room for."""
+        assert self._noted is not None
+        is_ahead = proposer.follows(flight)
+        facts, sampling = self._noted.facts, np.flatnonzero(plan.samples_S)
+        if not len(sampling):
             return plan
-        proposer, begun_ns = self.proposers[number], time.perf_counter_ns()
+        begun = _Moment(is_ahead)
         offer = proposer.offer(facts.slot_S)
-        offer = replace(offer, count_S=np.minimum(offer.count_S, self._room.most(facts.slot_S)))
+        most_S = np.maximum(self._room.most(facts.slot_S), 0)
+        if most_queries is not None:
+            most_S = np.minimum(most_S, most_queries - plan.count_S[sampling])
+        offer = replace(offer, count_S=np.minimum(offer.count_S, most_S))
         count_S = np.maximum(np.minimum(self.policy.choose(facts, offer), offer.count_S), 0)
         if count_S.any():
             count_S = self._room.grant(plan, facts.slot_S, count_S)
-        offer_us, begun_ns = _since_us(begun_ns), time.perf_counter_ns()
-        drafts = None
+        offered, drafts = _Moment(is_ahead), None
         if count_S.any():
             drafts = proposer.draft(offer, count_S)
             plan = self._room.place(plan, sampling, drafts.token_id_SK, count_S)
-        self._pending = _Pending(facts, count_S, proposer, drafts, offer_us, _since_us(begun_ns))
+        self._noted = Noted(facts, count_S, proposer, drafts, (begun, offered, _Moment(is_ahead)))
         return plan
 
-    def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None, chooser: Chooser | None) -> Verified:
-        """What the model says to the drafts of the last `extend`. `batch` and `chooser`: see `verify.verify`."""
-        step = self._pending
-        assert step is not None
-        assert step.drafts is not None
-        drafted_S, drafts = step.drafted_S, step.drafts
-        place_K1 = np.arange(int(drafted_S.max()) + 1)
-        is_draft_SK1 = place_K1 < drafted_S[:, None]
-        token_id_SK1 = np.full(is_draft_SK1.shape, -1, dtype=np.int64)
-        token_id_SK1[:, :-1] = drafts.token_id_SK[:, : len(place_K1) - 1]
-        draft_R = np.where(is_draft_SK1, token_id_SK1, -1)[place_K1 <= drafted_S[:, None]]
-        law = None
-        if drafts.q_SKV is not None:
-            row_D, device = np.flatnonzero(draft_R >= 0), drafts.q_SKV.device
-            sequence_D, column_D = (torch.from_numpy(at_D).to(device) for at_D in np.nonzero(is_draft_SK1))
-            law = DraftLaw(row_D, draft_R[row_D], drafts.q_SKV[sequence_D, column_D])
-        return verify(logits_RV, batch, draft_R, law, chooser)
+    def late(self, plan: StepPlan, late: LateTokens | None) -> LateTokens | None:
+        """The late tokens of a plan that `extend` gave, `late` and the drafts that only the device knows."""
+        drawn = None if self._noted is None or self._noted.drafts is None else self._noted.drafts.drawn
+        if drawn is None or plan.draft_S is None:
+            return late
+        end_S = np.cumsum(plan.count_S)
+        place_D = runs(end_S - plan.draft_S, plan.draft_S)
+        is_draft_SK = np.arange(drawn.row_SK.shape[1]) < plan.draft_S[plan.samples_S][:, None]
+        row_D = drawn.row_SK[is_draft_SK]
+        if late is None:
+            return LateTokens(place_D, row_D, drawn.token_ids_N)
+        return late.with_drafts(place_D, row_D, drawn.token_ids_N)
 
-    def done(self, stats: EngineStats, verified: Verified | None, num_generated: int, step_us: int) -> None:
-        """The step of the last `extend` has been computed, in step_us with proposing: count it and tell the policy."""
-        step, self._pending = self._pending, None
-        if step is None:
-            return
-        accepted_S = np.zeros_like(step.drafted_S)
-        if verified is not None:
-            assert step.proposer is not None
-            accepted_S = verified.num_accepted_S
-            record_drafts(stats, step.drafted_S, accepted_S)
-            drafted = np.flatnonzero(step.drafted_S)
-            step.proposer.settled(step.facts.slot_S[drafted], accepted_S[drafted])
-        alone_us = max(step_us - step.offer_us - step.draft_us, 0)
+    def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None) -> Verified:
+        """What the model says to the drafts of the last `extend`. `batch`: see `verify.verify`."""
+        draft_R, law = self._drafts_of_rows(logits_RV.device)
+        assert isinstance(draft_R, np.ndarray)
+        return verify(logits_RV, batch, draft_R, law)
+
+    def check(
+        self, chooser: Chooser, logits_RV: torch.Tensor, batch: SamplingBatch | None, late: LateIds | None
+    ) -> Checked:
+        """Begin the same on the device."""
+        draft_R, law = self._drafts_of_rows(logits_RV.device)
+        assert self._noted is not None
+        if isinstance(draft_R, np.ndarray):
+            draft_R = on_device(draft_R, logits_RV.device)
+        return check_on_device(chooser, logits_RV, batch, self._noted.drafted_S, draft_R, law, late)
+
+    def _drafts_of_rows(self, device: torch.device) -> tuple[np.ndarray | torch.Tensor, DraftLaw | None]:
+        """What was drafted for the place of each row, where it is known, and its law."""
+        assert self._noted is not None
+        assert self._noted.drafts is not None
+        drafted_S, drafts = self._noted.drafted_S, self._noted.drafts
+        place_K1 = np.arange(int(drafted_S.max()) + 1)
+        is_draft_SK1, is_row_SK1 = place_K1 < drafted_S[:, None], place_K1 <= drafted_S[:, None]
+        of_SK1 = np.full(is_draft_SK1.shape, -1, dtype=np.int64)
+        of_SK = drafts.token_id_SK if drafts.drawn is None else drafts.drawn.row_SK
+        of_SK1[:, :-1] = of_SK[:, : len(place_K1) - 1]
+        draft_R: np.ndarray | torch.Tensor = np.where(is_draft_SK1, of_SK1, -1)[is_row_SK1]
+        row_D = np.flatnonzero(draft_R >= 0)
+        if drafts.drawn is not None:
+            draft_R = torch.nn.functional.pad(drafts.drawn.token_ids_N, (0, 1), value=-1)[on_device(draft_R, device)]
+        if drafts.q_SKV is None:
+            return draft_R, None
+        sequence_D, column_D = (on_device(at_D, device) for at_D in np.nonzero(is_draft_SK1))
+        draft_D = draft_R[row_D] if isinstance(draft_R, np.ndarray) else draft_R[on_device(row_D, device)]
+        return draft_R, DraftLaw(row_D, draft_D, drafts.q_SKV[sequence_D, column_D])
+
+    def noted(self) -> Noted | None:
+        """What `done` needs of the step that has been launched."""
+        noted, self._noted = self._noted, None
+        return noted
+
+    def done(
+        self,
+        stats: EngineStats,
+        noted: Noted,
+        accepted_S: np.ndarray,
+        here_S: np.ndarray,
+        num_generated: int,
+        step_us: int,
+    ) -> None:
+        """A step has been computed, in step_us with proposing: count it and tell the policy. here_S: which sequences
+        were still there when it had been launched; what was drafted for others counts nothing."""
+        drafted_S, accepted_S = np.where(here_S, noted.drafted_S, 0), np.where(here_S, accepted_S, 0)
+        drafted = np.flatnonzero(drafted_S)
+        if len(drafted):
+            assert noted.proposer is not None
+            record_drafts(stats, drafted_S, accepted_S)
+            noted.proposer.settled(noted.facts.slot_S[drafted], accepted_S[drafted], drafted_S[drafted])
+        offer_us, draft_us = noted.proposing_us
+        alone_us = max(step_us - offer_us - draft_us, 0)
         self.policy.observe(
-            StepOutcome(step.facts, num_generated, alone_us, step.offer_us, step.draft_us, step.drafted_S, accepted_S)
+            StepOutcome(noted.facts, num_generated, alone_us, offer_us, draft_us, drafted_S, accepted_S)
         )
 
     def _facts(self, plan: StepPlan, slot_S: np.ndarray) -> StepFacts:
@@ -125,7 +223,3 @@ class Drafting:
         known_S = table.num_known[slot_S]
         num_prefill, num_waiting = num_tokens - len(slot_S), len(scheduler.waiting)
         return StepFacts(slot_S, known_S, num_tokens, num_prefill, num_queued, max(room, 0), num_waiting)
-
-
-def _since_us(begun_ns: int) -> int:
-    return (time.perf_counter_ns() - begun_ns) // 1000

@@ -3,11 +3,13 @@
 What decides a draw is known before the logits are: options, masks, and the uniform number of each row's seed and
 position. So the host queues all that behind the step, and kernels choose (`Kernels.greedy`, `Kernels.draw`). A row
 draws the token that `sampler.sample` draws for the same logits, but where its number lies within rounding of the
-border between two tokens. The exception is a draft of known law: which ones fall is asked of the device.
+border between two tokens. The exception is a row whose draft was drawn from a known law, with top_k or top_p: how many
+tokens are left to it is asked of the device.
 
 Suffixes: R rows, V vocabulary, C rows with a mask or a penalty.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -29,16 +31,25 @@ class Chooser(Protocol):
     def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+Besides = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of token_ids_R and finite_R
+
+
 class Drawn:
     """What a sampler gives, being worked out by a device that the host does not wait for.
 
-    `token_ids_R` can be used on the device at once; the copy for the host is under way.
+    `token_ids_R` can be used on the device at once, as can `besides_S`, if any, which is worked out from the tokens;
+    the copies for the host are under way.
     """
 
     def __init__(
-        self, token_ids_R: torch.Tensor, finite_R: torch.Tensor, logprobs: AskedLogprobs | None = None
+        self,
+        token_ids_R: torch.Tensor,
+        finite_R: torch.Tensor,
+        logprobs: AskedLogprobs | None = None,
+        besides_S: torch.Tensor | None = None,
     ) -> None:
-        self.token_ids_R = token_ids_R
+        self.token_ids_R, self.besides_S = token_ids_R, besides_S
+        self._besides_S = None if besides_S is None else besides_S.to("cpu", non_blocking=True)
         both_2R = torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)])
         self._both_2R = both_2R.to("cpu", non_blocking=True)  # into pinned memory
         self._logprobs = None if logprobs is None else logprobs.copied()
@@ -49,12 +60,21 @@ class Drawn:
 
     def output(self) -> SamplerOutput:
         """The tokens on the host; waits for them."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._wait()
         token_ids, finite = tokens_and_finite(self._both_2R.numpy())
         return SamplerOutput(
             token_ids, finite, {} if self._logprobs is None else self._logprobs.by_row(token_ids, finite)
         )
+
+    def besides(self) -> np.ndarray:
+        """`besides_S` on the host; waits for it."""
+        assert self._besides_S is not None
+        self._wait()
+        return self._besides_S.numpy()
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 @torch.inference_mode()
@@ -64,14 +84,27 @@ def draw_on_device(
     batch: SamplingBatch | None,
     late: LateIds | None = None,
     law: DraftLaw | None = None,
+    besides: Besides | None = None,
 ) -> Drawn:
     """Begin to choose the next token of each row. `batch` None: every row is greedy and wants nothing else.
 
-    late: tokens of the rows themselves that the host does not know yet. law: see `sampler.sample`; with it, the host
-    waits.
+    late: tokens of the rows themselves that the host does not know yet. law: see `sampler.sample`. besides: what else
+    is to be worked out from the tokens and whether they are finite.
     """
     if batch is None:
-        return Drawn(*chooser.greedy(logits_RV))
+        token_R, finite_R = chooser.greedy(logits_RV)
+        return Drawn(token_R, finite_R, None, None if besides is None else besides(token_R, finite_R))
+    token_R, finite_R = choose(chooser, logits_RV, batch, late)
+    if law is not None:
+        _settle(token_R, logits_RV, batch, law, late)
+    logprobs = AskedLogprobs.of(logits_RV, batch, token_R)
+    return Drawn(token_R, finite_R, logprobs, None if besides is None else besides(token_R, finite_R))
+
+
+def choose(
+    chooser: Chooser, logits_RV: torch.Tensor, batch: SamplingBatch, late: LateIds | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of plain steps, and whether they mean anything, on the device."""
     how_5R = _how(batch, logits_RV.shape[1])
     changed = _changed(batch)
     if len(changed) == len(batch.options):
@@ -81,9 +114,7 @@ def draw_on_device(
         if len(changed):
             on = on_device(changed, logits_RV.device)
             token_R[on], finite_R[on] = _choose_changed(chooser, logits_RV, batch, changed, how_5R, late)
-    if law is not None:
-        _settle(token_R, logits_RV, batch, law)
-    return Drawn(token_R, finite_R, AskedLogprobs.of(logits_RV, batch, token_R))
+    return token_R, finite_R
 
 
 def _choose_changed(
@@ -100,13 +131,15 @@ def _choose_changed(
     return token_C, finite_C & torch.isfinite(logits_RV[on_rows(changed, logits_RV)].amax(dim=-1))
 
 
-def _settle(token_R: torch.Tensor, logits_RV: torch.Tensor, batch: SamplingBatch, law: DraftLaw) -> None:
+def _settle(
+    token_R: torch.Tensor, logits_RV: torch.Tensor, batch: SamplingBatch, law: DraftLaw, late: LateIds | None
+) -> None:
     """Drawn rows that have a draft of known law keep it or draw in its place."""
     rows = law.rows[batch.options["temperature"][law.rows] > 0.0]
     if len(rows):
         at = on_device(rows, logits_RV.device)
         drawn_R = token_R[at]
-        settle_drafts(drawn_R, weights(logits_RV, batch, rows), batch, rows, law)
+        settle_drafts(drawn_R, weights(logits_RV, batch, rows, late), batch, rows, law)
         token_R[at] = drawn_R
 
 

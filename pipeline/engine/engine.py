@@ -19,11 +19,12 @@ from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.build import build
 from pipeline.engine.completing import Completing, failed
 from pipeline.engine.detokenizer import StopChecker
-from pipeline.engine.drafting import Drafting
+from pipeline.engine.drafting import Drafting, Noted
 from pipeline.engine.drawn import Drawn, draw_on_device
 from pipeline.engine.flight import Flight
 from pipeline.engine.memory import is_out_of_memory
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.engine.penalties import takes_best
 from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
@@ -32,13 +33,13 @@ from pipeline.engine.resolve import Speculation
 from pipeline.engine.runner import Runner
 from pipeline.engine.sampler import greedy, sample
 from pipeline.engine.sampling_batch import SamplerOutput, SamplingBatch
-from pipeline.engine.scheduler import Scheduler
+from pipeline.engine.scheduler import NO_PROMISE, Promise, Scheduler
 from pipeline.engine.sequence import Sequence, SlotTable
 from pipeline.engine.shortage import Shortage
 from pipeline.engine.step import StepPlan, build_input, runs
 from pipeline.engine.timing import controlled_drafts
 from pipeline.engine.tokenizer import Tokenizer
-from pipeline.engine.verify import Verified
+from pipeline.engine.verify import Checked, Verified
 from pipeline.errors import ConfigError, RowError
 from pipeline.kernels.select import must_compile, select_lookup
 
@@ -128,6 +129,9 @@ class Engine:
         self.drafting: Drafting | None = None
         self._shortage = Shortage(self.scheduler)
         self._flight: Flight | None = None
+        self._noted: Noted | None = None  # of the step in flight,
+        self._begun_ns = 0  # and when it was begun or, later, the one before had landed
+        self._landed_ns = 0
         self._landed_early: list[Completion] = []  # finished outside of a step, for the next one to return
         self._order = 0
         self._closed = False
@@ -186,37 +190,38 @@ class Engine:
         self._check_open()
         start_ns = time.perf_counter_ns()
         completions, self._landed_early = self._landed_early, []
-        promised_P, landed = self._promise()
+        promise, landed = self._promise()
         completions += landed
         plan = self.scheduler.plan()
         if plan is None:
             self._shortage.convict()
         elif self.drafting is not None:
-            plan = self.drafting.extend(plan)
+            plan, promise, landed = self._with_drafts(plan, promise)
+            completions += landed
         completions += [failed(*rejected) for rejected in self.scheduler.take_rejected()]
         if plan is None:
             return completions + self._land()
         slot_R = plan.slot_S[plan.samples_S]
-        output = self._compute(plan, slot_R, promised_P)
+        output = self._compute(plan, slot_R, promise)
+        noted = None if self.drafting is None else self.drafting.noted()
         if output is None:
-            self.scheduler.retract(promised_P)
+            self.scheduler.retract(promise)
             completions += self._land()
             self._shortage.make_smaller(plan, self.stats)
+            if self.drafting is not None:
+                self.drafting.undone(plan)
             self.stats.repeated_us += (time.perf_counter_ns() - start_ns) // 1000
             return completions
         self._shortage.convict()
-        tokens = classify(plan, self.table)
+        tokens, num_sequences = classify(plan, self.table), len(plan.slot_S)
         kv_used_ppm = self.pool.num_held * 1_000_000 // self.pool.num_blocks
+        self.scheduler.retract(promise)
+        completions += self._land(plan)
+        if len(promise.slot_P):
+            plan = self.scheduler.follow_up(plan, promise)
         self.scheduler.advance(plan)
-        self.scheduler.retract(promised_P)
-        landed = self._land()
-        generated_before = self.stats.generated_tokens
-        completions += landed + self._take(slot_R, output, some_ended=bool(landed))
-        step_us = (time.perf_counter_ns() - start_ns) // 1000
-        record(self.stats, tokens, len(plan.slot_S), kv_used_ppm, step_us)
-        if self.drafting is not None:
-            verified = output if isinstance(output, Verified) else None
-            self.drafting.done(self.stats, verified, self.stats.generated_tokens - generated_before, step_us)
+        completions += self._take(slot_R, output, noted, start_ns)
+        record(self.stats, tokens, num_sequences, kv_used_ppm, (time.perf_counter_ns() - start_ns) // 1000)
         return completions
 
     # -- many requests
@@ -322,67 +327,124 @@ class Engine:
 
     # -- parts of a step
 
-    def _promise(self) -> tuple[np.ndarray, list[Completion]]:
-        """The slots whose next token is being drawn and may be counted on; else what ended when it was waited for.
+    def _promise(self) -> tuple[Promise, list[Completion]]:
+        """The slots whose next tokens are being drawn and may be counted on; else what ended when they were waited for.
 
         A plan that gives up sequences waits: they leave with all they know.
         """
-        if self._flight is None:
-            return NOBODY, []
-        promised_P = self.scheduler.promise(self._flight.slot_K)
+        flight = self._flight
+        if flight is None:
+            return NO_PROMISE, []
+        promise = self.scheduler.promise(flight.slot_K, flight.draft_K)
         if not self.scheduler.would_preempt():
-            return promised_P, []
-        self.scheduler.retract(promised_P)
-        return NOBODY, self._land()
+            return promise, []
+        self.scheduler.retract(promise)
+        return NO_PROMISE, self._land()
+
+    def _with_drafts(self, plan: StepPlan, promise: Promise) -> tuple[StepPlan | None, Promise, list[Completion]]:
+        """`plan` with drafts, or as it is. Where the tokens in flight must be known, they are waited for now, after the
+        plan was made; then also what ended with them, and nothing is promised any more.
+
+        Who drafts by looking up must know them; and where drafts in flight leave open how many tokens there are, rows
+        that depend on that, and kernels that read contexts on the host.
+        """
+        drafting, flight, landed = self.drafting, self._flight, []
+        assert drafting is not None
+        proposer, most_queries = drafting.who(plan), None
+        if flight is not None:
+            follows = proposer is None or drafting.follows(proposer, flight, self._noted)
+            if flight.has_drafts:
+                most_queries = self.runner.most_short_queries
+                follows = follows and int(plan.count_S.max()) <= most_queries
+                follows = follows and bool(takes_best(self.table.sampling[plan.slot_S[plan.samples_S]]).all())
+            if not follows:
+                self.scheduler.retract(promise)
+                landed, flight, most_queries = self._land(plan), None, None
+                plan, promise = self.scheduler.follow_up(plan, promise), NO_PROMISE
+                drafting.landed(plan)
+        if proposer is not None and len(plan.slot_S):
+            plan = drafting.extend(plan, proposer, flight, most_queries)
+        return plan if len(plan.slot_S) else None, promise, landed
 
     def _compute(
-        self, plan: StepPlan, slot_R: np.ndarray, promised_P: np.ndarray
-    ) -> SamplerOutput | Verified | Drawn | None:
+        self, plan: StepPlan, slot_R: np.ndarray, promise: Promise
+    ) -> SamplerOutput | Verified | Drawn | Checked | None:
         """The next tokens of the sequences that sample, of some perhaps several, or on their way; None when the memory
         does not suffice."""
         late = None
-        if self._flight is not None and len(promised_P):
-            late = self._flight.late(plan, promised_P, self.table.num_slots)
+        if self._flight is not None and len(promise.slot_P):
+            late = self._flight.late(plan, self.table)
+        if self.drafting is not None:
+            late = self.drafting.late(plan, late)
         try:
             step = build_input(plan, self.table)
             logits_RV = self.runner.execute(step, late)
             batch = None if self.table.is_plain[slot_R].all() else self._sampling_batch(plan, slot_R)
-            chooser = self.runner if self.runner.is_asynchronous else None
-            if plan.draft_S is not None and self.drafting is not None:
-                return self.drafting.verify(logits_RV, batch, chooser)
-            if chooser is not None:
-                late_ids = None if late is None or batch is None else late.ids(step.logit_row_R)
-                return draw_on_device(chooser, logits_RV, batch, late_ids)
-            return greedy(logits_RV) if batch is None else sample(logits_RV, batch)
+            drafting = None if plan.draft_S is None else self.drafting
+            if not self.runner.is_asynchronous:
+                if drafting is not None:
+                    return drafting.verify(logits_RV, batch)
+                return greedy(logits_RV) if batch is None else sample(logits_RV, batch)
+            late_ids = None
+            if late is not None and late.shortfall is None and batch is not None:
+                late_ids = late.ids(step)
+            if drafting is not None:
+                return drafting.check(self.runner, logits_RV, batch, late_ids)
+            return draw_on_device(self.runner, logits_RV, batch, late_ids)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             return None
 
-    def _take(self, slot_R: np.ndarray, output: SamplerOutput | Verified | Drawn, some_ended: bool) -> list[Completion]:
-        """Give sequences their tokens, or leave them in flight where the device is still drawing them.
-
-        Of sequences that have ended since the step was planned (`some_ended`), the tokens are dropped.
-        """
-        if isinstance(output, Verified):
-            return self._completing.take_verified(slot_R, output, _now_us())
-        if isinstance(output, Drawn):
-            flight = Flight.of(slot_R, output, self.scheduler.running)
-            self._flight = flight if len(flight.slot_K) else None
-            if self.drafting is not None:
-                return self._land()
+    def _take(
+        self, slot_R: np.ndarray, output: SamplerOutput | Verified | Drawn | Checked, noted: Noted | None, begun_ns: int
+    ) -> list[Completion]:
+        """Give sequences their tokens, or leave them in flight where the device is still drawing them."""
+        if isinstance(output, Drawn | Checked):
+            flight = Flight.of(slot_R, output, self.table, self.scheduler.running)
+            if len(flight.slot_K):
+                self._flight, self._noted, self._begun_ns = flight, noted, max(begun_ns, self._landed_ns)
             return []
-        if some_ended:
-            here_R = np.flatnonzero(np.isin(slot_R, self.scheduler.running))
-            slot_R, output = slot_R[here_R], output.of_rows(here_R)
-        return self._completing.take(slot_R, output, _now_us())
+        return self._given(slot_R, output, np.ones(len(slot_R), dtype=bool), noted, begun_ns)
 
-    def _land(self) -> list[Completion]:
-        """Wait for the step in flight and take its tokens."""
+    def _land(self, behind: StepPlan | None = None) -> list[Completion]:
+        """Wait for the step in flight and take its tokens. `behind`: a step that is planned with them already, whose
+        blocks are kept."""
         flight, self._flight = self._flight, None
         if flight is None:
             return []
-        return self._completing.take(flight.slot_K, flight.output(), _now_us())
+        output = flight.output()
+        self._landed_ns = time.perf_counter_ns()
+        noted, self._noted = self._noted, None
+        return self._given(flight.slot_K, output, flight.kept_S, noted, self._begun_ns, behind)
+
+    def _given(
+        self,
+        slot_K: np.ndarray,
+        output: SamplerOutput | Verified,
+        kept_S: np.ndarray,
+        noted: Noted | None,
+        begun_ns: int,
+        behind: StepPlan | None = None,
+    ) -> list[Completion]:
+        """Give the sequences of a step that are still there (kept_S, of all that got tokens) what they get."""
+        generated_before = self.stats.generated_tokens
+        accepted_S = np.zeros(len(kept_S), dtype=np.int64)
+        if isinstance(output, Verified):
+            completions = self._completing.take_verified(slot_K, output, _now_us())
+            accepted_S[kept_S] = output.num_accepted_S
+            count_of = np.zeros(self.table.num_slots, dtype=np.int64)
+            if behind is not None:
+                count_of[behind.slot_S] = behind.count_S
+            here_K = slot_K[np.isin(slot_K, self.scheduler.running)]
+            self.scheduler.release_draft_blocks(here_K, count_of[here_K])
+        else:
+            completions = self._completing.take(slot_K, output, _now_us())
+        if self.drafting is not None and noted is not None:
+            num_generated = self.stats.generated_tokens - generated_before
+            step_us = (time.perf_counter_ns() - begun_ns) // 1000
+            self.drafting.done(self.stats, noted, accepted_S, kept_S, num_generated, step_us)
+        return completions
 
     def _sampling_batch(self, plan: StepPlan, slot_S: np.ndarray) -> SamplingBatch:
         """A row behind the known tokens of each sequence and one behind each draft, which sees the drafts before it."""

@@ -121,6 +121,11 @@ class StepGraphs:
             self._graphs[size] = _Graph(numbers_3P, replay)
 
     @property
+    def max_queries(self) -> int:
+        """Tokens that a sequence may compute in a captured step."""
+        return self._attention.max_queries
+
+    @property
     def sizes(self) -> list[int]:
         return self._sizes.tolist()
 
@@ -142,9 +147,13 @@ class StepGraphs:
         padded_3P[:, num_tokens:] = [[0], [0], [self._padding_slot]]
         padded_3P[:, :num_tokens] = step.token_id_T, step.position_T, step.slot_mapping_T
         graph.numbers_3P.copy_(on_device(padded_3P, self._device), non_blocking=True)
+        shortfall = None
         if late is not None:
-            late.put_into(graph.numbers_3P[0])
-        self._attention.refill(where)
+            late.put_into(graph.numbers_3P)
+            shortfall = late.shortfall
+        self._attention.refill(where, 0 if shortfall is None else shortfall.most)
+        if shortfall is not None:
+            self._attention.shorten(shortfall.short_S)
         graph.replay()
         if len(step.logit_row_R) == num_tokens:
             return self._hidden_PH[:num_tokens]

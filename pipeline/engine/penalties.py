@@ -19,9 +19,9 @@ LARGE = 1e30  # options and penalised logits stay below: far from fp32's end, an
 
 @dataclass(frozen=True)
 class LateIds:
-    """The last known tokens of some rows, in whose place the table of known tokens holds no token yet."""
+    """The last tokens of some rows, in whose place the table of known tokens holds no token yet."""
 
-    row_L: np.ndarray  # int64, ascending
+    row_L: np.ndarray  # int64, ascending; a row may have several
     token_id_L: torch.Tensor  # int64, on the logits' device
 
     def among(self, rows: np.ndarray) -> "LateIds":
@@ -34,6 +34,12 @@ class LateIds:
 def counts_output(options: np.ndarray) -> np.ndarray:
     """Which rows have a penalty that counts output tokens."""
     return (options["presence_penalty"] != 0.0) | (options["frequency_penalty"] != 0.0)
+
+
+def takes_best(options: np.ndarray) -> np.ndarray:
+    """Which rows take the best token of their logits as they are, wherever they stand and whatever was before."""
+    changed = (options["repetition_penalty"] != 1.0) | counts_output(options) | (options["min_tokens"] > 0)
+    return (options["temperature"] == 0.0) & ~changed
 
 
 def adjusted(
@@ -98,18 +104,27 @@ def _with_late(
     places: tuple[torch.Tensor, torch.Tensor],
     count_N: torch.Tensor,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The pairs with the late tokens, each row's once more counted. A late token that its row has generated before is
-    in two pairs then, both with its whole count: it is written twice with the same value."""
+    """The pairs with the late tokens, which are counted too. A late token that its row has generated before, or that is
+    late twice, is in several pairs then, all with its whole count: it is written several times with the same value.
+
+    U rows with late tokens, W most late tokens of one.
+    """
     if not len(late.row_L):
         return places, count_N
     device = count_N.device
-    nearest_N = np.minimum(np.searchsorted(late.row_L, row_N), len(late.row_L) - 1)
-    has_late_N = on_device(late.row_L[nearest_N] == row_N, device)
+    row_U, first_U, of_L, num_U = np.unique(late.row_L, return_index=True, return_inverse=True, return_counts=True)
+    place_W = np.arange(num_U.max())
+    is_late_UW = on_device(place_W < num_U[:, None], device)
+    id_UW = late.token_id_L[on_device(first_U[:, None] + np.minimum(place_W, num_U[:, None] - 1), device)]
+    nearest_N = np.minimum(np.searchsorted(row_U, row_N), len(row_U) - 1)
     of_N = on_device(nearest_N, device)
-    again_N = has_late_N & (places[1] == late.token_id_L[of_N])
-    count_L = torch.ones_like(late.token_id_L).index_add_(0, of_N, torch.where(again_N, count_N, 0))
+    again_NW = on_device(row_U[nearest_N] == row_N, device)[:, None] & is_late_UW[of_N]
+    again_NW &= id_UW[of_N] == places[1][:, None]
+    count_UW = ((id_UW[:, :, None] == id_UW[:, None, :]) & is_late_UW[:, None, :]).sum(dim=-1)
+    count_UW.index_add_(0, of_N, torch.where(again_NW, count_N[:, None], 0))
+    count_L = count_UW[on_device(of_L, device), on_device(np.arange(len(of_L)) - first_U[of_L], device)]
     both = torch.cat([places[0], at_L]), torch.cat([places[1], late.token_id_L])
-    return both, torch.cat([count_N + again_N, count_L])
+    return both, torch.cat([count_N + again_NW.sum(dim=-1), count_L])
 
 
 def _known_tokens(batch: SamplingBatch, rows: np.ndarray, with_prompt: bool) -> tuple[np.ndarray, np.ndarray]:

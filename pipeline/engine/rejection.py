@@ -14,6 +14,7 @@ import torch
 
 from pipeline.engine.draws import ACCEPT, RESIDUAL, draw, uniforms
 from pipeline.engine.sampling_batch import SamplingBatch
+from pipeline.kernels.transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,19 @@ class DraftLaw:
     ACCEPT and RESIDUAL (see draws.py)."""
 
     rows: np.ndarray  # int64 [D], ascending, of the step's rows
-    token_ids: np.ndarray  # int64 [D]
+    token_ids: np.ndarray | torch.Tensor  # int64 [D]; on the device where they were drawn there
     q_DV: torch.Tensor  # probabilities
 
     def of(self, chosen: np.ndarray) -> "DraftLaw":
         """Some of the drafts alone, by their places."""
-        on_device = torch.from_numpy(chosen).to(self.q_DV.device)
-        return DraftLaw(self.rows[chosen], self.token_ids[chosen], self.q_DV[on_device])
+        on = on_device(chosen, self.q_DV.device)
+        return DraftLaw(self.rows[chosen], self.on_device()[on], self.q_DV[on])
+
+    def on_device(self) -> torch.Tensor:
+        """The drafts where the probabilities are."""
+        return (
+            self.token_ids if isinstance(self.token_ids, torch.Tensor) else on_device(self.token_ids, self.q_DV.device)
+        )
 
 
 def settle_drafts(
@@ -38,7 +45,7 @@ def settle_drafts(
     law = law.of(np.flatnonzero(np.isin(law.rows, drawn)))
     if not len(law.rows):
         return
-    at = torch.from_numpy(np.searchsorted(drawn, law.rows)).to(w_RV.device)
+    at = on_device(np.searchsorted(drawn, law.rows), w_RV.device)
     seeds, positions = batch.seeds[law.rows], batch.positions[law.rows]
     drawn_ids_R[at] = settle(w_RV[at], law, seeds, positions, drawn_ids_R[at])
 
@@ -50,29 +57,20 @@ def settle(
 
     w_DV: unnormalised probabilities of the model. otherwise_D: draws from it, made without looking at the draft; they
     are taken where q is no distribution that the draft can come from (not finite, or 0 at the draft), and where
-    rounding leaves no residual.
+    rounding leaves no residual. Which drafts fall is not asked of the device: every row gets what would take its place.
     """
     p_DV = w_DV / w_DV.sum(dim=-1, keepdim=True)
     q_DV = law.q_DV.to(p_DV)
-    draft_D = torch.from_numpy(law.token_ids).to(p_DV.device)
+    draft_D = law.on_device()
     p_D, q_D = (x_DV.gather(1, draft_D[:, None])[:, 0].double() for x_DV in (p_DV, q_DV))
     usable_D = torch.isfinite(q_DV.sum(dim=-1)) & (q_D > 0)
-    stands_D = _on(uniforms(seeds, positions, ACCEPT), q_D) * q_D < p_D
-    token_D = torch.where(stands_D, draft_D, otherwise_D)
-    fallen = np.flatnonzero((usable_D & ~stands_D).cpu().numpy())
-    if len(fallen):
-        rows = _on(fallen, draft_D)
-        residual_FV = residual(p_DV[rows], q_DV[rows])
-        u_F = _on(uniforms(seeds[fallen], positions[fallen], RESIDUAL), q_D)
-        is_some_F = residual_FV.sum(dim=-1) > 0
-        token_D[rows] = torch.where(is_some_F, draw(residual_FV, u_F), otherwise_D[rows])
-    return torch.where(usable_D, token_D, otherwise_D)
+    stands_D = on_device(uniforms(seeds, positions, ACCEPT), q_D.device) * q_D < p_D
+    residual_DV = residual(p_DV, q_DV)
+    instead_D = draw(residual_DV, on_device(uniforms(seeds, positions, RESIDUAL), q_D.device))
+    instead_D = torch.where(residual_DV.sum(dim=-1) > 0, instead_D, otherwise_D)
+    return torch.where(usable_D, torch.where(stands_D, draft_D, instead_D), otherwise_D)
 
 
 def residual(p_RV: torch.Tensor, q_RV: torch.Tensor) -> torch.Tensor:
     """Weights, not normalised, of what takes the place of a rejected draft: (p - q)+."""
     return (p_RV - q_RV).clamp_(min=0.0)
-
-
-def _on(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(values).to(like.device)

@@ -21,6 +21,11 @@ class Runner(Protocol):
     is_asynchronous: bool
     """Whether `execute` returns while the device is still at work."""
 
+    @property
+    def most_short_queries(self) -> int:
+        """How many tokens a sequence may compute in a step that has a `flight.Shortfall`; 0: there can be none."""
+        ...
+
     def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor: ...
     def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.greedy`; asked only where `is_asynchronous`, as `draw` is."""
@@ -45,14 +50,15 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
         """Logits (R, vocabulary) in float32 of the rows `step.logit_row_R`. `late`: tokens that the step does not hold
-        yet."""
+        yet; a shortfall only in steps that are captured."""
         places = step.query_start_S1, step.context_len_S, step.block_table_SM
         if self._graphs is not None and self._graphs.serves(step):
             where = AttentionInput(*places, torch.from_numpy(step.slot_mapping_T), self.block_size)
             return self.decoder.logits(self._graphs.run(step, where, late))
+        assert late is None or late.shortfall is None, "only captured attention reads contexts on the device"
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         if late is not None:
-            late.put_into(numbers_3T[0])
+            late.put_into(numbers_3T)
         where = AttentionInput(*places, numbers_3T[2], self.block_size)
         return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], where, step.logit_row_R))
 
@@ -89,6 +95,10 @@ class ModelRunner:
 
     def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.decoder.kernels.draw(logits_RV, how_5R)
+
+    @property
+    def most_short_queries(self) -> int:
+        return 0 if self._graphs is None else self._graphs.max_queries
 
     @property
     def captured_tokens(self) -> list[int]:

@@ -25,7 +25,7 @@ import torch
 
 from pipeline.engine.draws import PLAIN, draw, uniforms
 from pipeline.engine.logprobs import AskedLogprobs
-from pipeline.engine.penalties import adjusted, counts_output, on_rows
+from pipeline.engine.penalties import LateIds, adjusted, counts_output, on_rows
 from pipeline.engine.rejection import DraftLaw, settle_drafts
 from pipeline.engine.sampling_batch import SamplerOutput, SamplingBatch, tokens_and_finite
 from pipeline.engine.weights import weights
@@ -105,21 +105,21 @@ def _on_host(token_ids_R: torch.Tensor, finite_R: torch.Tensor) -> tuple[np.ndar
     return tokens_and_finite(torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)]).cpu().numpy())
 
 
-def distribution(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def distribution(logits_RV: torch.Tensor, batch: SamplingBatch, late: LateIds | None = None) -> torch.Tensor:
     """The fp32 probabilities [R, V] that `sample` draws from; one-hot for greedy rows, zeros for rows not
-    finite.
+    finite. late: see `adjusted`.
     """
     plan = _Plan.of(batch)
     p_RV = torch.zeros(logits_RV.shape, dtype=torch.float32, device=logits_RV.device)
     every = np.arange(len(batch.options))
     undrawn = np.setdiff1d(every, plan.drawn)
     if len(undrawn):
-        z_RV = adjusted(logits_RV, batch, undrawn)
+        z_RV = adjusted(logits_RV, batch, undrawn, late)
         p_RV[on_rows(undrawn, logits_RV)] = torch.zeros_like(z_RV).scatter_(1, z_RV.argmax(-1, keepdim=True), 1.0)
     if len(plan.drawn):
-        w_RV = weights(logits_RV, batch, plan.drawn)
+        w_RV = weights(logits_RV, batch, plan.drawn, late)
         p_RV[on_rows(plan.drawn, logits_RV)] = w_RV / w_RV.sum(dim=-1, keepdim=True)
-    best_R = adjusted(logits_RV, batch, every).amax(dim=-1)  # a mask may leave nothing
+    best_R = adjusted(logits_RV, batch, every, late).amax(dim=-1)  # a mask may leave nothing
     usable_R = torch.isfinite(best_R) & torch.isfinite(logits_RV.amax(dim=-1))
     return torch.where(usable_R[:, None], p_RV, 0.0)
 

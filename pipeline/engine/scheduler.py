@@ -13,20 +13,20 @@ the cache was allocated at the start, and giving them up would free no memory.
 
 Drafts (draft_room.py) come after all that: into the room that a full step leaves and into free blocks. They are written
 behind the known tokens and computed with them; those that are confirmed become known (`append`, `accept`), the others
-are overwritten, and blocks that held nothing else are given back before the next step is planned. So whatever is
-drafted, between two steps a sequence holds the blocks that it would hold without, and only blocks of confirmed tokens
-become findable.
+are overwritten, and blocks that held nothing else are given back when that is known. So whatever is drafted, between
+two steps a sequence holds the blocks that it would hold without and those of drafts that are still being checked, and
+only blocks of confirmed tokens become findable.
 """
 
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.params import EngineStats
 from pipeline.engine.sequence import Sequence, SlotTable
-from pipeline.engine.step import StepPlan, share
+from pipeline.engine.step import StepPlan, runs, share
 from pipeline.errors import RowError
 
 MIN_HISTORY = 64  # finished sequences before their lengths predict others'
@@ -37,6 +37,16 @@ UNKNOWN_TOKEN = -1  # stands in the table where a token is promised
 MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
 
 Rejected = tuple[Sequence, RowError, str]
+
+
+class Promise(NamedTuple):
+    """What `Scheduler.promise` counts on: of each of these sequences a token, and draft_P drafts before it."""
+
+    slot_P: np.ndarray
+    draft_P: np.ndarray
+
+
+NO_PROMISE = Promise(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 class SlotWatcher(Protocol):
@@ -217,32 +227,49 @@ class Scheduler:
         self.table.num_computed[slot_R] = self.table.num_known[slot_R]
         self.append(slot_R, token_R)
 
-    def promise(self, slot_R: np.ndarray) -> np.ndarray:
-        """Plan as if each of these sequences, all computed, knew the token that the device is drawing for it.
+    def promise(self, slot_R: np.ndarray, draft_R: np.ndarray) -> Promise:
+        """Plan as if each of these sequences, all computed, knew the token that the device is drawing for it and,
+        before that, its drafts that are being checked.
 
-        Those that end with that token by their length are left out. Returns the others, for `retract`, which must come
-        before the tokens are appended.
+        Those that end with the next token by their length are left out. What is returned is for `retract`, which must
+        come before the tokens are appended.
         """
         table = self.table
-        slot_R = slot_R[table.num_known[slot_R] + 1 < table.limit[slot_R]]
-        table.token_ids[slot_R, table.num_known[slot_R]] = UNKNOWN_TOKEN
-        table.num_known[slot_R] += 1
-        return slot_R
+        goes_on = np.flatnonzero(table.num_known[slot_R] + 1 < table.limit[slot_R])
+        slot_R, draft_R = slot_R[goes_on], draft_R[goes_on]
+        first_R, count_R = table.num_known[slot_R], draft_R + 1
+        table.token_ids[np.repeat(slot_R, count_R), runs(first_R, count_R)] = UNKNOWN_TOKEN
+        table.num_known[slot_R] += count_R
+        table.num_computed[slot_R] += draft_R
+        return Promise(slot_R, draft_R)
 
-    def retract(self, slot_R: np.ndarray) -> None:
+    def retract(self, promise: Promise) -> None:
         """Take a promise back."""
-        self.table.num_known[slot_R] -= 1
+        self.table.num_known[promise.slot_P] -= promise.draft_P + 1
+        self.table.num_computed[promise.slot_P] -= promise.draft_P
+
+    def follow_up(self, plan: StepPlan, promise: Promise) -> StepPlan:
+        """A plan that was made under a promise, once the tokens are known: without the sequences that have ended, the
+        others where they came to."""
+        here = np.flatnonzero(np.isin(plan.slot_S, self.running))
+        slot_S, start_S = plan.slot_S[here], plan.start_S[here]
+        promised = np.isin(slot_S, promise.slot_P)
+        start_S = np.where(promised, self.table.num_computed[slot_S], start_S)
+        draft_S = None if plan.draft_S is None else plan.draft_S[here]
+        return StepPlan(slot_S, start_S, plan.count_S[here], plan.samples_S[here], draft_S)
 
     def would_preempt(self) -> bool:
         """Whether the running sequences' next tokens need more blocks than are free."""
         *_, missing_S = self._wanted()
         return int(missing_S.sum()) > self.pool.num_free
 
-    def release_draft_blocks(self, slot_S: np.ndarray) -> None:
-        """Take from these sequences the blocks that held nothing but drafts which were not accepted."""
-        used_S = -(-self.table.num_computed[slot_S] // self.pool.block_size)
-        for slot in slot_S[self.table.num_blocks[slot_S] > used_S].tolist():
-            self._release_uncomputed(slot)
+    def release_draft_blocks(self, slot_S: np.ndarray, draft_S: np.ndarray) -> None:
+        """Take from these sequences the blocks that hold nothing but drafts which were not accepted; draft_S of each
+        are still being checked, behind all that is computed."""
+        end_S = self.table.num_computed[slot_S] + draft_S
+        over = np.flatnonzero(self.table.num_blocks[slot_S] > -(-end_S // self.pool.block_size))
+        for slot, end in zip(slot_S[over].tolist(), end_S[over].tolist()):
+            self.pool.release(self.table.drop_blocks(slot, end))
 
     # -- running sequences
 
@@ -424,7 +451,7 @@ class Scheduler:
             self.pool.register(blocks[first:end], sequence.hashes[first:end])
 
     def _release_uncomputed(self, slot: int) -> None:
-        self.pool.release(self.table.drop_uncomputed_blocks(slot))
+        self.pool.release(self.table.drop_blocks(slot, int(self.table.num_computed[slot])))
 
     def _too_long_alone(self, tokens: int) -> str:
         return (

@@ -152,9 +152,9 @@ class SlotTable:
         """The blocks that the sequence there holds, in order."""
         return self.block_table[slot, : self.num_blocks[slot]].tolist()
 
-    def drop_uncomputed_blocks(self, slot: int) -> list[int]:
-        """Take the blocks that hold no computed token off the sequence; they are the caller's to release."""
-        kept = -(-int(self.num_computed[slot]) // self.block_size)
+    def drop_blocks(self, slot: int, end: int) -> list[int]:
+        """Take the blocks behind its first `end` tokens off the sequence; they are the caller's to release."""
+        kept = -(-end // self.block_size)
         dropped = self.block_table[slot, kept : self.num_blocks[slot]].tolist()
         self.num_blocks[slot] = kept
         return dropped

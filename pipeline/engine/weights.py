@@ -7,17 +7,21 @@ import numpy as np
 import torch
 
 from pipeline.engine.draws import sums
-from pipeline.engine.penalties import LARGE, adjusted, column, on_rows
+from pipeline.engine.penalties import LARGE, LateIds, adjusted, column, on_rows
 from pipeline.engine.sampling_batch import SamplingBatch
+from pipeline.kernels.transfer import on_device
 
 _FEW = 64  # best values looked at for top_p; rows that are flatter are looked at again
 _GROUPS = 256  # of tokens, whose maxima tell how large the best values are at least
 
 
-def weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> torch.Tensor:
-    """Unnormalised fp32 probabilities of `rows`, the best token at 1, what is left out at exactly 0."""
+def weights(
+    logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray, late: LateIds | None = None
+) -> torch.Tensor:
+    """Unnormalised fp32 probabilities of `rows`, the best token at 1, what is left out at exactly 0. late: see
+    `adjusted`."""
     options = batch.options[rows]
-    z_RV = adjusted(logits_RV, batch, rows)
+    z_RV = adjusted(logits_RV, batch, rows, late)
     z_RV -= z_RV.amax(dim=-1, keepdim=True)
     # The best token now stands at 0 and stays there, however small the temperature is.
     z_RV /= column(np.maximum(options["temperature"], 1 / LARGE), z_RV)
@@ -26,7 +30,7 @@ def weights(logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> 
     if len(with_top_k):
         picked, top_k = on_rows(with_top_k, z_RV), options["top_k"][with_top_k]
         best_RC, _ = best_values(z_RV[picked], int(top_k.max()), torch.finfo(torch.float32).min)
-        kth_R1 = best_RC.gather(1, torch.from_numpy(top_k).to(z_RV.device)[:, None] - 1)
+        kth_R1 = best_RC.gather(1, on_device(top_k, z_RV.device)[:, None] - 1)
         z_RV[picked] = z_RV[picked].masked_fill(z_RV[picked] < kth_R1, float("-inf"))
 
     w_RV = z_RV.exp_()

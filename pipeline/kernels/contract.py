@@ -76,8 +76,13 @@ class GraphAttention(Protocol):
     worked_out: dict[Hashable, Any]
     max_queries: int
 
-    def refill(self, where: AttentionInput) -> None:
-        """Bring the tensors up to a step, without waiting for the device."""
+    def refill(self, where: AttentionInput, most_short: int = 0) -> None:
+        """Bring the tensors up to a step, without waiting for the device. most_short: by how many tokens contexts may
+        be shorter than `where` has them."""
+        ...
+
+    def shorten(self, short_S: torch.Tensor) -> None:
+        """After `refill`: the context of each sequence is so many tokens (int64, on the device) shorter."""
         ...
 
 

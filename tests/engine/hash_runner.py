@@ -3,6 +3,8 @@
 Any mix-up of blocks, positions or sequences changes the tokens that follow.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -42,6 +44,7 @@ class HashRunner:
 
     vocab_size = VOCAB
     is_asynchronous = False
+    most_short_queries = 8
     greedy, draw = staticmethod(greedy), staticmethod(draw)
 
     def __init__(
@@ -54,7 +57,7 @@ class HashRunner:
 
     def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
         if late is not None:
-            late.put_into(torch.from_numpy(step.token_id_T))
+            step = _with(step, late)
         assert (step.token_id_T >= 0).all(), "a promised token was taken for a known one"
         self.tokens_per_step.append(len(step.token_id_T))
         self.cache.reshape(-1)[step.slot_mapping_T] = step.token_id_T
@@ -74,6 +77,24 @@ class HashRunner:
     def zero_blocks(self, blocks: list[int]) -> None:
         self.zeroed += blocks
         self.cache[blocks] = 0
+
+
+def _with(step: StepInput, late: LateTokens) -> StepInput:
+    """The step as the device has it."""
+    numbers_3T = torch.from_numpy(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]))
+    late.put_into(numbers_3T)
+    token_id_T, position_T, slot_mapping_T = numbers_3T.numpy()
+    step = replace(step, token_id_T=token_id_T, position_T=position_T, slot_mapping_T=slot_mapping_T)
+    if late.shortfall is None:
+        return step
+    count_S = np.diff(step.query_start_S1)
+    assert count_S.max() <= HashRunner.most_short_queries
+    short_S = late.shortfall.short_S.numpy()
+    assert ((short_S >= 0) & (short_S <= late.shortfall.most)).all()
+    context_len_S = step.context_len_S - short_S
+    expected_T = np.concatenate([np.arange(c - n, c) for c, n in zip(context_len_S, count_S)])
+    assert (position_T == expected_T).all(), "positions and contexts fell short alike"
+    return replace(step, context_len_S=context_len_S)
 
 
 class PlainTokenizer:

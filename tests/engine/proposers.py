@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from pipeline.engine.flight import Flight
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts
 from pipeline.engine.sequence import SlotTable
@@ -58,7 +59,13 @@ class Recorded:
         assert (count_S <= offer.count_S).all()
         return Drafts(offer.token_id_SK)
 
-    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray) -> None:
+    def follows(self, flight: Flight | None) -> bool:
+        return False
+
+    def undone(self, slot_S: np.ndarray) -> None:
+        pass
+
+    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
         pass
 
 

@@ -147,10 +147,10 @@ class Sometimes(FixedDrafts):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_among_plain_steps_change_no_token(seed: int) -> None:
-    engine = hash_engine(160, 4, memory=2, is_asynchronous=True, max_num_batched_tokens=64)
+    engine = hash_engine(160, 4, memory=1, is_asynchronous=True, max_num_batched_tokens=64)
     engine.speculate([NgramProposer(engine.table, 4)], Sometimes(4))
     done = run(engine, requests_of(seed))
-    plain = run(hash_engine(160, 4, memory=2, max_num_batched_tokens=64), requests_of(seed))
+    plain = run(hash_engine(160, 4, memory=1, max_num_batched_tokens=64), requests_of(seed))
     assert [told(done[row]) for row in range(40)] == [told(plain[row]) for row in range(40)]
     assert sum(engine.stats.accepted_by_place) > 0
     assert engine.stats.num_draft_steps < engine.stats.num_steps

@@ -12,6 +12,7 @@ import torch
 
 from pipeline.engine.build import captured_shapes
 from pipeline.engine.engine import Engine
+from pipeline.engine.flight import LateTokens
 from pipeline.engine.graphs import graph_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.resolve import resolve
@@ -114,6 +115,39 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     assert tokens == expected
     assert len(ran) > num_steps / 2, "most steps are replayed"
     assert set(ran) - {1, 2, 4, 6}, "some are padded"
+
+
+def test_drafts_ahead_of_captured_steps_give_the_reference_tokens(folder: Path) -> None:
+    """The draft model is the target with some tokens changed: sequences fall short of their plans by some drafts, by
+    all and by none, and the kernels, one with a window, are told on the device."""
+    prompts = [[7, 9, 11, 4], [200, 3]]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    with engine_of(folder, "reference") as engine:
+        expected = [completion.token_ids for completion in engine.generate(prompts, params)]
+    speculation = {"proposer": "draft", "max_draft_tokens": 2, "forced": True}
+    engine = engine_of(folder, "triton", speculation=speculation, draft=str(folder))
+    (proposer,) = engine.drafting.proposers  # type: ignore[union-attr]
+    short, passes = [], []
+    for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):  # type: ignore[attr-defined]
+        size: Any = {"max_num_seqs": 3, "max_queries": queries, "most_tokens": 6}
+        runner.capture_steps(replayed, **size, say=lambda done, total: None)
+        runner.is_asynchronous = True
+    execute, greedy = engine.runner.execute, proposer.runner.greedy  # type: ignore[attr-defined]
+
+    def execute_and_note(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        short.extend([] if late is None or late.shortfall is None else late.shortfall.short_S.tolist())
+        return execute(step, late)
+
+    def greedy_but_for_some(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        token_R, finite_R = greedy(logits_RV)
+        passes.append(len(passes) % 5 in (1, 4))
+        return (token_R + passes[-1]) % 250, finite_R
+
+    engine.runner.execute = execute_and_note  # type: ignore[method-assign]
+    proposer.runner.greedy = greedy_but_for_some  # type: ignore[attr-defined]
+    with engine:
+        assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
+    assert set(short) == {0, 1, 2}
 
 
 def test_sizes_of_captured_steps() -> None:

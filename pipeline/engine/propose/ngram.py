@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from pipeline.engine.flight import Flight
 from pipeline.engine.propose.corpus import FinishedOutputs
 from pipeline.engine.propose.cues import Cues
 from pipeline.engine.propose.offer import Offer
@@ -78,7 +79,13 @@ class NgramProposer:
     def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
         return Drafts(offer.token_id_SK)
 
-    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray) -> None:
+    def follows(self, flight: Flight | None) -> bool:
+        return False  # it looks up the very tokens
+
+    def undone(self, slot_S: np.ndarray) -> None:
+        pass
+
+    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
         pass
 
     def _matches(self, slot_S: np.ndarray) -> Offer:

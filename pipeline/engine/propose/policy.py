@@ -49,6 +49,9 @@ class StepOutcome:
 
 
 class DraftPolicy(Protocol):
+    """Where a step is launched before the one in flight is done, the next one is decided on before `observe` is told of
+    that. Facts are told apart by identity."""
+
     def passes(self, num_sequences: int) -> bool:
         """Whether a step in which so many sequences get a token is none of its concern. Asked first, and cheap: nothing
         else is asked or told of a step that passes."""

@@ -10,12 +10,20 @@ Shapes: S sequences, K most drafts of one, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from pipeline.engine.flight import Flight
 from pipeline.engine.propose.offer import Offer
+
+
+class DrawnDrafts(NamedTuple):
+    """Draft k of sequence s is row row_SK[s, k] of token_ids_N, which lies on the device."""
+
+    row_SK: np.ndarray  # int64
+    token_ids_N: torch.Tensor  # int64
 
 
 @dataclass(frozen=True)
@@ -23,12 +31,15 @@ class Drafts:
     """token_id_SK: the first tokens of row s, as many as were asked for, are drafts, ids that the model has; what
     follows means nothing.
 
+    drawn: where a device draws them and the host does not know them (yet); then token_id_SK means nothing.
+
     q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see draws.py); None where
     drafts are not drawn from a law that is known, which is always right.
     """
 
     token_id_SK: np.ndarray  # int64
     q_SKV: torch.Tensor | None = None
+    drawn: DrawnDrafts | None = None
 
 
 class Proposer(Protocol):
@@ -36,7 +47,7 @@ class Proposer(Protocol):
     what was appended since it last looked, it finds there.
 
     A sequence's known tokens only grow while it holds a slot, and drafts of an earlier step are among them as far as
-    they were accepted.
+    they were accepted. But see `follows`.
     """
 
     name: str
@@ -49,6 +60,11 @@ class Proposer(Protocol):
         """The sequence is about to leave the slot, its tokens still in the table; `finished`: it came to its end."""
         ...
 
+    def follows(self, flight: Flight | None) -> bool:
+        """Whether the next `offer` and `draft` do with promised tokens (see `Scheduler.promise`) instead of those in
+        flight. If there are drafts in flight, they are this proposer's. None: all known tokens are there."""
+        ...
+
     def offer(self, slot_S: np.ndarray) -> Offer:
         """What could be drafted for these sequences, whose next token is computed in this step."""
         ...
@@ -57,7 +73,12 @@ class Proposer(Protocol):
         """Draft count_S[s] tokens for each sequence of the offer, at most as many as it says."""
         ...
 
-    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray) -> None:
-        """Of the last `draft`, so many tokens of each sequence that had any were accepted; those that came to their end
-        have left. Not called where the step was undone."""
+    def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
+        """Of the drafted_S tokens of each of these sequences in an earlier `draft`, the first one that was not settled
+        yet, so many were accepted, and the table has them; those that came to their end have left. Not called where the
+        step was undone."""
+        ...
+
+    def undone(self, slot_S: np.ndarray) -> None:
+        """The step of these sequences was undone: the blocks behind their computed tokens are no longer theirs."""
         ...

@@ -1,10 +1,14 @@
 """The controller as the engine's draft policy. No torch."""
 
+from collections import deque
+
 import numpy as np
 
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import StepFacts, StepOutcome
-from pipeline.engine.speculation.controller import Batch, Candidates, Controller, Outcome
+from pipeline.engine.speculation.controller import Batch, Candidates, Controller, Decided, Outcome
+
+STEPS_AT_ONCE = 6  # decisions that are remembered: of the step in flight and of the next one, with what is asked twice
 
 
 class ControlledDrafts:
@@ -14,18 +18,24 @@ class ControlledDrafts:
         self.controller = controller
         self._facts: StepFacts | None = None
         self._batch_of_facts = Batch(0, 0, 0)
+        self._decided: deque[tuple[StepFacts, Decided]] = deque(maxlen=STEPS_AT_ONCE)
 
     def passes(self, num_sequences: int) -> bool:
         return self.controller.passes(num_sequences)
 
     def proposer(self, facts: StepFacts) -> int | None:
-        return self.controller.wants_candidates(self._batch(facts))
+        number = self.controller.wants_candidates(self._batch(facts))
+        self._decided.append((facts, self.controller.decided))
+        return number
 
     def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        return self.controller.choose(self._batch(facts), Candidates(offer.count_S, offer.match_len_S)).length_S
+        choice = self.controller.choose(self._batch(facts), Candidates(offer.count_S, offer.match_len_S))
+        self._decided.append((facts, self.controller.decided))
+        return choice.length_S
 
     def observe(self, outcome: StepOutcome) -> None:
         drafted = bool(outcome.drafted_S.any())
+        decided = next((each for facts, each in reversed(self._decided) if facts is outcome.facts), Decided())
         self.controller.observe(
             self._batch(outcome.facts),
             Outcome(
@@ -36,6 +46,7 @@ class ControlledDrafts:
                 propose_s=(outcome.offer_us + outcome.draft_us) / 1e6,
                 lookup_s=outcome.offer_us / 1e6,
             ),
+            decided,
         )
 
     def counters(self) -> dict[str, int]:

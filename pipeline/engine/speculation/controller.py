@@ -107,6 +107,15 @@ class Outcome:
     lookup_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What was decided for a step, to be kept where another is decided on before it is done. worth_s: of a token."""
+
+    choice: Choice | None = None
+    worth_s: float = 0.0
+    is_probe: bool = False
+
+
 @dataclass
 class _Lately:
     """How many candidates a proposer had lately, and when its drafts were last computed."""
@@ -213,10 +222,17 @@ class Controller:
 
     # -- after a step
 
-    def observe(self, batch: Batch, outcome: Outcome) -> None:
-        """Learn from the step that `batch` described, drafted or not."""
+    @property
+    def decided(self) -> Decided:
+        """For the last step that was asked for."""
+        return Decided(self._choice, self._worth, self._probing)
+
+    def observe(self, batch: Batch, outcome: Outcome, decided: Decided | None = None) -> None:
+        """Learn from the step that `batch` described, drafted or not. decided: what was for it; None: it is the last
+        one."""
         self._num_steps += 1
-        choice, num = self._choice, batch.num_sequences
+        decided = self.decided if decided is None else decided
+        choice, num = decided.choice, batch.num_sequences
         if num == 0:
             return
         drafted_S = outcome.drafted_S if outcome.drafted_S is not None else self._no_choice
@@ -235,7 +251,7 @@ class Controller:
             num_accepted = int(outcome.accepted_S.sum())
         if choice is not None:
             self.proposing[choice.proposer].observe(num, drafted_S, outcome.propose_s, outcome.lookup_s)
-        self._settle(batch, outcome, num_drafts, num_accepted)
+        self._settle(batch, outcome, decided, num_drafts, num_accepted)
 
     # -- on, off, probe
 
@@ -416,7 +432,7 @@ class Controller:
 
     # -- accounts
 
-    def _settle(self, batch: Batch, outcome: Outcome, num_drafts: int, num_accepted: int) -> None:
+    def _settle(self, batch: Batch, outcome: Outcome, decided: Decided, num_drafts: int, num_accepted: int) -> None:
         num, counts, b = batch.num_sequences, self._counts, bucket_of(batch.num_sequences)
         plain_s = self._plain_s(batch)
         if not self.budget.is_open:
@@ -428,13 +444,13 @@ class Controller:
         if num_drafts:
             expected_s = self.cost.step_s(num, batch.kv_tokens, batch.num_prefill, num_drafts)
             step_s = min(max(outcome.step_s, expected_s / TIME_TRUST), expected_s * TIME_TRUST)
-            value_s = self._worth * outcome.num_generated
+            value_s = decided.worth_s * outcome.num_generated
             gained_s += value_s - step_s
-            if self._probing and gained_s > 0.0:  # it paid: look again at once
+            if decided.is_probe and gained_s > 0.0:  # it paid: look again at once
                 self._look_at, self._look_steps = self._num_steps, LOOK_STEPS
             self._steps_since_plain += 1
             counts.drafted_steps[b] += 1
-            counts.probe_steps[b] += self._probing
+            counts.probe_steps[b] += decided.is_probe
             counts.drafted_sequences[b] += num
             counts.drafted_step_tokens[b] += outcome.num_generated
             counts.draft_tokens[b] += num_drafts

@@ -142,8 +142,9 @@ class DecodeWork:
             sum_PKR=torch.empty(rows, dtype=torch.float32, device=device),
         )
 
-    def refill(self, where: AttentionInput, sequences: np.ndarray | None = None) -> None:
-        """Bring the tensors up to a step: of `where`, the sequences at these indices (None: all).
+    def refill(self, where: AttentionInput, sequences: np.ndarray | None = None, most_short: int = 0) -> None:
+        """Bring the tensors up to a step: of `where`, the sequences at these indices (None: all). A window is dealt
+        from where it begins if a context is `most_short` tokens shorter.
 
         The copies are queued on the current stream and wait for nothing.
         """
@@ -154,7 +155,7 @@ class DecodeWork:
         assert int(count_S.max()) <= self.num_queries
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:
-            first_seen_S = np.maximum(0, context_S - count_S - self.window + 1)
+            first_seen_S = np.maximum(0, context_S - most_short - count_S - self.window + 1)
         dealt = deal(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_lanes)
         assert int(dealt.item_I4[:, 3].max()) < len(self.partial_PKRD)
         parts = (

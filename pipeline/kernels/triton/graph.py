@@ -30,6 +30,11 @@ class CapturedAttention:
         for work in self._works:
             self.worked_out[plan_key(work.window)] = AttentionPlan(work, None)
 
-    def refill(self, where: AttentionInput) -> None:
+    def refill(self, where: AttentionInput, most_short: int = 0) -> None:
         for work in self._works:
-            work.refill(where)
+            work.refill(where, most_short=most_short)
+
+    def shorten(self, short_S: torch.Tensor) -> None:
+        """Tiles behind a shorter context hold nothing that its queries see, and add nothing."""
+        for work in self._works:
+            work.context_len_S[: len(short_S)] -= short_S

@@ -1,0 +1,29 @@
+"""The engine's policy where steps overlap: it is told of a step when the next one has been decided on."""
+
+import numpy as np
+
+from pipeline.engine.propose.offer import Offer
+from pipeline.engine.propose.policy import StepFacts, StepOutcome
+from pipeline.engine.speculation.controlled import ControlledDrafts
+from tests.engine.speculation.test_controller import MEMORY_BOUND, K, controller_of
+
+
+def test_outcomes_that_come_one_step_late_are_of_their_own_step() -> None:
+    """Batches of two sizes in turn, of which only the larger ones are asked about and draft: whoever mixes them up has
+    drafts that nobody chose."""
+    policy, before, drafted_steps = ControlledDrafts(controller_of(MEMORY_BOUND)), None, 0
+    for n in range(80):
+        num = 3 + n % 2
+        facts = StepFacts(np.arange(num), np.full(num, 100), num, 0, 0, 1000 * (n % 2), 0)
+        drafted_S = np.zeros(num, dtype=np.int64)
+        if policy.proposer(facts) is not None:
+            offer = Offer(facts.slot_S, np.full(num, K), np.full(num, 7), np.zeros((num, 0), dtype=np.int64))
+            drafted_S = policy.choose(facts, offer)
+        drafted_steps += bool(drafted_S.any())
+        if before is not None:
+            policy.observe(before)
+        before = StepOutcome(facts, num + int(drafted_S.sum()), 10_000, 0, 0, drafted_S, drafted_S)
+    assert drafted_steps > 20
+    counts = policy.controller.counts
+    assert abs(int(counts.drafted_steps.sum()) - drafted_steps) <= 1
+    assert int(counts.accepted_tokens.sum()) == int(counts.draft_tokens.sum()) > 0
