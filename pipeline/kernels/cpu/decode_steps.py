@@ -45,12 +45,21 @@ class _Layer:
         if len(narrow) < len(linears):
             return None
         qkv, o, gate_up, down = narrow
-        norms = parts.input_norm_H.numpy(), parts.post_norm_H.numpy()
-        qk_norms = (np.ones(head_dim, np.float32),) * 2
+        q_norm_D = k_norm_D = np.ones(head_dim, np.float32)
         if parts.qk_norm_D is not None:
-            qk_norms = parts.qk_norm_D[0].numpy(), parts.qk_norm_D[1].numpy()
-        window = UNBOUNDED if parts.window is None else parts.window
-        return cls(*norms, parts.qk_norm_D is not None, *qk_norms, qkv, o, gate_up, down, window)
+            q_norm_D, k_norm_D = parts.qk_norm_D[0].numpy(), parts.qk_norm_D[1].numpy()
+        return cls(
+            parts.input_norm_H.numpy(),
+            parts.post_norm_H.numpy(),
+            parts.qk_norm_D is not None,
+            q_norm_D,
+            k_norm_D,
+            qkv,
+            o,
+            gate_up,
+            down,
+            UNBOUNDED if parts.window is None else parts.window,
+        )
 
     def is_parallel(self, num_tokens: int) -> bool:
         return any(linear.is_parallel(num_tokens) for linear in (self.qkv, self.o, self.gate_up, self.down))
