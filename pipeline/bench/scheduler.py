@@ -165,7 +165,7 @@ def bench_scheduler(
 class _NoModel:
     """The runner of an engine: a row of made logits for each that wants one. Notes when it was called."""
 
-    is_asynchronous = False
+    is_asynchronous, most_short_queries = False, 0
     greedy, draw = staticmethod(reference.greedy), staticmethod(reference.draw)
 
     def __init__(self, num_rows: int, vocab_size: int, ending: Sequence[int]) -> None:
