@@ -277,6 +277,16 @@ def test_fault_32_a_prompt_longer_than_the_context_is_an_error_row_and_never_cut
         assert f"{length} tokens; with max_model_len = 64 at most 63" in (completion.error_message or "")
 
 
+def test_what_is_forgotten_is_computed_again(folder: Path) -> None:
+    with Engine(EngineConfig(str(folder), device="cpu", dtype="float32")) as engine:
+        prompt, params = list(range(1, 60)), SamplingParams(max_tokens=2, ignore_eos=True)
+        first, second = (engine.generate(prompt, params)[0] for _ in range(2))
+        engine.forget()
+        third = engine.generate(prompt, params)[0]
+        assert second.num_cached_tokens > first.num_cached_tokens == third.num_cached_tokens == 0
+        assert first.token_ids == second.token_ids == third.token_ids
+
+
 def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> None:
     said: list[str] = []
     config = EngineConfig(model=str(folder), device="cpu", dtype="float32", max_model_len=128)

@@ -136,6 +136,20 @@ def test_a_batch_that_shrinks_switches_it_on_without_a_probe() -> None:
     assert int(controller.counts.probe_steps.sum()) == before
 
 
+def test_a_batch_that_grows_is_not_looked_at_but_is_when_it_shrinks_from_there() -> None:
+    """As where a job begins with few rows and its last ones are few again."""
+    controller = controller_of((10.0, 2.0))
+    drafts_in(controller, batch_of(8), 200, accepted_share=0.0)  # looks are far between by now
+    looks, look = [], controller._look
+    controller._look = lambda batch: (looks.append(batch.num_sequences), look(batch))[1]  # type: ignore[method-assign]
+    controller._look_at = controller._num_steps + 10_000
+    for num in (8, 64, 100, 80, 74, 60):
+        drafts_in(controller, batch_of(num), 3, accepted_share=0.0)
+        controller._look_at = controller._num_steps + 10_000
+    assert looks[0] == 74
+    assert 80 not in looks
+
+
 def test_now_and_then_a_plain_step_says_what_plain_steps_cost() -> None:
     controller = controller_of(MEMORY_BOUND)
     steps = 4 * CHECK_STEPS
