@@ -119,7 +119,8 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     assert set(ran) - {1, 2, 4, 6}, "some are padded"
 
 
-def test_drafts_ahead_of_captured_steps_give_the_reference_tokens(folder: Path) -> None:
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_drafts_ahead_of_captured_steps_give_the_reference_tokens(folder: Path, deterministic: bool) -> None:
     """The draft model is the target with some tokens changed: sequences fall short of their plans by some drafts, by
     all and by none, and the kernels, one with a window, are told on the device."""
     prompts = [[7, 9, 11, 4], [200, 3]]
@@ -127,7 +128,7 @@ def test_drafts_ahead_of_captured_steps_give_the_reference_tokens(folder: Path) 
     with engine_of(folder, "reference") as engine:
         expected = [completion.token_ids for completion in engine.generate(prompts, params)]
     speculation = {"proposer": "draft", "max_draft_tokens": 2, "forced": True}
-    engine = engine_of(folder, "triton", speculation=speculation, draft=str(folder))
+    engine = engine_of(folder, "triton", speculation=speculation, draft=str(folder), deterministic=deterministic)
     (proposer,) = engine.drafting.proposers  # type: ignore[union-attr]
     short, passes = [], []
     for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):  # type: ignore[attr-defined]

@@ -136,7 +136,8 @@ class CapturedInvariantAttention:
             for window in shape.windows
         }
 
-    def refill(self, where: AttentionInput) -> None:
+    def refill(self, where: AttentionInput, most_short: int = 0) -> None:
+        """A tile finds on the device where its window begins, so a shorter context changes nothing here."""
         num_seqs, num_blocks = where.block_table_SM.shape
         numbers = np.zeros(len(self._numbers), dtype=np.int32)
         numbers[: num_seqs + 1] = where.query_start_S1
@@ -145,6 +146,9 @@ class CapturedInvariantAttention:
         self._numbers.copy_(on_device(numbers, self._device), non_blocking=True)
         table_SM = np.ascontiguousarray(where.block_table_SM)
         self._table_SM[:num_seqs, :num_blocks].copy_(on_device(table_SM, self._device), non_blocking=True)
+
+    def shorten(self, short_S: torch.Tensor) -> None:
+        self._numbers[self._contexts_at : self._contexts_at + len(short_S)] -= short_S
 
 
 def _queries_of_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
