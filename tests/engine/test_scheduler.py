@@ -282,3 +282,9 @@ def test_admission_waits_for_expected_blocks_and_learns_from_finished_lengths() 
     engine.step()
     assert engine.runner.tokens_per_step[-1] == 6 * 4
     run(engine, [])
+    engine.forget()
+    for request in batch(6):
+        engine.add(request)
+    engine.step()
+    assert engine.runner.tokens_per_step[-1] == 2 * 4, "as at the start"
+    run(engine, [])
