@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Of pytest. More than three save little: tests that run whole jobs take turns on one.
 WORKERS ?= 2
+# Jobs and their tests start hundreds of processes: where compiled modules may not be kept, each compiles torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test clean
 
