@@ -19,8 +19,12 @@ _MAX_ROWS = 64
 
 
 def most_queries(group: int) -> int:
-    """Up to how many query tokens of a sequence the decode kernel takes, with `group` query heads to a KV head."""
-    return max(1, min(MAX_QUERIES, _MAX_ROWS // group))
+    """Up to how many query tokens of a sequence the decode kernel takes, with `group` query heads to a KV head.
+
+    Rows are filled up to a power of two; where the group is none, 64 of them do not fit the registers.
+    """
+    most_rows = _MAX_ROWS if group & (group - 1) == 0 else _MAX_ROWS // 2
+    return max(1, min(MAX_QUERIES, most_rows // group))
 
 
 @dataclass(frozen=True)

@@ -49,17 +49,23 @@ def chosen(name: str) -> dict[str, Launch]:
         kept = *CASCADE, "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED, *over_fp8
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
         grouped = launches_of(GROUPS_OF_5, torch.float16, target)
-        return {key: all_of[key] for key in kept} | {
-            "prefill, windowed": windowed["prefill"],
-            "prefill, groups of 5": grouped["prefill"],
-            "cascade, groups of 5": grouped["cascade"],
-            "control: too many keys for the registers": wanting,
-        }
+        several = {f"{key}, groups of 5": grouped[key] for key in grouped if key.startswith("decode")}
+        return (
+            {key: all_of[key] for key in kept}
+            | several
+            | {
+                "prefill, windowed": windowed["prefill"],
+                "prefill, groups of 5": grouped["prefill"],
+                "cascade, groups of 5": grouped["cascade"],
+                "control: too many keys for the registers": wanting,
+            }
+        )
     normed = launches_of(QWEN3_SMALL, torch.float16, target)["norm_rope_write"]
     wanting = with_constants(all_of["prefill"], STAGES=7)
     grouped = launches_of(GROUPS_OF_5, torch.float16, target, window=4096)["prefill"]
     all_of["prefill, groups of 5, windowed"] = grouped
-    all_of["cascade, groups of 5"] = launches_of(GROUPS_OF_5, torch.float16, target)["cascade"]
+    several = launches_of(GROUPS_OF_5, torch.float16, target)
+    all_of |= {f"{key}, groups of 5": several[key] for key in several if key.startswith(("decode", "cascade"))}
     all_of["fp8, groups of 32"] = fp8_launches_of(replace(LLAMA_8B, group_size=32), torch.bfloat16, target)[
         "fp8, 512 tokens"
     ]
