@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
 from pipeline.bench.shapes import GROUP, NAMES, SHAPES
-from pipeline.engine.memory import EXPECTED_TOKENS, SLACK_BYTES
+from pipeline.engine.memory import EXPECTED_TOKENS, SLACK_BYTES, cache_before_dense
 from pipeline.engine.resolve import no_such_weight
 from pipeline.errors import ConfigError
 from pipeline.hardware import Card, load_cards
@@ -247,7 +247,7 @@ def _kinds(size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Ser
     value_bytes = serving.value_bytes(size)
     room = kv_room(size, cached, ceilings, kv_value_bytes=value_bytes)
     room -= int(SLACK_BYTES / size.kv_bytes_per_token(value_bytes))
-    if room >= serving.max_num_seqs * EXPECTED_TOKENS:  # as `engine.memory.dense_weights_fit`
+    if room >= cache_before_dense(serving.max_num_seqs, EXPECTED_TOKENS):  # as `engine.memory.dense_weights_fit`
         return [("int4 + 16 bit", replace(cached, fused_tokens=CROSSOVER_CACHED))]
     return [("int4", replace(scratch, fused_tokens=CROSSOVER_SCRATCH))]
 

@@ -14,8 +14,8 @@ from pipeline.doctor.check import Subject, shown_bytes
 from pipeline.doctor.speed import CONTEXT, Speed, speed_on
 from pipeline.engine.memory import (
     CPU_SHARE,
-    EXPECTED_TOKENS,
     SLACK_BYTES,
+    cache_before_dense,
     dense_weights_fit,
     free_cpu_bytes,
     weight_bytes,
@@ -138,7 +138,7 @@ def _on_gpu(
     dtype = DTYPES.get(subject.dtype) or default_dtype(gpu, config.dtype)
     kv_dtype = kv_type(subject, dtype)
     share = int(memory * EngineConfig.gpu_memory_utilization)
-    cached_tokens = GPU_MAX_NUM_SEQS * min(EXPECTED_TOKENS, config.max_position)
+    cached_tokens = cache_before_dense(GPU_MAX_NUM_SEQS, config.max_position)
     keeps_dense = dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens)
     weights = weight_bytes(config, gpu, dtype, keeps_dense, activations)
     kv = share - STEP_BYTES - SLACK_BYTES - weights

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from pipeline.engine.footprint import forward_bytes, largest_step_bytes, step_input_shape
-from pipeline.engine.memory import EXPECTED_TOKENS, dense_weights_fit, gpu_share_bytes
+from pipeline.engine.memory import cache_before_dense, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.resolve import Resolved, no_such_weight
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class LoadedModel:
             resolved.dtype,
             resolved.kv_dtype,
             gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
-            resolved.max_num_seqs * min(resolved.max_model_len, EXPECTED_TOKENS),
+            cache_before_dense(resolved.max_num_seqs, resolved.max_model_len),
         )
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
         if resolved.activation_dtype != "auto":

@@ -13,6 +13,7 @@ from pipeline.quant.formats import is_int4
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
 MIN_GROUP_SIZE = 32  # of 4-bit weights, which have a scale of 16 bits and a zero of 8 for each group on a GPU
 EXPECTED_TOKENS = 2048  # of a sequence, for which the KV cache is to have room before 4-bit weights get a 16-bit form
+ENOUGH_TOKENS = 128 << 10  # for all sequences: by the cost model that form serves more than cache beyond these does
 SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
 
 
@@ -98,12 +99,23 @@ def gpu_share_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
     return free - int(total * (1.0 - gpu_memory_utilization))
 
 
+def cache_before_dense(max_num_seqs: int, max_model_len: int) -> int:
+    """Tokens that the KV cache is to hold before 4-bit weights get a 16-bit form.
+
+    A larger cache runs more sequences at once, over which a step's reading of the weights is spread. That is little
+    beyond some hundred sequences, whose products take longer than reading 4-bit weights, and less than what each step
+    loses where it has to write the 16-bit form anew.
+    """
+    return min(max_num_seqs * min(max_model_len, EXPECTED_TOKENS), ENOUGH_TOKENS)
+
+
 def dense_weights_fit(
     config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, budget_bytes: int, kv_tokens: int
 ) -> bool:
     """Whether `budget_bytes` hold 4-bit weights, their `dtype` form beside them and a KV cache of so many tokens.
 
     Steps of many tokens are multiplied with that form; without room for it, it is written anew in each of them.
+    kv_tokens: see `cache_before_dense`.
     """
     weights = weight_bytes(config, torch.device("cuda"), dtype)
     return weights + kv_tokens * config.kv_bytes_per_token(kv_dtype) + SLACK_BYTES <= budget_bytes

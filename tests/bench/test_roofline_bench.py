@@ -41,15 +41,39 @@ def test_shares_slow_it_down_and_int4_has_its_crossover():
 def test_paths_go_by_the_engines_rules_or_are_the_fastest():
     slow = Reached(0.5, 0.5, 0.5, 0.25, 0.5)
     engine, fastest = (
-        bench_roofline("llama-8b-awq", ["H200"], ["mixed"], Serving(paths=paths), slow)
+        bench_roofline("llama-8b-awq", ["L4"], ["classification"], Serving(paths=paths), slow)
         for paths in ("engine", "fastest")
     )
-    assert engine.jobs[0].weights == "int4"  # no room for 16-bit weights beside 1,024 sequences of 2,048
+    assert engine.jobs[0].weights == "int4"
     assert fastest.jobs[0].job.wall_s < engine.jobs[0].job.wall_s
-    few = bench_roofline("llama-8b-awq", ["H200"], ["mixed"], Serving(max_num_seqs=64), slow)
-    assert few.jobs[0].weights == "int4 + 16 bit"
+    few = bench_roofline("llama-8b-awq", ["L4"], ["single"], Serving(max_num_seqs=1), slow)
+    assert few.jobs[0].weights == "int4 + 16 bit"  # one sequence of 2,048 has its room beside them
     assert "A bound" not in bench_roofline("tiny-awq", ["l4"], ["single"]).to_text()
     assert "A bound" in bench_roofline("tiny-awq", ["l4"], ["single"], Serving(paths="fastest")).to_text()
+
+
+@pytest.mark.parametrize(
+    ("card", "work", "kept"),
+    [
+        ("H100 80", "generation", True),
+        ("L40S", "mixed", True),
+        ("L4", "mixed", False),
+    ],
+)
+def test_16_bit_weights_are_kept_where_jobs_end_sooner_by_it(monkeypatch, card, work, kept):
+    """The border is for work of common lengths: a cache of `ENOUGH_TOKENS` and more is worth less than they are."""
+    reached = Reached(bandwidth=0.85, kv=0.85, gemm=0.7, int4=0.33, attention=0.7, step_s=2e-4)
+
+    def job():
+        return bench_roofline("llama-8b-awq", [card], [work], reached=reached).jobs[0]
+
+    assert job().weights == ("int4 + 16 bit" if kept else "int4")
+    seconds = {}
+    for always in (True, False):
+        monkeypatch.setattr(roofline, "cache_before_dense", lambda *_, always=always: 0 if always else float("inf"))
+        seconds[job().weights] = job().job.wall_s
+    assert (seconds["int4 + 16 bit"] < 0.95 * seconds["int4"]) == kept
+    assert (seconds["int4 + 16 bit"] > seconds["int4"]) == (not kept)
 
 
 def test_fp8_is_for_cards_that_have_it():

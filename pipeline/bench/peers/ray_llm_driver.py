@@ -58,6 +58,8 @@ def main(path):
     import pyarrow.parquet as pq
     import ray
 
+    # Ray gives a worker as many threads as CPUs were asked for, one here, unless this says otherwise.
+    os.environ.setdefault("OMP_NUM_THREADS", str(request["threads"]))
     ray.init(address="local", num_cpus=max(4, request["threads"]), include_dashboard=False, log_to_driver=False)
     build(request)(ray.data.read_parquet(request["input"])).write_parquet(request["output"])
     ended_s = time.time()
