@@ -60,6 +60,7 @@ def main(path):
 
     # Ray gives a worker as many threads as CPUs were asked for, one here, unless this says otherwise.
     os.environ.setdefault("OMP_NUM_THREADS", str(request["threads"]))
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as this package has it; at 15 any other program goes before
     ray.init(address="local", num_cpus=max(4, request["threads"]), include_dashboard=False, log_to_driver=False)
     build(request)(ray.data.read_parquet(request["input"])).write_parquet(request["output"])
     ended_s = time.time()
