@@ -1,0 +1,29 @@
+"""Triton's interpreter without work that it does for nothing, more than half of the time of these tests.
+
+Each launch, and each function that a kernel calls, lists all members of `triton.language` to find the few that it
+replaces. Each sum and product of integers is computed once more in 64 bits and compared with what the type can hold,
+for an assertion that is made in debug mode only.
+"""
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def spare_the_interpreter() -> None:
+    """Let it look at those members alone that are Triton's own before it has replaced any: it goes on to replace and
+    to restore them as it does, each time. And let it prepare no assertions that it does not make."""
+    searched = tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base
+    names = {id(of): [name for name, member in inspect.getmembers(of) if tl.core.is_builtin(member)] for of in searched}
+
+    def getmembers(of: Any) -> list[tuple[str, Any]]:
+        return [(name, getattr(of, name)) for name in names[id(of)]]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": getmembers})  # type: ignore[assignment]
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
