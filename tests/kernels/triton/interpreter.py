@@ -2,7 +2,7 @@
 
 Each launch, and each function that a kernel calls, lists all members of `triton.language` to find the few that it
 replaces. Each sum and product of integers is computed once more in 64 bits and compared with what the type can hold,
-for an assertion that is made in debug mode only.
+for an assertion that is made in debug mode only. And each operation writes down the table of numpy's types anew.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 def spare_the_interpreter() -> None:
     """Let it look at those members alone that are Triton's own before it has replaced any: it goes on to replace and
-    to restore them as it does, each time. And let it prepare no assertions that it does not make."""
+    to restore them as it does, each time. Let it prepare no assertions that it does not make, and remember types."""
     searched = tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base
     names = {id(of): [name for name, member in inspect.getmembers(of) if tl.core.is_builtin(member)] for of in searched}
 
@@ -27,3 +27,14 @@ def spare_the_interpreter() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    numpy_type_of = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def remembered(of: Any) -> Any:
+        name = of.scalar.name  # types of blocks and pointers cannot be keys themselves
+        if name not in known:
+            known[name] = numpy_type_of(of)
+        return known[name]
+
+    interpreter._get_np_dtype = remembered
