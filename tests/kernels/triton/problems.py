@@ -13,8 +13,11 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.reference import write_kv
+from tests.kernels.triton.interpreter import spare_the_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type != "cuda":
+    spare_the_interpreter()
 
 _ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(DEVICE.type != "cuda", reason="no GPU: bfloat16 is for one"))
 DTYPES = pytest.mark.parametrize(
