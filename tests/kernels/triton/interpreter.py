@@ -17,6 +17,9 @@ from triton.runtime import interpreter
 def spare_the_interpreter() -> None:
     """Let it look at those members alone that were Triton's own when it first looked: it goes on to replace and to
     restore them as it does, each time. Let it prepare no assertions that it does not make, and remember types."""
+    options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
+    if not hasattr(interpreter, "_get_np_dtype") or not hasattr(options, "sanitize_overflow"):
+        return  # a Triton that is made otherwise: slower, and as right
     names: dict[int, list[str]] = {}
 
     def getmembers(of: Any) -> list[tuple[str, Any]]:
