@@ -9,17 +9,15 @@ from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import paged
 from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of, bits
+from pipeline.kernels.cpu.paged import NO_LOG_SUM, ROWS, UNBOUNDED, nothing_read
+from pipeline.kernels.cpu.shared import SharedReading
 from pipeline.kernels.cpu.threads import WHOLE, use_threads
 
-ROWS = 64  # queries times heads of a KV head that share the reading of keys and values
 PARALLEL_KEYS = 1 << 17
 """Elements of keys below which single queries stay on one thread: waking another one would take longer than it saves.
 """
 PARALLEL_QUERIES = 1 << 19
 """The same for several queries a sequence: elements of keys times queries."""
-
-UNBOUNDED = np.iinfo(np.int64).max // 2
-"""The window of full attention."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,8 @@ class _Decode:
     context_len_S: np.ndarray
     parallel: bool
     parts: int
+    shared: SharedReading | None
+    alone: tuple[np.ndarray, ...]  # what the kernel is told where nothing is read together
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ def attention(
     """See `contract.Kernels.attention`. float32 and bfloat16, on a cache of the same type or FP8; it must be
     contiguous."""
     (_, num_heads, head_dim), num_kv_heads = q_TND.shape, cache.k_CBKD.shape[2]
-    key = (num_heads, num_kv_heads, head_dim)
+    sees_all = window is None or window >= int(where.context_len_S.max())
+    key = (num_heads, num_kv_heads, head_dim, sees_all)
     if key not in where.worked_out:
-        where.worked_out[key] = _plan(where, num_heads, num_kv_heads, head_dim)
+        where.worked_out[key] = _plan(where, num_heads, num_kv_heads, head_dim, sees_all)
     decode, prefill = where.worked_out[key]
     arrays = arrays_of(cache)
     options = UNBOUNDED if window is None else window, np.float32(scale)
@@ -68,8 +69,8 @@ def attention(
         out_TND[decode.token_S] = _decode(q_TND[decode.token_S], arrays, decode, *options)
     use_threads(prefill.parallel)
     paged.paged_prefill(
-        *(bits(q_TND), *arrays, prefill.block_table_SM, prefill.item_I3, prefill.position_T, *options, bits(out_TND)),
-        *WHOLE,
+        *(bits(q_TND), *arrays, prefill.block_table_SM, prefill.item_I3, prefill.position_T, *options),
+        *(NO_LOG_SUM, bits(out_TND), *WHOLE),
     )
     return out_TND
 
@@ -78,14 +79,16 @@ def _decode(q_SND: torch.Tensor, arrays: CacheArrays, plan: _Decode, window: int
     """Attention of each sequence's last token over its context: (S, N, D) in q's type."""
     out_SND = torch.empty_like(q_SND)
     use_threads(plan.parallel)
-    paged.paged_decode(
-        bits(q_SND), *arrays, plan.block_table_SM, plan.context_len_S, window, scale, plan.parts, bits(out_SND), *WHOLE
-    )
+    before = plan.alone
+    if plan.shared is not None:
+        before = plan.shared.read(bits(q_SND), arrays, plan.block_table_SM, scale)
+    shape = plan.block_table_SM, plan.context_len_S, window, scale, plan.parts
+    paged.paged_decode(bits(q_SND), *arrays, *shape, *before, bits(out_SND), *WHOLE)
     return out_SND
 
 
-def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int) -> Plan:
-    """What the host works out once for all layers of a step."""
+def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int, sees_all: bool) -> Plan:
+    """What the host works out once for all layers of a step. sees_all: each query sees its whole context."""
     count_S = np.diff(where.query_start_S1)
     single, longer = np.flatnonzero(count_S == 1), np.flatnonzero(count_S > 1)
     decode = prefill = None
@@ -98,7 +101,12 @@ def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: in
             table_SM, context_len_S = table_SM[single], context_len_S[single]
         parallel = many_keys(context_len_S, num_kv_heads, head_dim)
         parts = parts_of(len(single), num_kv_heads, use_threads(parallel))
-        decode = _Decode(token_S, np.ascontiguousarray(table_SM), context_len_S, parallel, parts)
+        shared = None
+        if sees_all:
+            heads = num_heads, num_kv_heads, head_dim
+            shared = SharedReading.of(table_SM, context_len_S, where.block_size, heads)
+        alone = nothing_read(len(single))
+        decode = _Decode(token_S, np.ascontiguousarray(table_SM), context_len_S, parallel, parts, shared, alone)
     if len(longer):
         products = int((count_S[longer].astype(np.int64) * where.context_len_S[longer]).sum())
         parallel = products * num_kv_heads * head_dim >= PARALLEL_QUERIES

@@ -14,11 +14,12 @@ import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput, LayerParts
-from pipeline.kernels.cpu.attention import UNBOUNDED, many_keys, parts_of
+from pipeline.kernels.cpu.attention import many_keys, parts_of
 from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
 from pipeline.kernels.cpu.narrow import NarrowLinear
 from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of
-from pipeline.kernels.cpu.paged import paged_decode
+from pipeline.kernels.cpu.paged import UNBOUNDED, nothing_read, paged_decode
+from pipeline.kernels.cpu.shared import SharedReading
 from pipeline.kernels.cpu.threads import WHOLE, use_threads
 
 
@@ -113,13 +114,18 @@ class FloatDecodeSteps:
         num_kv_heads = caches[0].k_CBKD.shape[2]
         parallel = self._layers[0].is_parallel(num_tokens) or many_keys(context_len_S, num_kv_heads, self._head_dim)
         parts = parts_of(num_tokens, num_kv_heads, use_threads(parallel))
+        heads, longest = (room.q_TND.shape[1], num_kv_heads, self._head_dim), int(context_len_S.max())
+        shared = SharedReading.of(table_SM, context_len_S, where.block_size, heads)
+        alone = nothing_read(num_tokens)
         for layer, cache in zip(self._layers, self._arrays):
             add_rms_norm(x, residual, layer.input_norm_H, eps, *WHOLE)
             layer.qkv.write(x, room.qkv_TK)
             norms = layer.with_norm, layer.q_norm_D, layer.k_norm_D
             norm_rope_write(room.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], room.q_TND, *WHOLE)
+            together = shared is not None and layer.window >= longest
+            before = shared.read(room.q_TND, cache, table_SM, scale) if together else alone
             options = layer.window, scale, parts
-            paged_decode(room.q_TND, *cache, table_SM, context_len_S, *options, room.out_TND, *WHOLE)
+            paged_decode(room.q_TND, *cache, table_SM, context_len_S, *options, *before, room.out_TND, *WHOLE)
             layer.o.write(room.out_TK, x)
             add_rms_norm(x, residual, layer.post_norm_H, eps, *WHOLE)
             layer.gate_up.write(x, room.gate_up_T2F)
