@@ -54,15 +54,28 @@ def nothing_read(num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 @kernel()
 def paged_decode(
-    # fmt: off
-    q_SND, k_CBKD, v_CBKD, k_scale_CBK, v_scale_CBK, table_SM, context_S, window, scale, parts,
-    read_S, place_S, part_PND, log_sum_PN, out_SND, begin, end,
-    # fmt: on
+    q_SND,
+    k_CBKD,
+    v_CBKD,
+    k_scale_CBK,
+    v_scale_CBK,
+    table_SM,
+    context_S,
+    window,
+    scale,
+    parts,
+    read_S,
+    place_S,
+    part_PND,
+    log_sum_PN,
+    out_SND,
+    begin,
+    end,
 ):
     """One query a sequence over the paged cache; blocks are read where they lie.
 
-    The first read_S[s] keys, which are whole blocks, have been read for it before (see `shared.py`): part_PND[place_S[s]]
-    is what their values came to, log_sum_PN the logarithm of the sum of their exponentials.
+    The first read_S[s] keys, which are whole blocks, have been read for it before (see `shared.py`):
+    part_PND[place_S[s]] is what their values came to, log_sum_PN the logarithm of the sum of their exponentials.
 
     Work is one item a sequence, or `parts` of it, each some KV heads: a block is then read through in the order it lies
     in memory, and the query heads of a KV head share each key and value. Short rows are asked for one block ahead,
@@ -137,10 +150,20 @@ def paged_decode(
 
 @kernel()
 def paged_prefill(
-    # fmt: off
-    q_TND, k_CBKD, v_CBKD, k_scale_CBK, v_scale_CBK, table_SM, item_I3, position_T, window, scale, log_sum_TN, out_TND,
-    begin, end,
-    # fmt: on
+    q_TND,
+    k_CBKD,
+    v_CBKD,
+    k_scale_CBK,
+    v_scale_CBK,
+    table_SM,
+    item_I3,
+    position_T,
+    window,
+    scale,
+    log_sum_TN,
+    out_TND,
+    begin,
+    end,
 ):
     """Several queries a sequence over the paged cache; a query at position p sees the keys p - window + 1 .. p.
 

@@ -79,7 +79,7 @@ class SharedReading:
     def read(
         self, q_SND: np.ndarray, arrays: CacheArrays, table_SM: np.ndarray, scale: np.float32
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """read_S, place_S, part_PND and log_sum_PN, as `paged_decode` takes them. Threads are those of `use_threads`."""
+        """read_S, place_S, part_PND and log_sum_PN, as `paged_decode` takes them; on threads as `use_threads` said."""
         q_PND = q_SND[self.member_P]
         part_PND = np.empty(q_PND.shape, np.float32)
         log_sum_PN = np.empty(q_PND.shape[:2], np.float32)
