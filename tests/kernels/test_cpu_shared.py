@@ -97,8 +97,16 @@ def test_they_are_read_together_where_that_is_less_work() -> None:
 
     assert members(64, 160, 90) == 64
     assert members(8, 2048, 1) == 8
+    assert members(8, 160, 90) == 0, "saves less than the finding and another kernel take"
     assert members(64, 0, 90) == members(1, 160, 90) == members(3, 2048, 90) == 0
     assert members(64, 16, 90) == 0, "a block of keys is less than what comes with it"
+
+
+def test_a_sequence_has_a_key_of_its_own_to_read() -> None:
+    table_SM, context_len_S = np.zeros((64, 20), np.int32), np.full(64, 320, np.int32)
+    found = SharedReading.of(table_SM, context_len_S, 16, (4, 2, 64))
+    assert found is not None
+    assert (found.read_S == 304).all()
 
 
 def test_each_thread_has_work_and_no_more_rows_go_together_than_may() -> None:

@@ -9,7 +9,7 @@ from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import paged
 from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of, bits
-from pipeline.kernels.cpu.paged import NO_LOG_SUM, ROWS, UNBOUNDED, nothing_read
+from pipeline.kernels.cpu.paged import NO_PART, ROWS, UNBOUNDED, nothing_read
 from pipeline.kernels.cpu.shared import SharedReading
 from pipeline.kernels.cpu.threads import WHOLE, use_threads
 
@@ -89,7 +89,7 @@ def attend(
             out_TND[token_S] = out_SND
     if prefill is not None:
         items = prefill.block_table_SM, prefill.item_I3, prefill.position_T
-        paged.paged_prefill(q_TND, *arrays, *items, window, scale, NO_LOG_SUM, out_TND, *WHOLE)
+        paged.paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *WHOLE)
 
 
 def plan_of(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int, parallel: bool = False) -> Plan:

@@ -24,7 +24,8 @@ UNBOUNDED = np.iinfo(np.int64).max // 2
 """The window of full attention."""
 ROWS = 64
 """Queries times heads of a KV head that share the reading of keys and values in `paged_prefill`, at most."""
-NO_LOG_SUM = np.empty((0, 0), np.float32)
+NO_PART = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
+"""part_TND and log_sum_TN of `paged_prefill` where its queries see no other keys."""
 _VALUES = 64  # keys whose values are multiplied at a time
 _AHEAD_ELEMENTS = 256  # of a row that is read ahead at most: measured, longer ones lose by it
 
@@ -49,7 +50,7 @@ def _prefetch(typing_context, array, index):
 def nothing_read(num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """read_S, place_S, part_PND and log_sum_PN of `paged_decode` where each sequence reads all of its keys itself."""
     nothing_S = np.zeros(num_sequences, np.int64)
-    return nothing_S, nothing_S, np.empty((0, 0, 0), np.float32), NO_LOG_SUM
+    return nothing_S, nothing_S, *NO_PART
 
 
 @kernel()
@@ -160,6 +161,7 @@ def paged_prefill(
     position_T,
     window,
     scale,
+    part_TND,
     log_sum_TN,
     out_TND,
     begin,
@@ -171,7 +173,8 @@ def paged_prefill(
     turn. Their rows R (queries times heads of a KV head) lie side by side: keys are read where they lie, each block of
     them multiplied by all rows; the softmax needs no sum across a vector; values serve all rows.
 
-    log_sum_TN: of each query and head, the logarithm of its sum of exponentials; none is asked for where it is empty.
+    Where the keys are only the first ones of what the queries see, log_sum_TN is not empty: it gets the logarithm of
+    each query's and head's sum of exponentials, part_TND what the values came to, in float32, and out_TND nothing.
     """
     head_dim = q_TND.shape[2]
     block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
@@ -252,8 +255,13 @@ def paged_prefill(
                             for rest in range(i, head_dim):
                                 out_RD[row, rest] += score_LR[start + n, row] * value_LD[n, rest]
         for r in range(num_rows):
-            target, sum_D = out_TND[token + r // group, h * group + r % group], out_RD[r]
-            for i in range(head_dim):
-                target[i] = as_in(target, sum_D[i] / total_R[r])
+            query, head, sum_D = token + r // group, h * group + r % group, out_RD[r]
             if len(log_sum_TN):
-                log_sum_TN[token + r // group, h * group + r % group] = best_R[r] + np.float32(math.log(total_R[r]))
+                part = part_TND[query, head]
+                for i in range(head_dim):
+                    part[i] = sum_D[i] / total_R[r]
+                log_sum_TN[query, head] = best_R[r] + np.float32(math.log(total_R[r]))
+            else:
+                target = out_TND[query, head]
+                for i in range(head_dim):
+                    target[i] = as_in(target, sum_D[i] / total_R[r])

@@ -84,5 +84,5 @@ class SharedReading:
         part_PND = np.empty(q_PND.shape, np.float32)
         log_sum_PN = np.empty(q_PND.shape[:2], np.float32)
         shape = table_SM, self.item_I3, self.position_P, UNBOUNDED, scale
-        paged_prefill(q_PND, *arrays, *shape, log_sum_PN, part_PND, *WHOLE)
+        paged_prefill(q_PND, *arrays, *shape, part_PND, log_sum_PN, q_PND, *WHOLE)  # into q_PND it writes nothing
         return self.read_S, self.place_S, part_PND, log_sum_PN
