@@ -21,9 +21,9 @@ _SHARED_COST = 0.4
 """Of reading a key for one row among many, by reading it for one row alone."""
 _ROW_KEYS = 16
 """What a row costs beside its keys, in keys read alone: its query is copied, its result kept and read again."""
-_LEAST_ELEMENTS = 1 << 18
-"""Of keys of all KV heads, times the heads that share each, that are to be saved in a layer: some 60 us, for another
-kernel takes 30 and finding who shares what some 300 in a step."""
+_LEAST_ELEMENTS = 1 << 19
+"""Of keys of all KV heads, times the heads that share each, that are to be saved in a layer: some 100 us. Another kernel
+takes 30, and finding who shares what some 300 in a step."""
 
 
 @dataclass(frozen=True)
