@@ -1,5 +1,5 @@
-"""Steps of one token a sequence or a few through all layers at once: the bits of layer by layer, and only where they
-are served."""
+"""Steps of one token a sequence or a few through all layers at once: the bits of layer by layer, and only where
+that is served."""
 
 from dataclasses import replace
 from pathlib import Path

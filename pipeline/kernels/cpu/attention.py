@@ -97,6 +97,7 @@ def plan_of(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: 
 
     From here on compiled kernels run on the plan's number of threads.
     """
+<<<<<<< HEAD
     count_S, table_SM, context_len_S = np.diff(where.query_start_S1), where.block_table_SM, where.context_len_S
     heads = num_heads, num_kv_heads, head_dim
     if count_S.max() == 1:
@@ -104,14 +105,24 @@ def plan_of(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: 
         return Plan(parallel, _decode(where, None, context_len_S, table_SM, heads, use_threads(parallel)), None)
     single, longer = np.flatnonzero(count_S == 1), np.flatnonzero(count_S > 1)
     products = int(count_S[longer].astype(np.int64) @ context_len_S[longer])
+=======
+    table_SM, context_len_S = where.block_table_SM, where.context_len_S
+    count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]  # np.diff and the like take several times as long
+    if count_S.max() == 1:
+        parallel = parallel or many_keys(context_len_S, num_kv_heads, head_dim)
+        parts = parts_of(len(count_S), num_kv_heads, use_threads(parallel))
+        return Plan(parallel, _Decode(None, np.ascontiguousarray(table_SM), context_len_S, parts), None)
+    (single,) = (count_S == 1).nonzero()
+    products = int(count_S.astype(np.int64) @ context_len_S)
+>>>>>>> s8-a
     parallel = parallel or products * num_kv_heads * head_dim >= PARALLEL_QUERIES
-    parallel = parallel or many_keys(context_len_S[single], num_kv_heads, head_dim)
+    parallel = parallel or (len(single) > 0 and many_keys(context_len_S[single], num_kv_heads, head_dim))
     num_threads, decode = use_threads(parallel), None
     if len(single):
         token_S = where.query_start_S1[single]
         decode = _decode(where, token_S, context_len_S[single], table_SM[single], heads, num_threads)
     most = max(1, ROWS * num_kv_heads // num_heads)
-    items = _prefill_items(where.query_start_S1, context_len_S, most, num_threads)
+    items = _prefill_items(where.query_start_S1, count_S, context_len_S, most, num_threads)
     return Plan(parallel, decode, _Prefill(np.ascontiguousarray(table_SM), *items))
 
 
@@ -135,7 +146,7 @@ def _decode(
 
 
 def _prefill_items(
-    query_start_S1: np.ndarray, context_len_S: np.ndarray, most: int, num_threads: int
+    query_start_S1: np.ndarray, count_S: np.ndarray, context_len_S: np.ndarray, most: int, num_threads: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The pieces of work of `paged.paged_prefill`, (I, 3): (sequence, first token, number of tokens) of at most `most`
     neighbouring queries of the sequences that compute more than one token; and the position of each token of a step in
@@ -143,10 +154,9 @@ def _prefill_items(
 
     Threads take equal runs of the pieces; the work of one grows with its position, so they are dealt out in turn.
     """
-    count_S = np.diff(query_start_S1).astype(np.int64)
-    position_T = np.arange(query_start_S1[-1]) + np.repeat(context_len_S - query_start_S1[1:], count_S)
+    position_T = np.arange(query_start_S1[-1]) + (context_len_S - query_start_S1[1:]).repeat(count_S)
     if count_S.max() <= most:
-        sequence_I = np.flatnonzero(count_S > 1)
+        (sequence_I,) = (count_S > 1).nonzero()
         first_I, num_tokens_I = query_start_S1[sequence_I], count_S[sequence_I]
     else:
         pieces_S = np.where(count_S > 1, -(-count_S // most), 0)
@@ -154,7 +164,8 @@ def _prefill_items(
         number_I = np.arange(len(sequence_I)) - np.repeat(np.cumsum(pieces_S) - pieces_S, pieces_S)
         first_I = query_start_S1[sequence_I] + number_I * most
         num_tokens_I = np.minimum(most, query_start_S1[sequence_I + 1] - first_I)
-    item_I3 = np.stack([sequence_I, first_I, num_tokens_I], axis=1)
+    item_I3 = np.empty((len(sequence_I), 3), dtype=np.int64)
+    item_I3[:, 0], item_I3[:, 1], item_I3[:, 2] = sequence_I, first_I, num_tokens_I
     if num_threads > 1 and len(item_I3) > 1:
         heaviest_I = np.argsort(-position_T[first_I + num_tokens_I - 1])
         item_I3 = item_I3[np.concatenate([heaviest_I[thread::num_threads] for thread in range(num_threads)])]
