@@ -97,24 +97,14 @@ def plan_of(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: 
 
     From here on compiled kernels run on the plan's number of threads.
     """
-<<<<<<< HEAD
-    count_S, table_SM, context_len_S = np.diff(where.query_start_S1), where.block_table_SM, where.context_len_S
+    table_SM, context_len_S = where.block_table_SM, where.context_len_S
+    count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]  # np.diff and the like take several times as long
     heads = num_heads, num_kv_heads, head_dim
     if count_S.max() == 1:
         parallel = parallel or many_keys(context_len_S, num_kv_heads, head_dim)
         return Plan(parallel, _decode(where, None, context_len_S, table_SM, heads, use_threads(parallel)), None)
-    single, longer = np.flatnonzero(count_S == 1), np.flatnonzero(count_S > 1)
-    products = int(count_S[longer].astype(np.int64) @ context_len_S[longer])
-=======
-    table_SM, context_len_S = where.block_table_SM, where.context_len_S
-    count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]  # np.diff and the like take several times as long
-    if count_S.max() == 1:
-        parallel = parallel or many_keys(context_len_S, num_kv_heads, head_dim)
-        parts = parts_of(len(count_S), num_kv_heads, use_threads(parallel))
-        return Plan(parallel, _Decode(None, np.ascontiguousarray(table_SM), context_len_S, parts), None)
     (single,) = (count_S == 1).nonzero()
     products = int(count_S.astype(np.int64) @ context_len_S)
->>>>>>> s8-a
     parallel = parallel or products * num_kv_heads * head_dim >= PARALLEL_QUERIES
     parallel = parallel or (len(single) > 0 and many_keys(context_len_S[single], num_kv_heads, head_dim))
     num_threads, decode = use_threads(parallel), None
