@@ -22,8 +22,8 @@ _SHARED_COST = 0.4
 _ROW_KEYS = 16
 """What a row costs beside its keys, in keys read alone: its query is copied, its result kept and read again."""
 _LEAST_ELEMENTS = 1 << 19
-"""Of keys of all KV heads, times the heads that share each, that are to be saved in a layer: some 100 us. Another kernel
-takes 30, and finding who shares what some 300 in a step."""
+"""Of keys of all KV heads, times the heads that share each, that are to be saved in a layer: some 100 us. Another
+kernel takes 30, finding who shares what some 300 in a step."""
 
 
 @dataclass(frozen=True)
