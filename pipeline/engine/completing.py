@@ -14,6 +14,7 @@ from pipeline.engine.runner import Runner
 from pipeline.engine.sampling_batch import SamplerOutput
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence
+from pipeline.engine.step import runs
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.engine.verify import Verified
 from pipeline.errors import RowError
@@ -37,17 +38,41 @@ class Completing:
         self._is_eos = np.isin(np.arange(runner.vocab_size), sorted(tokenizer.eos_token_ids))
 
     def take_verified(self, slot_S: np.ndarray, verified: Verified, now_us: int) -> list[Completion]:
-        """Take accepted drafts and the token behind them, as `take` does, round by round. The blocks of the other
-        drafts are the caller's to release."""
-        scheduler = self._scheduler
+        """Take accepted drafts and the token behind them, as `take` does: all at once where a sequence goes on behind
+        them, else round by round. The blocks of the other drafts are the caller's to release."""
+        scheduler, goes_on_S = self._scheduler, self._goes_on(slot_S, verified)
+        going = np.flatnonzero(goes_on_S)
+        if len(going):
+            self._take_all(slot_S[going], verified, going, now_us)
         completions: list[Completion] = []
+        left_S = np.where(goes_on_S, -1, verified.num_accepted_S)
         for number in range(verified.num_rounds):
-            taking = np.flatnonzero(verified.num_accepted_S >= number)
+            taking = np.flatnonzero(left_S >= number)
             if completions:  # nothing follows the end of a sequence
                 taking = taking[np.isin(slot_S[taking], scheduler.running)]
+            if not len(taking):
+                break
             append = scheduler.accept if number else scheduler.append
             completions += self.take(slot_S[taking], verified.tokens(taking, number), now_us, append)
         return completions
+
+    def _goes_on(self, slot_S: np.ndarray, verified: Verified) -> np.ndarray:
+        """Which sequences none of their tokens can end, and nobody wants to know more of these than what they are."""
+        table, output, count_S = self._table, verified.output, verified.num_accepted_S + 1
+        if output.logprobs:
+            return np.zeros(len(slot_S), dtype=bool)
+        ends_R = np.append(0, np.cumsum(self._is_eos[output.token_ids] | ~output.finite))
+        none_S = ends_R[verified.first_S + count_S] == ends_R[verified.first_S]
+        return none_S & ~table.has_stops[slot_S] & (table.num_known[slot_S] + count_S < table.limit[slot_S])
+
+    def _take_all(self, slot_G: np.ndarray, verified: Verified, going: np.ndarray, now_us: int) -> None:
+        """Give each of these sequences, which go on, all of its tokens at once."""
+        count_G = verified.num_accepted_S[going] + 1
+        for slot in slot_G[self._table.num_known[slot_G] == self._table.num_prompt[slot_G]].tolist():
+            self._table.at(slot).first_token_us = now_us
+        row_N = runs(verified.first_S[going], count_G)
+        self._scheduler.accept_all(slot_G, count_G, verified.output.token_ids[row_N])
+        self._scheduler.stats.generated_tokens += len(row_N)
 
     def take(
         self, slot_R: np.ndarray, output: SamplerOutput, now_us: int, append: Append | None = None

@@ -448,7 +448,7 @@ class Engine:
             count_of = np.zeros(self.table.num_slots, dtype=np.int64)
             if behind is not None:
                 count_of[behind.slot_S] = behind.count_S
-            here_K = slot_K[np.isin(slot_K, self.scheduler.running)]
+            here_K = slot_K[np.isin(slot_K, self.scheduler.running)] if completions else slot_K
             self.scheduler.release_draft_blocks(here_K, count_of[here_K])
         else:
             completions = self._completing.take(slot_K, output, _now_us())

@@ -227,6 +227,14 @@ class Scheduler:
         self.table.num_computed[slot_R] = self.table.num_known[slot_R]
         self.append(slot_R, token_R)
 
+    def accept_all(self, slot_S: np.ndarray, count_S: np.ndarray, token_N: np.ndarray) -> None:
+        """What `append` does for the first of each sequence's count_S tokens and `accept` for the others. token_N:
+        those of the first sequence, then those of the next."""
+        table, known_S = self.table, self.table.num_known[slot_S]
+        table.token_ids[np.repeat(slot_S, count_S), runs(known_S, count_S)] = token_N
+        table.num_known[slot_S] = known_S + count_S
+        table.num_computed[slot_S] = np.where(count_S > 1, known_S + count_S - 1, table.num_computed[slot_S])
+
     def promise(self, slot_R: np.ndarray, draft_R: np.ndarray) -> Promise:
         """Plan as if each of these sequences, all computed, knew the token that the device is drawing for it and,
         before that, its drafts that are being checked.

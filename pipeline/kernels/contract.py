@@ -101,12 +101,14 @@ class LayerParts(Protocol):
 
 
 class DecodeSteps(Protocol):
-    """All layers at once, of steps in which each sequence computes one token.
+    """All layers at once, of steps in which each sequence computes one token or, with drafts, a few, and all go on.
 
     The same numbers as layer by layer: the order of kernels is the same, and so are they.
     """
 
-    def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool: ...
+    def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
+        """Whether it is for such a step, of which every token is wanted behind the last layer."""
+        ...
 
     def run(
         self,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts, StepOutcome
 from pipeline.engine.step import StepInput
 from pipeline.errors import ConfigError
+from pipeline.kernels.cpu.decode_steps import FloatDecodeSteps
 from tests.checkpoints import Family, make_family
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
 from tests.engine.proposers import Certain, Recorded
@@ -396,6 +398,33 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
         assert sum(engine.stats.accepted_by_place) > 100
         assert engine.stats.num_steps < num_plain_steps
+
+
+def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those that compute prompts as well, of whose tokens the last layer computes only some."""
+    prompts, params = (
+        [([7, 8, 9, 7] * 6)[:length] for length in (5, 18, 23)],
+        SamplingParams(max_tokens=90, ignore_eos=True),
+    )
+    drafted: list[int] = []
+    run = FloatDecodeSteps.run
+
+    def seen(self: FloatDecodeSteps, x_TH: torch.Tensor, *others: Any) -> None:
+        where = others[3]
+        drafted.append(len(x_TH) - len(where.context_len_S))
+        run(self, x_TH, *others)
+
+    monkeypatch.setattr(FloatDecodeSteps, "run", seen)
+    with float32_engine(folder, quantization="int4-rtn") as engine:
+        plain = engine.generate(prompts, params)
+        assert drafted
+        assert not any(drafted)
+    drafted.clear()
+    speculation = {"proposer": "ngram", "max_draft_tokens": 6, "forced": True}
+    with float32_engine(folder, quantization="int4-rtn", speculation=speculation) as engine:
+        assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
+        assert sum(map(bool, drafted)) >= engine.stats.num_draft_steps - len(prompts) > 10
+        assert max(drafted) > 6
 
 
 def test_logits_behind_drafts_are_those_of_plain_steps(folder: Path) -> None:

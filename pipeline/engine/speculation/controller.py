@@ -72,6 +72,7 @@ class Controller:
         self._lately = [self._before_any(p) for p in range(len(proposers))]
         self._at_work = 0  # the proposer that is asked while on
         self._asked = 0  # the one that was asked in this step
+        self._asked_before: int | None = None  # and in the last one that was observed
         self._no_choice = np.zeros(0, dtype=np.int64)
         self._choice: Choice | None = None
         self._rates = Rates()
@@ -108,7 +109,7 @@ class Controller:
         if not is_dull or num_sequences == 0 or self._has_shrunk(num_sequences):
             return False
         b = bucket_of(num_sequences)
-        self._num_steps = number
+        self._num_steps, self._asked_before = number, None
         self._passed += 1
         self._counts.plain_steps[b] += 1
         self._counts.plain_sequences[b] += num_sequences
@@ -169,8 +170,11 @@ class Controller:
             if batch.slot_S is not None:
                 self._rates.add(batch.slot_S, 1.0 + outcome.accepted_S)
             num_accepted = int(outcome.accepted_S.sum())
-        if choice is not None:
-            self.proposing[choice.proposer].observe(num, drafted_S, outcome.propose_s, outcome.lookup_s)
+        asked = None if choice is None else choice.proposer
+        if asked is not None:
+            spent = outcome.propose_s, outcome.lookup_s
+            self.proposing[asked].observe(num, drafted_S, *spent, is_after_pause=asked != self._asked_before)
+        self._asked_before = asked
         self._settle(batch, outcome, decided, num_drafts, num_accepted)
 
     # -- on, off, probe

@@ -78,9 +78,17 @@ class ProposingCost:
         """Seconds of one draft pass over each of these numbers of sequences; 0 for none."""
         return np.interp(num_sequences, self._sequences_G, self._seconds_G) * self.scale
 
-    def observe(self, num_asked: int, drafts_S: np.ndarray, seconds: float, lookup_s: float = 0.0) -> None:
+    def observe(
+        self,
+        num_asked: int,
+        drafts_S: np.ndarray,
+        seconds: float,
+        lookup_s: float = 0.0,
+        is_after_pause: bool = False,
+    ) -> None:
         """Asking `num_asked` sequences, and drafting so many tokens for each, took so long, of which `lookup_s` before
-        anything was chosen."""
+        anything was chosen. is_after_pause: it was not asked in the step before, and had more than a step's tokens to
+        catch up with; a lookup that says nothing of those to come."""
         expected_s = 0.0
         if self.has_passes:
             self._lookups_s.append(lookup_s / max(num_asked, 1))
@@ -88,7 +96,7 @@ class ProposingCost:
             if len(drafts_S):
                 deep_K = np.bincount(drafts_S)[::-1].cumsum()[::-1][1:]
                 expected_s = float(self.pass_s(deep_K).sum())
-        else:
+        elif not is_after_pause:
             expected_s = self.lookup_s(num_asked)
         if expected_s > 0.0 and seconds > 0.0:
             self._scale.add(self._scale.value + math.log(seconds / expected_s))

@@ -9,28 +9,32 @@ from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import paged
 from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of, bits
+from pipeline.kernels.cpu.paged import NO_PART, ROWS, UNBOUNDED, nothing_read
+from pipeline.kernels.cpu.shared import SharedReading
 from pipeline.kernels.cpu.threads import WHOLE, use_threads
 
-ROWS = 64  # queries times heads of a KV head that share the reading of keys and values
 PARALLEL_KEYS = 1 << 17
 """Elements of keys below which single queries stay on one thread: waking another one would take longer than it saves.
 """
 PARALLEL_QUERIES = 1 << 19
 """The same for several queries a sequence: elements of keys times queries."""
 
-UNBOUNDED = np.iinfo(np.int64).max // 2
-"""The window of full attention."""
-
 
 @dataclass(frozen=True)
 class _Decode:
-    """Sequences that compute one token: which of the step's tokens (None: all), and what the kernel is told of them."""
+    """Sequences that compute one token: which of the step's tokens (None: all), and what the kernel is told of them.
 
-    token_S: torch.Tensor | None
+    shared: beginnings that are read together by layers in which all of the longest context is seen. alone: what the
+    kernel is told where nothing is.
+    """
+
+    token_S: np.ndarray | None
     block_table_SM: np.ndarray
     context_len_S: np.ndarray
-    parallel: bool
+    longest: int
     parts: int
+    shared: SharedReading | None
+    alone: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,15 @@ class _Prefill:
     block_table_SM: np.ndarray
     item_I3: np.ndarray
     position_T: np.ndarray
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host works out once for all layers of a step. parallel: whether it is for several threads."""
+
     parallel: bool
-
-
-Plan = tuple[_Decode | None, _Prefill | None]
+    decode: _Decode | None
+    prefill: _Prefill | None
 
 
 def attention(
@@ -54,62 +63,80 @@ def attention(
     (_, num_heads, head_dim), num_kv_heads = q_TND.shape, cache.k_CBKD.shape[2]
     key = (num_heads, num_kv_heads, head_dim)
     if key not in where.worked_out:
-        where.worked_out[key] = _plan(where, num_heads, num_kv_heads, head_dim)
-    decode, prefill = where.worked_out[key]
-    arrays = arrays_of(cache)
-    options = UNBOUNDED if window is None else window, np.float32(scale)
+        where.worked_out[key] = plan_of(where, num_heads, num_kv_heads, head_dim)
+    plan = where.worked_out[key]
+    use_threads(plan.parallel)
     q_TND = q_TND.contiguous()
-    if prefill is None:
-        assert decode is not None
-        return _decode(q_TND, arrays, decode, *options)
     out_TND = torch.empty_like(q_TND)
-    if decode is not None:
-        assert decode.token_S is not None
-        out_TND[decode.token_S] = _decode(q_TND[decode.token_S], arrays, decode, *options)
-    use_threads(prefill.parallel)
-    paged.paged_prefill(
-        *(bits(q_TND), *arrays, prefill.block_table_SM, prefill.item_I3, prefill.position_T, *options, bits(out_TND)),
-        *WHOLE,
-    )
+    window = UNBOUNDED if window is None else window
+    attend(bits(q_TND), arrays_of(cache), plan, window, np.float32(scale), bits(out_TND))
     return out_TND
 
 
-def _decode(q_SND: torch.Tensor, arrays: CacheArrays, plan: _Decode, window: int, scale: np.float32) -> torch.Tensor:
-    """Attention of each sequence's last token over its context: (S, N, D) in q's type."""
-    out_SND = torch.empty_like(q_SND)
-    use_threads(plan.parallel)
-    paged.paged_decode(
-        bits(q_SND), *arrays, plan.block_table_SM, plan.context_len_S, window, scale, plan.parts, bits(out_SND), *WHOLE
-    )
-    return out_SND
+def attend(
+    q_TND: np.ndarray, arrays: CacheArrays, plan: Plan, window: int, scale: np.float32, out_TND: np.ndarray
+) -> None:
+    """The same of arrays, to `out_TND`, on as many threads as compiled kernels run on now: those of the plan."""
+    decode, prefill = plan.decode, plan.prefill
+    if decode is not None:
+        token_S, table_SM, before = decode.token_S, decode.block_table_SM, decode.alone
+        q_SND, out_SND = (q_TND, out_TND) if token_S is None else (q_TND[token_S], np.empty_like(q_TND[token_S]))
+        if decode.shared is not None and window >= decode.longest:
+            before = decode.shared.read(q_SND, arrays, table_SM, scale)
+        options = window, scale, decode.parts
+        paged.paged_decode(q_SND, *arrays, table_SM, decode.context_len_S, *options, *before, out_SND, *WHOLE)
+        if token_S is not None:
+            out_TND[token_S] = out_SND
+    if prefill is not None:
+        items = prefill.block_table_SM, prefill.item_I3, prefill.position_T
+        paged.paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *WHOLE)
 
 
-def _plan(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int) -> Plan:
-    """What the host works out once for all layers of a step."""
-    count_S = np.diff(where.query_start_S1)
-    single, longer = np.flatnonzero(count_S == 1), np.flatnonzero(count_S > 1)
-    decode = prefill = None
+def plan_of(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int, parallel: bool = False) -> Plan:
+    """Of a step with so many heads. parallel: whether it is to run on several threads whatever attention is worth.
+
+    From here on compiled kernels run on the plan's number of threads.
+    """
+    table_SM, context_len_S = where.block_table_SM, where.context_len_S
+    count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]  # np.diff and the like take several times as long
+    heads = num_heads, num_kv_heads, head_dim
+    if count_S.max() == 1:
+        parallel = parallel or many_keys(context_len_S, num_kv_heads, head_dim)
+        return Plan(parallel, _decode(where, None, context_len_S, table_SM, heads, use_threads(parallel)), None)
+    (single,) = (count_S == 1).nonzero()
+    products = int(count_S.astype(np.int64) @ context_len_S)
+    parallel = parallel or products * num_kv_heads * head_dim >= PARALLEL_QUERIES
+    parallel = parallel or (len(single) > 0 and many_keys(context_len_S[single], num_kv_heads, head_dim))
+    num_threads, decode = use_threads(parallel), None
     if len(single):
-        all_single = not len(longer)
-        table_SM, context_len_S = where.block_table_SM, where.context_len_S
-        token_S = None
-        if not all_single:
-            token_S = torch.from_numpy(where.query_start_S1[single].astype(np.int64))
-            table_SM, context_len_S = table_SM[single], context_len_S[single]
-        parallel = many_keys(context_len_S, num_kv_heads, head_dim)
-        parts = parts_of(len(single), num_kv_heads, use_threads(parallel))
-        decode = _Decode(token_S, np.ascontiguousarray(table_SM), context_len_S, parallel, parts)
-    if len(longer):
-        products = int((count_S[longer].astype(np.int64) * where.context_len_S[longer]).sum())
-        parallel = products * num_kv_heads * head_dim >= PARALLEL_QUERIES
-        most = max(1, ROWS * num_kv_heads // num_heads)
-        item_I3, position_T = _prefill_items(where.query_start_S1, where.context_len_S, most, use_threads(parallel))
-        prefill = _Prefill(np.ascontiguousarray(where.block_table_SM), item_I3, position_T, parallel)
-    return decode, prefill
+        token_S = where.query_start_S1[single]
+        decode = _decode(where, token_S, context_len_S[single], table_SM[single], heads, num_threads)
+    most = max(1, ROWS * num_kv_heads // num_heads)
+    items = _prefill_items(where.query_start_S1, count_S, context_len_S, most, num_threads)
+    return Plan(parallel, decode, _Prefill(np.ascontiguousarray(table_SM), *items))
+
+
+def _decode(
+    where: AttentionInput,
+    token_S: np.ndarray | None,
+    context_len_S: np.ndarray,
+    table_SM: np.ndarray,
+    heads: tuple[int, int, int],
+    num_threads: int,
+) -> _Decode:
+    return _Decode(
+        token_S,
+        np.ascontiguousarray(table_SM),
+        context_len_S,
+        int(context_len_S.max()),
+        parts_of(len(context_len_S), heads[1], num_threads),
+        SharedReading.of(table_SM, context_len_S, where.block_size, heads),
+        nothing_read(len(context_len_S)),
+    )
 
 
 def _prefill_items(
-    query_start_S1: np.ndarray, context_len_S: np.ndarray, most: int, num_threads: int
+    query_start_S1: np.ndarray, count_S: np.ndarray, context_len_S: np.ndarray, most: int, num_threads: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The pieces of work of `paged.paged_prefill`, (I, 3): (sequence, first token, number of tokens) of at most `most`
     neighbouring queries of the sequences that compute more than one token; and the position of each token of a step in
@@ -117,17 +144,22 @@ def _prefill_items(
 
     Threads take equal runs of the pieces; the work of one grows with its position, so they are dealt out in turn.
     """
-    count_S = np.diff(query_start_S1).astype(np.int64)
-    position_T = np.arange(query_start_S1[-1]) + np.repeat(context_len_S - query_start_S1[1:], count_S)
-    pieces_S = np.where(count_S > 1, -(-count_S // most), 0)
-    sequence_I = np.repeat(np.arange(len(count_S)), pieces_S)
-    number_I = np.arange(len(sequence_I)) - np.repeat(np.cumsum(pieces_S) - pieces_S, pieces_S)
-    first_I = query_start_S1[sequence_I] + number_I * most
-    num_tokens_I = np.minimum(most, query_start_S1[sequence_I + 1] - first_I)
-    item_I3 = np.stack([sequence_I, first_I, num_tokens_I], axis=1)
-    heaviest_I = np.argsort(-position_T[first_I + num_tokens_I - 1])
-    dealt_I = np.concatenate([heaviest_I[thread::num_threads] for thread in range(num_threads)])
-    return item_I3[dealt_I], position_T
+    position_T = np.arange(query_start_S1[-1]) + (context_len_S - query_start_S1[1:]).repeat(count_S)
+    if count_S.max() <= most:
+        (sequence_I,) = (count_S > 1).nonzero()
+        first_I, num_tokens_I = query_start_S1[sequence_I], count_S[sequence_I]
+    else:
+        pieces_S = np.where(count_S > 1, -(-count_S // most), 0)
+        sequence_I = np.repeat(np.arange(len(count_S)), pieces_S)
+        number_I = np.arange(len(sequence_I)) - np.repeat(np.cumsum(pieces_S) - pieces_S, pieces_S)
+        first_I = query_start_S1[sequence_I] + number_I * most
+        num_tokens_I = np.minimum(most, query_start_S1[sequence_I + 1] - first_I)
+    item_I3 = np.empty((len(sequence_I), 3), dtype=np.int64)
+    item_I3[:, 0], item_I3[:, 1], item_I3[:, 2] = sequence_I, first_I, num_tokens_I
+    if num_threads > 1 and len(item_I3) > 1:
+        heaviest_I = np.argsort(-position_T[first_I + num_tokens_I - 1])
+        item_I3 = item_I3[np.concatenate([heaviest_I[thread::num_threads] for thread in range(num_threads)])]
+    return item_I3, position_T
 
 
 def many_keys(context_len_S: np.ndarray, num_kv_heads: int, head_dim: int) -> bool:

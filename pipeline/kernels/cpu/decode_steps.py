@@ -1,4 +1,5 @@
-"""All layers of a step in which each sequence computes one token: the same compiled kernels, with less around them.
+"""All layers of a step in which each sequence computes one token or a few: the same compiled kernels, with less around
+them.
 
 With few sequences such a step waits for what lies between its kernels. Each linear streams some megabytes through the
 nearest caches, so that Python finds its own data gone: making tensors, finding arrays in them and telling numba another
@@ -14,12 +15,15 @@ import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput, LayerParts
-from pipeline.kernels.cpu.attention import UNBOUNDED, many_keys, parts_of
+from pipeline.kernels.cpu.attention import UNBOUNDED, attend, plan_of
 from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
 from pipeline.kernels.cpu.narrow import NarrowLinear
 from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of
-from pipeline.kernels.cpu.paged import paged_decode
-from pipeline.kernels.cpu.threads import WHOLE, use_threads
+from pipeline.kernels.cpu.threads import WHOLE
+
+MOST_TOKENS = 256
+"""Of a step in which some sequences compute several: more of them take so long that what lies between kernels is
+nothing beside, and their results are no memory to keep."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ class FloatDecodeSteps:
         self._arrays: list[CacheArrays] = []
 
     def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
-        return caches[0].k_CBKD.dtype != FP8 and bool((np.diff(where.query_start_S1) == 1).all())
+        num_sequences, num_tokens = len(where.context_len_S), int(where.query_start_S1[-1])
+        return caches[0].k_CBKD.dtype != FP8 and num_tokens <= max(MOST_TOKENS, num_sequences)
 
     def run(
         self,
@@ -108,18 +113,14 @@ class FloatDecodeSteps:
             self._caches, self._arrays = caches, [arrays_of(cache) for cache in caches]
         room, scale = self._room, np.float32(self._head_dim**-0.5)
         x, residual, cos, sin = x_TH.numpy(), residual_TH.numpy(), cos_TD2.numpy(), sin_TD2.numpy()
-        slot_T, context_len_S = where.slot_mapping_T.numpy(), where.context_len_S
-        table_SM = np.ascontiguousarray(where.block_table_SM)
-        num_kv_heads = caches[0].k_CBKD.shape[2]
-        parallel = self._layers[0].is_parallel(num_tokens) or many_keys(context_len_S, num_kv_heads, self._head_dim)
-        parts = parts_of(num_tokens, num_kv_heads, use_threads(parallel))
+        slot_T, num_heads, num_kv_heads = where.slot_mapping_T.numpy(), room.q_TND.shape[1], caches[0].k_CBKD.shape[2]
+        plan = plan_of(where, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
         for layer, cache in zip(self._layers, self._arrays):
             add_rms_norm(x, residual, layer.input_norm_H, eps, *WHOLE)
             layer.qkv.write(x, room.qkv_TK)
             norms = layer.with_norm, layer.q_norm_D, layer.k_norm_D
             norm_rope_write(room.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], room.q_TND, *WHOLE)
-            options = layer.window, scale, parts
-            paged_decode(room.q_TND, *cache, table_SM, context_len_S, *options, room.out_TND, *WHOLE)
+            attend(room.q_TND, cache, plan, layer.window, scale, room.out_TND)
             layer.o.write(room.out_TK, x)
             add_rms_norm(x, residual, layer.post_norm_H, eps, *WHOLE)
             layer.gate_up.write(x, room.gate_up_T2F)

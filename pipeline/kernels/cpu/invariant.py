@@ -21,8 +21,6 @@ from pipeline.kernels.cpu.numerics import arrays_of, bits
 from pipeline.kernels.cpu.threads import PARALLEL_ELEMENTS, WHOLE, use_threads
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
-_UNBOUNDED = np.iinfo(np.int64).max // 2
-
 
 class WholeTilesLinear:
     """A linear whose tokens are filled up to whole tiles, so that one loop computes them all."""
@@ -51,6 +49,7 @@ class _Plan:
     block_table_TM: np.ndarray
     context_len_T: np.ndarray
     parallel: bool
+    alone: tuple[np.ndarray, ...]
 
 
 def attention(
@@ -62,15 +61,17 @@ def attention(
     if key not in where.worked_out:
         alone = where.rows(np.arange(len(q_TND)))
         parallel = int(alone.context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
-        where.worked_out[key] = _Plan(np.ascontiguousarray(alone.block_table_SM), alone.context_len_S, parallel)
+        table_TM, reads = np.ascontiguousarray(alone.block_table_SM), paged.nothing_read(len(q_TND))
+        where.worked_out[key] = _Plan(table_TM, alone.context_len_S, parallel, reads)
     plan: _Plan = where.worked_out[key]
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
     use_threads(plan.parallel)
     paged.paged_decode(
         *(bits(q_TND), *arrays_of(cache), plan.block_table_TM, plan.context_len_T),
-        *(_UNBOUNDED if window is None else window, np.float32(scale)),
+        *(paged.UNBOUNDED if window is None else window, np.float32(scale)),
         num_kv_heads,  # parts: the same in every step
+        *plan.alone,
         bits(out_TND),
         *WHOLE,
     )

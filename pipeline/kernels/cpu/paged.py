@@ -9,6 +9,8 @@ those of `kernels/contract.py`.
 # pyright: reportCallIssue=false
 # It does not see what `intrinsic` makes of a function.
 
+import math
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -18,6 +20,12 @@ from pipeline.kernels.cpu.numerics import as_in, exp, scale_at, wide
 from pipeline.kernels.cpu.threads import kernel, share_out
 from pipeline.kernels.cpu.tile import tile_product
 
+UNBOUNDED = np.iinfo(np.int64).max // 2
+"""The window of full attention."""
+ROWS = 64
+"""Queries times heads of a KV head that share the reading of keys and values in `paged_prefill`, at most."""
+NO_PART = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
+"""part_TND and log_sum_TN of `paged_prefill` where its queries see no other keys."""
 _VALUES = 64  # keys whose values are multiplied at a time
 _AHEAD_ELEMENTS = 256  # of a row that is read ahead at most: measured, longer ones lose by it
 
@@ -39,11 +47,36 @@ def _prefetch(typing_context, array, index):
     return types.void(array, index), lower
 
 
+def nothing_read(num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """read_S, place_S, part_PND and log_sum_PN of `paged_decode` where each sequence reads all of its keys itself."""
+    nothing_S = np.zeros(num_sequences, np.int64)
+    return nothing_S, nothing_S, *NO_PART
+
+
 @kernel()
 def paged_decode(
-    q_SND, k_CBKD, v_CBKD, k_scale_CBK, v_scale_CBK, table_SM, context_S, window, scale, parts, out_SND, begin, end
+    q_SND,
+    k_CBKD,
+    v_CBKD,
+    k_scale_CBK,
+    v_scale_CBK,
+    table_SM,
+    context_S,
+    window,
+    scale,
+    parts,
+    read_S,
+    place_S,
+    part_PND,
+    log_sum_PN,
+    out_SND,
+    begin,
+    end,
 ):
     """One query a sequence over the paged cache; blocks are read where they lie.
+
+    The first read_S[s] keys, which are whole blocks, have been read for it before (see `shared.py`):
+    part_PND[place_S[s]] is what their values came to, log_sum_PN the logarithm of the sum of their exponentials.
 
     Work is one item a sequence, or `parts` of it, each some KV heads: a block is then read through in the order it lies
     in memory, and the query heads of a KV head share each key and value. Short rows are asked for one block ahead,
@@ -60,7 +93,7 @@ def paged_decode(
     for item in range(begin, end):
         s, kv = item // parts, item % parts * span
         context = context_S[s]
-        first = max(0, context - window)
+        first = max(read_S[s], context - window)
         first_block, num_blocks = first // block_size, (context + block_size - 1) // block_size
         q = np.empty((span * group, head_dim), np.float32)
         for g in range(span * group):
@@ -80,17 +113,17 @@ def paged_decode(
                             dot += q[g, i] * wide(k_CBKD[block, offset, kv + h, i])
                         score[g, start + offset] = dot * scale_at(k_scale_CBK, block, offset, kv + h)
         acc = np.zeros((span * group, head_dim), np.float32)
-        total = np.empty(span * group, np.float32)
+        best, total = np.empty(span * group, np.float32), np.empty(span * group, np.float32)
         for g in range(span * group):
             # A view that begins at 0: then indices are seen to be no negative ones, and the loops become vector code.
             weight = score[g, first:context]
-            best, summed = np.float32(-np.inf), np.float32(0.0)
+            most, summed = np.float32(-np.inf), np.float32(0.0)
             for i in range(len(weight)):
-                best = best if weight[i] <= best else weight[i]  # written so that a NaN replaces the maximum
+                most = most if weight[i] <= most else weight[i]  # written so that a NaN replaces the maximum
             for i in range(len(weight)):
-                weight[i] = exp(weight[i] - best)
+                weight[i] = exp(weight[i] - most)
                 summed += weight[i]
-            total[g] = summed
+            best[g], total[g] = most, summed
         for m in range(first_block, num_blocks):
             block, start, following = table_SM[s, m], m * block_size, table_SM[s, min(m + 1, num_blocks - 1)]
             for offset in range(max(first - start, 0), min(context - start, block_size)):
@@ -103,19 +136,45 @@ def paged_decode(
                         for i in range(head_dim):
                             acc[g, i] += share * wide(v_CBKD[block, offset, kv + h, i])
         for g in range(span * group):
-            for i in range(head_dim):
-                out_SND[s, kv * group + g, i] = as_in(out_SND, acc[g, i] / total[g])
+            if read_S[s] > 0:
+                log_sum, part = log_sum_PN[place_S[s], kv * group + g], part_PND[place_S[s], kv * group + g]
+                top = log_sum if log_sum > best[g] else best[g]  # a NaN in either comes through the differences
+                own, before = exp(best[g] - top), exp(log_sum - top)
+                whole = own * total[g] + before
+                own, before = own / whole, before / whole
+                for i in range(head_dim):
+                    out_SND[s, kv * group + g, i] = as_in(out_SND, acc[g, i] * own + part[i] * before)
+            else:
+                for i in range(head_dim):
+                    out_SND[s, kv * group + g, i] = as_in(out_SND, acc[g, i] / total[g])
 
 
 @kernel()
 def paged_prefill(
-    q_TND, k_CBKD, v_CBKD, k_scale_CBK, v_scale_CBK, table_SM, item_I3, position_T, window, scale, out_TND, begin, end
+    q_TND,
+    k_CBKD,
+    v_CBKD,
+    k_scale_CBK,
+    v_scale_CBK,
+    table_SM,
+    item_I3,
+    position_T,
+    window,
+    scale,
+    part_TND,
+    log_sum_TN,
+    out_TND,
+    begin,
+    end,
 ):
     """Several queries a sequence over the paged cache; a query at position p sees the keys p - window + 1 .. p.
 
     An item (sequence, first token, number of tokens) is some neighbouring queries of one sequence, for each KV head in
     turn. Their rows R (queries times heads of a KV head) lie side by side: keys are read where they lie, each block of
     them multiplied by all rows; the softmax needs no sum across a vector; values serve all rows.
+
+    Where the keys are only the first ones of what the queries see, log_sum_TN is not empty: it gets the logarithm of
+    each query's and head's sum of exponentials, part_TND what the values came to, in float32, and out_TND nothing.
     """
     head_dim = q_TND.shape[2]
     block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
@@ -196,6 +255,13 @@ def paged_prefill(
                             for rest in range(i, head_dim):
                                 out_RD[row, rest] += score_LR[start + n, row] * value_LD[n, rest]
         for r in range(num_rows):
-            target, sum_D = out_TND[token + r // group, h * group + r % group], out_RD[r]
-            for i in range(head_dim):
-                target[i] = as_in(target, sum_D[i] / total_R[r])
+            query, head, sum_D = token + r // group, h * group + r % group, out_RD[r]
+            if len(log_sum_TN):
+                part = part_TND[query, head]
+                for i in range(head_dim):
+                    part[i] = sum_D[i] / total_R[r]
+                log_sum_TN[query, head] = best_R[r] + np.float32(math.log(total_R[r]))
+            else:
+                target = out_TND[query, head]
+                for i in range(head_dim):
+                    target[i] = as_in(target, sum_D[i] / total_R[r])

@@ -267,3 +267,27 @@ def test_in_a_tail_tokens_of_quick_rows_are_worth_less() -> None:
     tail = controller._worth_s(Batch(4, 400, 10_000, slot_S=slot_S), split)
     assert waiting == pytest.approx(2 * 0.0116)
     assert tail < 0.0148 < waiting
+
+
+def test_the_first_lookup_after_a_pause_says_nothing_of_those_to_come() -> None:
+    """It catches up with what became known since, which may take as long as some plain steps; in a row they do not."""
+    lookup, batch, num_pauses, asked_before = ProposingCost(10e-6, 0.0), batch_of(1), 0, False
+    controller = controller_of(MEMORY_BOUND, proposing=(lookup,))
+    for _ in range(3000):
+        if controller.passes(1):
+            asked_before = False
+            continue
+        plain_s, none = controller.cost.step_s(1, batch.kv_tokens), np.zeros(1, dtype=np.int64)
+        if controller.wants_candidates(batch) is None:
+            controller.observe(batch, Outcome(plain_s, 1))
+            asked_before = False
+            continue
+        num_pauses += not asked_before
+        drafted_S = controller.choose(batch, everything(1)).length_S
+        step_s = controller.cost.step_s(1, batch.kv_tokens, 0, int(drafted_S.sum()))
+        lookup_s = 20e-6 if asked_before else 5e-3
+        drafts = (drafted_S, none) if drafted_S.any() else (None, None)
+        controller.observe(batch, Outcome(step_s, 1, *drafts, propose_s=lookup_s, lookup_s=lookup_s))
+        asked_before = True
+    assert num_pauses >= 8
+    assert lookup.lookup_s(1) == pytest.approx(20e-6)
