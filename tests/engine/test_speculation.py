@@ -402,10 +402,8 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
 
 def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But those that compute prompts as well, of whose tokens the last layer computes only some."""
-    prompts, params = (
-        [([7, 8, 9, 7] * 6)[:length] for length in (5, 18, 23)],
-        SamplingParams(max_tokens=90, ignore_eos=True),
-    )
+    prompts = [([7, 8, 9, 7] * 6)[:length] for length in (5, 18, 23)]
+    params = SamplingParams(max_tokens=90, ignore_eos=True)
     drafted: list[int] = []
     run = FloatDecodeSteps.run
 

@@ -91,9 +91,8 @@ class Acceptance:
         # Both at once: classes of what was verified, then classes of what was accepted.
         depth_2S = np.concatenate((np.minimum(drafted_S, accepted_S + 1), accepted_S))
         class_2S = np.concatenate((class_S, class_S + self.num_classes))
-        verified_CK, accepted_CK = np.split(
-            count_deep(class_2S, depth_2S, 2 * self.num_classes, self.max_draft_tokens), 2
-        )
+        deep_CK = count_deep(class_2S, depth_2S, 2 * self.num_classes, self.max_draft_tokens)
+        verified_CK, accepted_CK = deep_CK[: self.num_classes], deep_CK[self.num_classes :]
         kept_CK = np.exp(verified_CK * (-1.0 / WINDOW))
         self._weight_CK = self._weight_CK * kept_CK + verified_CK
         self._accepted_CK = self._accepted_CK * kept_CK + accepted_CK

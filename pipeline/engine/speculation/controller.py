@@ -167,7 +167,7 @@ class Controller:
             self.acceptance.observe(choice.class_S, drafted_S, outcome.accepted_S)
             self._observed += 1
             self._lately[choice.proposer].drafted_at = self._num_steps
-            if batch.slot_S is not None:
+            if batch.slot_S is not None and num > 1:  # of one alone nothing is compared
                 self._rates.add(batch.slot_S, 1.0 + outcome.accepted_S)
             num_accepted = int(outcome.accepted_S.sum())
         asked = None if choice is None else choice.proposer

@@ -35,6 +35,7 @@ FEW_TRUSTED = 0.05  # and may move the logarithm of its time by so much
 NOTABLE = 0.01  # a correction that changes by less makes no new version of the table
 MAX_GRID = 12  # points of the token grid
 BEYOND = 1 << 20  # tokens up to which the grid is extended by its last slope: more than any step has
+LOOKED_UP = 64  # table times kept: one step asks for the same ones again
 LEAST_SHARE = 0.1  # extrapolating to short contexts leaves at least this share of a measured time
 
 RunStep = Callable[[int, int, int], None]
@@ -74,6 +75,7 @@ class StepCost:
         # The same as lists: one step's time is looked up several times a step, far faster without arrays.
         self._grid, self._sizes, self._shares = self._grid_G.tolist(), list(padded_to), self._drafted_share_G.tolist()
         self._seconds = self._seconds_KCG.tolist()
+        self._looked_up: dict[tuple[int, int, int], tuple[float, int, float, int]] = {}
         self._speed = MovingMedian(RECENT_STEPS)  # log of measured by table
         for _ in range(RECENT_STEPS):  # as start-up measured it; else the first step, a wild one perhaps, would be it
             self._speed.add(0.0)
@@ -205,6 +207,17 @@ class StepCost:
 
         The same as an element of `curve_s`.
         """
+        key = num_tokens, num_sequences, kv_tokens
+        if key not in self._looked_up:
+            if len(self._looked_up) >= LOOKED_UP:
+                self._looked_up.clear()
+            self._looked_up[key] = self._look_up(*key)
+        table_s, low, part, nearest = self._looked_up[key]
+        left, right = self._correction[kind][low : low + 2]
+        return table_s, left + part * (right - left), nearest
+
+    def _look_up(self, num_tokens: int, num_sequences: int, kv_tokens: int) -> tuple[float, int, float, int]:
+        """Uncorrected seconds, the point of the grid below and how far it is to the next, and the nearest one."""
         at = bisect_left(self._sizes, num_tokens)
         padded = self._sizes[at] if at < len(self._sizes) else num_tokens
         grid = self._grid
@@ -217,10 +230,8 @@ class StepCost:
             seconds.append(ends[0] + part * (ends[1] - ends[0]))
         lowest = self._shares[low] + part * (self._shares[low + 1] - self._shares[low])
         share = min(max(num_sequences / num_tokens - lowest, 0.0) / max(1.0 - lowest, 1e-9), 1.0)
-        left, right = self._correction[kind][low : low + 2]
         nearest = low if padded * padded <= grid[low] * grid[low + 1] else low + 1
-        table_s = seconds[DRAFTED] + share * (seconds[PLAIN] - seconds[DRAFTED])
-        return table_s, left + part * (right - left), nearest
+        return seconds[DRAFTED] + share * (seconds[PLAIN] - seconds[DRAFTED]), low, part, nearest
 
     def _correct(self) -> None:
         """A point where nothing was seen takes the correction of the nearest of its kind that has one; where there is
