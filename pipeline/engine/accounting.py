@@ -20,16 +20,15 @@ class StepTokens:
 
 def classify(plan: StepPlan, table: SlotTable) -> StepTokens:
     """Must be called before the plan's counters are advanced."""
-    repeated, fresh_S = 0, plan.start_S
-    lost_S = table.repeat_until.take(plan.slot_S)
-    if lost_S.any():
-        fresh_S = np.minimum(np.maximum(plan.start_S, lost_S), plan.start_S + plan.count_S)
-        repeated = int((fresh_S - plan.start_S).sum())
-    prompt_S = table.num_prompt.take(plan.slot_S)
-    in_prompt = np.flatnonzero(fresh_S < prompt_S)
-    end_P = (plan.start_S + plan.count_S)[in_prompt]
-    prefill = int((np.minimum(end_P, prompt_S[in_prompt]) - fresh_S[in_prompt]).sum())
-    return StepTokens(prefill, plan.num_tokens - repeated - prefill, repeated)
+    lost_S, num_tokens = table.repeat_until[plan.slot_S], plan.num_tokens
+    fresh_S = np.maximum(table.num_prompt[plan.slot_S], lost_S)
+    behind = np.flatnonzero(plan.start_S < fresh_S)  # the others only generate
+    start_B, lost_B = plan.start_S[behind], lost_S[behind]
+    end_B = start_B + plan.count_S[behind]
+    prompt_B = table.num_prompt[plan.slot_S[behind]]
+    repeated = int(np.maximum(np.minimum(end_B, lost_B) - start_B, 0).sum())
+    prefill = int(np.maximum(np.minimum(end_B, prompt_B) - np.maximum(start_B, lost_B), 0).sum())
+    return StepTokens(prefill, num_tokens - repeated - prefill, repeated)
 
 
 def record(stats: EngineStats, tokens: StepTokens, num_sequences: int, kv_used_ppm: int, step_us: int) -> None:

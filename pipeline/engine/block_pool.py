@@ -6,7 +6,6 @@ are O(1) a block. They are loops of few and cheap operations: the blocks of a se
 each object on the way is a miss of the processor's caches, and array operations cost more than a dozen blocks do.
 """
 
-from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -32,8 +31,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._generation = array("q", bytes(8 * num_blocks))  # number of the allocation that handed each out last
-        self.generation = np.frombuffer(self._generation, dtype=np.int64)  # the same memory
+        self.generation = np.zeros(num_blocks, dtype=np.int64)  # number of the allocation that handed each out last
         self._num_allocations = 0
         self._ref_count = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
@@ -56,21 +54,21 @@ class BlockPool:
         """Hand out `count` blocks, forgetting what they held. The caller has checked `num_free`."""
         assert count <= self._num_free, "allocate more blocks than are free"
         ref_count, hashes, block_of, left_behind = self._ref_count, self._hash, self._block_of, self._num_left_behind
-        generation, take_first, number = self._generation, self._queue.popleft, self._num_allocations + 1
         blocks = []
         while len(blocks) < count:
-            block = take_first()
+            block = self._queue.popleft()
             if left_behind[block]:
                 left_behind[block] -= 1
                 continue
             blocks.append(block)
-            ref_count[block], generation[block] = 1, number
+            ref_count[block] = 1
             key = hashes[block]
             if key is not None:
                 del block_of[key]
                 hashes[block] = None
         self._num_free -= count
-        self._num_allocations = number
+        self._num_allocations += 1
+        self.generation[blocks] = self._num_allocations
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:

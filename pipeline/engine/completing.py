@@ -58,7 +58,7 @@ class Completing:
             slot_F, token_F = slot_R[output.finite], token_F[output.finite]
             completions = [self._non_finite(slot) for slot in slot_R[~output.finite].tolist()]
         (append or self._scheduler.append)(slot_F, token_F)
-        known_F = self._table.num_known.take(slot_F)
+        known_F = self._table.num_known[slot_F]
         self._note_first_tokens(slot_F, known_F, now_us)
         for row, logprobs in output.logprobs.items():
             kept = self._table.at(int(slot_R[row])).logprobs
@@ -69,29 +69,26 @@ class Completing:
 
     def _note_first_tokens(self, slot_R: np.ndarray, known_R: np.ndarray, now_us: int) -> None:
         """A sequence knows one token more than its prompt once in its life: preempted, it keeps what it generated."""
-        for slot in slot_R[known_R - self._table.num_prompt.take(slot_R) == 1].tolist():
+        for slot in slot_R[known_R == self._table.num_prompt[slot_R] + 1].tolist():
             self._table.at(slot).first_token_us = now_us
 
     def _finish_ended(
         self, slot_R: np.ndarray, token_R: np.ndarray, known_R: np.ndarray, now_us: int
     ) -> list[Completion]:
         table = self._table
-        length_R = known_R >= table.limit.take(slot_R)
-        stop_R = self._is_eos.take(token_R)
+        length_R = known_R >= table.limit[slot_R]
+        stop_R = self._is_eos[token_R]
         if stop_R.any():
             stop_R &= table.stops_at_eos[slot_R] & (known_R >= table.min_known[slot_R])
-        asks_R = table.has_stops.take(slot_R)
-        at = np.flatnonzero(stop_R | length_R | asks_R)
         ends: list[_End] = []
-        for r, slot, stopped, is_last, asks in zip(
-            *(some.tolist() for some in (at, slot_R[at], stop_R[at], length_R[at], asks_R[at]))
-        ):
-            text = None
-            if asks and not stopped:
+        for r in np.flatnonzero(stop_R | length_R | table.has_stops[slot_R]).tolist():
+            slot, text = int(slot_R[r]), None
+            stopped = bool(stop_R[r])
+            if table.has_stops[slot] and not stopped:
                 stopped, text = self._check_stops(slot, int(token_R[r]), bool(known_R[r] >= table.min_known[slot]))
             if stopped:
                 ends.append(_End(slot, "stop", text))
-            elif is_last:
+            elif length_R[r]:
                 ends.append(_End(slot, "length"))
         if not ends:
             return []

@@ -183,7 +183,7 @@ class Scheduler:
             slot_S, start_S, count_S = slot_S[used], start_S[used], count_S[used]
         if not len(slot_S):
             return None
-        return StepPlan(slot_S, start_S, count_S, start_S + count_S == self.table.num_known.take(slot_S))
+        return StepPlan(slot_S, start_S, count_S, start_S + count_S == self.table.num_known[slot_S])
 
     def advance(self, plan: StepPlan) -> None:
         """The plan's tokens have been computed: raise the counters and make full blocks of prompts findable."""
@@ -196,10 +196,9 @@ class Scheduler:
             self.step_tokens = min(2 * self.step_tokens, self.max_num_batched_tokens)
         if not self.enable_prefix_caching:
             return
-        prompt_S = table.num_prompt.take(plan.slot_S)
+        prompt_S = table.num_prompt[plan.slot_S]
         prefilling = np.flatnonzero(plan.start_S < prompt_S)
-        first_P = plan.start_S[prefilling] // size
-        end_P = np.minimum(end_S[prefilling], prompt_S[prefilling]) // size
+        first_P, end_P = plan.start_S[prefilling] // size, np.minimum(end_S, prompt_S)[prefilling] // size
         for slot, first, end in zip(plan.slot_S[prefilling].tolist(), first_P.tolist(), end_P.tolist()):
             self._make_findable(slot, table.block_table[slot, :end].tolist(), first, end)
 
@@ -219,7 +218,7 @@ class Scheduler:
 
     def append(self, slot_R: np.ndarray, token_R: np.ndarray) -> None:
         """Each of these sequences, all computed, comes to know one more token."""
-        known_R = self.table.num_known.take(slot_R)
+        known_R = self.table.num_known[slot_R]
         self.table.token_ids[slot_R, known_R] = token_R
         self.table.num_known[slot_R] = known_R + 1
 
@@ -246,9 +245,8 @@ class Scheduler:
 
     def retract(self, promise: Promise) -> None:
         """Take a promise back."""
-        if promise is not NO_PROMISE:
-            self.table.num_known[promise.slot_P] -= promise.draft_P + 1
-            self.table.num_computed[promise.slot_P] -= promise.draft_P
+        self.table.num_known[promise.slot_P] -= promise.draft_P + 1
+        self.table.num_computed[promise.slot_P] -= promise.draft_P
 
     def follow_up(self, plan: StepPlan, promise: Promise) -> StepPlan:
         """A plan that was made under a promise, once the tokens are known: without the sequences that have ended, the
@@ -296,10 +294,10 @@ class Scheduler:
     def _wanted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of the running sequences: slots, from where they compute, how many tokens, and the blocks they lack."""
         table, slot_S = self.table, self.running
-        start_S = table.num_computed.take(slot_S)
-        count_S = self._chunks(slot_S, table.num_known.take(slot_S) - start_S)
+        start_S = table.num_computed[slot_S]
+        count_S = self._chunks(slot_S, table.num_known[slot_S] - start_S)
         needed_S = (start_S + count_S + (self.pool.block_size - 1)) // self.pool.block_size
-        return slot_S, start_S, count_S, np.maximum(needed_S - table.num_blocks.take(slot_S), 0)
+        return slot_S, start_S, count_S, np.maximum(needed_S - table.num_blocks[slot_S], 0)
 
     def _chunks(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
         if self.step_tokens < self.max_num_batched_tokens:
@@ -406,7 +404,7 @@ class Scheduler:
         if not self.enable_prefix_caching:
             return set()
         slot_S = self.running
-        long_S = self.table.num_known.take(slot_S) - self.table.num_computed.take(slot_S) > 1
+        long_S = self.table.num_known[slot_S] - self.table.num_computed[slot_S] > 1
         hashes: set[bytes] = set()
         for slot in slot_S[long_S].tolist():
             done = int(self.table.num_computed[slot]) // self.pool.block_size
@@ -434,13 +432,13 @@ class Scheduler:
         """Blocks that the running sequences are expected to need beside those that they hold."""
         table, size = self.table, self.pool.block_size
         slot_S = self.running
-        final_S = table.limit.take(slot_S)
+        final_S = table.limit[slot_S]
         if expected is not None:
-            likely_S = np.maximum(table.num_prompt.take(slot_S) + expected, table.num_known.take(slot_S) + size)
-            np.minimum(final_S, likely_S, out=final_S)
+            likely_S = np.maximum(table.num_prompt[slot_S] + expected, table.num_known[slot_S] + size)
+            final_S = np.minimum(final_S, likely_S)
         final_S += size - 1
         final_S //= size
-        final_S -= table.num_blocks.take(slot_S)
+        final_S -= table.num_blocks[slot_S]
         return int(np.maximum(final_S, 0, out=final_S).sum())
 
     # -- small parts

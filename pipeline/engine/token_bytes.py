@@ -5,23 +5,19 @@ look up tokens, spell their characters as bytes again and read those as UTF-8; t
 each call. Here a token is spelled once. Other kinds of decoders join their tokens by rules of their own: no table.
 """
 
-from collections.abc import Iterable
-from operator import itemgetter
-
 import tokenizers
 from tokenizers import decoders
-
-_NOTHING = -1  # no token has this id
 
 
 class TokenBytes(dict[int, bytes]):
     """Bytes by token id, empty for special tokens and ids without a token; filled as tokens are met.
 
-    `of.joined(ids).decode("utf-8", "replace")` is what the library's `decode(ids, skip_special_tokens=True)` gives.
+    `b"".join(map(of.__getitem__, ids)).decode("utf-8", "replace")` is what the library's
+    `decode(ids, skip_special_tokens=True)` gives.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        super().__init__({_NOTHING: b""})
+        super().__init__()
         self._backend, self._byte_of = backend, _byte_of_character()
         self._special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
 
@@ -29,9 +25,6 @@ class TokenBytes(dict[int, bytes]):
     def of(cls, backend: tokenizers.Tokenizer) -> "TokenBytes | None":
         """The table of a byte-level tokenizer; None for any other."""
         return cls(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
-
-    def joined(self, ids: Iterable[int]) -> bytes:
-        return b"".join(itemgetter(_NOTHING, _NOTHING, *ids)(self))  # of one key it would not give a tuple
 
     def __missing__(self, token_id: int) -> bytes:
         spelled = self[token_id] = self._spell(self._backend.id_to_token(token_id))

@@ -194,7 +194,7 @@ class Tokenizer:
         """The text of token ids; special tokens are left out and blanks are left as they are."""
         if self._bytes is None:
             return self._parsing.decode(list(ids), skip_special_tokens=True)
-        return self._bytes.joined(ids).decode("utf-8", "replace")
+        return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
 
     def differs_from(self, other: "Tokenizer") -> str | None:
         """A token whose id is another one there, told in words; None where each id means the same text in both."""
