@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.engine.sequence import SlotTable
+from pipeline.kernels.table_rows import cut_rows
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,14 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     size, slot_S, count_S = table.block_size, plan.slot_S, plan.count_S
     context_len_S = plan.start_S + count_S
     query_start_S1 = np.zeros(len(slot_S) + 1, dtype=np.int64)
-    np.cumsum(count_S, out=query_start_S1[1:])
+    query_end_S = np.cumsum(count_S, out=query_start_S1[1:])
     most_blocks = -(-int(context_len_S.max()) // size)
-    slot_T, position_T = np.repeat(slot_S, count_S), runs(plan.start_S, count_S)
+    slot_T = np.repeat(slot_S, count_S)
+    position_T = np.repeat(context_len_S - query_end_S, count_S)
+    position_T += np.arange(len(position_T))
     number_T = position_T // size
     block_T = table.block_table.take(slot_T * table.block_table.shape[1] + number_T).astype(np.int64)
-    logit_row_R = query_start_S1[1:][plan.samples_S] - 1
+    logit_row_R = query_end_S[plan.samples_S] - 1
     if plan.draft_S is not None:
         logit_row_R = runs(logit_row_R - plan.draft_S[plan.samples_S], plan.draft_S[plan.samples_S] + 1)
     return StepInput(
@@ -70,7 +73,7 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
         slot_mapping_T=(block_T - number_T) * size + position_T,
         query_start_S1=query_start_S1.astype(np.int32),
         context_len_S=context_len_S.astype(np.int32),
-        block_table_SM=table.block_table[slot_S, :most_blocks],
+        block_table_SM=cut_rows(table.block_table, slot_S, 0, most_blocks),
         logit_row_R=logit_row_R,
     )
 

@@ -9,28 +9,40 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.kernels.table_rows import cut_rows
+
 MOST_LEVELS = 4  # of branching below one another that are looked at
+_STRETCH = 32  # blocks that are compared at once, at first
 
 
 @dataclass(frozen=True)
 class PrefixGroups:
     """Group g is the sequences sequence_I[start_G1[g] : start_G1[g + 1]], which begin with the same blocks_G[g] blocks.
 
-    No sequence is in two groups.
+    No sequence is in two groups. As long as the first `num_decisive` blocks of each sequence stay the same, and how
+    many of those can be shared, so do the groups.
     """
 
     sequence_I: np.ndarray
     start_G1: np.ndarray
     blocks_G: np.ndarray
+    num_decisive: int
 
     @property
     def group_I(self) -> np.ndarray:
-        return np.repeat(np.arange(len(self.blocks_G)), np.diff(self.start_G1))
+        return np.repeat(np.arange(len(self.blocks_G)), self.size_G)
+
+    @property
+    def size_G(self) -> np.ndarray:
+        return self.start_G1[1:] - self.start_G1[:-1]
 
     def taken(self, is_taken_G: np.ndarray) -> "PrefixGroups":
         """Some of the groups, in the same order."""
-        size_G = np.diff(self.start_G1)
-        return _groups(self.sequence_I[np.repeat(is_taken_G, size_G)], size_G[is_taken_G], self.blocks_G[is_taken_G])
+        if is_taken_G.all():
+            return self
+        size_G = self.size_G
+        start_G1, blocks_G = _starts(size_G[is_taken_G]), self.blocks_G[is_taken_G]
+        return PrefixGroups(self.sequence_I[np.repeat(is_taken_G, size_G)], start_G1, blocks_G, self.num_decisive)
 
 
 def prefix_groups(
@@ -46,45 +58,71 @@ def prefix_groups(
     """
     levels: list[tuple[PrefixGroups, np.ndarray]] = []  # groups, and which one of the level above each is in
     sequence_I, group_I = np.arange(len(table_SM)), np.zeros(len(table_SM), dtype=np.int64)
-    depth_G = np.zeros(1, dtype=np.int64)
+    depth_G, num_decisive = np.zeros(1, dtype=np.int64), 1
     while len(levels) < MOST_LEVELS:
-        depth_I = depth_G[group_I]
+        depth_I = depth_G.take(group_I)
         goes_on_I = most_blocks_S[sequence_I] > depth_I
         if not goes_on_I.all():
             sequence_I, group_I, depth_I = sequence_I[goes_on_I], group_I[goes_on_I], depth_I[goes_on_I]
         next_I = table_SM[sequence_I, depth_I] + (group_I << 32)
+        if not _repeats(next_I):
+            break
         order = np.argsort(next_I, kind="stable")
         next_I = next_I[order]
-        start_G = np.flatnonzero(np.append(True, next_I[1:] != next_I[:-1])[: len(next_I)])
-        size_G = np.diff(np.append(start_G, len(next_I)))
+        begins_I1 = np.ones(len(next_I) + 1, dtype=bool)
+        np.not_equal(next_I[1:], next_I[:-1], out=begins_I1[1:-1])
+        start_G1 = np.flatnonzero(begins_I1)
+        size_G = start_G1[1:] - start_G1[:-1]
         is_shared_G = size_G > 1
-        if not is_shared_G.any():
-            break
-        parent_G = group_I[order[start_G[is_shared_G]]]
-        sequence_I = sequence_I[order[np.repeat(is_shared_G, size_G)]]
-        size_G = size_G[is_shared_G]
+        if not is_shared_G.all():
+            order = order[np.repeat(is_shared_G, size_G)]
+            size_G = size_G[is_shared_G]
+            start_G1 = _starts(size_G)
+        parent_G, sequence_I = group_I[order[start_G1[:-1]]], sequence_I[order]
         group_I = np.repeat(np.arange(len(size_G)), size_G)
-        depth_G = _common(table_SM, most_blocks_S, sequence_I, np.cumsum(size_G) - size_G, int(depth_G.min()))
-        levels.append((_groups(sequence_I, size_G, depth_G), parent_G))
-    return _best(levels, worth)
+        most_G = np.minimum.reduceat(most_blocks_S[sequence_I], start_G1[:-1])
+        depth_G = _common(table_SM, sequence_I, start_G1[:-1], most_G, int(depth_G.min()) + 1)
+        # the block behind what a group has in common decides too: it differs, or may not be shared
+        num_decisive = max(num_decisive, int(depth_G.max()) + 1)
+        levels.append((PrefixGroups(sequence_I, start_G1, depth_G, num_decisive), parent_G))
+    return _together(_best(levels, worth), num_decisive)
+
+
+def _repeats(next_I: np.ndarray) -> bool:
+    """Whether any value is there twice. Sorting values is a tenth of the work of finding their order."""
+    ascending = np.sort(next_I)
+    return bool((ascending[1:] == ascending[:-1]).any())
 
 
 def _common(
-    table_SM: np.ndarray, most_blocks_S: np.ndarray, sequence_I: np.ndarray, first_G: np.ndarray, known: int
+    table_SM: np.ndarray, sequence_I: np.ndarray, first_G: np.ndarray, most_G: np.ndarray, known: int
 ) -> np.ndarray:
-    """How many blocks the members of each group have in common; that the first `known` ones are is known."""
-    most_I = most_blocks_S[sequence_I]
-    most = int(most_I.max())
-    of_IM = table_SM[sequence_I, known:most]
-    differs_IM = np.zeros((len(of_IM), most - known + 1), dtype=bool)
-    np.not_equal(of_IM[1:], of_IM[:-1], out=differs_IM[1:, :-1])
-    differs_IM[first_G] = False
-    differs_IM[:, -1] = True
-    return np.minimum.reduceat(np.minimum(differs_IM.argmax(axis=1) + known, most_I), first_G)
+    """How many blocks the members of each group have in common, of the first most_G[g]; that the first `known` ones are
+    is known.
+
+    Looked at in stretches, each twice as long as those before, until no group goes on.
+    """
+    common_G, most, width = np.minimum(most_G, known), int(most_G.max()), _STRETCH
+    while known < most:
+        end = min(known + width, most)
+        of_IM = cut_rows(table_SM, sequence_I, known, end)
+        differs_IM = np.empty(of_IM.shape, dtype=np.uint8)
+        np.not_equal(of_IM[1:], of_IM[:-1], out=differs_IM[1:].view(bool))
+        differs_IM[first_G] = 0
+        differs_GM = np.bitwise_or.reduceat(differs_IM, first_G, axis=0)
+        ends_G = differs_GM.any(axis=1)
+        same_G = np.where(ends_G, differs_GM.argmax(axis=1), end - known)
+        common_G = np.where(common_G == known, np.minimum(known + same_G, most_G), common_G)
+        if ends_G.all():
+            break
+        known, width = end, 2 * width
+    return common_G
 
 
-def _best(levels: list[tuple[PrefixGroups, np.ndarray]], worth: Callable[[PrefixGroups], np.ndarray]) -> PrefixGroups:
-    """Of each group and those inside it, what is worth more."""
+def _best(
+    levels: list[tuple[PrefixGroups, np.ndarray]], worth: Callable[[PrefixGroups], np.ndarray]
+) -> list[PrefixGroups]:
+    """Of each group and those inside it, what is worth more, level by level."""
     inside_G = np.zeros(len(levels[-1][0].blocks_G)) if levels else np.zeros(0)
     is_best: list[np.ndarray] = []
     for index in range(len(levels) - 1, -1, -1):
@@ -93,17 +131,29 @@ def _best(levels: list[tuple[PrefixGroups, np.ndarray]], worth: Callable[[Prefix
         is_best.append((own_G > 0) & (own_G >= inside_G))
         above = len(levels[index - 1][0].blocks_G) if index else 1
         inside_G = np.bincount(parent_G, np.maximum(own_G, inside_G), minlength=above)
-    sequences, sizes, blocks = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    best: list[PrefixGroups] = []
     is_covered_G = np.zeros(1, dtype=bool)
     for (groups, parent_G), is_best_G in zip(levels, reversed(is_best)):
         is_covered_G = is_covered_G[parent_G]
-        taken = groups.taken(is_best_G & ~is_covered_G)
+        best.append(groups.taken(is_best_G & ~is_covered_G))
         is_covered_G = is_covered_G | is_best_G
-        sequences.append(taken.sequence_I)
-        sizes.append(np.diff(taken.start_G1))
-        blocks.append(taken.blocks_G)
-    return _groups(np.concatenate(sequences), np.concatenate(sizes), np.concatenate(blocks))
+    return best
 
 
-def _groups(sequence_I: np.ndarray, size_G: np.ndarray, blocks_G: np.ndarray) -> PrefixGroups:
-    return PrefixGroups(sequence_I, np.append(0, np.cumsum(size_G)), blocks_G)
+def _together(parts: list[PrefixGroups], num_decisive: int) -> PrefixGroups:
+    nothing = np.zeros(0, dtype=np.int64)
+    sequence_I, size_G, blocks_G = (
+        arrays[0] if len(arrays) == 1 else np.concatenate([nothing, *arrays])
+        for arrays in (
+            [groups.sequence_I for groups in parts],
+            [groups.size_G for groups in parts],
+            [groups.blocks_G for groups in parts],
+        )
+    )
+    return PrefixGroups(sequence_I, _starts(size_G), blocks_G, num_decisive)
+
+
+def _starts(size_G: np.ndarray) -> np.ndarray:
+    start_G1 = np.zeros(len(size_G) + 1, dtype=np.int64)
+    np.cumsum(size_G, out=start_G1[1:])
+    return start_G1

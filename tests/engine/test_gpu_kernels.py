@@ -1,7 +1,7 @@
 """The engine on the kernels for NVIDIA GPUs gives the reference's tokens, greedy and drawn: here in Triton's
 interpreter, captured steps included, whose replay is the captured function called again on the same tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from pipeline.engine.graphs import graph_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.resolve import resolve
 from pipeline.engine.step import StepInput
+from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton import cascade_work
-from pipeline.kernels.triton.cascade_work import CascadePlan, CascadeShape
+from pipeline.kernels.triton.cascade_work import CascadeShape, Decided
+from pipeline.kernels.triton.decode_work import DecodeWork
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear import Scratch
 from pipeline.model.config import read_config
@@ -193,13 +195,27 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
 ) -> None:
     """What they share is read once for all of them, in captured steps too."""
     monkeypatch.setattr(cascade_work, "LEAST_SAVED_BYTES", 0)
-    plan, plans = CascadeShape.plan, []
+    decide, plans = CascadeShape.decide, []
 
-    def plan_and_watch(*arguments: Any) -> CascadePlan | None:
-        plans.append(plan(*arguments))
-        return plans[-1]
+    def decide_and_watch(*arguments: Any) -> Decided:
+        decided = decide(*arguments)
+        plans.append(decided.plan)
+        return decided
 
-    monkeypatch.setattr(CascadeShape, "plan", plan_and_watch)
+    refill, served = DecodeWork.refill, []
+
+    def refill_and_watch(
+        work: DecodeWork,
+        where: AttentionInput,
+        sequences: np.ndarray | None = None,
+        shared: Sequence[np.ndarray] = (),
+        most_short: int = 0,
+    ) -> None:
+        served.append(len(shared) > 0 and bool(shared[-1].any()))
+        refill(work, where, sequences, shared, most_short)
+
+    monkeypatch.setattr(CascadeShape, "decide", decide_and_watch)
+    monkeypatch.setattr(DecodeWork, "refill", refill_and_watch)
     rng = np.random.default_rng(7)
     stem = rng.integers(0, 255, 133).tolist()
     prompts = [stem + rng.integers(0, 255, length).tolist() for length in (3, 12, 20)]
@@ -217,7 +233,7 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
             runner: Any = engine.runner
             runner.capture_steps(replayed, max_num_seqs=3, max_queries=3, most_tokens=6, say=lambda done, total: None)
         assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
-    served = [found for found in plans if found is not None]
-    assert len(served) >= 3, "steps with several rows are served"
-    assert {tuple(found.tokens_G) for found in served} == {(128,)}
-    assert max(len(found.groups.sequence_I) for found in served) == 3
+    found = [plan for plan in plans if plan is not None]
+    assert sum(served) >= 3, "steps with several rows are served"
+    assert {tuple(plan.tokens_G) for plan in found} == {(128,)}
+    assert max(len(plan.groups.sequence_I) for plan in found) == 3

@@ -22,7 +22,7 @@ def table_of(prefixes: list[list[int]], width: int = 18) -> tuple[np.ndarray, np
     table = np.zeros((len(prefixes), width), dtype=np.int32)
     most = np.array([len(prefix) + 2 for prefix in prefixes])
     for s, prefix in enumerate(prefixes):
-        own = 1000 + 2 * s
+        own = 100_000 + 2 * s
         table[s, : most[s]] = [*prefix, own, own + 1]
     return table, most
 
@@ -58,6 +58,13 @@ def test_what_is_worth_most_may_lie_two_branchings_deep() -> None:
     header, documents = list(range(1, 8)), [[10 * d + n for n in range(6)] for d in (10, 20, 30, 40)]
     rows = [[*header, 8 + d // 2, *document] for d, document in enumerate(documents) for _ in range(2)]
     assert found(rows) == {(0, 1): 14, (2, 3): 14, (4, 5): 14, (6, 7): 14}
+
+
+def test_prefixes_of_any_length_beside_one_another() -> None:
+    lengths = (1, 31, 32, 33, 34, 64, 96, 97, 98, 150)
+    stems = [list(range(1000 * n, 1000 * n + length)) for n, length in enumerate(lengths, start=1)]
+    groups = as_sets(prefix_groups(*table_of([*stems, *stems], width=200), readings_saved))
+    assert groups == {(g, g + len(stems)): length for g, length in enumerate(lengths)}
 
 
 def test_the_same_block_behind_other_blocks_is_not_the_same_prefix() -> None:

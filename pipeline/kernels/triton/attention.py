@@ -68,20 +68,21 @@ class PagedAttention:
         decode = prefill = None
         if len(few):
             most = power_of_two(int(count_S[few].max()))
-            cascade = shared = None
+            cascade, shared = None, []
             if window is None:
-                cascade = CascadeShape.of(int(count_S[few].sum()), num_heads, num_kv_heads, head_dim, self.target)
-                shared = cascade.plan(where, few)
-                if shared is not None:
-                    most_tokens, most_tiles = int(where.query_start_S1[-1]), int(shared.tiles_G.sum())
-                    cascade = replace(cascade, most_tokens=most_tokens, most_tiles=most_tiles)
+                shape = CascadeShape.of(int(count_S[few].sum()), num_heads, num_kv_heads, head_dim, self.target)
+                together = shape.plan(where, few)
+                if together is not None:
+                    most_tokens, most_tiles = int(where.query_start_S1[-1]), int(together.tiles_G.sum())
+                    cascade = replace(shape, most_tokens=most_tokens, most_tiles=most_tiles)
+                    shared = shape.numbers(where, together)
             max_seqs, max_blocks = where.block_table_SM.shape
             decode = DecodeWork.allocate(
                 *(max_seqs, max_blocks, where.block_size),
                 *(num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
                 num_queries=min(most, most_queries(group)),
                 window=window,
-                cascade=None if shared is None else cascade,
+                cascade=cascade,
             )
             decode.refill(where, few, shared)
         if len(many):

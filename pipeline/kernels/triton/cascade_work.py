@@ -10,7 +10,8 @@ Suffixes: those of `kernels/contract.py`, and G groups, I members of groups, P p
 queries, U items.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,13 @@ class CascadePlan:
     groups: PrefixGroups
     tokens_G: np.ndarray
     tiles_G: np.ndarray
+
+
+class Decided(NamedTuple):
+    """num_decisive: see `PrefixGroups`; the plan stays as long, if the sequences and their query tokens do."""
+
+    plan: CascadePlan | None
+    num_decisive: int
 
 
 @dataclass(frozen=True)
@@ -85,18 +93,22 @@ class CascadeShape:
 
     def plan(self, where: AttentionInput, sequences: np.ndarray) -> CascadePlan | None:
         """The groups among the sequences at these indices that pay; None where they save too little."""
-        count_S = np.diff(where.query_start_S1).astype(np.int64)[sequences]
+        return self.decide(where, sequences).plan
+
+    def decide(self, where: AttentionInput, sequences: np.ndarray) -> Decided:
+        """`plan`, and what it rests on."""
+        count_S = (where.query_start_S1[1:] - where.query_start_S1[:-1]).astype(np.int64)[sequences]
 
         def readings(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             """Tokens of the prefix, queries and tiles of each group."""
-            queries_G = np.add.reduceat(count_S[groups.sequence_I], groups.start_G1[:-1])
+            queries_G = np.add.reduceat(count_S.take(groups.sequence_I), groups.start_G1[:-1])
             return groups.blocks_G * where.block_size // UNIT * UNIT, queries_G, -(-queries_G // self.num_queries)
 
         def saved_bytes(groups: PrefixGroups) -> np.ndarray:
             """Readings of the prefix that fall away, less the sums, which are written and read, and the queries, for
             each piece that the keys of a tile may be cut into."""
             tokens_G, queries_G, tiles_G = readings(groups)
-            fewer_G = np.diff(groups.start_G1) - tiles_G
+            fewer_G = groups.size_G - tiles_G
             pieces_G = np.minimum(tokens_G // UNIT, 1 + self.num_lanes / tiles_G)
             row_bytes = 2 * _SUM_BYTES * (self.head_dim + 2) + _VALUE_BYTES * self.head_dim
             read_G = fewer_G * tokens_G * (2 * _VALUE_BYTES * self.head_dim)
@@ -108,17 +120,19 @@ class CascadeShape:
         if len(sequences) < len(table_SM):
             table_SM = table_SM[sequences]
         groups = prefix_groups(table_SM, before_S // where.block_size, saved_bytes)
+        nothing = Decided(None, groups.num_decisive)
         if not len(groups.blocks_G):
-            return None
+            return nothing
         saved_G = saved_bytes(groups)
         best_first = np.argsort(-saved_G, kind="stable")
         fits_G = np.zeros(len(saved_G), dtype=bool)
         fits_G[best_first] = np.cumsum(readings(groups)[2][best_first]) <= self.most_tiles
         if not fits_G.any() or saved_G[fits_G].sum() < self.least_saved_bytes:
-            return None
+            return nothing
         groups = groups.taken(fits_G)
         tokens_G, _, tiles_G = readings(groups)
-        return CascadePlan(replace(groups, sequence_I=sequences[groups.sequence_I]), tokens_G, tiles_G)
+        groups = PrefixGroups(sequences.take(groups.sequence_I), groups.start_G1, groups.blocks_G, groups.num_decisive)
+        return Decided(CascadePlan(groups, tokens_G, tiles_G), groups.num_decisive)
 
     def numbers(self, where: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
         """What the tensors of `CascadeWork` are to hold, in the order of `sizes`."""

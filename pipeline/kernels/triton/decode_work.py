@@ -3,13 +3,14 @@
 Suffixes: those of `kernels/contract.py`, and I items, P partial sums, R rows of a tile (queries times heads).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton.cascade_work import CascadePlan, CascadeShape, CascadeWork
+from pipeline.kernels.triton.cascade_work import CascadeShape, CascadeWork
 from pipeline.kernels.triton.dealt import Numbers, cut, staging
 from pipeline.kernels.triton.launch import Target, power_of_two
 
@@ -145,12 +146,12 @@ class DecodeWork:
         self,
         where: AttentionInput,
         sequences: np.ndarray | None = None,
-        plan: CascadePlan | None = None,
+        shared: Sequence[np.ndarray] = (),
         most_short: int = 0,
     ) -> None:
-        """Bring the tensors up to a step: of `where`, the sequences at these indices (None: all), and what groups of
-        them read together (None: nothing). A window is dealt from where it begins if a context is `most_short` tokens
-        shorter.
+        """Bring the tensors up to a step: of `where`, the sequences at these indices (None: all). `shared`: what groups
+        of them read together, as `CascadeShape.numbers` has it, for work with a cascade. A window is dealt from where
+        it begins if a context is `most_short` tokens shorter.
 
         The copies are queued on the current stream and wait for nothing.
         """
@@ -162,9 +163,7 @@ class DecodeWork:
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:
             first_seen_S = np.maximum(0, context_S - most_short - count_S - self.window + 1)
-        shared: list[np.ndarray] = []
         if self.cascade is not None:
-            shared = self.cascade.shape.numbers(where, plan)
             first_seen_S = shared[-1][taken_S]
         dealt = deal(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_lanes)
         assert int(dealt.item_I4[:, 3].max()) < len(self.partial_PKRD)

@@ -3,11 +3,11 @@
 from collections.abc import Hashable
 from typing import Any
 
-import numpy as np
 import torch
 
 from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.triton.attention import AttentionPlan, plan_key
+from pipeline.kernels.triton.cascade_steps import CascadeSteps
 from pipeline.kernels.triton.cascade_work import CascadeShape
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
 from pipeline.kernels.triton.launch import Target
@@ -21,6 +21,7 @@ class CapturedAttention:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         target = Target.of(device)
         cascade = CascadeShape.of(shape.max_tokens, *heads, target)
+        self._cascade = CascadeSteps(cascade)
         self._works = [
             DecodeWork.allocate(
                 *(shape.max_seqs, shape.max_blocks, shape.block_size, *heads, device, target),
@@ -35,10 +36,9 @@ class CapturedAttention:
             self.worked_out[plan_key(work.window)] = AttentionPlan(work, None)
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> None:
-        every = np.arange(len(where.context_len_S))
         for work in self._works:
-            shared = None if work.cascade is None else work.cascade.shape.plan(where, every)
-            work.refill(where, plan=shared, most_short=most_short)
+            shared = [] if work.cascade is None else self._cascade.numbers(where)
+            work.refill(where, shared=shared, most_short=most_short)
 
     def shorten(self, short_S: torch.Tensor) -> None:
         """Tiles behind a shorter context hold nothing that its queries see, and add nothing."""

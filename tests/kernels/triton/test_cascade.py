@@ -1,6 +1,7 @@
 """Cascade attention: prefixes that sequences share, read once for all of them, against the reference, which reads each
 sequence by itself; what is read together, and when."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton import cascade_work
 from pipeline.kernels.triton.attention import PagedAttention, plan_key
+from pipeline.kernels.triton.cascade_steps import CascadeSteps
 from pipeline.kernels.triton.cascade_work import UNIT, CascadePlan, CascadeShape
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork
@@ -226,6 +228,37 @@ def test_sums_are_kept_within_bounds() -> None:
     shape = CascadeShape.of(1 << 16, 32, 8, 128, H100)
     items = shape.most_tiles + shape.num_lanes
     assert items * 8 * 128 * 128 * 4 <= cascade_work.MOST_SUM_BYTES
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_remembered_from_step_to_step_is_what_is_found_anew(seed: int) -> None:
+    rng, size, width = np.random.default_rng(seed), 64, 16
+    shape = replace(CascadeShape.of(64, 8, 2, 64, H100), least_saved_bytes=0)
+    steps = CascadeSteps(shape)
+    stems = np.arange(3 * width, dtype=np.int32).reshape(3, width)
+    stems[1:, :2] = stems[0, :2]
+    table_SM, context_S, fresh = np.zeros((0, width), dtype=np.int32), np.zeros(0, dtype=np.int32), 1000
+    numbers, num_kept, num_shared = [], 0, 0
+    for _ in range(300):
+        stays = (rng.random(len(table_SM)) > 0.01) & (context_S < width * size - 11)
+        table_SM, context_S = table_SM[stays], context_S[stays]
+        if len(table_SM) < 7 and (not len(table_SM) or rng.random() < 0.2):
+            row = np.arange(fresh, fresh + width, dtype=np.int32)
+            shared = int(rng.integers(0, 9))
+            row[:shared], fresh = stems[rng.integers(3), :shared], fresh + width
+            table_SM = np.concatenate([table_SM, row[None]])
+            context_S = np.append(context_S, np.int32(rng.integers(max(shared - 5, 0) * size + 1, 9 * size)))
+        context_S = context_S + np.int32(11)
+        count_S = np.ones(len(context_S), dtype=np.int32) + (rng.random(len(context_S)) < 0.02)
+        query_start_S1 = np.append(0, np.cumsum(count_S)).astype(np.int32)
+        where = AttentionInput(query_start_S1, context_S, table_SM.copy(), torch.zeros(0, dtype=torch.int64), size)
+        plan = shape.plan(where, np.arange(len(context_S)))
+        found = shape.numbers(where, plan)
+        before, numbers = numbers, steps.numbers(where)
+        assert all(np.array_equal(a, b) for a, b in zip(numbers, found, strict=True))
+        num_kept += numbers is before
+        num_shared += plan is not None
+    assert min(num_kept, num_shared) > 60
 
 
 @pytest.mark.parametrize("seed", range(5))
