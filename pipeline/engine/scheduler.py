@@ -135,8 +135,9 @@ class Scheduler:
     def _take_out(self, slots: list[int], keep_blocks: bool = True, finished: bool = False) -> list[Sequence]:
         """Take out running sequences, ended or not.
 
-        Blocks that they generated were not findable before: no prompt that waits beside them goes on from there, and
-        so generating costs no hashes on the way.
+        Prompts' blocks could be found since they were computed. Generated ones become findable where the sequence is to
+        go on later. Those of an ended one do not: hardly ever does a prompt of a job go on from another row's answer,
+        and so generating costs no hashes, and its blocks are reused before any prompt's.
         """
         table, size = self.table, self.pool.block_size
         leaves_S = np.zeros(table.num_slots, dtype=bool)
@@ -147,10 +148,10 @@ class Scheduler:
             if self.watcher is not None:
                 self.watcher.left(slot, finished)
             blocks = table.blocks_of(slot)
-            if keep_blocks:
-                self._make_findable(slot, blocks, prompt // size, computed // size)
-            else:
+            if not keep_blocks:
                 self.pool.forget(blocks)
+            elif not finished:
+                self._make_findable(slot, blocks, prompt // size, computed // size)
             self.pool.release(blocks)
             sequences.append(table.vacate(slot))
         return sequences

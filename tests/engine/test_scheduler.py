@@ -167,13 +167,14 @@ def test_a_shared_prompt_is_computed_once_even_by_requests_that_arrive_together(
         assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 4, 64, False)
 
 
-def test_what_a_sequence_generated_is_shared_once_it_has_left_and_never_before() -> None:
+def test_what_a_sequence_generated_is_not_shared_neither_before_its_end_nor_after() -> None:
+    """Its blocks are then the first to be reused, so that prompts' ones stay."""
     engine = hash_engine(64, 4, max_num_seqs=8, max_num_batched_tokens=64)
     first = Request("first", list(range(10)), SamplingParams(max_tokens=11, ignore_eos=True))
     text = run(engine, [first])["first"].token_ids
-    turn = [*first.prompt_token_ids, *text]  # 21 tokens, of which the last was never computed: five blocks
+    turn = [*first.prompt_token_ids, *text]  # 21 tokens: two blocks of the prompt, three that were generated
     again = run(engine, [Request("again", [*turn, 1, 2], SamplingParams(max_tokens=3, ignore_eos=True))])["again"]
-    assert again.num_cached_tokens == 20
+    assert again.num_cached_tokens == 8
     assert again.token_ids == expected_tokens([*turn, 1, 2], 3, 64, False)
 
     engine.add(Request("long", list(range(30, 40)), SamplingParams(max_tokens=50, ignore_eos=True)))
