@@ -48,7 +48,7 @@ class SharedReading:
 
         def saved(groups: PrefixGroups) -> np.ndarray:
             """Of each group, in keys of a head that a row reads alone."""
-            rows_G = np.diff(groups.start_G1) * group
+            rows_G = groups.size_G * group
             filled_G = -(-rows_G // _LANES) * _LANES
             keys_G = groups.blocks_G * block_size
             return keys_G * (rows_G - _SHARED_COST * filled_G) - _ROW_KEYS * rows_G
@@ -67,7 +67,7 @@ class SharedReading:
         read_S, place_S = np.zeros((2, len(context_len_S)), np.int64)
         read_S[member_P], place_S[member_P] = keys_P, np.arange(len(member_P))
         most = max(1, ROWS // group)
-        size_G = np.diff(groups.start_G1)
+        size_G = groups.size_G
         pieces_G = -(-size_G // most)
         group_I = np.repeat(np.arange(len(size_G)), pieces_G)
         number_I = np.arange(len(group_I)) - np.repeat(np.cumsum(pieces_G) - pieces_G, pieces_G)
