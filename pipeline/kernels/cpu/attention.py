@@ -10,7 +10,7 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import paged
 from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.paged import NO_PART, ROWS, UNBOUNDED, nothing_read
-from pipeline.kernels.cpu.shared import SharedReading
+from pipeline.kernels.cpu.shared import SharedReading, pieces
 from pipeline.kernels.cpu.threads import WHOLE, use_threads
 
 PARALLEL_KEYS = 1 << 17
@@ -149,11 +149,7 @@ def _prefill_items(
         (sequence_I,) = (count_S > 1).nonzero()
         first_I, num_tokens_I = query_start_S1[sequence_I], count_S[sequence_I]
     else:
-        pieces_S = np.where(count_S > 1, -(-count_S // most), 0)
-        sequence_I = np.repeat(np.arange(len(count_S)), pieces_S)
-        number_I = np.arange(len(sequence_I)) - np.repeat(np.cumsum(pieces_S) - pieces_S, pieces_S)
-        first_I = query_start_S1[sequence_I] + number_I * most
-        num_tokens_I = np.minimum(most, query_start_S1[sequence_I + 1] - first_I)
+        sequence_I, first_I, num_tokens_I = pieces(query_start_S1, np.where(count_S > 1, count_S, 0), most)
     item_I3 = np.empty((len(sequence_I), 3), dtype=np.int64)
     item_I3[:, 0], item_I3[:, 1], item_I3[:, 2] = sequence_I, first_I, num_tokens_I
     if num_threads > 1 and len(item_I3) > 1:
