@@ -14,6 +14,7 @@ import torch
 
 from pipeline.kernels.cpu import compiled_linear
 from pipeline.kernels.cpu.compiled_linear import LANES
+from pipeline.kernels.cpu.numerics import bits
 from pipeline.kernels.cpu.threads import WHOLE, use_threads
 from pipeline.quant.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
@@ -36,11 +37,12 @@ class NarrowLinear(ABC):
         num_tokens = x_MK.shape[0]
         out_MN = x_MK.new_empty(num_tokens, self.shape_NK[0])
         use_threads(self.is_parallel(num_tokens))
-        self.write(x_MK.contiguous().numpy(), out_MN.numpy())
+        self.write(bits(x_MK.contiguous()), bits(out_MN))
         return out_MN
 
     def write(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        """y to `out_MN`, on as many threads as compiled kernels run on now. Both float32 and contiguous."""
+        """y to `out_MN`, on as many threads as compiled kernels run on now. Both contiguous, in float32 or, where a
+        linear takes them, as bits of bfloat16."""
         self._multiply(x_MK, out_MN)
         if self.bias_N is not None:
             out_MN += self.bias_N.numpy()
