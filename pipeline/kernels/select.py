@@ -11,6 +11,7 @@ from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.rounded import rounded_linears
 
+_PAIRS = "numba, products of pairs (AVX-512 BF16)"
 KERNELS = ("auto", "reference", "cpu", "triton")
 
 
@@ -84,6 +85,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     from pipeline.kernels.cpu.decode_steps import decode_steps
     from pipeline.kernels.cpu.fused import add_rms_norm, norm_rope_write, silu_mul
     from pipeline.kernels.cpu.int8 import byte_linears, multiplies_bytes
+    from pipeline.kernels.cpu.pairs import multiplies_pairs
     from pipeline.kernels.cpu.threads import own_threads
 
     own_threads()
@@ -91,13 +93,15 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         rounded["int8"] = byte_linears()
     if dtype == torch.float32:
         linear = "numba on bfloat16, 8-bit and int4 weights; torch (BLAS) on float32 weights"
+    elif dtype == torch.bfloat16 and multiplies_pairs():
+        linear = _PAIRS
     return replace(
         kernels,
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
         attention=attention,
         silu_mul=silu_mul,
-        decode_steps=decode_steps if dtype == torch.float32 else None,
+        decode_steps=decode_steps,
         served_by={
             "linear": linear,
             "add_rms_norm": "numba, one pass",
@@ -147,12 +151,13 @@ def must_compile(kernels: Kernels) -> bool:
     """Whether kernels are compiled before the first step, which takes some seconds, once on a machine."""
     if not any("numba" in origin for origin in kernels.served_by.values()) or find_spec("numba") is None:
         return False
-    from pipeline.kernels.cpu import compiled_linear, elementwise, paged
+    from pipeline.kernels.cpu import compiled_linear, compiled_pairs, elementwise, paged
     from pipeline.kernels.cpu.threads import is_cached
 
     passes = (elementwise.add_rms_norm, elementwise.norm_rope_write, elementwise.silu_mul)
-    others = (paged.paged_decode, paged.paged_prefill, compiled_linear.multiply_bfloat16)
-    return not all(is_cached(kernel) for kernel in (*passes, *others))
+    in_pairs = kernels.served_by["linear"] == _PAIRS
+    product = compiled_pairs.multiply_pairs if in_pairs else compiled_linear.multiply_bfloat16
+    return not all(is_cached(kernel) for kernel in (*passes, paged.paged_decode, paged.paged_prefill, product))
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts, StepOutcome
 from pipeline.engine.step import StepInput
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu.decode_steps import FloatDecodeSteps
+from pipeline.kernels.cpu.decode_steps import CompiledDecodeSteps
 from tests.checkpoints import Family, make_family
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
 from tests.engine.proposers import Certain, Recorded
@@ -405,14 +405,14 @@ def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypa
     prompts = [([7, 8, 9, 7] * 6)[:length] for length in (5, 18, 23)]
     params = SamplingParams(max_tokens=90, ignore_eos=True)
     drafted: list[int] = []
-    run = FloatDecodeSteps.run
+    run = CompiledDecodeSteps.run
 
-    def seen(self: FloatDecodeSteps, x_TH: torch.Tensor, *others: Any) -> None:
+    def seen(self: CompiledDecodeSteps, x_TH: torch.Tensor, *others: Any) -> None:
         where = others[3]
         drafted.append(len(x_TH) - len(where.context_len_S))
         run(self, x_TH, *others)
 
-    monkeypatch.setattr(FloatDecodeSteps, "run", seen)
+    monkeypatch.setattr(CompiledDecodeSteps, "run", seen)
     with float32_engine(folder, quantization="int4-rtn") as engine:
         plain = engine.generate(prompts, params)
         assert drafted

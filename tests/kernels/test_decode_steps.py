@@ -15,6 +15,7 @@ from pipeline.kernels.cache import FP8
 from pipeline.kernels.contract import AttentionInput, Kernels
 from pipeline.kernels.cpu import decode_steps
 from pipeline.kernels.cpu.attention import Plan, plan_of
+from pipeline.kernels.cpu.pairs import multiplies_pairs
 from pipeline.kernels.rounded import with_rounded_activations
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
@@ -38,23 +39,25 @@ SERVED = STEPS[1:]
 WEIGHTS = ["int4-rtn", "int8", "bfloat16"]
 
 
-def decoder_of(folder: Path, kernels: Kernels, weights: str = "int4-rtn") -> Decoder:
+def decoder_of(
+    folder: Path, kernels: Kernels, weights: str = "int4-rtn", dtype: torch.dtype = torch.float32
+) -> Decoder:
     """Weights in one of WEIGHTS."""
     config = read_config(folder)
     if weights != "bfloat16":
-        return Decoder(folder, quantized_on_load(config, weights), kernels, torch.float32, CPU)
+        return Decoder(folder, quantized_on_load(config, weights), kernels, dtype, CPU)
     narrow = folder / "narrow"
     if not narrow.exists():
         narrow.mkdir()
         for shard in folder.glob("*.safetensors"):
             save_file({name: each.to(torch.bfloat16) for name, each in load_file(shard).items()}, narrow / shard.name)
         (narrow / "model.safetensors.index.json").write_text((folder / "model.safetensors.index.json").read_text())
-    return Decoder(narrow, config, kernels, torch.float32, CPU)
+    return Decoder(narrow, config, kernels, dtype, CPU)
 
 
-def run(decoder: Decoder, kv_dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], KVCache]:
+def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[torch.Tensor], KVCache]:
     """The hidden states of each of STEPS: of prompts behind the last token alone, else behind all of them."""
-    kv = KVCache.allocate(decoder.config, 5 * len(PROMPTS), BLOCK, kv_dtype, CPU)
+    kv = KVCache.allocate(decoder.config, 5 * len(PROMPTS), BLOCK, kv_dtype or decoder.dtype, CPU)
     known, found = [0] * len(PROMPTS), []
     random = np.random.default_rng(0)
     cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, 64)
@@ -93,18 +96,25 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
+DTYPES = [
+    torch.float32,
+    pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not multiplies_pairs(), reason="no products of pairs")),
+]
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-bias", "mistral-window", "llama-linear-bias-tied"])
 @pytest.mark.parametrize(("weights", "activation_dtype"), [*((each, "auto") for each in WEIGHTS), ("int4-rtn", "int8")])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_are_those_of_layer_by_layer(
-    name: str, weights: str, activation_dtype: str, tmp_path: Path, told: list[bool]
+    name: str, weights: str, activation_dtype: str, dtype: torch.dtype, tmp_path: Path, told: list[bool]
 ) -> None:
     folder = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), seed=3)
-    kernels = select_kernels(CPU, torch.float32)
+    kernels = select_kernels(CPU, dtype)
     if activation_dtype != "auto":
         kernels = with_rounded_activations(kernels, activation_dtype, CPU)
-    wanted, wanted_kv = run(decoder_of(folder, replace(kernels, decode_steps=None), weights))
+    wanted, wanted_kv = run(decoder_of(folder, replace(kernels, decode_steps=None), weights, dtype))
     assert not told
-    decoder = decoder_of(folder, kernels, weights)
+    decoder = decoder_of(folder, kernels, weights, dtype)
     for _ in range(2):  # the second time on another cache
         found, kv = run(decoder)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -15,10 +15,10 @@ import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput, LayerParts
+from pipeline.kernels.cpu.array_linear import ArrayLinear
 from pipeline.kernels.cpu.attention import UNBOUNDED, attend, plan_of
 from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
-from pipeline.kernels.cpu.narrow import NarrowLinear
-from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of
+from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.threads import WHOLE
 
 MOST_TOKENS = 256
@@ -35,29 +35,27 @@ class _Layer:
     with_norm: bool
     q_norm_D: np.ndarray
     k_norm_D: np.ndarray
-    qkv: NarrowLinear
-    o: NarrowLinear
-    gate_up: NarrowLinear
-    down: NarrowLinear
+    qkv: ArrayLinear
+    o: ArrayLinear
+    gate_up: ArrayLinear
+    down: ArrayLinear
     window: int
 
     @classmethod
     def of(cls, parts: LayerParts, head_dim: int) -> "_Layer | None":
         """None where a linear does not write into an array."""
         linears = parts.qkv, parts.o, parts.gate_up, parts.down
-        narrow = [linear for linear in linears if isinstance(linear, NarrowLinear)]
+        narrow = [linear for linear in linears if isinstance(linear, ArrayLinear)]
         if len(narrow) < len(linears):
             return None
         qkv, o, gate_up, down = narrow
-        q_norm_D = k_norm_D = np.ones(head_dim, np.float32)
-        if parts.qk_norm_D is not None:
-            q_norm_D, k_norm_D = parts.qk_norm_D[0].numpy(), parts.qk_norm_D[1].numpy()
+        q_norm_D, k_norm_D = parts.qk_norm_D or (parts.input_norm_H.new_ones(head_dim),) * 2
         return cls(
-            parts.input_norm_H.numpy(),
-            parts.post_norm_H.numpy(),
+            bits(parts.input_norm_H),
+            bits(parts.post_norm_H),
             parts.qk_norm_D is not None,
-            q_norm_D,
-            k_norm_D,
+            bits(q_norm_D),
+            bits(k_norm_D),
             qkv,
             o,
             gate_up,
@@ -73,19 +71,19 @@ class _Room:
     """What lies between two kernels, of so many tokens; one for all layers."""
 
     def __init__(self, num_tokens: int, layer: _Layer, head_dim: int) -> None:
-        def floats(width: int) -> np.ndarray:
-            return np.empty((num_tokens, width), np.float32)
+        def room(width: int) -> np.ndarray:
+            return np.empty((num_tokens, width), layer.input_norm_H.dtype)
 
         self.num_tokens = num_tokens
-        self.qkv_TK, self.out_TK = floats(layer.qkv.shape_NK[0]), floats(layer.o.shape_NK[1])
-        self.gate_up_T2F, self.product_TF = floats(layer.gate_up.shape_NK[0]), floats(layer.down.shape_NK[1])
+        self.qkv_TK, self.out_TK = room(layer.qkv.shape_NK[0]), room(layer.o.shape_NK[1])
+        self.gate_up_T2F, self.product_TF = room(layer.gate_up.shape_NK[0]), room(layer.down.shape_NK[1])
         self.qkv_TMD = self.qkv_TK.reshape(num_tokens, layer.qkv.shape_NK[0] // head_dim, head_dim)
         self.out_TND = self.out_TK.reshape(num_tokens, layer.o.shape_NK[1] // head_dim, head_dim)
         self.q_TND = np.empty_like(self.out_TND)
 
 
-class FloatDecodeSteps:
-    """See `contract.DecodeSteps`; in float32, on a cache of that."""
+class CompiledDecodeSteps:
+    """See `contract.DecodeSteps`; in float32 or bfloat16, on a cache of the same type."""
 
     def __init__(self, layers: list[_Layer], head_dim: int, eps: float) -> None:
         self._layers, self._head_dim, self._eps = layers, head_dim, np.float32(eps)
@@ -112,7 +110,7 @@ class FloatDecodeSteps:
         if caches is not self._caches:
             self._caches, self._arrays = caches, [arrays_of(cache) for cache in caches]
         room, scale = self._room, np.float32(self._head_dim**-0.5)
-        x, residual, cos, sin = x_TH.numpy(), residual_TH.numpy(), cos_TD2.numpy(), sin_TD2.numpy()
+        x, residual, cos, sin = bits(x_TH), bits(residual_TH), cos_TD2.numpy(), sin_TD2.numpy()
         slot_T, num_heads, num_kv_heads = where.slot_mapping_T.numpy(), room.q_TND.shape[1], caches[0].k_CBKD.shape[2]
         plan = plan_of(where, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
         for layer, cache in zip(self._layers, self._arrays):
@@ -128,8 +126,8 @@ class FloatDecodeSteps:
             layer.down.write(room.product_TF, x)
 
 
-def decode_steps(layers: Sequence[LayerParts], head_dim: int, eps: float) -> FloatDecodeSteps | None:
+def decode_steps(layers: Sequence[LayerParts], head_dim: int, eps: float) -> CompiledDecodeSteps | None:
     """As `Kernels.decode_steps` has it."""
     found = [_Layer.of(parts, head_dim) for parts in layers]
     served = [layer for layer in found if layer is not None]
-    return FloatDecodeSteps(served, head_dim, eps) if len(served) == len(found) else None
+    return CompiledDecodeSteps(served, head_dim, eps) if len(served) == len(found) else None

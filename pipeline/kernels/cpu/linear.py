@@ -103,14 +103,20 @@ def serves_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntW
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
     """Pack one weight for CPU. The caller can drop its own copy."""
-    linear: Linear | None = None
-    if dtype == torch.float32 and find_spec("numba") is not None:
-        from pipeline.kernels.cpu.narrow import narrow_linear
-
-        linear = narrow_linear(weight)
-    elif serves_int4(weight, dtype):
+    linear: Linear | None = _compiled(weight, dtype) if find_spec("numba") is not None else None
+    if linear is None and serves_int4(weight, dtype):
         linear = Int4Linear(weight)
     if linear is None:
         return DenseLinear(weight.dequantize(dtype), weight.bias_N, dtype)
     order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
     return linear if order_K is None else ReorderedLinear(linear, order_K)
+
+
+def _compiled(weight: LinearWeight, dtype: torch.dtype) -> Linear | None:
+    if dtype == torch.float32:
+        from pipeline.kernels.cpu.narrow import narrow_linear
+
+        return narrow_linear(weight)
+    from pipeline.kernels.cpu.pairs import multiplies_pairs, pair_linear
+
+    return pair_linear(weight) if dtype == torch.bfloat16 and multiplies_pairs() else None

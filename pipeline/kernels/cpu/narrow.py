@@ -7,15 +7,15 @@ much less of it; with many it is the multiply, for which widening is little work
 one by one, which is the slowest widening of them.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import numpy as np
 import torch
 
 from pipeline.kernels.cpu import compiled_linear
+from pipeline.kernels.cpu.array_linear import ArrayLinear
 from pipeline.kernels.cpu.compiled_linear import LANES
-from pipeline.kernels.cpu.numerics import bits
-from pipeline.kernels.cpu.threads import WHOLE, use_threads
+from pipeline.kernels.cpu.threads import WHOLE
 from pipeline.quant.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
 PARALLEL_PRODUCTS = 1 << 23
@@ -26,29 +26,15 @@ FLOAT8_SCALE_LIMIT = 128.0
 """Scales are kept times 2^120, which float32 holds below this."""
 
 
-class NarrowLinear(ABC):
-    """y = x @ weight.T + bias in float32, the weight in tiles of LANES outputs."""
-
-    def __init__(self, shape_NK: tuple[int, int], bias_N: torch.Tensor | None) -> None:
-        self.shape_NK = shape_NK
-        self.bias_N = None if bias_N is None else bias_N.to(torch.float32)
-
-    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        num_tokens = x_MK.shape[0]
-        out_MN = x_MK.new_empty(num_tokens, self.shape_NK[0])
-        use_threads(self.is_parallel(num_tokens))
-        self.write(bits(x_MK.contiguous()), bits(out_MN))
-        return out_MN
+class NarrowLinear(ArrayLinear):
+    """In float32, the weight in tiles of LANES outputs."""
 
     def write(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
-        """y to `out_MN`, on as many threads as compiled kernels run on now. Both contiguous, in float32 or, where a
-        linear takes them, as bits of bfloat16."""
         self._multiply(x_MK, out_MN)
         if self.bias_N is not None:
             out_MN += self.bias_N.numpy()
 
     def is_parallel(self, num_tokens: int) -> bool:
-        """Whether so many tokens are worth more than one thread."""
         return (num_tokens + WIDENING) * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_PRODUCTS
 
     @abstractmethod

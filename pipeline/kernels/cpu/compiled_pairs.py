@@ -1,0 +1,140 @@
+"""The loops of linears in bfloat16 on processors that multiply pairs of it (AVX-512 BF16), compiled by numba.
+
+Weights lie as `compiled_linear.py` has them: words_TWL[tile, w] holds two neighbouring inputs of bfloat16 of each lane,
+which is what the instruction takes, so nothing is widened. Weights of 4 bits lie eight inputs a word, in such an order
+that bits 4 j to 4 j + 3 of a word's halves are inputs 2 j and 2 j + 1 of its eight: 128 + q is then a pair of bfloat16
+by one mask and the exponent's bits, and the 128 is taken out with the zero point. Scales are multiplied in where a
+group ends, in float32, so the weight itself is never rounded.
+
+A token's sums are made in one order, however many tokens there are. Tokens come and go as the bits of bfloat16 in
+uint16.
+
+Suffixes: M tokens, K inputs, N outputs, G groups of inputs, T tiles, W words of a lane, L lanes.
+"""
+
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
+
+import numpy as np
+from numba import njit
+
+from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS
+from pipeline.kernels.cpu.numerics import as_in, wide
+from pipeline.kernels.cpu.pair_tile import add_pair_products
+from pipeline.kernels.cpu.threads import kernel, share_out
+
+DEPTH = 512  # pairs of a tile that serve all tokens before the next ones are read: they stay in the second cache
+EXCESS = np.float32(128.0)
+"""What a weight of 4 bits is too large by while it is multiplied."""
+
+
+@njit(inline="always")
+def _add_tile(
+    sums, x, x_at, x_row, count, words, words_at, scales, offsets, scales_at, totals, totals_at, totals_row, depth,
+    pairs_a_word
+):  # fmt: skip
+    """`add_pair_products` of `count` tokens with a tile of weights, whose sums (count, LANES) lie flat as well."""
+    m = 0
+    while m + 6 <= count and pairs_a_word == 1:
+        add_pair_products(
+            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
+            totals, totals_at, totals_row, depth, 6, 4, pairs_a_word
+        )  # fmt: skip
+        m, x_at, totals_at = m + 6, x_at + 6 * x_row, totals_at + 6 * totals_row
+    while m + 4 <= count:
+        add_pair_products(
+            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
+            totals, totals_at, totals_row, depth, 4, 4, pairs_a_word
+        )  # fmt: skip
+        m, x_at, totals_at = m + 4, x_at + 4 * x_row, totals_at + 4 * totals_row
+    if m + 2 <= count:
+        add_pair_products(
+            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
+            totals, totals_at, totals_row, depth, 2, 4, pairs_a_word
+        )  # fmt: skip
+        m, x_at, totals_at = m + 2, x_at + 2 * x_row, totals_at + 2 * totals_row
+    if m < count:
+        add_pair_products(
+            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
+            totals, totals_at, totals_row, depth, 1, 4, pairs_a_word
+        )  # fmt: skip
+
+
+@njit(inline="always")
+def _begin_sums(sum_ML, bias_N, first):
+    """Sums of a tile begin with its bias, which may be none."""
+    for m in range(len(sum_ML)):
+        sum_L, bias_L = sum_ML[m], bias_N[first : first + LANES]
+        sum_L[:] = np.float32(0.0)
+        for n in range(len(bias_L)):
+            sum_L[n] = bias_L[n]
+
+
+@njit(inline="always")
+def _write_tile(sum_ML, out_MN, first_token, first):
+    """As `compiled_linear.write_tile`, rounded to bfloat16."""
+    for m in range(len(sum_ML)):
+        sum_L, out_L = sum_ML[m], out_MN[first_token + m, first : first + LANES]
+        for n in range(len(out_L)):
+            out_L[n] = as_in(out_L, sum_L[n])
+
+
+@kernel()
+def multiply_pairs(x_MK, words_TWL, bias_N, out_MN, begin, end):
+    """out = x @ weight.T + bias; the bias float32, or of no elements."""
+    num_tokens, num_words = len(x_MK), words_TWL.shape[1]
+    num_tiles, num_pieces = len(words_TWL), (num_tokens + TOKENS - 1) // TOKENS
+    if end < 0:
+        return share_out(num_tiles * num_pieces)
+    x = x_MK.reshape(-1).view(np.uint32)
+    for item in range(begin, end):
+        t, first_token = item % num_tiles, item // num_tiles * TOKENS
+        count = min(TOKENS, num_tokens - first_token)
+        words, sum_ML = words_TWL[t].reshape(-1), np.empty((count, LANES), np.float32)
+        _begin_sums(sum_ML, bias_N, t * LANES)
+        sums = sum_ML.reshape(-1)
+        for start in range(0, num_words, DEPTH):
+            depth, x_at = min(DEPTH, num_words - start), first_token * num_words + start
+            _add_tile(sums, x, x_at, num_words, count, words, start * LANES, None, None, 0, None, 0, 0, depth, 1)
+        _write_tile(sum_ML, out_MN, first_token, t * LANES)
+
+
+@kernel()
+def multiply_pairs_int4(x_MK, words_TWL, scales_TGL, offsets_TGL, bias_N, total_MG, out_MN, begin, end):
+    """`multiply_pairs` of groups of 4-bit weights: offsets_TGL = -(EXCESS + zero) * scale, float32 as the scales are.
+
+    total_MG is room for the sum of each token's group of inputs.
+    """
+    (num_tokens, num_inputs), (num_tiles, num_groups) = x_MK.shape, scales_TGL.shape[:2]
+    size, num_pairs, num_pieces = num_inputs // num_groups, num_inputs // 2, (num_tokens + TOKENS - 1) // TOKENS
+    if end < 0:
+        for m in range(num_tokens):
+            for g in range(num_groups):
+                some, total = x_MK[m, g * size : (g + 1) * size], np.float32(0.0)
+                for i in range(len(some)):
+                    total += wide(some[i])
+                total_MG[m, g] = total
+        return share_out(num_tiles * num_pieces)
+    x = x_MK.reshape(-1).view(np.uint32)
+    for item in range(begin, end):
+        t, first_token = item % num_tiles, item // num_tiles * TOKENS
+        count = min(TOKENS, num_tokens - first_token)
+        words, sum_ML, scales = (
+            words_TWL[t].reshape(-1),
+            np.empty((count, LANES), np.float32),
+            scales_TGL[t].reshape(-1),
+        )
+        offsets, totals = offsets_TGL[t].reshape(-1), total_MG.reshape(-1)
+        _begin_sums(sum_ML, bias_N, t * LANES)
+        sums = sum_ML.reshape(-1)
+        for g in range(num_groups):
+            x_at, words_at, total_at = (
+                first_token * num_pairs + g * size // 2,
+                g * size // 8 * LANES,
+                first_token * num_groups,
+            )
+            _add_tile(
+                sums, x, x_at, num_pairs, count, words, words_at, scales, offsets, g * LANES,
+                totals, total_at + g, num_groups, size // 8, 4
+            )  # fmt: skip
+        _write_tile(sum_ML, out_MN, first_token, t * LANES)

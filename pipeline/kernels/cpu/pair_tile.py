@@ -1,0 +1,119 @@
+"""A small product of pairs of bfloat16 whose sums stay in registers, by AVX-512's own instruction."""
+
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+"""Outputs of a vector: float32 sums, or as many pairs."""
+_NIBBLES, _EXPONENTS = 0x000F000F, 0x43004300  # of a pair; 0x4300 + q is 128 + q in bfloat16
+
+
+class _Bfloat16(ir.Type):
+    """LLVM's type, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+@intrinsic(prefer_literal=True)
+def add_pair_products(
+    typing_context, out, out_at, out_row, a, a_at, a_row, b, b_at, b_row, scales, offsets, scales_at, totals, totals_at,
+    totals_row, depth, rows, vectors, pairs_a_word
+):  # fmt: skip
+    """A small matrix product of pairs whose sums stay in registers: for r < rows and n < 16 * vectors (both literals)
+
+        out[out_at + r * out_row + n] += sum over d < depth of
+            pair a[a_at + r * a_row + d] . pair b[b_at + d * b_row + n]
+
+    Arrays are one-dimensional; out is float32, a and b 32 bits wide: two bfloat16, the first one in the low half.
+    Products are exact and their sums float32, where numbers too small for a normal float32 count as 0 (Intel's
+    VDPBF16PS). Indices are not checked. The order of sums is the same for all `rows` and `vectors`.
+
+    With `pairs_a_word` 4 (else 1, both literals) b holds weights of 4 bits, four pairs a word: pair j is bits 4 j to
+    4 j + 3 of each half, plus 128 (see `compiled_pairs.py`); so a has 4 * depth pairs. Then the sum is multiplied by
+    scales[scales_at + n], and offsets[scales_at + n] * totals[totals_at + r * totals_row] is added to it, all float32;
+    with `pairs_a_word` 1 these three are None.
+
+    It runs at nine tenths of the multipliers' rate with rows * vectors = 24, or 16 where weights have 4 bits, for which
+    more registers are needed.
+    """
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in (rows, vectors, pairs_a_word)):
+        return None
+    num_rows, num_vectors, num_pairs = (each.literal_value for each in (rows, vectors, pairs_a_word))
+
+    def lower(context, builder, signature, arguments):
+        int32, int64, float32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+        sums_kind, words_kind = ir.VectorType(float32, LANES), ir.VectorType(int32, LANES)
+        pairs_kind = ir.VectorType(_Bfloat16(), 2 * LANES)
+        kind = ir.FunctionType(sums_kind, [sums_kind, pairs_kind, pairs_kind])
+        add_products = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+        out_row, a_row, b_row, totals_row, depth = (arguments[at] for at in (2, 5, 8, 14, 15))
+
+        def place(array, at):
+            data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
+            return builder.gep(data, [arguments[at]])
+
+        def load(address, kind):
+            loaded = builder.load(builder.bitcast(address, kind.as_pointer()))
+            loaded.align = 4
+            return loaded
+
+        def everywhere(word):
+            single = builder.insert_element(ir.Constant(words_kind, ir.Undefined), word, int32(0))
+            return builder.shuffle_vector(single, single, ir.Constant(words_kind, [0] * LANES))
+
+        def same(value):
+            return ir.Constant(words_kind, [value] * LANES)
+
+        out, a, b = place(0, 1), place(3, 4), place(6, 7)
+        a_R = [builder.gep(a, [builder.mul(int64(r), a_row)]) for r in range(num_rows)]
+        cells = [(r, v) for r in range(num_rows) for v in range(num_vectors)]
+        sums = {cell: cgutils.alloca_once(builder, sums_kind) for cell in cells}  # become registers
+        for held in sums.values():
+            builder.store(ir.Constant(sums_kind, [0.0] * LANES), held)
+        with cgutils.for_range(builder, depth) as loop:
+            b_d = builder.gep(b, [builder.mul(loop.index, b_row)])
+            b_V = [load(builder.gep(b_d, [int64(v * LANES)]), words_kind) for v in range(num_vectors)]
+            first = builder.mul(loop.index, int64(num_pairs))
+            for j in range(num_pairs):
+                pair_V = b_V
+                if num_pairs > 1:
+                    shifted_V = [builder.lshr(words, same(4 * j)) if j else words for words in b_V]
+                    pair_V = [builder.or_(builder.and_(w, same(_NIBBLES)), same(_EXPONENTS)) for w in shifted_V]
+                pair_V = [builder.bitcast(words, pairs_kind) for words in pair_V]
+                for r in range(num_rows):
+                    value = builder.load(builder.gep(a_R[r], [builder.add(first, int64(j))]))
+                    pair = builder.bitcast(everywhere(value), pairs_kind)
+                    for v in range(num_vectors):
+                        added = builder.call(add_products, [builder.load(sums[r, v]), pair, pair_V[v]])
+                        builder.store(added, sums[r, v])
+        flags = ("contract",)
+        for v in range(num_vectors):
+            if num_pairs > 1:
+                scale, offset = (load(builder.gep(place(at, 11), [int64(v * LANES)]), sums_kind) for at in (9, 10))
+            for r in range(num_rows):
+                target = builder.gep(out, [builder.add(builder.mul(int64(r), out_row), int64(v * LANES))])
+                added, product = load(target, sums_kind), builder.load(sums[r, v])
+                if num_pairs > 1:
+                    total = builder.load(builder.gep(place(12, 13), [builder.mul(int64(r), totals_row)]))
+                    total = builder.bitcast(everywhere(builder.bitcast(total, int32)), sums_kind)
+                    added = builder.fadd(added, builder.fmul(total, offset, flags=flags), flags=flags)
+                    product = builder.fmul(product, scale, flags=flags)
+                added = builder.fadd(added, product, flags=flags)
+                builder.store(added, builder.bitcast(target, sums_kind.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    index = types.intp
+    arrays = (out, index, index, a, index, index, b, index, index, scales, offsets, index, totals, index, index)
+    return types.void(*arrays, index, rows, vectors, pairs_a_word), lower
