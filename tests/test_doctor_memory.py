@@ -11,6 +11,7 @@ from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Subject, diagnose, fit, memory_of, speed
 from pipeline.hardware import load_cards
+from pipeline.kernels.cpu import pairs
 from pipeline.model.config import read_config
 
 # The demonstration model: 4 layers of 2 key-value heads of 64, 2,623,744 parameters of which 2,304 are norms.
@@ -121,7 +122,7 @@ def of_job(tmp_path, model="demo:target", quantization="none", **engine):
     return Subject.of_job(load_job(str(tmp_path / "job.yaml")))
 
 
-def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path):
+def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatch):
     places = {
         kind: memory_of(of_job(tmp_path, quantization=kind)).places[-2] for kind in ("none", "int8", "int4-rtn", "nf4")
     }
@@ -133,6 +134,10 @@ def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path):
     assert here.weight_bytes == int(NUM_LINEAR * (0.5 + 8 / 128)) + 2 * 2 * 1024 * 256
     widened = memory_of(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16")).places[0]
     assert widened.weight_bytes == 2 * NUM_LINEAR + 2 * 2 * 1024 * 256
+    for alone, dense in ((True, 0), (False, 2)):  # where products of pairs serve them, and where oneDNN's do
+        monkeypatch.setattr(pairs, "multiplies_pairs", lambda alone=alone: alone)
+        here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="bfloat16")).places[0]
+        assert here.weight_bytes == int(NUM_LINEAR * (dense + 0.5 + 8 / 128)) + 2 * 2 * 1024 * 256
 
 
 def test_fp8_of_a_job_counts_and_cards_without_it_are_told(tmp_path):

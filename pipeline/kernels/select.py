@@ -114,6 +114,15 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     )
 
 
+def serves_int4_alone(dtype: torch.dtype) -> bool:
+    """Whether, on CPU, 4-bit weights serve any number of tokens as they are, without a dense form beside them."""
+    if find_spec("numba") is None:
+        return False
+    from pipeline.kernels.cpu.pairs import multiplies_pairs
+
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_pairs())
+
+
 def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
     if dtype != torch.float32:
         raise ConfigError(

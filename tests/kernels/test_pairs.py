@@ -64,10 +64,11 @@ def test_only_what_comes_out_is_rounded(kind: str, shape_NK: tuple[int, int], to
     assert is_rounded_once(ours_MN, product(x_MK, weight))
 
 
-@pytest.mark.parametrize("group", [8, 32, 64, 256])
-def test_groups_of_each_size(group: int) -> None:
+@pytest.mark.parametrize("group", [8, 32, 64, 256, 24, 136])
+@pytest.mark.parametrize("tokens", [3, compiled_pairs.MANY])
+def test_groups_of_each_size(group: int, tokens: int) -> None:
     torch.manual_seed(group)
-    weight, x_MK = int4_weight((96, 256), group), torch.randn(3, 256).to(torch.bfloat16)
+    weight, x_MK = int4_weight((96, 6 * group), group), torch.randn(tokens, 6 * group).to(torch.bfloat16)
     assert is_rounded_once(PairInt4Linear(weight)(x_MK), product(x_MK, weight))
 
 
@@ -96,7 +97,9 @@ def test_what_is_no_number_stays_in_its_row(kind: str, broken: float) -> None:
 
 
 def test_who_serves_what() -> None:
-    assert select_kernels(torch.device("cpu"), torch.bfloat16).served_by["linear"].startswith("numba, products of pairs")
+    assert (
+        select_kernels(torch.device("cpu"), torch.bfloat16).served_by["linear"].startswith("numba, products of pairs")
+    )
     torch.manual_seed(0)
     in_order = int4_weight((64, 128), 32)
     order_K = torch.randperm(128)

@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 LANES = 16
 """Outputs of a vector: float32 sums, or as many pairs."""
-_NIBBLES, _EXPONENTS = 0x000F000F, 0x43004300  # of a pair; 0x4300 + q is 128 + q in bfloat16
+NIBBLES, EXPONENTS = 0x000F000F, 0x43004300  # of a pair; 0x4300 + q is 128 + q in bfloat16
 
 
 class _Bfloat16(ir.Type):
@@ -41,12 +41,13 @@ def add_pair_products(
     VDPBF16PS). Indices are not checked. The order of sums is the same for all `rows` and `vectors`.
 
     With `pairs_a_word` 4 (else 1, both literals) b holds weights of 4 bits, four pairs a word: pair j is bits 4 j to
-    4 j + 3 of each half, plus 128 (see `compiled_pairs.py`); so a has 4 * depth pairs. Then the sum is multiplied by
-    scales[scales_at + n], and offsets[scales_at + n] * totals[totals_at + r * totals_row] is added to it, all float32;
-    with `pairs_a_word` 1 these three are None.
+    4 j + 3 of each half, plus 128 (see `compiled_pairs.py`); so a has 4 * depth pairs.
 
-    It runs at nine tenths of the multipliers' rate with rows * vectors = 24, or 16 where weights have 4 bits, for which
-    more registers are needed.
+    Where scales, offsets and totals (float32) are not None, the sum is multiplied by scales[scales_at + n], and
+    offsets[scales_at + n] * totals[totals_at + r * totals_row] is added.
+
+    It runs at nine tenths of the multipliers' rate with rows * vectors = 24, or 16 of weights of 4 bits, which need
+    more registers.
     """
     if not all(isinstance(literal, types.IntegerLiteral) for literal in (rows, vectors, pairs_a_word)):
         return None
@@ -90,7 +91,7 @@ def add_pair_products(
                 pair_V = b_V
                 if num_pairs > 1:
                     shifted_V = [builder.lshr(words, same(4 * j)) if j else words for words in b_V]
-                    pair_V = [builder.or_(builder.and_(w, same(_NIBBLES)), same(_EXPONENTS)) for w in shifted_V]
+                    pair_V = [builder.or_(builder.and_(w, same(NIBBLES)), same(EXPONENTS)) for w in shifted_V]
                 pair_V = [builder.bitcast(words, pairs_kind) for words in pair_V]
                 for r in range(num_rows):
                     value = builder.load(builder.gep(a_R[r], [builder.add(first, int64(j))]))
@@ -99,13 +100,14 @@ def add_pair_products(
                         added = builder.call(add_products, [builder.load(sums[r, v]), pair, pair_V[v]])
                         builder.store(added, sums[r, v])
         flags = ("contract",)
+        with_scales = not isinstance(signature.args[9], types.NoneType)
         for v in range(num_vectors):
-            if num_pairs > 1:
+            if with_scales:
                 scale, offset = (load(builder.gep(place(at, 11), [int64(v * LANES)]), sums_kind) for at in (9, 10))
             for r in range(num_rows):
                 target = builder.gep(out, [builder.add(builder.mul(int64(r), out_row), int64(v * LANES))])
                 added, product = load(target, sums_kind), builder.load(sums[r, v])
-                if num_pairs > 1:
+                if with_scales:
                     total = builder.load(builder.gep(place(12, 13), [builder.mul(int64(r), totals_row)]))
                     total = builder.bitcast(everywhere(builder.bitcast(total, int32)), sums_kind)
                     added = builder.fadd(added, builder.fmul(total, offset, flags=flags), flags=flags)

@@ -42,7 +42,13 @@ _options: dict[str, Any] = {
     "nogil": True,
     "cache": True,
 }
-_SHARED = "compiled_linear.py", "numerics.py", "pair_tile.py", "threads.py", "tile.py"  # what kernels of other files are made of
+_SHARED = (
+    "compiled_linear.py",
+    "numerics.py",
+    "pair_tile.py",
+    "threads.py",
+    "tile.py",
+)  # what kernels of other files are made of
 
 
 def _version() -> str:
