@@ -65,10 +65,9 @@ def test_only_what_comes_out_is_rounded(kind: str, shape_NK: tuple[int, int], to
 
 
 @pytest.mark.parametrize("group", [8, 32, 64, 256, 24, 136])
-@pytest.mark.parametrize("tokens", [3, compiled_pairs.MANY])
-def test_groups_of_each_size(group: int, tokens: int) -> None:
+def test_groups_of_each_size(group: int) -> None:
     torch.manual_seed(group)
-    weight, x_MK = int4_weight((96, 6 * group), group), torch.randn(tokens, 6 * group).to(torch.bfloat16)
+    weight, x_MK = int4_weight((96, 6 * group), group), torch.randn(7, 6 * group).to(torch.bfloat16)
     assert is_rounded_once(PairInt4Linear(weight)(x_MK), product(x_MK, weight))
 
 

@@ -20,15 +20,12 @@ from numba import njit
 
 from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS
 from pipeline.kernels.cpu.numerics import as_in, wide
-from pipeline.kernels.cpu.pair_tile import EXPONENTS, NIBBLES, add_pair_products
+from pipeline.kernels.cpu.pair_tile import add_pair_products
 from pipeline.kernels.cpu.threads import kernel, share_out
 
 DEPTH = 512  # pairs of a tile that serve all tokens before the next ones are read: they stay in the second cache
-MANY = 12  # tokens for which weights of 4 bits are unpacked once, into the nearest cache; fewer unpack in registers
 EXCESS = np.float32(128.0)
 """What a weight of 4 bits is too large by while it is multiplied."""
-_NIBBLES, _EXPONENTS = np.uint32(NIBBLES), np.uint32(EXPONENTS)
-_SHIFTS = tuple(np.uint32(4 * j) for j in range(4))
 
 
 @njit(inline="always")
@@ -82,20 +79,6 @@ def _write_tile(sum_ML, out_MN, first_token, first):
             out_L[n] = as_in(out_L, sum_L[n])
 
 
-@njit(inline="always")
-def _unpack(words_WL, pairs_DL):
-    """Words of eight inputs of 4 bits as four pairs each, 128 too large."""
-    for w in range(len(words_WL)):
-        word = words_WL[w]
-        p0, p1, p2, p3 = pairs_DL[4 * w], pairs_DL[4 * w + 1], pairs_DL[4 * w + 2], pairs_DL[4 * w + 3]
-        for n in range(LANES):
-            bits = word[n]
-            p0[n] = bits & _NIBBLES | _EXPONENTS
-            p1[n] = bits >> _SHIFTS[1] & _NIBBLES | _EXPONENTS
-            p2[n] = bits >> _SHIFTS[2] & _NIBBLES | _EXPONENTS
-            p3[n] = bits >> _SHIFTS[3] & _NIBBLES | _EXPONENTS
-
-
 @kernel()
 def multiply_pairs(x_MK, words_TWL, bias_N, out_MN, begin, end):
     """out = x @ weight.T + bias; the bias float32, or of no elements."""
@@ -133,8 +116,7 @@ def multiply_pairs_int4(x_MK, words_TWL, scales_TGL, offsets_TGL, bias_N, total_
                 total_MG[m, g] = total
         return share_out(num_tiles * num_pieces)
     x = x_MK.reshape(-1).view(np.uint32)
-    pairs_DL = np.empty((size // 2, LANES), np.uint32)
-    pairs, totals = pairs_DL.reshape(-1), total_MG.reshape(-1)
+    totals = total_MG.reshape(-1)
     for item in range(begin, end):
         t, first_token = item % num_tiles, item // num_tiles * TOKENS
         count = min(TOKENS, num_tokens - first_token)
@@ -148,15 +130,8 @@ def multiply_pairs_int4(x_MK, words_TWL, scales_TGL, offsets_TGL, bias_N, total_
         sums = sum_ML.reshape(-1)
         for g in range(num_groups):
             x_at, total_at = first_token * num_pairs + g * size // 2, first_token * num_groups + g
-            if count < MANY:
-                _add_tile(
-                    sums, x, x_at, num_pairs, count, words, g * size // 8 * LANES,
-                    scales, offsets, g * LANES, totals, total_at, num_groups, size // 8, 4
-                )  # fmt: skip
-            else:
-                _unpack(words_TWL[t, g * size // 8 : (g + 1) * size // 8], pairs_DL)
-                _add_tile(
-                    sums, x, x_at, num_pairs, count, pairs, 0,
-                    scales, offsets, g * LANES, totals, total_at, num_groups, size // 2, 1
-                )  # fmt: skip
+            _add_tile(
+                sums, x, x_at, num_pairs, count, words, g * size // 8 * LANES,
+                scales, offsets, g * LANES, totals, total_at, num_groups, size // 8, 4
+            )  # fmt: skip
         _write_tile(sum_ML, out_MN, first_token, t * LANES)

@@ -8,9 +8,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pipeline.kernels.cpu.prefetch import ask_for
+
 LANES = 16
 """Outputs of a vector: float32 sums, or as many pairs."""
-NIBBLES, EXPONENTS = 0x000F000F, 0x43004300  # of a pair; 0x4300 + q is 128 + q in bfloat16
+AHEAD, SCALES_AHEAD = 2048, 2
+"""Words of 4 bits and rows of scales that are asked for so far ahead: the processor's own foresight, which suffices for
+wider weights, falls behind."""
+_NIBBLES, _EXPONENTS = 0x000F000F, 0x43004300  # of a pair; 0x4300 + q is 128 + q in bfloat16
 
 
 class _Bfloat16(ir.Type):
@@ -24,6 +29,16 @@ class _Bfloat16(ir.Type):
 
     def __hash__(self) -> int:
         return hash(_Bfloat16)
+
+
+def _unpacked(builder, words, j):
+    """Pairs `j` of a vector of words of 4 bits, 128 too large."""
+
+    def same(value):
+        return ir.Constant(words.type, [value] * LANES)
+
+    shifted = builder.lshr(words, same(4 * j)) if j else words
+    return builder.or_(builder.and_(shifted, same(_NIBBLES)), same(_EXPONENTS))
 
 
 @intrinsic(prefer_literal=True)
@@ -74,24 +89,25 @@ def add_pair_products(
             single = builder.insert_element(ir.Constant(words_kind, ir.Undefined), word, int32(0))
             return builder.shuffle_vector(single, single, ir.Constant(words_kind, [0] * LANES))
 
-        def same(value):
-            return ir.Constant(words_kind, [value] * LANES)
-
         out, a, b = place(0, 1), place(3, 4), place(6, 7)
         a_R = [builder.gep(a, [builder.mul(int64(r), a_row)]) for r in range(num_rows)]
         cells = [(r, v) for r in range(num_rows) for v in range(num_vectors)]
         sums = {cell: cgutils.alloca_once(builder, sums_kind) for cell in cells}  # become registers
         for held in sums.values():
             builder.store(ir.Constant(sums_kind, [0.0] * LANES), held)
+        if num_pairs > 1:
+            for array in (9, 10):
+                for v in range(num_vectors):
+                    ask_for(builder, builder.gep(place(array, 11), [int64((SCALES_AHEAD * num_vectors + v) * LANES)]))
         with cgutils.for_range(builder, depth) as loop:
             b_d = builder.gep(b, [builder.mul(loop.index, b_row)])
             b_V = [load(builder.gep(b_d, [int64(v * LANES)]), words_kind) for v in range(num_vectors)]
+            if num_pairs > 1:
+                for v in range(num_vectors):
+                    ask_for(builder, builder.gep(b_d, [int64(v * LANES + AHEAD)]))
             first = builder.mul(loop.index, int64(num_pairs))
             for j in range(num_pairs):
-                pair_V = b_V
-                if num_pairs > 1:
-                    shifted_V = [builder.lshr(words, same(4 * j)) if j else words for words in b_V]
-                    pair_V = [builder.or_(builder.and_(w, same(NIBBLES)), same(EXPONENTS)) for w in shifted_V]
+                pair_V = b_V if num_pairs == 1 else [_unpacked(builder, words, j) for words in b_V]
                 pair_V = [builder.bitcast(words, pairs_kind) for words in pair_V]
                 for r in range(num_rows):
                     value = builder.load(builder.gep(a_R[r], [builder.add(first, int64(j))]))

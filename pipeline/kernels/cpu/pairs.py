@@ -19,8 +19,6 @@ PARALLEL_PRODUCTS = 1 << 22
 """Work below this stays on one thread: waking another one would take longer than it saves."""
 READING = 12
 """Products that take as long as reading one weight."""
-MOST_EIGHTS = 16
-"""Of inputs whose weights of 4 bits are unpacked at a time: 16 KB of pairs."""
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Of a word's eight inputs, the one in each 4 bits from the lowest on."""
 
@@ -50,10 +48,7 @@ class PairInt4Linear(ArrayLinear):
         super().__init__((weight.out_features, weight.in_features), weight.bias_N)
         nibble_NWJ = weight.q_NK.numpy().reshape(weight.out_features, -1, 8)[:, :, _ORDER]
         self.words_TWL = tiles(join(nibble_NWJ))
-        pieces = _pieces(weight.group_size)
-        scales_NG, zeros_NG = (
-            each.float().repeat_interleave(pieces, 1) for each in (weight.scales_NG, weight.zeros_NG)
-        )
+        scales_NG, zeros_NG = weight.scales_NG.float(), weight.zeros_NG.float()
         self.scales_TGL = tiles(scales_NG.numpy())
         self.offsets_TGL = tiles((-(zeros_NG + float(EXCESS)) * scales_NG).numpy())
 
@@ -64,13 +59,6 @@ class PairInt4Linear(ArrayLinear):
         total_MG = np.empty((len(x_MK), self.scales_TGL.shape[1]), np.float32)
         weight = self.words_TWL, self.scales_TGL, self.offsets_TGL
         multiply_pairs_int4(x_MK, *weight, _or_none(self.bias_N), total_MG, out_MN, *WHOLE)
-
-
-def _pieces(group_size: int) -> int:
-    """Into how many equal ones groups are cut, so that an unpacked one stays in the nearest cache; they come in eights
-    of inputs, as groups do."""
-    eights = group_size // 8
-    return next(pieces for pieces in range(1, eights + 1) if eights % pieces == 0 and eights // pieces <= MOST_EIGHTS)
 
 
 def _is_parallel(shape_NK: tuple[int, int], num_tokens: int) -> bool:

@@ -1,0 +1,29 @@
+"""Asking for memory before it is needed, where the processor does not foresee it."""
+
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+
+def ask_for(builder, address) -> None:
+    """In LLVM's own terms: the cache line of an address, which need not exist."""
+    byte_address, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte_address, int32, int32, int32])
+    to_read, keep, data_cache = int32(0), int32(3), int32(1)
+    asks = builder.module.declare_intrinsic("llvm.prefetch", [byte_address], kind)
+    builder.call(asks, [builder.bitcast(address, byte_address), to_read, keep, data_cache])
+
+
+@intrinsic
+def prefetch(typing_context, array, index):
+    """Ask for the cache line of one element. The index is not checked."""
+
+    def lower(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        ask_for(builder, builder.gep(data, [arguments[1]]))
+        return context.get_dummy_value()
+
+    return types.void(array, index), lower
