@@ -24,39 +24,48 @@ from pipeline.kernels.cpu.pair_tile import add_pair_products
 from pipeline.kernels.cpu.threads import kernel, share_out
 
 DEPTH = 512  # pairs of a tile that serve all tokens before the next ones are read: they stay in the second cache
+AHEAD = 2048  # words of 4 bits that are asked for before they are needed; of pairs it is the next DEPTH
+_OTHER_LINES = 16  # of a row
 EXCESS = np.float32(128.0)
 """What a weight of 4 bits is too large by while it is multiplied."""
 
 
 @njit(inline="always")
 def _add_tile(
-    sums, x, x_at, x_row, count, words, words_at, scales, offsets, scales_at, totals, totals_at, totals_row, depth,
-    pairs_a_word
+    sums, x, x_at, x_row, count, words, words_at, scales, offsets, scales_at, totals, totals_at, totals_row, ahead,
+    depth, pairs_a_word
 ):  # fmt: skip
-    """`add_pair_products` of `count` tokens with a tile of weights, whose sums (count, LANES) lie flat as well."""
+    """`add_pair_products` of `count` tokens with a tile of weights, whose sums (count, LANES) lie flat as well.
+
+    Of pairs each piece of tokens asks for half of the cache lines ahead, in turn: while some of them are multiplied,
+    the next weights come, and multiplying does not wait for memory. The processor's own foresight is a piece too late.
+    """
     m = 0
     while m + 6 <= count and pairs_a_word == 1:
         add_pair_products(
             sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
-            totals, totals_at, totals_row, depth, 6, 4, pairs_a_word
+            totals, totals_at, totals_row, ahead, depth, 6, 4, pairs_a_word
         )  # fmt: skip
+        ahead ^= _OTHER_LINES
         m, x_at, totals_at = m + 6, x_at + 6 * x_row, totals_at + 6 * totals_row
     while m + 4 <= count:
         add_pair_products(
             sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
-            totals, totals_at, totals_row, depth, 4, 4, pairs_a_word
+            totals, totals_at, totals_row, ahead, depth, 4, 4, pairs_a_word
         )  # fmt: skip
+        ahead ^= _OTHER_LINES
         m, x_at, totals_at = m + 4, x_at + 4 * x_row, totals_at + 4 * totals_row
     if m + 2 <= count:
         add_pair_products(
             sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
-            totals, totals_at, totals_row, depth, 2, 4, pairs_a_word
+            totals, totals_at, totals_row, ahead, depth, 2, 4, pairs_a_word
         )  # fmt: skip
+        ahead ^= _OTHER_LINES
         m, x_at, totals_at = m + 2, x_at + 2 * x_row, totals_at + 2 * totals_row
     if m < count:
         add_pair_products(
             sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
-            totals, totals_at, totals_row, depth, 1, 4, pairs_a_word
+            totals, totals_at, totals_row, ahead, depth, 1, 4, pairs_a_word
         )  # fmt: skip
 
 
@@ -95,7 +104,24 @@ def multiply_pairs(x_MK, words_TWL, bias_N, out_MN, begin, end):
         sums = sum_ML.reshape(-1)
         for start in range(0, num_words, DEPTH):
             depth, x_at = min(DEPTH, num_words - start), first_token * num_words + start
-            _add_tile(sums, x, x_at, num_words, count, words, start * LANES, None, None, 0, None, 0, 0, depth, 1)
+            _add_tile(
+                sums,
+                x,
+                x_at,
+                num_words,
+                count,
+                words,
+                start * LANES,
+                None,
+                None,
+                0,
+                None,
+                0,
+                0,
+                DEPTH * LANES,
+                depth,
+                1,
+            )
         _write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
@@ -132,6 +158,6 @@ def multiply_pairs_int4(x_MK, words_TWL, scales_TGL, offsets_TGL, bias_N, total_
             x_at, total_at = first_token * num_pairs + g * size // 2, first_token * num_groups + g
             _add_tile(
                 sums, x, x_at, num_pairs, count, words, g * size // 8 * LANES,
-                scales, offsets, g * LANES, totals, total_at, num_groups, size // 8, 4
+                scales, offsets, g * LANES, totals, total_at, num_groups, AHEAD, size // 8, 4
             )  # fmt: skip
         _write_tile(sum_ML, out_MN, first_token, t * LANES)

@@ -12,9 +12,8 @@ from pipeline.kernels.cpu.prefetch import ask_for
 
 LANES = 16
 """Outputs of a vector: float32 sums, or as many pairs."""
-AHEAD, SCALES_AHEAD = 2048, 2
-"""Words of 4 bits and rows of scales that are asked for so far ahead: the processor's own foresight, which suffices for
-wider weights, falls behind."""
+SCALES_AHEAD = 2
+"""Rows of scales and offsets that are asked for so far ahead."""
 _NIBBLES, _EXPONENTS = 0x000F000F, 0x43004300  # of a pair; 0x4300 + q is 128 + q in bfloat16
 
 
@@ -44,7 +43,7 @@ def _unpacked(builder, words, j):
 @intrinsic(prefer_literal=True)
 def add_pair_products(
     typing_context, out, out_at, out_row, a, a_at, a_row, b, b_at, b_row, scales, offsets, scales_at, totals, totals_at,
-    totals_row, depth, rows, vectors, pairs_a_word
+    totals_row, ahead, depth, rows, vectors, pairs_a_word
 ):  # fmt: skip
     """A small matrix product of pairs whose sums stay in registers: for r < rows and n < 16 * vectors (both literals)
 
@@ -57,6 +56,9 @@ def add_pair_products(
 
     With `pairs_a_word` 4 (else 1, both literals) b holds weights of 4 bits, four pairs a word: pair j is bits 4 j to
     4 j + 3 of each half, plus 128 (see `compiled_pairs.py`); so a has 4 * depth pairs.
+
+    What lies `ahead` elements behind each row of b is asked for, for what comes next: all of a row's cache lines with
+    `pairs_a_word` 4, every other one of them, for the second cache, with 1.
 
     Where scales, offsets and totals (float32) are not None, the sum is multiplied by scales[scales_at + n], and
     offsets[scales_at + n] * totals[totals_at + r * totals_row] is added.
@@ -74,7 +76,7 @@ def add_pair_products(
         pairs_kind = ir.VectorType(_Bfloat16(), 2 * LANES)
         kind = ir.FunctionType(sums_kind, [sums_kind, pairs_kind, pairs_kind])
         add_products = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-        out_row, a_row, b_row, totals_row, depth = (arguments[at] for at in (2, 5, 8, 14, 15))
+        out_row, a_row, b_row, totals_row, ahead, depth = (arguments[at] for at in (2, 5, 8, 14, 15, 16))
 
         def place(array, at):
             data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
@@ -102,9 +104,8 @@ def add_pair_products(
         with cgutils.for_range(builder, depth) as loop:
             b_d = builder.gep(b, [builder.mul(loop.index, b_row)])
             b_V = [load(builder.gep(b_d, [int64(v * LANES)]), words_kind) for v in range(num_vectors)]
-            if num_pairs > 1:
-                for v in range(num_vectors):
-                    ask_for(builder, builder.gep(b_d, [int64(v * LANES + AHEAD)]))
+            for v in range(0, num_vectors, 2 if num_pairs == 1 else 1):
+                ask_for(builder, builder.gep(b_d, [builder.add(ahead, int64(v * LANES))]), near=num_pairs > 1)
             first = builder.mul(loop.index, int64(num_pairs))
             for j in range(num_pairs):
                 pair_V = b_V if num_pairs == 1 else [_unpacked(builder, words, j) for words in b_V]
@@ -134,4 +135,4 @@ def add_pair_products(
 
     index = types.intp
     arrays = (out, index, index, a, index, index, b, index, index, scales, offsets, index, totals, index, index)
-    return types.void(*arrays, index, rows, vectors, pairs_a_word), lower
+    return types.void(*arrays, index, index, rows, vectors, pairs_a_word), lower
