@@ -134,10 +134,10 @@ def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatc
     assert here.weight_bytes == int(NUM_LINEAR * (0.5 + 8 / 128)) + 2 * 2 * 1024 * 256
     widened = memory_of(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16")).places[0]
     assert widened.weight_bytes == 2 * NUM_LINEAR + 2 * 2 * 1024 * 256
-    for alone, dense in ((True, 0), (False, 2)):  # where products of pairs serve them, and where oneDNN's do
+    for alone, per_weight in ((True, 0.5 + 3 / 128), (False, 2.5 + 8 / 128)):  # products of pairs, and oneDNN's
         monkeypatch.setattr(pairs, "multiplies_pairs", lambda alone=alone: alone)
         here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="bfloat16")).places[0]
-        assert here.weight_bytes == int(NUM_LINEAR * (dense + 0.5 + 8 / 128)) + 2 * 2 * 1024 * 256
+        assert here.weight_bytes == int(NUM_LINEAR * per_weight) + 2 * 2 * 1024 * 256
 
 
 def test_fp8_of_a_job_counts_and_cards_without_it_are_told(tmp_path):

@@ -65,8 +65,10 @@ def weight_bytes(
     packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a scale and a zero in float32 for a group
     if dtype != torch.float32 and activation_dtype == "auto":  # products on rounded ones are those of float32 there
         # The dense form for many tokens, and of others than 4-bit integers for few too.
-        int4 = packed if is_int4(config.quantization) else 0
-        packed = int4 if int4 and serves_int4_alone(dtype) else int4 + dtype.itemsize
+        if is_int4(config.quantization) and serves_int4_alone(dtype):
+            packed = 0.5 + (3 / group_size if group_size is not None else 0)  # in float16 and a byte
+        else:
+            packed = dtype.itemsize + (packed if is_int4(config.quantization) else 0)
     return int(config.num_linear_parameters() * packed) + embeddings
 
 

@@ -17,12 +17,14 @@ ROUNDING = 2.0**-8
 """Of the result, the only thing that is rounded."""
 
 
-def int4_weight(shape_NK: tuple[int, int], group: int, bias_N: torch.Tensor | None = None) -> GroupIntWeight:
+def int4_weight(
+    shape_NK: tuple[int, int], group: int, bias_N: torch.Tensor | None = None, scales_dtype: torch.dtype = torch.float16
+) -> GroupIntWeight:
     num_outputs, num_inputs = shape_NK
     groups = (num_outputs, num_inputs // group)
     return GroupIntWeight(
         torch.randint(0, 16, shape_NK, dtype=torch.uint8),
-        (torch.rand(groups) + 0.5) * num_inputs**-0.5 / 4,
+        ((torch.rand(groups) + 0.5) * num_inputs**-0.5 / 4).to(scales_dtype).float(),
         torch.randint(0, 16, groups).float(),
         group,
         bias_N,
@@ -65,9 +67,13 @@ def test_only_what_comes_out_is_rounded(kind: str, shape_NK: tuple[int, int], to
 
 
 @pytest.mark.parametrize("group", [8, 32, 64, 256, 24, 136])
-def test_groups_of_each_size(group: int) -> None:
+@pytest.mark.parametrize("scales_dtype", [torch.float16, torch.float32])
+def test_groups_of_each_size(group: int, scales_dtype: torch.dtype) -> None:
     torch.manual_seed(group)
-    weight, x_MK = int4_weight((96, 6 * group), group), torch.randn(7, 6 * group).to(torch.bfloat16)
+    weight, x_MK = (
+        int4_weight((96, 6 * group), group, scales_dtype=scales_dtype),
+        torch.randn(7, 6 * group).to(torch.bfloat16),
+    )
     assert is_rounded_once(PairInt4Linear(weight)(x_MK), product(x_MK, weight))
 
 

@@ -26,13 +26,11 @@ from pipeline.kernels.cpu.threads import kernel, share_out
 DEPTH = 512  # pairs of a tile that serve all tokens before the next ones are read: they stay in the second cache
 AHEAD = 2048  # words of 4 bits that are asked for before they are needed; of pairs it is the next DEPTH
 _OTHER_LINES = 16  # of a row
-EXCESS = np.float32(128.0)
-"""What a weight of 4 bits is too large by while it is multiplied."""
 
 
 @njit(inline="always")
 def _add_tile(
-    sums, x, x_at, x_row, count, words, words_at, scales, offsets, scales_at, totals, totals_at, totals_row, ahead,
+    sums, x, x_at, x_row, count, words, words_at, scales, zeros, scales_at, totals, totals_at, totals_row, ahead,
     depth, pairs_a_word
 ):  # fmt: skip
     """`add_pair_products` of `count` tokens with a tile of weights, whose sums (count, LANES) lie flat as well.
@@ -43,28 +41,28 @@ def _add_tile(
     m = 0
     while m + 6 <= count and pairs_a_word == 1:
         add_pair_products(
-            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
+            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, zeros, scales_at,
             totals, totals_at, totals_row, ahead, depth, 6, 4, pairs_a_word
         )  # fmt: skip
         ahead ^= _OTHER_LINES
         m, x_at, totals_at = m + 6, x_at + 6 * x_row, totals_at + 6 * totals_row
     while m + 4 <= count:
         add_pair_products(
-            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
+            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, zeros, scales_at,
             totals, totals_at, totals_row, ahead, depth, 4, 4, pairs_a_word
         )  # fmt: skip
         ahead ^= _OTHER_LINES
         m, x_at, totals_at = m + 4, x_at + 4 * x_row, totals_at + 4 * totals_row
     if m + 2 <= count:
         add_pair_products(
-            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
+            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, zeros, scales_at,
             totals, totals_at, totals_row, ahead, depth, 2, 4, pairs_a_word
         )  # fmt: skip
         ahead ^= _OTHER_LINES
         m, x_at, totals_at = m + 2, x_at + 2 * x_row, totals_at + 2 * totals_row
     if m < count:
         add_pair_products(
-            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, offsets, scales_at,
+            sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, zeros, scales_at,
             totals, totals_at, totals_row, ahead, depth, 1, 4, pairs_a_word
         )  # fmt: skip
 
@@ -105,29 +103,15 @@ def multiply_pairs(x_MK, words_TWL, bias_N, out_MN, begin, end):
         for start in range(0, num_words, DEPTH):
             depth, x_at = min(DEPTH, num_words - start), first_token * num_words + start
             _add_tile(
-                sums,
-                x,
-                x_at,
-                num_words,
-                count,
-                words,
-                start * LANES,
-                None,
-                None,
-                0,
-                None,
-                0,
-                0,
-                DEPTH * LANES,
-                depth,
-                1,
-            )
+                sums, x, x_at, num_words, count, words, start * LANES,
+                None, None, 0, None, 0, 0, DEPTH * LANES, depth, 1
+            )  # fmt: skip
         _write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
 @kernel()
-def multiply_pairs_int4(x_MK, words_TWL, scales_TGL, offsets_TGL, bias_N, total_MG, out_MN, begin, end):
-    """`multiply_pairs` of groups of 4-bit weights: offsets_TGL = -(EXCESS + zero) * scale, float32 as the scales are.
+def multiply_pairs_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, bias_N, total_MG, out_MN, begin, end):
+    """`multiply_pairs` of groups of 4-bit weights: scales in float32 or as the bits of float16, zeros in uint8.
 
     total_MG is room for the sum of each token's group of inputs.
     """
@@ -146,18 +130,14 @@ def multiply_pairs_int4(x_MK, words_TWL, scales_TGL, offsets_TGL, bias_N, total_
     for item in range(begin, end):
         t, first_token = item % num_tiles, item // num_tiles * TOKENS
         count = min(TOKENS, num_tokens - first_token)
-        words, sum_ML, scales = (
-            words_TWL[t].reshape(-1),
-            np.empty((count, LANES), np.float32),
-            scales_TGL[t].reshape(-1),
-        )
-        offsets, totals = offsets_TGL[t].reshape(-1), total_MG.reshape(-1)
+        words, sum_ML = words_TWL[t].reshape(-1), np.empty((count, LANES), np.float32)
+        scales, zeros = scales_TGL[t].reshape(-1), zeros_TGL[t].reshape(-1)
         _begin_sums(sum_ML, bias_N, t * LANES)
         sums = sum_ML.reshape(-1)
         for g in range(num_groups):
             x_at, total_at = first_token * num_pairs + g * size // 2, first_token * num_groups + g
             _add_tile(
                 sums, x, x_at, num_pairs, count, words, g * size // 8 * LANES,
-                scales, offsets, g * LANES, totals, total_at, num_groups, AHEAD, size // 8, 4
+                scales, zeros, g * LANES, totals, total_at, num_groups, AHEAD, size // 8, 4
             )  # fmt: skip
         _write_tile(sum_ML, out_MN, first_token, t * LANES)

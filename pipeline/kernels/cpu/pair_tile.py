@@ -13,7 +13,7 @@ from pipeline.kernels.cpu.prefetch import ask_for
 LANES = 16
 """Outputs of a vector: float32 sums, or as many pairs."""
 SCALES_AHEAD = 2
-"""Rows of scales and offsets that are asked for so far ahead."""
+"""Rows of scales and zeros that are asked for so far ahead."""
 _NIBBLES, _EXPONENTS = 0x000F000F, 0x43004300  # of a pair; 0x4300 + q is 128 + q in bfloat16
 
 
@@ -42,7 +42,7 @@ def _unpacked(builder, words, j):
 
 @intrinsic(prefer_literal=True)
 def add_pair_products(
-    typing_context, out, out_at, out_row, a, a_at, a_row, b, b_at, b_row, scales, offsets, scales_at, totals, totals_at,
+    typing_context, out, out_at, out_row, a, a_at, a_row, b, b_at, b_row, scales, zeros, scales_at, totals, totals_at,
     totals_row, ahead, depth, rows, vectors, pairs_a_word
 ):  # fmt: skip
     """A small matrix product of pairs whose sums stay in registers: for r < rows and n < 16 * vectors (both literals)
@@ -60,8 +60,8 @@ def add_pair_products(
     What lies `ahead` elements behind each row of b is asked for, for what comes next: all of a row's cache lines with
     `pairs_a_word` 4, every other one of them, for the second cache, with 1.
 
-    Where scales, offsets and totals (float32) are not None, the sum is multiplied by scales[scales_at + n], and
-    offsets[scales_at + n] * totals[totals_at + r * totals_row] is added.
+    Where scales (float32, or the bits of float16), zeros (uint8) and totals (float32) are not None, that sum less
+    (128 + zeros[scales_at + n]) * totals[totals_at + r * totals_row] is multiplied by scales[scales_at + n] before.
 
     It runs at nine tenths of the multipliers' rate with rows * vectors = 24, or 16 of weights of 4 bits, which need
     more registers.
@@ -82,14 +82,25 @@ def add_pair_products(
             data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
             return builder.gep(data, [arguments[at]])
 
-        def load(address, kind):
+        def load(address, kind, align=4):
             loaded = builder.load(builder.bitcast(address, kind.as_pointer()))
-            loaded.align = 4
+            loaded.align = align
             return loaded
 
         def everywhere(word):
             single = builder.insert_element(ir.Constant(words_kind, ir.Undefined), word, int32(0))
             return builder.shuffle_vector(single, single, ir.Constant(words_kind, [0] * LANES))
+
+        with_scales = not isinstance(signature.args[9], types.NoneType)
+
+        def scale_and_zero(at):
+            """Of a vector's outputs, in float32."""
+            zero = load(builder.gep(place(10, 11), [at]), ir.VectorType(ir.IntType(8), LANES), align=1)
+            zero = builder.uitofp(zero, sums_kind)
+            address = builder.gep(place(9, 11), [at])
+            if signature.args[9].dtype == types.float32:
+                return load(address, sums_kind), zero
+            return builder.fpext(load(address, ir.VectorType(ir.HalfType(), LANES), align=2), sums_kind), zero
 
         out, a, b = place(0, 1), place(3, 4), place(6, 7)
         a_R = [builder.gep(a, [builder.mul(int64(r), a_row)]) for r in range(num_rows)]
@@ -97,10 +108,12 @@ def add_pair_products(
         sums = {cell: cgutils.alloca_once(builder, sums_kind) for cell in cells}  # become registers
         for held in sums.values():
             builder.store(ir.Constant(sums_kind, [0.0] * LANES), held)
-        if num_pairs > 1:
+        if with_scales:
             for array in (9, 10):
-                for v in range(num_vectors):
-                    ask_for(builder, builder.gep(place(array, 11), [int64((SCALES_AHEAD * num_vectors + v) * LANES)]))
+                width = signature.args[array].dtype.bitwidth // 8
+                row = num_vectors * LANES
+                for first in range(0, row, 64 // width):
+                    ask_for(builder, builder.gep(place(array, 11), [int64(SCALES_AHEAD * row + first)]))
         with cgutils.for_range(builder, depth) as loop:
             b_d = builder.gep(b, [builder.mul(loop.index, b_row)])
             b_V = [load(builder.gep(b_d, [int64(v * LANES)]), words_kind) for v in range(num_vectors)]
@@ -117,22 +130,22 @@ def add_pair_products(
                         added = builder.call(add_products, [builder.load(sums[r, v]), pair, pair_V[v]])
                         builder.store(added, sums[r, v])
         flags = ("contract",)
-        with_scales = not isinstance(signature.args[9], types.NoneType)
         for v in range(num_vectors):
             if with_scales:
-                scale, offset = (load(builder.gep(place(at, 11), [int64(v * LANES)]), sums_kind) for at in (9, 10))
+                scale, zero = scale_and_zero(int64(v * LANES))
+                offset = builder.fmul(builder.fadd(zero, ir.Constant(sums_kind, [128.0] * LANES)), scale)
             for r in range(num_rows):
                 target = builder.gep(out, [builder.add(builder.mul(int64(r), out_row), int64(v * LANES))])
                 added, product = load(target, sums_kind), builder.load(sums[r, v])
                 if with_scales:
                     total = builder.load(builder.gep(place(12, 13), [builder.mul(int64(r), totals_row)]))
                     total = builder.bitcast(everywhere(builder.bitcast(total, int32)), sums_kind)
-                    added = builder.fadd(added, builder.fmul(total, offset, flags=flags), flags=flags)
+                    added = builder.fsub(added, builder.fmul(total, offset, flags=flags), flags=flags)
                     product = builder.fmul(product, scale, flags=flags)
                 added = builder.fadd(added, product, flags=flags)
                 builder.store(added, builder.bitcast(target, sums_kind.as_pointer())).align = 4
         return context.get_dummy_value()
 
     index = types.intp
-    arrays = (out, index, index, a, index, index, b, index, index, scales, offsets, index, totals, index, index)
+    arrays = (out, index, index, a, index, index, b, index, index, scales, zeros, index, totals, index, index)
     return types.void(*arrays, index, index, rows, vectors, pairs_a_word), lower

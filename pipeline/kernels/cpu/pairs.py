@@ -10,8 +10,8 @@ import torch
 from llvmlite import binding
 
 from pipeline.kernels.cpu.array_linear import ArrayLinear
-from pipeline.kernels.cpu.compiled_pairs import EXCESS, multiply_pairs, multiply_pairs_int4
-from pipeline.kernels.cpu.narrow import join, tiles
+from pipeline.kernels.cpu.compiled_pairs import multiply_pairs, multiply_pairs_int4
+from pipeline.kernels.cpu.narrow import join, narrow_scales, tiles
 from pipeline.kernels.cpu.threads import WHOLE
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
@@ -48,16 +48,15 @@ class PairInt4Linear(ArrayLinear):
         super().__init__((weight.out_features, weight.in_features), weight.bias_N)
         nibble_NWJ = weight.q_NK.numpy().reshape(weight.out_features, -1, 8)[:, :, _ORDER]
         self.words_TWL = tiles(join(nibble_NWJ))
-        scales_NG, zeros_NG = weight.scales_NG.float(), weight.zeros_NG.float()
-        self.scales_TGL = tiles(scales_NG.numpy())
-        self.offsets_TGL = tiles((-(zeros_NG + float(EXCESS)) * scales_NG).numpy())
+        self.scales_TGL = tiles(narrow_scales(weight.scales_NG))
+        self.zeros_TGL = tiles(weight.zeros_NG.to(torch.uint8).numpy())
 
     def is_parallel(self, num_tokens: int) -> bool:
         return _is_parallel(self.shape_NK, num_tokens)
 
     def write(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
         total_MG = np.empty((len(x_MK), self.scales_TGL.shape[1]), np.float32)
-        weight = self.words_TWL, self.scales_TGL, self.offsets_TGL
+        weight = self.words_TWL, self.scales_TGL, self.zeros_TGL
         multiply_pairs_int4(x_MK, *weight, _or_none(self.bias_N), total_MG, out_MN, *WHOLE)
 
 
