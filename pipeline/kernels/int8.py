@@ -25,7 +25,7 @@ LARGEST = 127.0
 
 def int8_block(weight: LinearWeight) -> int | None:
     """Inputs of a block of activations for this weight; None where it is not served."""
-    if not isinstance(weight, GroupIntWeight) or weight.bits != 4 or weight.in_features % 8:
+    if not isinstance(weight, GroupIntWeight) or weight.in_features % 8:
         return None
     return block_of(weight.group_size, weight.in_features)
 
