@@ -191,11 +191,11 @@ def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
 
 def no_such_weight(activation_dtype: str, weights: str) -> ConfigError:
     """That no linear of a model with such weights can be served with activations in that type."""
-    fp8 = "an fp8 checkpoint or " if activation_dtype == "fp8" else ""
     return ConfigError(
-        f"engine.activation_dtype = {activation_dtype!r}: {weights} have no exact form beside it. Take {fp8}one of "
-        "4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; `pipeline quantize` makes them), quantize "
-        "a 16-bit one on load with model.quantization: int4-rtn, or leave the key at auto"
+        f"engine.activation_dtype = {activation_dtype!r}: {weights} have no exact form beside it. Take an "
+        f"{activation_dtype} checkpoint or one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; "
+        "`pipeline quantize` makes them), quantize a 16-bit one on load with model.quantization: int4-rtn, or leave "
+        "the key at auto"
     )
 
 

@@ -1,12 +1,12 @@
 """What linears on activations rounded to int8 compute (`engine.activation_dtype: int8`).
 
-Definition, for a token's inputs x_K and an output's 4-bit weight, the same for every number of tokens:
+Definition, for a token's inputs x_K and an output's weight of 4 or 8 bits, the same for every number of tokens:
 
 1. Inputs are cut into blocks of 128; of 32 or 64 where the weight has a scale for that many. Of a weight whose groups
    are not of neighbouring inputs (`GroupIntWeight.input_order_K`), in that order. The last block may have fewer.
 2. A block's scale is its largest magnitude / 127, in float32, and each of its values becomes the nearest integer of
    value * (127 / largest magnitude), ties to even. A block that holds what is no finite number makes all outputs NaN.
-3. Weights are not rounded: their 4-bit integers are multiplied as they are, their scales and zero points stay in
+3. Weights are not rounded: their integers are multiplied as they are, their scales and zero points stay in
    float32.
 4. y = sum over blocks of (scale of the inputs * scale of the weight * (sum of integer products - zero point * sum of
    the inputs' integers)) + bias, integers exactly, the rest in float32.
@@ -25,7 +25,7 @@ LARGEST = 127.0
 
 def int8_block(weight: LinearWeight) -> int | None:
     """Inputs of a block of activations for this weight; None where it is not served."""
-    if not isinstance(weight, GroupIntWeight) or weight.bits != 4 or weight.in_features % 8:
+    if not isinstance(weight, GroupIntWeight) or weight.in_features % 8:
         return None
     return block_of(weight.group_size, weight.in_features)
 

@@ -26,7 +26,7 @@ class Rounding:
 
 ROUNDINGS = {
     "fp8": Rounding(fp8.fp8_block, fp8.rounded, "4-bit and fp8 weights"),
-    "int8": Rounding(int8.int8_block, int8.rounded, "4-bit weights"),
+    "int8": Rounding(int8.int8_block, int8.rounded, "4- and 8-bit weights"),
 }
 """By an `engine.activation_dtype`."""
 

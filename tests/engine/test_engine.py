@@ -313,7 +313,7 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
         ({"activation_dtype": "fp16"}, "expected auto, fp8 or int8"),
         ({"activation_dtype": "fp8"}, "16- or 32-bit weights have no exact form beside it"),
         ({"activation_dtype": "fp8", "quantization": "int8"}, "int8.*have no exact form beside it"),
-        ({"activation_dtype": "int8", "quantization": "int8"}, "int8.*have no exact form beside it"),
+        ({"activation_dtype": "int8", "quantization": "nf4"}, "nf4.*have no exact form beside it"),
         ({"activation_dtype": "int8", "quantization": "int4-rtn", "deterministic": True}, "leave one of the two out"),
     ],
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.kernels.cpu.compiled_int8 import forms_here
 from pipeline.kernels.cpu.int8 import multiplies_bytes
 from tests.checkpoints import Family, quantize_randomly, write_checkpoint
 from tests.engine.test_fp8_activations import completed
@@ -35,6 +36,5 @@ def test_tokens_are_the_oracles(folder: Path, limits: dict[str, int]) -> None:
 def test_it_says_what_is_in_int8(folder: Path) -> None:
     with engine_of(folder, "cpu", activation_dtype="int8") as engine:
         assert engine.resolved["weights"] == "AWQ int4, groups of 64; inputs of 8 of 9 linears in int8"
-        assert str(engine.resolved["kernel.linear"]).startswith(
-            "4-bit weights: numba, products of bytes (AVX2); others"
-        )
+        told = f"4- and 8-bit weights: numba, products of bytes ({forms_here()[0].name}); others"
+        assert str(engine.resolved["kernel.linear"]).startswith(told)
