@@ -4,9 +4,10 @@ import numpy as np
 import torch
 
 from pipeline.kernels.contract import Linear, RoundedLinears
+from pipeline.kernels.cpu.array_linear import ArrayLinear
 from pipeline.kernels.cpu.compiled_int8 import FEW, Form, forms_here, multiply_in, round_to_bytes
 from pipeline.kernels.cpu.linear import ReorderedLinear
-from pipeline.kernels.cpu.narrow import NarrowLinear, join, tiles
+from pipeline.kernels.cpu.narrow import join, narrow_scales, tiles
 from pipeline.kernels.cpu.threads import WHOLE
 from pipeline.kernels.int8 import int8_block
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
@@ -19,7 +20,7 @@ _INPUTS_OF_WORD = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 1, 2, 3)}
 """By bits, the order in which a word's inputs are joined: see `compiled_int8.py`."""
 
 
-class ByteLinear(NarrowLinear):
+class ByteLinear(ArrayLinear):
     """y = x @ weight.T + bias, x rounded block by block first. Computed in float32, of x in float32 or bfloat16."""
 
     def __init__(self, weight: GroupIntWeight, block: int, form: Form) -> None:
@@ -31,7 +32,7 @@ class ByteLinear(NarrowLinear):
         filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, num_blocks * block - num_inputs)))
         self.words_TWL = tiles(join(filled_NK.reshape(num_outputs, -1, len(order))[:, :, order]))
         group_B = np.arange(num_blocks) * block // weight.group_size
-        self.scales_TBL = tiles(_narrow(weight.scales_NG)[:, group_B])
+        self.scales_TBL = tiles(narrow_scales(weight.scales_NG)[:, group_B])
         self.zeros_TBL = tiles(weight.zeros_NG.to(torch.uint8).numpy()[:, group_B])
         bias_N = torch.zeros(num_outputs) if weight.bias_N is None else weight.bias_N.to(torch.float32)
         self.bias_TL = tiles(bias_N.numpy()[:, None])[:, 0]
@@ -41,7 +42,7 @@ class ByteLinear(NarrowLinear):
     def is_parallel(self, num_tokens: int) -> bool:
         return (num_tokens + UNPACKING) * self.shape_NK[0] * self.shape_NK[1] >= PARALLEL_BYTES
 
-    def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
+    def write(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
         rounded = self._kept
         if rounded is None or len(rounded[0]) != len(x_MK):
             rounded = self._room(len(x_MK))
@@ -57,13 +58,6 @@ class ByteLinear(NarrowLinear):
         shape_MB = num_tokens, self.scales_TBL.shape[1]
         byte_MK = np.empty((num_tokens, shape_MB[1] * self.block), np.int8)
         return byte_MK, np.empty(shape_MB, np.float32), np.empty(shape_MB, np.int32)
-
-
-def _narrow(scales_NG: torch.Tensor) -> np.ndarray:
-    """The bits of float16 where that loses nothing: they are read with the weight, and an eighth of it in float32."""
-    narrow_NG = scales_NG.to(torch.float16)
-    exact = torch.equal(narrow_NG.to(torch.float32), scales_NG.to(torch.float32))
-    return narrow_NG.view(torch.uint16).numpy() if exact else scales_NG.to(torch.float32).numpy()
 
 
 def byte_linears() -> RoundedLinears:
