@@ -29,6 +29,7 @@ from numba.extending import intrinsic
 
 from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS
 from pipeline.kernels.cpu.numerics import as_in, bits_of_float, float_of_bits, wide
+from pipeline.kernels.cpu.prefetch import ask_for
 from pipeline.kernels.cpu.threads import kernel, share_out
 
 STEP = 32  # inputs whose products AVX2 adds in 16 bits; blocks are multiples of it
@@ -134,10 +135,6 @@ def _add_byte_products(
             name = "x86.avx512.pmaddw.d.512" if num_lanes == 16 else "x86.avx2.pmadd.wd"
             return call(name, integers, *(builder.bitcast(each, pairs) for each in (one, other)))
 
-        def fetch(address):
-            flags = int32(0), int32(3), int32(1)  # to read, into the nearest cache, data
-            call("prefetch.p0i8", ir.VoidType(), builder.bitcast(address, int8.as_pointer()), *flags)
-
         def unpack(packed):
             """A word's inputs as bytes, four by four."""
             if num_bits == 8:
@@ -183,7 +180,7 @@ def _add_byte_products(
                 for v in range(num_vectors):
                     at = w * LANES + v * num_lanes
                     if v * num_lanes % 16 == 0:  # a line of the cache
-                        fetch(behind(first_word, int64(at + AHEAD * LANES)))
+                        ask_for(builder, behind(first_word, int64(at + AHEAD * LANES)))
                     weight_V.append(unpack(load(behind(first_word, int64(at)), int32)))
                 for part in range(8 // num_bits):
                     for r in range(num_rows):
