@@ -12,7 +12,7 @@ from pipeline.quant.packed import DenseWeight, GroupIntWeight, LinearWeight
 pytestmark = pytest.mark.skipif(not multiplies_pairs(), reason="this processor has no products of bfloat16 pairs")
 
 SHAPES = [(1, 8), (31, 64), (64, 128), (100, 256), (257, 384), (192, 2 * compiled_pairs.DEPTH + 128)]
-TOKENS = [1, 2, 3, 5, 6, 7, 11, compiled_linear.TOKENS + 3]
+TOKENS = [1, 2, 3, 5, 6, 7, 8, 11, 13, compiled_linear.TOKENS + 3]
 ROUNDING = 2.0**-8
 """Of the result, the only thing that is rounded."""
 

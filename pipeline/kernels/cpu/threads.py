@@ -46,6 +46,7 @@ _SHARED = (
     "compiled_linear.py",
     "numerics.py",
     "pair_tile.py",
+    "prefetch.py",
     "threads.py",
     "tile.py",
 )  # what kernels of other files are made of
