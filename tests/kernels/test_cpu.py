@@ -85,6 +85,27 @@ def test_attention(seed: int, with_fp8: bool, window: int | None) -> None:
     assert float((ours.float() - oracle).abs().max()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float32 on fp8", "bfloat16 on fp8"])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "block_size"),
+    [(2, 1, 32, 8), (2, 2, 64, 12), (1, 2, 80, 16), (1, 4, 96, 16), (2, 3, 128, 32)],
+)
+def test_attention_of_heads_that_fill_whole_tiles(
+    kv_heads: int, group: int, head_dim: int, block_size: int, kind: str, window: int | None
+) -> None:
+    """And of some that nearly do; decoding rows beside prompts, in blocks that are whole numbers of tiles and not."""
+    torch.manual_seed(head_dim)
+    dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float32
+    rng = np.random.default_rng(head_dim)
+    where, cache = ragged_step(rng, kv_heads, head_dim, block_size, dtype, kind.endswith("fp8"))
+    q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
+    ours = attention(q_TND, cache, where, head_dim**-0.5, window)
+    oracle = reference_attention(q_TND.float(), widened(cache), where, head_dim**-0.5, window)
+    assert torch.isfinite(ours).all(), "a slot outside the context was read"
+    assert float((ours.float() - oracle).abs().max()) < TOLERANCE[dtype]
+
+
 def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4)

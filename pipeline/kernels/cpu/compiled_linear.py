@@ -16,6 +16,7 @@ Suffixes: M tokens, K inputs, N outputs, G groups of inputs, T tiles, W words of
 import numpy as np
 from numba import njit
 
+from pipeline.kernels.cpu.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.threads import kernel, share_out
 from pipeline.kernels.cpu.tile import tile_product
 
@@ -23,6 +24,8 @@ LANES = 64  # of a tile
 DEPTH = 64  # inputs that are widened at a time: their float32 values stay in the nearest cache
 TOKENS = 256  # that go through a tile at a time: their sums stay in the second nearest
 TILE_TOKENS = 4  # of a product whose sums stay in registers; the last ones go by two and one
+_UNITS = 8 if HAS_WIDE_VECTORS else 2  # of 8 lanes, of such a product of TILE_TOKENS
+_UNITS_OF_TWO = 8 if HAS_WIDE_VECTORS else 4
 
 _NIBBLES = tuple(np.uint32(0xF << 4 * j) for j in range(8))
 _INVERSES = tuple(np.float32(16.0**-j) for j in range(8))
@@ -41,12 +44,12 @@ def _add_product(sums, x, first_token, count, num_inputs, start, wide, depth):
     """sums (count, LANES) += x (M, K)[first_token :, start : start + depth] @ wide (depth, LANES), all of them flat."""
     m, at = 0, first_token * num_inputs + start
     while m + TILE_TOKENS <= count:
-        for n in range(0, LANES, 16):
-            tile_product(sums, m * LANES + n, LANES, x, at, num_inputs, 1, wide, n, LANES, depth, TILE_TOKENS, 2)
+        for n in range(0, LANES, 8 * _UNITS):
+            tile_product(sums, m * LANES + n, LANES, x, at, num_inputs, 1, wide, n, LANES, depth, TILE_TOKENS, _UNITS)
         m, at = m + TILE_TOKENS, at + TILE_TOKENS * num_inputs
     if m + 2 <= count:
-        for n in range(0, LANES, 32):
-            tile_product(sums, m * LANES + n, LANES, x, at, num_inputs, 1, wide, n, LANES, depth, 2, 4)
+        for n in range(0, LANES, 8 * _UNITS_OF_TWO):
+            tile_product(sums, m * LANES + n, LANES, x, at, num_inputs, 1, wide, n, LANES, depth, 2, _UNITS_OF_TWO)
         m, at = m + 2, at + 2 * num_inputs
     if m < count:
         tile_product(sums, m * LANES, LANES, x, at, num_inputs, 1, wide, 0, LANES, depth, 1, 8)

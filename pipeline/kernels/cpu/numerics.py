@@ -33,6 +33,17 @@ def bits_of_float(typing_context, value):
     return types.uint32(types.float32), lower
 
 
+@intrinsic
+def larger(typing_context, a, b):
+    """Of two float32, or a NaN where one is. LLVM makes vector code of a maximum written so, and of no other."""
+
+    def lower(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
+        return builder.call(builder.module.declare_intrinsic("llvm.maximum", [ir.FloatType()], kind), arguments)
+
+    return types.float32(types.float32, types.float32), lower
+
+
 def wide(value):
     raise NotImplementedError("only inside compiled code")
 

@@ -17,17 +17,17 @@ SCALES_AHEAD = 2
 _NIBBLES, _EXPONENTS = 0x000F000F, 0x43004300  # of a pair; 0x4300 + q is 128 + q in bfloat16
 
 
-class _Bfloat16(ir.Type):
+class Bfloat16(ir.Type):
     """LLVM's type, which llvmlite does not name."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat16)
+        return isinstance(other, Bfloat16)
 
     def __hash__(self) -> int:
-        return hash(_Bfloat16)
+        return hash(Bfloat16)
 
 
 def _unpacked(builder, words, j):
@@ -72,7 +72,7 @@ def add_pair_products(
     def lower(context, builder, signature, arguments):
         int32, int64, float32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
         sums_kind, words_kind = ir.VectorType(float32, LANES), ir.VectorType(int32, LANES)
-        pairs_kind = ir.VectorType(_Bfloat16(), 2 * LANES)
+        pairs_kind = ir.VectorType(Bfloat16(), 2 * LANES)
         kind = ir.FunctionType(sums_kind, [sums_kind, pairs_kind, pairs_kind])
         add_products = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
         out_row, a_row, b_row, totals_row, ahead, depth = (arguments[at] for at in (2, 5, 8, 14, 15, 16))

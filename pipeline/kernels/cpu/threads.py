@@ -42,14 +42,17 @@ _options: dict[str, Any] = {
     "nogil": True,
     "cache": True,
 }
+# what kernels of other files are made of
 _SHARED = (
     "compiled_linear.py",
+    "key_products.py",
     "numerics.py",
     "pair_tile.py",
     "prefetch.py",
+    "processor.py",
     "threads.py",
     "tile.py",
-)  # what kernels of other files are made of
+)
 
 
 def _version() -> str:
