@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from llvmlite import binding
 
 from pipeline.kernels.cpu.array_linear import ArrayLinear
 from pipeline.kernels.cpu.compiled_pairs import multiply_pairs, multiply_pairs_int4
 from pipeline.kernels.cpu.narrow import join, narrow_scales, tiles
+from pipeline.kernels.cpu.processor import MULTIPLIES_PAIRS, MULTIPLIES_TILES
 from pipeline.kernels.cpu.threads import WHOLE
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
@@ -85,5 +85,4 @@ def pair_linear(weight: LinearWeight) -> ArrayLinear | None:
 def multiplies_pairs() -> bool:
     """Whether this processor has the instruction, and no units that multiply whole tiles of bfloat16 (AMX): oneDNN
     serves those better."""
-    features = binding.get_host_cpu_features()
-    return bool(features.get("avx512bf16")) and not features.get("amx-bf16")
+    return MULTIPLIES_PAIRS and not MULTIPLIES_TILES

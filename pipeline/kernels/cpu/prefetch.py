@@ -1,11 +1,6 @@
 """Asking for memory before it is needed, where the processor does not foresee it."""
 
-# pyright: reportCallIssue=false
-# It does not see what `intrinsic` makes of a function.
-
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 
 def ask_for(builder, address, near: bool = True) -> None:
@@ -15,15 +10,3 @@ def ask_for(builder, address, near: bool = True) -> None:
     to_read, nearness, data_cache = int32(0), int32(3 if near else 2), int32(1)
     asks = builder.module.declare_intrinsic("llvm.prefetch", [byte_address], kind)
     builder.call(asks, [builder.bitcast(address, byte_address), to_read, nearness, data_cache])
-
-
-@intrinsic
-def prefetch(typing_context, array, index):
-    """Ask for the cache line of one element. The index is not checked."""
-
-    def lower(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        ask_for(builder, builder.gep(data, [arguments[1]]))
-        return context.get_dummy_value()
-
-    return types.void(array, index), lower

@@ -10,3 +10,5 @@ HAS_WIDE_VECTORS = "+avx512f" in _features
 """Vectors of 512 bits, 32 of them. Twice the products an instruction; no slower anywhere that has them."""
 MULTIPLIES_PAIRS = "+avx512bf16" in _features
 """VDPBF16PS, on vectors of 512 bits: see `pair_tile.py`."""
+MULTIPLIES_TILES = "+amx-bf16" in _features
+"""Units for products of whole tiles of bfloat16, which oneDNN uses."""
