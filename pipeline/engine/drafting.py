@@ -5,6 +5,9 @@ StepPlan -> policy: who? -> proposer: offer -> policy: how many -> room -> propo
 
 Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
 (`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed (flight.py).
+
+Where the policy wants to know what drafts would be worth, some sequences' offers are kept when a step has landed, and
+compared with the tokens that come (propose/shadow.py).
 """
 
 import time
@@ -20,8 +23,10 @@ from pipeline.engine.drawn import Chooser
 from pipeline.engine.flight import Flight, LateTokens
 from pipeline.engine.params import EngineStats
 from pipeline.engine.penalties import LateIds
+from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome
 from pipeline.engine.propose.proposer import Drafts, Proposer
+from pipeline.engine.propose.shadow import ShadowOffers
 from pipeline.engine.rejection import DraftLaw
 from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.scheduler import Scheduler
@@ -29,24 +34,28 @@ from pipeline.engine.step import StepPlan, runs
 from pipeline.engine.verify import Checked, Verified, check_on_device, verify
 from pipeline.kernels.transfer import on_device
 
+MOST_SHADOWED = 8  # sequences whose offers are kept: looking up takes some microseconds for each
+
 
 @dataclass(frozen=True)
 class Noted:
-    """What is known of a step before it is computed. S: its sequences that get a token."""
+    """What is known of a step before it is computed. S: its sequences that get a token. who_us: what it took to decide
+    who drafts."""
 
     facts: StepFacts
     drafted_S: np.ndarray
+    who_us: int
     proposer: Proposer | None = None
     drafts: Drafts | None = None
     moments: tuple["_Moment", ...] = ()  # before the offer, behind it, behind the drafts
 
     @property
     def proposing_us(self) -> tuple[int, int]:
-        """Of the offer and of the drafts, once the step has been computed."""
+        """Of the offer, with deciding who makes it, and of the drafts, once the step has been computed."""
         if not self.moments:
             return 0, 0
         begun, offered, drafted = self.moments
-        return begun.us_until(offered), offered.us_until(drafted)
+        return self.who_us + begun.us_until(offered), offered.us_until(drafted)
 
 
 class _Moment:
@@ -71,7 +80,7 @@ class Drafting:
     def __init__(self, proposers: Sequence[Proposer], policy: DraftPolicy, scheduler: Scheduler) -> None:
         assert proposers, "somebody has to draft"
         self.proposers, self.policy, self._scheduler = tuple(proposers), policy, scheduler
-        self._room = DraftRoom(scheduler)
+        self._room, self._shadows = DraftRoom(scheduler), ShadowOffers(scheduler.table)
         self._noted: Noted | None = None
 
     def admitted(self, slot: int) -> None:
@@ -79,6 +88,7 @@ class Drafting:
             proposer.admitted(slot)
 
     def left(self, slot: int, finished: bool) -> None:
+        self._shadows.left(slot, finished)
         for proposer in self.proposers:
             proposer.left(slot, finished)
 
@@ -92,9 +102,11 @@ class Drafting:
         if self.policy.passes(len(sampling)):
             self._noted = None
             return None
+        begun_ns = time.perf_counter_ns()
         facts = self._facts(plan, plan.slot_S[sampling])
-        self._noted = Noted(facts, np.zeros(len(sampling), dtype=np.int64))
         number = self.policy.proposer(facts) if len(sampling) else None
+        who_us = (time.perf_counter_ns() - begun_ns) // 1000
+        self._noted = Noted(facts, np.zeros(len(sampling), dtype=np.int64), who_us)
         return None if number is None else self.proposers[number]
 
     def follows(self, proposer: Proposer, flight: Flight, noted: Noted | None) -> bool:
@@ -108,7 +120,8 @@ class Drafting:
         """The tokens in flight became known after `who` was asked, and the plan was followed up."""
         if self._noted is not None:
             slot_S = plan.slot_S[plan.samples_S]
-            self._noted = Noted(self._facts(plan, slot_S), np.zeros(len(slot_S), dtype=np.int64))
+            facts, nothing_S = self._facts(plan, slot_S), np.zeros(len(slot_S), dtype=np.int64)
+            self._noted = Noted(facts, nothing_S, self._noted.who_us)
 
     def extend(self, plan: StepPlan, proposer: Proposer, flight: Flight | None, most_queries: int | None) -> StepPlan:
         """`plan` with drafts of the proposer that `who` gave, or as it is. flight: what the proposer `follows`; None:
@@ -127,11 +140,13 @@ class Drafting:
         count_S = np.maximum(np.minimum(self.policy.choose(facts, offer), offer.count_S), 0)
         if count_S.any():
             count_S = self._room.grant(plan, facts.slot_S, count_S)
+        if self._shadows.is_empty and self.policy.shadows_rest():
+            self._shadow_rest(offer, count_S)
         offered, drafts = _Moment(is_ahead), None
         if count_S.any():
             drafts = proposer.draft(offer, count_S)
             plan = self._room.place(plan, sampling, drafts.token_id_SK, count_S)
-        self._noted = Noted(facts, count_S, proposer, drafts, (begun, offered, _Moment(is_ahead)))
+        self._noted = Noted(facts, count_S, self._noted.who_us, proposer, drafts, (begun, offered, _Moment(is_ahead)))
         return plan
 
     def late(self, plan: StepPlan, late: LateTokens | None) -> LateTokens | None:
@@ -206,10 +221,35 @@ class Drafting:
             record_drafts(stats, drafted_S, accepted_S)
             noted.proposer.settled(noted.facts.slot_S[drafted], accepted_S[drafted], drafted_S[drafted])
         offer_us, draft_us = noted.proposing_us
-        alone_us = max(step_us - offer_us - draft_us, 0)
+        alone_us = max(step_us - draft_us - (offer_us or noted.who_us), 0)
         self.policy.observe(
             StepOutcome(noted.facts, num_generated, alone_us, offer_us, draft_us, drafted_S, accepted_S)
         )
+        self._shadow(noted.facts)
+
+    def _shadow_rest(self, offer: Offer, count_S: np.ndarray) -> None:
+        """Keep what was offered to sequences that draft nothing."""
+        rest = np.flatnonzero((count_S == 0) & (offer.count_S > 0))[:MOST_SHADOWED]
+        if len(rest):
+            parts = offer.slot_S, offer.count_S, offer.match_len_S, offer.token_id_SK
+            self._shadows.keep(Offer(*(part[rest] for part in parts)), 0, is_rest=True)
+
+    def _shadow(self, facts: StepFacts) -> None:
+        """Tell what became of the offers that were kept, and keep others. All known tokens are in the table now, also
+        where the next step has been launched already."""
+        foretold = self._shadows.foretold()
+        if foretold is not None:
+            self.policy.foretold(foretold)
+        number = self.policy.shadows(facts) if self._shadows.is_empty else None
+        if number is None:
+            return
+        begun_ns = time.perf_counter_ns()
+        # By slot: the same sequences again and again, so that their texts are indexed like those of ones that draft.
+        slot_S = np.sort(facts.slot_S[np.isin(facts.slot_S, self._scheduler.running)])[:MOST_SHADOWED]
+        if len(slot_S):
+            offer = self.proposers[number].offer(slot_S)
+            offer = replace(offer, count_S=np.minimum(offer.count_S, np.maximum(self._room.most(slot_S), 0)))
+            self._shadows.keep(offer, (time.perf_counter_ns() - begun_ns) // 1000)
 
     def _facts(self, plan: StepPlan, slot_S: np.ndarray) -> StepFacts:
         scheduler, num_tokens = self._scheduler, plan.num_tokens

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from pipeline.engine.propose.offer import Offer
+from pipeline.engine.propose.shadow import Foretold
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,20 @@ class DraftPolicy(Protocol):
         """What became of a step, with or without drafts. Steps that were undone are not told."""
         ...
 
+    def shadows(self, facts: StepFacts) -> int | None:
+        """Asked after `observe`: the number of the proposer whose offer is to be compared with the tokens that come,
+        without drafts; None: nobody's. It must have tokens on offer (see `Offer`)."""
+        ...
+
+    def shadows_rest(self) -> bool:
+        """Asked after `choose`: whether the offers of sequences that draft nothing are to be compared in the same
+        way."""
+        ...
+
+    def foretold(self, foretold: Foretold) -> None:
+        """What became of the last offer that was compared; none is asked for before that."""
+        ...
+
     def counters(self) -> dict[str, int]:
         """What it counted for reports, by name; sums over engines mean the same."""
         ...
@@ -90,6 +105,15 @@ class FixedDrafts:
         return np.minimum(offer.count_S, self.max_draft_tokens)
 
     def observe(self, outcome: StepOutcome) -> None:
+        pass
+
+    def shadows(self, facts: StepFacts) -> int | None:
+        return None
+
+    def shadows_rest(self) -> bool:
+        return False
+
+    def foretold(self, foretold: Foretold) -> None:
         pass
 
     def counters(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW = 120  # observations of a class and position after which older ones count less than 1/e
+AT_ONCE = 32  # observations that are taken in together at most, those of one step apart
 HALF_LIFE_STEPS = 1000  # steps after which what was seen counts half, seen again or not
 CLASS_WEIGHT = 4.0  # observations that the class's mean counts as at each position
 PRIOR_WEIGHT = 4.0  # observations that the prior counts as in the class's mean
@@ -69,6 +70,8 @@ class Acceptance:
         shape = (self.num_classes, max_draft_tokens)
         self._prior_C1 = np.array([[prior.accepted[b]] for _, prior, b in buckets])
         self._weight_CK, self._accepted_CK = np.zeros(shape), np.zeros(shape)
+        self._unseen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # what `observe` was told and is not in yet
+        self._num_unseen = 0
 
     def class_of(self, proposer: int, match_length_S: np.ndarray) -> np.ndarray:
         """Classes (S,) of candidates of one proposer with these match lengths (0 where it knows none)."""
@@ -86,7 +89,29 @@ class Acceptance:
         return np.minimum(np.maximum(upper_CK, self._prior_C1 if is_stale else 0.0), HIGHEST)
 
     def observe(self, class_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
-        """Of `drafted_S` drafts of each sequence the first `accepted_S` were accepted."""
+        """Of `drafted_S` drafts of each sequence the first `accepted_S` were accepted. Those of some
+        steps are taken in at once where there are few sequences: a sum over one costs as much as over thirty."""
+        self._unseen.append((class_S, drafted_S, accepted_S))
+        self._num_unseen += len(class_S)
+        if self._num_unseen >= AT_ONCE:
+            self._take_in()
+
+    def forget(self, num_steps: int, but: int | None = None) -> None:
+        """So many steps passed since the last call: what was seen before counts less. but: a proposer of which enough
+        is seen meanwhile."""
+        self._take_in()
+        kept_C1 = np.where(self.proposer_C == but, 1.0, math.exp2(-num_steps / HALF_LIFE_STEPS))[:, None]
+        self._weight_CK *= kept_C1
+        self._accepted_CK *= kept_C1
+
+    # -- parts
+
+    def _take_in(self) -> None:
+        if not self._unseen:
+            return
+        class_S, drafted_S, accepted_S = (np.concatenate(parts) for parts in zip(*self._unseen))
+        self._unseen.clear()
+        self._num_unseen = 0
         assert (accepted_S <= drafted_S).all(), "more accepted than drafted"
         # Both at once: classes of what was verified, then classes of what was accepted.
         depth_2S = np.concatenate((np.minimum(drafted_S, accepted_S + 1), accepted_S))
@@ -97,16 +122,9 @@ class Acceptance:
         self._weight_CK = self._weight_CK * kept_CK + verified_CK
         self._accepted_CK = self._accepted_CK * kept_CK + accepted_CK
 
-    def forget(self, num_steps: int) -> None:
-        """So many steps passed since the last call: what was seen before counts less."""
-        kept = math.exp2(-num_steps / HALF_LIFE_STEPS)
-        self._weight_CK *= kept
-        self._accepted_CK *= kept
-
-    # -- parts
-
     def _mean(self) -> tuple[np.ndarray, np.ndarray]:
         """Estimates and the weight of what was seen, both (C, K)."""
+        self._take_in()
         class_weight_C1 = self._weight_CK.sum(axis=1, keepdims=True) + PRIOR_WEIGHT
         class_C1 = (self._accepted_CK.sum(axis=1, keepdims=True) + PRIOR_WEIGHT * self._prior_C1) / class_weight_C1
         weight_CK = self._weight_CK + CLASS_WEIGHT

@@ -5,10 +5,11 @@ few plain steps' time and earns a small share of all time. Every step that draft
 against the plain steps that would have given the same tokens. Drafts are only made while the account can pay for all of
 them being rejected. What is gained is kept up to a cap, so that a good hour does not pay for a bad one.
 
-    loss against plain <= GRANT_STEPS plain steps + EARNED_SHARE of the time
+    loss against plain <= GRANT_STEPS plain steps (or LEAST_GRANT_S) + EARNED_SHARE of the time
 """
 
-GRANT_STEPS = 2.0  # plain steps' time at the start
+GRANT_STEPS = 2.0  # plain steps' time at the start,
+LEAST_GRANT_S = 10e-3  # and at least this: of a small model two steps would not pay for a single try with drafts
 EARNED_SHARE = 0.003  # of all time
 CAP_STEPS = 20.0  # plain steps' time that the account holds at most
 RISKED_SHARE = 0.5  # of the account that one step may lose
@@ -18,19 +19,24 @@ class LossBudget:
     """The account. Times in seconds."""
 
     def __init__(self) -> None:
-        self.balance_s = 0.0
+        self.balance_s = self._granted_s = 0.0
         self.is_open = False
 
     def open(self, plain_s: float) -> None:
         """Grant the first balance, once a plain step's time is known."""
         assert not self.is_open, "one grant"
         self.is_open = True
-        self.balance_s = GRANT_STEPS * plain_s
+        self.balance_s = self._granted_s = max(GRANT_STEPS * plain_s, LEAST_GRANT_S)
 
     @property
     def affordable_s(self) -> float:
         """What one step may lose at most."""
         return max(RISKED_SHARE * self.balance_s, 0.0)
+
+    @property
+    def has_earned(self) -> bool:
+        """Whether what was granted is left whatever a step loses."""
+        return (1.0 - RISKED_SHARE) * self.balance_s > self._granted_s
 
     def settle(self, elapsed_s: float, gained_s: float, plain_s: float) -> None:
         """A step took `elapsed_s` and gained or (below 0) lost so much; `plain_s` is a plain step's time at present."""

@@ -1,11 +1,13 @@
 """The controller as the engine's draft policy. No torch."""
 
+import time
 from collections import deque
 
 import numpy as np
 
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import StepFacts, StepOutcome
+from pipeline.engine.propose.shadow import Foretold
 from pipeline.engine.speculation.controller import Controller
 from pipeline.engine.speculation.messages import Batch, Candidates, Decided, Outcome
 
@@ -20,13 +22,16 @@ class ControlledDrafts:
         self._facts: StepFacts | None = None
         self._batch_of_facts = Batch(0, 0, 0)
         self._decided: deque[tuple[StepFacts, Decided]] = deque(maxlen=STEPS_AT_ONCE)
+        self._host_ns = 0  # of what is decided and told, since the last outcome
 
     def passes(self, num_sequences: int) -> bool:
         return self.controller.passes(num_sequences)
 
     def proposer(self, facts: StepFacts) -> int | None:
+        begun_ns = time.perf_counter_ns()
         number = self.controller.wants_candidates(self._batch(facts))
         self._decided.append((facts, self.controller.decided))
+        self._host_ns += time.perf_counter_ns() - begun_ns
         return number
 
     def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
@@ -35,6 +40,8 @@ class ControlledDrafts:
         return choice.length_S
 
     def observe(self, outcome: StepOutcome) -> None:
+        begun_ns = time.perf_counter_ns()
+        host_s, self._host_ns = self._host_ns / 1e9, 0
         drafted = bool(outcome.drafted_S.any())
         decided = next((each for facts, each in reversed(self._decided) if facts is outcome.facts), Decided())
         self.controller.observe(
@@ -46,9 +53,26 @@ class ControlledDrafts:
                 outcome.accepted_S if drafted else None,
                 propose_s=(outcome.offer_us + outcome.draft_us) / 1e6,
                 lookup_s=outcome.offer_us / 1e6,
+                host_s=host_s,
             ),
             decided,
         )
+        self._host_ns += time.perf_counter_ns() - begun_ns
+
+    def shadows(self, facts: StepFacts) -> int | None:
+        begun_ns = time.perf_counter_ns()
+        number = self.controller.shadows(self._batch(facts))
+        self._host_ns += time.perf_counter_ns() - begun_ns
+        return number
+
+    def shadows_rest(self) -> bool:
+        return self.controller.shadows_rest()
+
+    def foretold(self, foretold: Foretold) -> None:
+        begun_ns = time.perf_counter_ns()
+        candidates = Candidates(foretold.count_S, foretold.match_len_S)
+        self.controller.foretold(candidates, foretold.decided_S, foretold.agreed_S, foretold.is_rest)
+        self._host_ns += 1000 * foretold.offer_us + time.perf_counter_ns() - begun_ns
 
     def counters(self) -> dict[str, int]:
         return self.controller.counts.flat()

@@ -1,16 +1,14 @@
 """The controller of speculative decoding: in each step, whether to draft, who, and how much. No torch.
 
     wants_candidates -> (a proposer is asked) -> choose -> (the step is computed) -> observe
+    shadows -> (a proposer is asked) -> (steps without drafts) -> foretold
 
 On or off: it goes on when the expected gain in tokens per second, drafting and all, is over `MIN_GAIN`, and off when it
-falls below `KEEP_GAIN`. While off nobody is asked for candidates; what share of the sequences had how many is
-remembered, so a batch that shrinks in a job's tail switches it on without a trial. Probes are single drafted steps of a
-proposer that is not the one at work, made where what is not known could still make it pay. `LossBudget` bounds what all
-of it can lose.
-
-What a token is worth: as long as rows wait, each token of any sequence brings the end nearer by as much. Later the end
-comes with the slowest sequence: then the gain is that of the time in which all sequences get as far as in one plain
-step, those that are there ever fewer (as if all had as much left, see rates.py).
+falls below `KEEP_GAIN`. What share of the sequences had how many candidates is remembered, so a batch that shrinks in a
+job's tail switches it on without a trial. While off it learns in two ways. A proposer that only looks up is asked in
+some steps, and what it offers is compared with the tokens that come anyway (a shadow); that feeds the same estimates as
+drafts do. Probes are single drafted steps of a proposer that is not the one at work, made where what is not known could
+still make it pay. `LossBudget` bounds what drafts can lose, `Attention` what looking on takes.
 
 While prompts are computed or wait for room in a step, drafts would take their place; then it is off unless tokens cost
 next to nothing there.
@@ -21,39 +19,39 @@ come now and then, to see what they cost beside drafted ones; after each the pro
 S: sequences that decode, P: proposers, C: classes (`Acceptance`), K: draft positions.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from pipeline.engine.speculation.acceptance import Acceptance, ProposerPrior, count_deep
+from pipeline.engine.speculation.attention import Attention
 from pipeline.engine.speculation.budget import LossBudget
-from pipeline.engine.speculation.choice import Split, Values, best_split, deal
+from pipeline.engine.speculation.choice import Split, Values, deal
 from pipeline.engine.speculation.cost import StepCost
+from pipeline.engine.speculation.gains import Gains
 from pipeline.engine.speculation.lately import Lately
 from pipeline.engine.speculation.messages import Batch, Candidates, Choice, Decided, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
-from pipeline.engine.speculation.rates import Rates
 from pipeline.engine.speculation.record import SpeculationCounts, bucket_of
 
 MIN_GAIN = 0.05  # expected gain that switches it on
 KEEP_GAIN = 0.02  # and below which it goes off
 FIRST_PLAIN_STEPS = 2  # at the start: how start-up's table deviates from the work shows in them
 GAIN_STEPS = 16  # steps over which the gain is averaged while on
-OBSERVED_STEPS = 8  # while off, one step in so many is looked at: small models take little longer for theirs
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
 MAX_LOOK_STEPS = 128  # that finds nothing, up to this
+SHADOWS_A_LOOK = 4  # offers that were compared until it is seen whether to go on now
+REST_STEPS = 8  # while on, in one step of so many offers that nobody drafts are compared too
 PROBE_TRIES = 4  # steps in a row in which a probe asks for candidates before it gives up for now
 FIRST_CHECK_STEPS = 4  # drafted steps in a row before a plain one shows what plain steps cost beside them, doubled
 CHECK_STEPS = 96  # by each, up to this
 STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
 DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
-REFRESH_STEPS = 4  # drafted steps after which what drafts are worth is reckoned anew
+REFRESH_STEPS = 4  # drafted steps after which what drafts are worth is reckoned anew,
+REFRESH_SEEN = 8  # where so many sequences' drafts were seen in them
 FREE_ELASTICITY = 0.2  # below it tokens cost next to nothing
 TIME_TRUST = 1.25  # a step's time counts for the budget at most by this factor above or below what is expected
-MAX_CURVES = 64  # cost curves kept
-CONTEXT_STEPS = 8  # curves of contexts nearer than 1/8 of a power of two are one
 
 
 class Controller:
@@ -67,6 +65,7 @@ class Controller:
         self.cost, self.proposing, self.max_drafts = cost, tuple(proposing), max_drafts
         self.acceptance = Acceptance(proposers, max_drafts)
         self.budget = LossBudget()
+        self.gains = Gains(cost, self.proposing, self.budget, max_drafts)
         self.is_on = False  # what is believed at the start decides in the first step
         self._counts = SpeculationCounts()
         self._lately = [self._before_any(p) for p in range(len(proposers))]
@@ -75,7 +74,6 @@ class Controller:
         self._asked_before: int | None = None  # and in the last one that was observed
         self._no_choice = np.zeros(0, dtype=np.int64)
         self._choice: Choice | None = None
-        self._rates = Rates()
         self._passed = 0  # steps since the last one that was observed
         self._worth = 0.0  # seconds of plain steps that one token of the chosen step is worth
         self._probing = False
@@ -84,6 +82,12 @@ class Controller:
         self._look_at = 0  # step of the next look while off
         self._look_steps = LOOK_STEPS
         self._most_sequences = 0  # since that look
+        self._attention, self._pause = Attention(), 0
+        self._observe_at = 0  # step of which it is to be told while off
+        looks_up = [p for p, each in enumerate(proposing) if not each.has_passes]
+        self._shadowed = looks_up[0] if looks_up else None  # the proposer whose offers are compared,
+        self._num_shadows = 0  # and how often they were since there was a look at it
+        self._rest_at = 0  # step from which on those are compared that nobody drafts, while on
         self._tries = 0
         self._trying: int | None = None  # the proposer that is probed while another is at work
         self._steps_since_plain = 0
@@ -91,9 +95,7 @@ class Controller:
         self._is_time_to_compare = False
         self._value_s = self._spent_s = 0.0  # running means while on: plain time of what is expected, and its own time
         self._values = Values(self.acceptance.probability())
-        self._observed = 0  # drafted steps since
-        self._curves: dict[tuple[int, int, int, int], np.ndarray] = {}
-        self._curves_version = -1
+        self._observed = self._seen = 0  # drafted steps and sequences in them since
 
     @property
     def counts(self) -> SpeculationCounts:
@@ -105,7 +107,7 @@ class Controller:
     def passes(self, num_sequences: int) -> bool:
         """Whether a step of so many sequences is a plain one that need not be told of: then nothing else is called."""
         number = self._num_steps + 1
-        is_dull = not self.is_on and self.budget.is_open and number < self._look_at and number % OBSERVED_STEPS != 0
+        is_dull = not self.is_on and self.budget.is_open and number < min(self._observe_at, self._look_at)
         if not is_dull or num_sequences == 0 or self._has_shrunk(num_sequences):
             return False
         b = bucket_of(num_sequences)
@@ -128,8 +130,8 @@ class Controller:
         class_S = self.acceptance.class_of(self._asked, candidates.match_length_S)
         deep_CK = count_deep(class_S, available_S, self.acceptance.num_classes, self.max_drafts)
         self._lately[self._asked].remember(deep_CK, num)
-        split = self._split(batch, self._asked, deep_CK, values, lookup_s)
-        self._worth = self._worth_s(batch, split) / split.expected_tokens
+        split = self.gains.split(batch, self._asked, deep_CK, values, lookup_s)
+        self._worth = self.gains.worth_s(batch, split) / split.expected_tokens
         if self._probing:
             self._after_try(split.num_drafts > 0)
         elif not self._keeps_on(split, lookup_s):
@@ -166,9 +168,10 @@ class Controller:
             assert outcome.accepted_S is not None, "drafts without a verdict"
             self.acceptance.observe(choice.class_S, drafted_S, outcome.accepted_S)
             self._observed += 1
-            self._lately[choice.proposer].drafted_at = self._num_steps
+            self._seen += num
+            self._lately[choice.proposer].seen_at = self._num_steps
             if batch.slot_S is not None and num > 1:  # of one alone nothing is compared
-                self._rates.add(batch.slot_S, 1.0 + outcome.accepted_S)
+                self.gains.rates.add(batch.slot_S, 1.0 + outcome.accepted_S)
             num_accepted = int(outcome.accepted_S.sum())
         asked = None if choice is None else choice.proposer
         if asked is not None:
@@ -177,19 +180,54 @@ class Controller:
         self._asked_before = asked
         self._settle(batch, outcome, decided, num_drafts, num_accepted)
 
+    def shadows(self, batch: Batch) -> int | None:
+        """After `observe`, of the same batch: the number of the proposer whose offer is to be kept and compared with
+        the tokens that come."""
+        is_empty = batch.num_sequences == 0 or batch.room <= 0
+        if self._shadowed is None or self.is_on or not self.budget.is_open or is_empty:
+            return None
+        could_pay = self._is_allowed(batch) and self.gains.at_best(batch, self._shadowed) > MIN_GAIN
+        return self._shadowed if could_pay else None
+
+    def shadows_rest(self) -> bool:
+        """After `choose`: whether what is known of sequences that draft nothing is to be learnt from their offers. Else
+        a class of candidates that had no luck at first would never be drafted again, and never be seen."""
+        if self._asked != self._shadowed or not self.is_on or self._num_steps < self._rest_at:
+            return False
+        self._rest_at = self._num_steps + REST_STEPS
+        return True
+
+    def foretold(self, candidates: Candidates, decided_S: np.ndarray, agreed_S: np.ndarray, is_rest: bool) -> None:
+        """Of what the last of these had to offer decided_S tokens were compared, and the first agreed_S came. is_rest:
+        they are of sequences that drafted nothing, and say nothing of what others have to offer."""
+        assert self._shadowed is not None
+        class_S = self.acceptance.class_of(self._shadowed, candidates.match_length_S)
+        available_S = np.minimum(candidates.available_S, self.max_drafts)
+        decided_S = np.minimum(decided_S, self.max_drafts)
+        self.acceptance.observe(class_S, decided_S, np.minimum(agreed_S, decided_S))
+        self._observed += 1
+        self._seen += len(class_S)
+        if is_rest:
+            return
+        deep_CK = count_deep(class_S, available_S, self.acceptance.num_classes, self.max_drafts)
+        lately = self._lately[self._shadowed]
+        lately.remember(deep_CK, len(class_S))
+        lately.seen_at = self._num_steps
+        self._num_shadows += 1
+        if self._num_shadows == SHADOWS_A_LOOK:
+            self._observe_at = self._num_steps
+
     # -- on, off, probe
 
     def _decide(self, batch: Batch) -> bool:
         num = batch.num_sequences
         if num == 0 or batch.room <= 0 or self._num_steps < FIRST_PLAIN_STEPS or not self._is_allowed(batch):
             return False
-        if not self.budget.is_open:
-            self.budget.open(self._plain_s(batch))
         if self.is_on:
             return self._steps_since_plain < self._check_steps and self._goes_on(batch)
-        if self._num_steps < self._look_at and not self._has_shrunk(num):
-            return False
-        return self._look(batch)
+        if self._num_steps >= self._look_at or self._has_shrunk(num):
+            return self._look(batch)
+        return self._num_shadows >= SHADOWS_A_LOOK and self._goes_on_again(batch)
 
     def _has_shrunk(self, num_sequences: int) -> bool:
         """Whether there are a quarter fewer than there were since the last look: one that grows has less use for
@@ -218,34 +256,43 @@ class Controller:
 
     def _compare(self, batch: Batch) -> None:
         """Put the best proposer to work, and try one that may well be better."""
-        gain_P = [self._expected_gain(batch, p, hopeful=False) for p in range(len(self.proposing))]
+        gain_P = [self._expected_gain(batch, p) for p in range(len(self.proposing))]
         best = int(np.argmax(gain_P))
         if gain_P[best] > gain_P[self._at_work] + KEEP_GAIN:
             self._at_work, self._value_s, self._spent_s = best, 0.0, 0.0
-        hope_P = [self._expected_gain(batch, p, hopeful=True) for p in range(len(self.proposing))]
+        hope_P = [self._hoped_gain(batch, p) for p in range(len(self.proposing))]
         hope_P[self._at_work] = 0.0
         promising = int(np.argmax(hope_P))
-        waited = self._num_steps - self._lately[promising].drafted_at
+        waited = self._num_steps - self._lately[promising].seen_at
         if hope_P[promising] > gain_P[self._at_work] + MIN_GAIN and waited > STALE_STEPS:
             self._trying, self._tries = promising, 0
 
     def _look(self, batch: Batch) -> bool:
         """While off: go on, probe, or look again later."""
-        self._forget()
         self._most_sequences = batch.num_sequences
-        for hopeful in (False, True):
-            gain_P = [self._expected_gain(batch, p, hopeful) for p in range(len(self.proposing))]
-            best = int(np.argmax(gain_P))
-            if gain_P[best] > MIN_GAIN:
-                self._asked, self._probing = best, hopeful
-                if not hopeful:
-                    self.is_on, self._at_work, self._look_steps = True, best, LOOK_STEPS
-                return True
+        if self._goes_on_again(batch):
+            return True
+        gain_P = [self._hoped_gain(batch, p) for p in range(len(self.proposing))]
+        best = int(np.argmax(gain_P))
+        if gain_P[best] > MIN_GAIN:
+            self._asked, self._probing = best, True
+            return True
         self._look_later()
         return False
 
+    def _goes_on_again(self, batch: Batch) -> bool:
+        """While off: go on where what is known says so."""
+        self._num_shadows = 0
+        self._forget()
+        gain_P = [self._expected_gain(batch, p) for p in range(len(self.proposing))]
+        best = int(np.argmax(gain_P))
+        if gain_P[best] <= MIN_GAIN:
+            return False
+        self.is_on, self._at_work, self._asked, self._look_steps = True, best, best, LOOK_STEPS
+        return True
+
     def _look_later(self) -> None:
-        self._look_at = self._num_steps + self._look_steps
+        self._look_at = self._num_steps + max(self._look_steps, 2 * self._pause)
         self._look_steps = min(2 * self._look_steps, MAX_LOOK_STEPS)
 
     def _after_try(self, drafted: bool) -> None:
@@ -280,77 +327,39 @@ class Controller:
         self._look_later()
 
     def _forget(self) -> None:
-        """Only while off: while on, what is seen replaces what was seen."""
-        self.acceptance.forget(self._num_steps - self._forgotten_at)
+        """Only while off: while on, what is seen replaces what was seen, and so it does where offers are compared."""
+        is_seen = self._shadowed is not None and self._num_steps - self._lately[self._shadowed].seen_at <= STALE_STEPS
+        self.acceptance.forget(self._num_steps - self._forgotten_at, self._shadowed if is_seen else None)
         self._forgotten_at = self._num_steps
-        self._observed = REFRESH_STEPS
+        self._observed, self._seen = REFRESH_STEPS, REFRESH_SEEN
 
     # -- expectations
 
     def _present_values(self) -> Values:
         """Of the acceptance as it is estimated; reckoned in each step as long as little was seen."""
-        if self._observed >= min(REFRESH_STEPS, 1 + self._num_steps // 16):
-            self._observed = 0
+        least = 1 + self._num_steps // 16
+        if self._observed >= min(REFRESH_STEPS, least) and self._seen >= min(REFRESH_SEEN, least):
+            self._observed = self._seen = 0
             self._values = Values(self.acceptance.probability())
         return self._values
 
     def _hopeful_values(self, proposer: int) -> Values:
-        is_stale = self._num_steps - self._lately[proposer].drafted_at > STALE_STEPS
+        is_stale = self._num_steps - self._lately[proposer].seen_at > STALE_STEPS
         return Values(self.acceptance.upper(DEVIATIONS, is_stale))
 
-    def _expected_gain(self, batch: Batch, proposer: int, hopeful: bool) -> float:
-        """Gain of a proposer over plain steps, as far as the budget allows, with the candidates that it had lately or,
-        hopeful, with those that it could have."""
-        values = self._hopeful_values(proposer) if hopeful else self._present_values()
-        num, lately = batch.num_sequences, self._lately[proposer]
-        lookup_s = self.proposing[proposer].lookup_s(num)
-        share_CK = np.maximum(lately.share_CK, lately.hoped_CK) if hopeful else lately.share_CK
-        present = 1.0 if hopeful else lately.present
-        split = self._split(batch, proposer, share_CK * num, values, lookup_s)
-        if not split.num_drafts:
+    def _expected_gain(self, batch: Batch, proposer: int) -> float:
+        """With the candidates that it had lately."""
+        lately = self._lately[proposer]
+        return self.gains.expected(batch, proposer, lately.share_CK, lately.present, self._present_values())
+
+    def _hoped_gain(self, batch: Batch, proposer: int) -> float:
+        """With the candidates that it could have. Where offers are compared without drafts a probe can wait: what was
+        granted is for the steps in which they say that drafts pay."""
+        if proposer == self._shadowed and not self.is_on and not self.budget.has_earned:
             return 0.0
-        more_s = self._worth_s(batch, split) - split.plain_s
-        spent_s = split.plain_s + present * (split.seconds - split.plain_s) + lookup_s
-        return max((split.plain_s + present * more_s) / spent_s - 1.0, 0.0)
-
-    def _split(self, batch: Batch, proposer: int, deep_CK: np.ndarray, values: Values, lookup_s: float) -> Split:
-        extra_s = self.budget.affordable_s - lookup_s
-        num, curve_s_D = batch.num_sequences, self._curve(batch)
-        return best_split(num, deep_CK, values, curve_s_D, self.proposing[proposer], extra_s, lookup_s)
-
-    def _worth_s(self, batch: Batch, split: Split) -> float:
-        """Seconds of plain steps that a step with this split saves, its own among them."""
-        num = batch.num_sequences
-        mean = split.expected_tokens / num
-        if batch.num_waiting or not split.num_drafts or batch.slot_S is None:
-            return mean * split.plain_s
-        context, drafts = batch.kv_tokens / num, split.num_drafts / num
-        whole_s, first_s, until = 0.0, 0.0, 0.0  # until all are as far as one plain step would get them
-        for rate, left in self._rates.slowing(batch.slot_S, mean):
-            step_s = self.cost.step_s(left, int(context * left), batch.num_prefill, round(drafts * left))
-            first_s = first_s or step_s
-            whole_s += (1.0 / rate - until) * step_s
-            until = 1.0 / rate
-        return split.plain_s / whole_s * first_s
-
-    def _curve(self, batch: Batch) -> np.ndarray:
-        """Seconds by number of drafts, at the present speed. Near contexts share a curve."""
-        num = batch.num_sequences
-        if self._curves_version != self.cost.version or len(self._curves) >= MAX_CURVES:
-            self._curves.clear()
-            self._curves_version = self.cost.version
-        context = max(batch.kv_tokens / num, 1.0)
-        nearest = round(CONTEXT_STEPS * math.log2(context))
-        most = min(num * self.max_drafts, batch.room)
-        key = (num, nearest, batch.num_prefill, most)
-        curve_s_D = self._curves.get(key)
-        if curve_s_D is None:
-            kv_tokens = int(num * 2.0 ** (nearest / CONTEXT_STEPS))
-            curve_s_D = self._curves[key] = self.cost.curve_s(num, kv_tokens, batch.num_prefill, most)
-        return curve_s_D * self.cost.speed
-
-    def _plain_s(self, batch: Batch) -> float:
-        return self.cost.step_s(batch.num_sequences, batch.kv_tokens, batch.num_prefill)
+        lately = self._lately[proposer]
+        share_CK = np.maximum(lately.share_CK, lately.hoped_CK)
+        return self.gains.expected(batch, proposer, share_CK, 1.0, self._hopeful_values(proposer))
 
     def _before_any(self, proposer: int) -> Lately:
         """Before it was asked: everybody has all candidates, of its idle or else its middle bucket."""
@@ -364,7 +373,7 @@ class Controller:
 
     def _settle(self, batch: Batch, outcome: Outcome, decided: Decided, num_drafts: int, num_accepted: int) -> None:
         num, counts, b = batch.num_sequences, self._counts, bucket_of(batch.num_sequences)
-        plain_s = self._plain_s(batch)
+        plain_s = self.cost.step_s(num, batch.kv_tokens)  # prompts apart: where they are computed nobody drafts
         if not self.budget.is_open:
             self.budget.open(plain_s)
         propose_s = outcome.propose_s
@@ -397,3 +406,6 @@ class Controller:
         elapsed_s = outcome.step_s * (1 + self._passed) + propose_s  # those that passed took as long, about
         self._passed = 0
         self.budget.settle(elapsed_s, gained_s, plain_s)
+        if not self.is_on:
+            self._pause = self._attention.pause(elapsed_s, outcome.host_s, plain_s)
+            self._observe_at = self._num_steps + self._pause

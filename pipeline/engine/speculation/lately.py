@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SHARE_STEPS = 32  # steps over which the shares of candidates are remembered
+SHARE_STEPS = 16  # steps over which the shares of candidates are remembered
 
 
 @dataclass
 class Lately:
-    """How many candidates a proposer had lately, and when its drafts were last computed."""
+    """How many candidates a proposer had lately, and when its drafts or offers were last compared with tokens."""
 
     hoped_CK: np.ndarray  # shares as they could be at best
     share_CK: np.ndarray  # of the sequences in such a step: those in class c with a candidate at k
     present: float = 1.0  # share of the steps in which anybody had a candidate
     num_seen: int = 0
     num_present: int = 0
-    drafted_at: int = 0
+    seen_at: int = 0
 
     def remember(self, deep_CK: np.ndarray, num_sequences: int) -> None:
         is_present = bool(deep_CK.any())

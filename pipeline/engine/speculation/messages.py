@@ -50,7 +50,8 @@ class Choice:
 class Outcome:
     """What became of a step. `num_generated`: tokens appended to decoding sequences (accepted ones behind a stop are
     not). propose_s: seconds that the proposer took, 0 when none was asked, lookup_s those of them before anything was
-    chosen. drafted_S may be less than was chosen."""
+    chosen. drafted_S may be less than was chosen. host_s: seconds that the controller and shadows took since the last
+    outcome."""
 
     step_s: float
     num_generated: int
@@ -58,6 +59,7 @@ class Outcome:
     accepted_S: np.ndarray | None = None
     propose_s: float = 0.0
     lookup_s: float = 0.0
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True)

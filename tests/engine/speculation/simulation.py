@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.engine.drafting import MOST_SHADOWED
 from pipeline.engine.propose.draft_model import RECENT_TOKENS
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.controller import Controller
@@ -20,6 +21,7 @@ MAX_DRAFTS = 8
 FIXED = (1, 2, 3, 4, 6, 8)
 PROMPT = 300
 LARGEST_BATCH = 256
+HOST_S = 100e-6  # that the controller says a step took which it looks at while off; the run is not charged for it
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,27 @@ def job(batch: int, num_steps: int, has_tail: bool, seed: int = 0) -> np.ndarray
     return lengths.astype(np.int64)
 
 
+class Shadow:
+    """What rows would have been offered, until the tokens have come; see `Foretold`."""
+
+    def __init__(self, row_S: np.ndarray, progress_S: np.ndarray, count_S: np.ndarray, accepts_SK: np.ndarray, rng):
+        self.row_S, self.known_S, self.count_S = row_S, progress_S, count_S
+        self.match_S = np.where(accepts_SK[:, 0] > 0.5, 7, 3)
+        self.agreed_S = (rng.random(accepts_SK.shape) < accepts_SK).cumprod(axis=1).sum(axis=1)
+
+    def tell(self, controller: Controller, progress_R: np.ndarray, length_R: np.ndarray, is_rest: bool) -> bool:
+        """Whether all tokens have come, and then tell the controller of them."""
+        come_S = progress_R[self.row_S] - self.known_S
+        has_ended_S = progress_R[self.row_S] >= length_R[self.row_S]
+        if not (has_ended_S | (come_S >= self.count_S)).all():
+            return False
+        decided_S = np.minimum(come_S, self.count_S)
+        controller.foretold(
+            Candidates(self.count_S, self.match_S), decided_S, np.minimum(self.agreed_S, decided_S), is_rest
+        )
+        return True
+
+
 def simulate(
     machine: Machine,
     text: Text,
@@ -88,7 +111,9 @@ def simulate(
 
     The controller sees noisy times; the run is charged the true ones, those of its own proposing too.
     """
-    rng = np.random.default_rng(seed)
+    rng, shadow_rng = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+    shadow: tuple[Shadow, bool] | None = None
+    shadow_s = 0.0
     waiting = list(range(len(length_R)))[::-1]
     row_S = np.zeros(0, dtype=np.int64)
     progress_R = np.zeros(len(length_R), dtype=np.int64)
@@ -117,6 +142,10 @@ def simulate(
                 match_S = np.where(progress_R[row_S] - grounds_at_R[row_S] <= RECENT_TOKENS, grounds_R[row_S], 0)
             if isinstance(policy, Controller):
                 drafted_S = policy.choose(batch, Candidates(available_S, match_S)).length_S
+                if shadow is None and policy.shadows_rest():
+                    rest = np.flatnonzero((drafted_S == 0) & (available_S > 0))[:MOST_SHADOWED]
+                    parts = (part[rest] for part in (row_S, progress_R[row_S], available_S, accepts_SK))
+                    shadow = (Shadow(*parts, shadow_rng), True) if len(rest) else None
             else:
                 drafted_S = np.minimum(available_S, policy)
             assert (drafted_S <= available_S).all()
@@ -141,8 +170,20 @@ def simulate(
             if num_drafts:
                 policy.observe(batch, Outcome(observed_s, generated, drafted_S, accepted_S, proposed_s))
             else:
-                policy.observe(batch, Outcome(observed_s, generated, propose_s=proposed_s))
+                policy.observe(batch, Outcome(observed_s, generated, propose_s=proposed_s, host_s=HOST_S + shadow_s))
+                shadow_s = 0.0
         row_S = row_S[progress_R[row_S] < length_R[row_S]]
+        if isinstance(policy, Controller) and not passes:
+            if shadow is not None and shadow[0].tell(policy, progress_R, length_R, shadow[1]):
+                shadow = None
+            if shadow is None and policy.shadows(batch) is not None:
+                asked_S = np.sort(row_S)[:MOST_SHADOWED]
+                shadow_s = machine.lookup_s(len(asked_S))
+                seconds += shadow_s
+                accepts_SK = text.accepts(Situation(asked_S, progress_R[asked_S], drafted_before), MAX_DRAFTS)
+                most_S = np.minimum(length_R[asked_S] - progress_R[asked_S] - 1, MAX_DRAFTS)
+                count_S = np.where(shadow_rng.random(len(asked_S)) < text.available, most_S, 0)
+                shadow = Shadow(asked_S, progress_R[asked_S], count_S, accepts_SK, shadow_rng), False
     assert (progress_R == length_R).all()
     return Run(seconds, int(length_R.sum()), steps, drafted_steps)
 

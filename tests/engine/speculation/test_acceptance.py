@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM, Acceptance
+from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM, WINDOW, Acceptance
 
 K = 4
 
@@ -58,6 +58,31 @@ def test_what_was_not_seen_for_long_is_forgotten() -> None:
     assert acceptance.probability()[0, 0] < 0.15
     acceptance.forget(20_000)
     assert acceptance.probability()[0, 0] == pytest.approx(0.65, abs=0.02)
+
+
+def test_of_what_is_seen_all_the_time_nothing_is_forgotten() -> None:
+    acceptance = Acceptance([NGRAM, DRAFT_MODEL], K)
+    feed(acceptance, [0.05] * K, 300)
+    feed(acceptance, [0.05] * K, 300, class_index=4)
+    before = acceptance.probability()
+    acceptance.forget(20_000, but=0)
+    after = acceptance.probability()
+    assert after[0] == pytest.approx(before[0])
+    assert after[4, 0] == pytest.approx(0.65, abs=0.02)
+
+
+def test_what_few_sequences_see_is_taken_in_together_and_asked_for_at_any_time() -> None:
+    """One sequence told of in each of many steps against the same told at once, and asked in between."""
+    one, other, rng = Acceptance([NGRAM], K), Acceptance([NGRAM], K), np.random.default_rng(0)
+    for _ in range(20):
+        told = [(rng.integers(0, 4, 1), np.array([K]), rng.integers(0, K + 1, 1)) for _ in range(5)]
+        for each in told:
+            one.observe(*each)
+        other.observe(*(np.concatenate(parts) for parts in zip(*told)))
+        assert one.probability() == pytest.approx(other.probability())
+    for _ in range(1000):
+        one.observe(np.array([3]), np.array([K]), np.array([0]))
+    assert one._weight_CK[3, 0] < 1.2 * WINDOW, "as many as one window, whoever never asks"
 
 
 def test_hope_shrinks_with_what_is_seen() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.speculation.budget import CAP_STEPS, EARNED_SHARE, GRANT_STEPS, LossBudget
+from pipeline.engine.speculation.budget import CAP_STEPS, EARNED_SHARE, GRANT_STEPS, LEAST_GRANT_S, LossBudget
 from pipeline.engine.speculation.record import NUM_BUCKETS, SpeculationCounts, bucket_of
 
 
@@ -20,6 +20,12 @@ def test_no_luck_can_lose_more_than_the_grant_and_the_share() -> None:
     assert lost > 0.9 * (GRANT_STEPS + EARNED_SHARE * elapsed)
 
 
+def test_where_steps_are_short_a_try_is_granted_all_the_same() -> None:
+    budget = LossBudget()
+    budget.open(1e-4)
+    assert budget.balance_s == LEAST_GRANT_S > GRANT_STEPS * 1e-4
+
+
 def test_below_zero_nothing_may_be_lost_until_time_has_paid_for_it() -> None:
     budget = LossBudget()
     budget.open(1.0)
@@ -28,6 +34,17 @@ def test_below_zero_nothing_may_be_lost_until_time_has_paid_for_it() -> None:
     for _ in range(round(0.2 / EARNED_SHARE)):
         budget.settle(1.0, 0.0, 1.0)
     assert 0.0 < budget.affordable_s < 0.1
+
+
+def test_what_was_granted_is_kept_back_from_who_may_spend_earnings_alone() -> None:
+    budget = LossBudget()
+    budget.open(1.0)
+    assert not budget.has_earned
+    budget.settle(1.0, 0.9 * GRANT_STEPS, 1.0)
+    assert not budget.has_earned
+    budget.settle(1.0, 0.2 * GRANT_STEPS, 1.0)
+    assert budget.has_earned
+    assert budget.balance_s - budget.affordable_s > GRANT_STEPS
 
 
 def test_a_good_hour_does_not_pay_for_a_bad_one() -> None:

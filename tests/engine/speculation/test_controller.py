@@ -260,11 +260,11 @@ def test_in_a_tail_tokens_of_quick_rows_are_worth_less() -> None:
     rows wait, and not when the slow ones are what is waited for."""
     controller = controller_of((10.0, 0.4))
     for _ in range(40):
-        controller._rates.add(np.arange(4), np.array([3.0, 3.0, 1.0, 1.0]))
+        controller.gains.rates.add(np.arange(4), np.array([3.0, 3.0, 1.0, 1.0]))
     split = Split(8, np.zeros(4, dtype=np.int64), 0, 0, expected_tokens=8.0, seconds=0.0148, plain_s=0.0116)
     slot_S = np.arange(4)
-    waiting = controller._worth_s(Batch(4, 400, 10_000, num_waiting=9, slot_S=slot_S), split)
-    tail = controller._worth_s(Batch(4, 400, 10_000, slot_S=slot_S), split)
+    waiting = controller.gains.worth_s(Batch(4, 400, 10_000, num_waiting=9, slot_S=slot_S), split)
+    tail = controller.gains.worth_s(Batch(4, 400, 10_000, slot_S=slot_S), split)
     assert waiting == pytest.approx(2 * 0.0116)
     assert tail < 0.0148 < waiting
 
@@ -273,7 +273,7 @@ def test_the_first_lookup_after_a_pause_says_nothing_of_those_to_come() -> None:
     """It catches up with what became known since, which may take as long as some plain steps; in a row they do not."""
     lookup, batch, num_pauses, asked_before = ProposingCost(10e-6, 0.0), batch_of(1), 0, False
     controller = controller_of(MEMORY_BOUND, proposing=(lookup,))
-    for _ in range(3000):
+    for _ in range(6000):
         if controller.passes(1):
             asked_before = False
             continue
@@ -291,3 +291,135 @@ def test_the_first_lookup_after_a_pause_says_nothing_of_those_to_come() -> None:
         asked_before = True
     assert num_pauses >= 8
     assert lookup.lookup_s(1) == pytest.approx(20e-6)
+
+
+DEAR = (5.0, 10.0)  # a draft has to be accepted more often than is believed at the start
+
+
+def shadowed_steps(controller: Controller, steps: int, agreed: int, match_length: int = 7) -> list[int]:
+    """Steps of one sequence; wherever its offer of K tokens is wanted, `agreed` of them come. Returns the steps after
+    which it was."""
+    batch, asked = batch_of(1), []
+    for n in range(steps):
+        if not controller.passes(1):
+            step(controller, batch, agreed / K, match_length)
+            if controller.shadows(batch) is not None:
+                asked.append(n)
+                controller.foretold(everything(1, match_length), np.array([K]), np.array([agreed]), is_rest=False)
+    return asked
+
+
+def test_offers_that_come_true_switch_it_on_without_a_probe() -> None:
+    lucky, unlucky = controller_of(DEAR), controller_of(DEAR)
+    asked = shadowed_steps(lucky, 400, agreed=K)
+    assert lucky.is_on
+    assert 1 <= len(asked) <= 20
+    assert int(lucky.counts.drafted_steps.sum()) > 300
+    asked = shadowed_steps(unlucky, 400, agreed=0)
+    assert 40 <= len(asked) <= 75
+    assert int(unlucky.counts.drafted_steps.sum()) == 0
+    assert not unlucky.is_on
+
+
+def test_offers_are_compared_where_drafts_could_pay_and_nobody_drafts() -> None:
+    assert len(shadowed_steps(controller_of(COMPUTE_BOUND), 200, agreed=K)) == 0
+    on = controller_of(MEMORY_BOUND)
+    drafts_in(on, batch_of(1), 20)
+    assert on.is_on
+    assert shadowed_steps(on, 50, agreed=K) == []
+    passes = ProposingCost(0.0, 0.0, [1, 64], [1e-3] * 2)
+    assert shadowed_steps(controller_of(DEAR, (DRAFT_MODEL,), (passes,)), 200, agreed=K) == []
+    both = controller_of(DEAR, (DRAFT_MODEL, NGRAM), (passes, NGRAM_COST))
+    both.budget.open(0.01)
+    assert both.shadows(batch_of(1)) == 1
+    assert both.shadows(batch_of(1, num_prefill=60)) is None
+    assert both.shadows(batch_of(0)) is None
+    assert both.shadows(batch_of(1, num_prefill=60, room=0)) is None
+
+
+def test_what_was_foretold_counts_like_drafts() -> None:
+    """In the same estimates; how many had what to offer is remembered, unless they are some of the others."""
+    one, other, rng = controller_of(DEAR), controller_of(DEAR), np.random.default_rng(0)
+    for _ in range(40):
+        available_S, match_S = rng.integers(0, K + 1, 6), rng.integers(0, 9, 6)
+        decided_S = np.minimum(rng.integers(0, K + 1, 6), available_S)
+        agreed_S = np.minimum(rng.integers(0, K + 1, 6), decided_S)
+        one.foretold(Candidates(available_S, match_S), decided_S, agreed_S, is_rest=False)
+        other.acceptance.observe(other.acceptance.class_of(0, match_S), decided_S, agreed_S)
+    assert one.acceptance.probability() == pytest.approx(other.acceptance.probability())
+    assert one.acceptance.probability()[0] != pytest.approx(controller_of(DEAR).acceptance.probability()[0])
+    shares = one._lately[0].share_CK
+    assert 0.5 < shares[:, 0].sum() < 1.0 > shares[:, K - 1].sum()
+    one.foretold(everything(6), np.full(6, K), np.full(6, K), is_rest=True)
+    assert one._lately[0].share_CK is shares
+
+
+def test_a_class_that_had_no_luck_is_drafted_again_when_its_offers_come_true() -> None:
+    controller, batch = controller_of((10.0, 1.0)), batch_of(2)
+    drafts_in(controller, batch, 30)
+    controller.acceptance.observe(np.full(60, 1), np.full(60, K), np.zeros(60, dtype=np.int64))
+    half = Candidates(np.full(2, K), np.array([7, 3]))
+    lengths, asked, wanted = [], 0, 0
+    for _ in range(400):
+        if controller.wants_candidates(batch) is None:
+            controller.observe(batch, Outcome(0.012, 2))
+            continue
+        length_S = controller.choose(batch, half).length_S
+        lengths.append(int(length_S[1]))
+        assert length_S[0] > 0
+        wants_rest = controller.shadows_rest()
+        wanted += wants_rest
+        if wants_rest and length_S[1] == 0:
+            asked += 1
+            controller.foretold(Candidates(half.available_S[1:], half.match_length_S[1:]), *np.full((2, 1), K), True)
+        step_s = controller.cost.step_s(2, batch.kv_tokens, 0, int(length_S.sum()))
+        controller.observe(batch, Outcome(step_s, 2 + int(length_S.sum()), length_S, length_S, 1e-5))
+    assert max(lengths[4:12]) == 0
+    assert lengths[-1] == K
+    assert 5 <= asked <= wanted <= 51
+
+
+def test_what_was_granted_is_not_spent_on_probes_of_who_is_compared() -> None:
+    """Prior beliefs leave hope, and nothing comes to be known; only a rich account pays for a probe."""
+    probes = []
+    for gained_s in (0.0, 0.5):
+        controller = controller_of((8.0, 7.0))
+        controller.budget.open(0.015)
+        controller.budget.settle(0.0, gained_s, 0.015)
+        drafts_in(controller, batch_of(1), 400, accepted_share=0.0)
+        probes.append(int(controller.counts.probe_steps.sum()))
+    assert probes[0] == 0 < probes[1]
+
+
+def test_when_some_offers_have_come_true_it_goes_on_before_the_next_look() -> None:
+    controller, batch = controller_of(DEAR), batch_of(1)
+    drafts_in(controller, batch, 20)
+    controller._look_at = controller._num_steps + 10_000
+    for _ in range(4):
+        assert controller.wants_candidates(batch) is None
+        controller.observe(batch, Outcome(0.015, 1))
+        controller.foretold(everything(1), np.array([K]), np.array([K]), is_rest=False)
+    assert not controller.passes(1)
+    assert controller.wants_candidates(batch) == 0
+    assert controller.is_on
+
+
+def test_prompts_in_the_first_step_do_not_raise_what_is_granted() -> None:
+    controller, batch = controller_of((10.0, 1.0)), batch_of(4, num_prefill=900)
+    controller.observe(batch, Outcome(controller.cost.step_s(4, 400, 900), 4))
+    assert controller.budget.balance_s < 3.1 * controller.cost.step_s(4, 400)
+
+
+def test_a_split_that_the_account_cannot_pay_any_more_is_not_taken_again() -> None:
+    controller, batch = controller_of((10.0, 3.0)), batch_of(4)
+    gains, budget = controller.gains, controller.budget
+    budget.open(0.02)
+    budget.settle(0.0, 0.4, 0.02)
+    deep_CK = np.zeros((4, K), dtype=np.int64)
+    deep_CK[3] = 4
+    rich = gains.split(batch, 0, deep_CK, controller._values, 0.0)
+    assert gains.split(batch, 0, deep_CK, controller._values, 0.0) is rich
+    budget.balance_s = 0.02
+    poor = gains.split(batch, 0, deep_CK, controller._values, 0.0)
+    assert 0 < poor.num_drafts < rich.num_drafts
+    assert poor.seconds - poor.plain_s <= budget.affordable_s

@@ -1,0 +1,86 @@
+"""Offers that nobody drafts from, kept until the tokens have come that they foretold. No torch.
+
+So it is seen what would have become of drafts for the price of a look-up, and no step computes one. Greedy tokens are
+what drafts would have been checked against; drawn ones agree with an offer as often as drafts of it would be accepted.
+
+Shapes: S sequences of the offer that is kept, K most tokens of one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.engine.propose.offer import Offer
+from pipeline.engine.sequence import SlotTable
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What became of an offer, its counts and matches as it has them: of its tokens so many were decided on before the
+    sequence ended, and the first agreed_S of them came. offer_us: what asking took. is_rest: of those sequences alone
+    that drafted nothing, in a step in which others may have."""
+
+    count_S: np.ndarray
+    match_len_S: np.ndarray
+    decided_S: np.ndarray
+    agreed_S: np.ndarray
+    offer_us: int
+    is_rest: bool
+
+
+class ShadowOffers:
+    """Of one engine's `table`. One offer is kept at a time."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._offer: Offer | None = None
+        self._offer_us, self._is_rest = 0, False
+        self._known_S = self._decided_S = self._agreed_S = np.zeros(0, dtype=np.int64)
+        self._is_here_S = np.zeros(0, dtype=bool)  # nothing was decided on yet
+
+    @property
+    def is_empty(self) -> bool:
+        return self._offer is None
+
+    def keep(self, offer: Offer, offer_us: int, is_rest: bool = False) -> None:
+        """What these sequences are offered behind the tokens that they know now; it has to have its tokens. See
+        `Foretold`."""
+        assert self._offer is None, "one at a time"
+        self._offer, self._offer_us, self._is_rest = offer, offer_us, is_rest
+        self._known_S = self._table.num_known[offer.slot_S]
+        self._is_here_S = np.ones(len(offer.slot_S), dtype=bool)
+        self._decided_S, self._agreed_S = np.zeros_like(offer.slot_S), np.zeros_like(offer.slot_S)
+
+    def left(self, slot: int, finished: bool) -> None:
+        """The sequence is about to leave the slot. Of one that comes back nothing is decided: its tokens in the table
+        may be promised ones."""
+        if self._offer is not None:
+            at = np.flatnonzero((self._offer.slot_S == slot) & self._is_here_S)
+            if finished:
+                self._decide(self._offer, at)
+            self._is_here_S[at] = False
+
+    def foretold(self) -> Foretold | None:
+        """What became of the offer, which is kept no longer; None: there is none, or its tokens have not come yet. All
+        known tokens have to be in the table."""
+        offer = self._offer
+        if offer is None:
+            return None
+        here = np.flatnonzero(self._is_here_S)
+        if (self._table.num_known[offer.slot_S[here]] < self._known_S[here] + offer.count_S[here]).any():
+            return None
+        self._decide(offer, here)
+        self._offer = None
+        decided_S, agreed_S = self._decided_S, self._agreed_S
+        return Foretold(offer.count_S, offer.match_len_S, decided_S, agreed_S, self._offer_us, self._is_rest)
+
+    def _decide(self, offer: Offer, at: np.ndarray) -> None:
+        """Compare the offer with the tokens that have come, for the sequences at these places of it."""
+        table, slot_S, known_S = self._table, offer.slot_S[at], self._known_S[at]
+        place_K = np.arange(offer.token_id_SK.shape[1])
+        decided_S = np.minimum(table.num_known[slot_S] - known_S, offer.count_S[at])
+        place_SK = np.minimum(known_S[:, None] + place_K, table.token_ids.shape[1] - 1)
+        is_alike_SK = table.token_ids[slot_S[:, None], place_SK] == offer.token_id_SK[at]
+        is_alike_SK &= place_K < decided_S[:, None]
+        self._decided_S[at] = decided_S
+        self._agreed_S[at] = np.logical_and.accumulate(is_alike_SK, axis=1).sum(axis=1)

@@ -1,0 +1,112 @@
+"""What a step is expected to gain by drafts: how many of them are best, and what that is worth. No torch.
+
+What a token is worth: as long as rows wait, each token of any sequence brings the end nearer by as much. Later the end
+comes with the slowest sequence: then the gain is that of the time in which all sequences get as far as in one plain
+step, those that are there ever fewer (as if all had as much left, see rates.py).
+
+S: sequences that decode, C: classes (`Acceptance`), K: draft positions, D: numbers of drafts (0 and up).
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.engine.speculation.budget import LossBudget
+from pipeline.engine.speculation.choice import Split, Values, best_split
+from pipeline.engine.speculation.cost import StepCost
+from pipeline.engine.speculation.messages import Batch
+from pipeline.engine.speculation.proposing import ProposingCost
+from pipeline.engine.speculation.rates import Rates
+
+MAX_CURVES = 64  # cost curves kept
+CONTEXT_STEPS = 8  # curves of contexts nearer than 1/8 of a power of two are one
+BEST_ACCEPTANCE = 0.9  # of each draft, for what drafts could be worth at best
+
+_CurveKey = tuple[int, int, int, int]
+
+
+class Gains:
+    """Of one controller, which has the same cost tables and account."""
+
+    def __init__(self, cost: StepCost, proposing: Sequence[ProposingCost], budget: LossBudget, max_drafts: int) -> None:
+        self.cost, self.proposing, self.budget, self.max_drafts = cost, proposing, budget, max_drafts
+        self.rates = Rates()
+        self._curves: dict[_CurveKey, np.ndarray] = {}
+        self._curves_version = -1
+        self._splits: dict[tuple[int, _CurveKey, bytes], Split] = {}  # of the values that were given last
+        self._values: Values | None = None
+
+    def split(self, batch: Batch, proposer: int, deep_CK: np.ndarray, values: Values, lookup_s: float) -> Split:
+        """The best one of these candidates, as far as the budget allows. One of the same candidates and values is found
+        again, at the speed that the machine had then: few sequences have the same ones in step after step."""
+        if values is not self._values:
+            self._splits.clear()
+            self._values = values
+        key = proposer, self._curve_key(batch), deep_CK.tobytes()
+        split = self._splits.get(key)
+        if split is None or split.seconds - split.plain_s > self.budget.affordable_s - lookup_s:
+            split = self._best(batch, proposer, deep_CK, values, lookup_s)
+            if split.num_drafts:  # none may be what the account can pay for now
+                self._splits[key] = split
+        return split
+
+    def expected(self, batch: Batch, proposer: int, share_CK: np.ndarray, present: float, values: Values) -> float:
+        """Gain of a proposer over plain steps, where this share of the sequences has such candidates in a share
+        `present` of the steps, and none in the others."""
+        num = batch.num_sequences
+        lookup_s = self.proposing[proposer].lookup_s(num)
+        split = self._best(batch, proposer, share_CK * num, values, lookup_s)
+        if not split.num_drafts:
+            return 0.0
+        more_s = self.worth_s(batch, split) - split.plain_s
+        spent_s = split.plain_s + present * (split.seconds - split.plain_s) + lookup_s
+        return max((split.plain_s + present * more_s) / spent_s - 1.0, 0.0)
+
+    def at_best(self, batch: Batch, proposer: int) -> float:
+        """Gain if everybody had candidates and nearly all of them were accepted, whatever the account allows."""
+        num, curve_s_D = batch.num_sequences, self._curve(batch)
+        draft_K1 = np.arange(min(self.max_drafts, (len(curve_s_D) - 1) // num) + 1)
+        seconds_K1 = curve_s_D[num * draft_K1] + self.proposing[proposer].lookup_s(num)
+        most = float(((BEST_ACCEPTANCE**draft_K1).cumsum() / seconds_K1).max())
+        return most * float(curve_s_D[0]) - 1.0
+
+    def worth_s(self, batch: Batch, split: Split) -> float:
+        """Seconds of plain steps that a step with this split saves, its own among them."""
+        num = batch.num_sequences
+        mean = split.expected_tokens / num
+        if batch.num_waiting or not split.num_drafts or batch.slot_S is None:
+            return mean * split.plain_s
+        context, drafts = batch.kv_tokens / num, split.num_drafts / num
+        whole_s, first_s, until = 0.0, 0.0, 0.0  # until all are as far as one plain step would get them
+        for rate, left in self.rates.slowing(batch.slot_S, mean):
+            step_s = self.cost.step_s(left, int(context * left), batch.num_prefill, round(drafts * left))
+            first_s = first_s or step_s
+            whole_s += (1.0 / rate - until) * step_s
+            until = 1.0 / rate
+        return split.plain_s / whole_s * first_s
+
+    # -- parts
+
+    def _best(self, batch: Batch, proposer: int, deep_CK: np.ndarray, values: Values, lookup_s: float) -> Split:
+        extra_s = self.budget.affordable_s - lookup_s
+        proposing = self.proposing[proposer]
+        return best_split(batch.num_sequences, deep_CK, values, self._curve(batch), proposing, extra_s, lookup_s)
+
+    def _curve_key(self, batch: Batch) -> _CurveKey:
+        """Near contexts share a curve."""
+        num = batch.num_sequences
+        nearest = round(CONTEXT_STEPS * math.log2(max(batch.kv_tokens / num, 1.0)))
+        return num, nearest, batch.num_prefill, min(num * self.max_drafts, batch.room)
+
+    def _curve(self, batch: Batch) -> np.ndarray:
+        """Seconds by number of drafts, at the present speed."""
+        if self._curves_version != self.cost.version or len(self._curves) >= MAX_CURVES:
+            self._curves.clear()
+            self._curves_version = self.cost.version
+        key = num, nearest, num_prefill, most = self._curve_key(batch)
+        curve_s_D = self._curves.get(key)
+        if curve_s_D is None:
+            kv_tokens = int(num * 2.0 ** (nearest / CONTEXT_STEPS))
+            curve_s_D = self._curves[key] = self.cost.curve_s(num, kv_tokens, num_prefill, most)
+        return curve_s_D * self.cost.speed
