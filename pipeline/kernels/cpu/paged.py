@@ -100,25 +100,29 @@ def paged_decode(
         for m in range(first_block, num_blocks):
             block, start, following = table_SM[s, m], m * block_size, table_SM[s, min(m + 1, num_blocks - 1)]
             low, high = max(first - start, 0), min(context - start, block_size)
-            for h in range(span):
-                at = (block * block_size * num_kv_heads + kv + h) * depth
-                ahead = (following - block) * block_size * num_kv_heads * depth
-                for g in range(h * group, (h + 1) * group):
-                    if in_tiles:
-                        for n in range(low // KEYS * KEYS, high, KEYS):
+            ahead = (following - block) * block_size * num_kv_heads * depth
+            if in_tiles:
+                for n in range(low // KEYS * KEYS, high, KEYS):
+                    for h in range(span):
+                        at = (block * block_size * num_kv_heads + kv + h) * depth
+                        for g in range(h * group, (h + 1) * group):
                             dot_products(
                                 scores, g * score_row + start + n, q, g * depth,
-                                k_flat, at + n * num_kv_heads * depth, num_kv_heads * depth, depth, scale, ahead
+                                k_flat, at + n * num_kv_heads * depth, num_kv_heads * depth, depth, scale,
+                                ahead if g == h * group else 0
                             )  # fmt: skip
-                    else:
+            else:
+                for h in range(span):
+                    at = (block * block_size * num_kv_heads + kv + h) * depth
+                    for g in range(h * group, (h + 1) * group):
                         for n in range(low, high):
                             dot = np.float32(0.0)
                             for i in range(depth):
                                 dot += product(q[g * depth + i], k_flat[at + n * num_kv_heads * depth + i])
                             score[g, start + n] = dot * scale
-                    ahead = 0
-                    for n in range(low, high):
-                        score[g, start + n] *= scale_at(k_scale_CBK, block, n, kv + h)
+            for g in range(span * group):
+                for n in range(low, high):
+                    score[g, start + n] *= scale_at(k_scale_CBK, block, n, kv + g // group)
         acc = np.zeros((span * group, head_dim), np.float32)
         best, total = np.empty(span * group, np.float32), np.empty(span * group, np.float32)
         for g in range(span * group):
