@@ -11,7 +11,7 @@ from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.rounded import rounded_linears
 
-_PAIRS = "numba, products of pairs (AVX-512 BF16)"
+_PAIRS = "numba on bfloat16 and int4 weights, products of pairs (AVX-512 BF16)"
 KERNELS = ("auto", "reference", "cpu", "triton")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine import memory
 from pipeline.engine.engine import Engine
 from pipeline.engine.memory import weight_bytes
 from pipeline.engine.params import EngineConfig, SamplingParams
@@ -76,12 +77,16 @@ def test_a_draft_model_keeps_its_own(folder: Path) -> None:
         assert "8 of 9 linears in fp8" in str(engine.resolved["weights"])
 
 
-def test_memory_is_planned_with_a_byte_a_weight(folder: Path) -> None:
+def test_memory_is_planned_with_a_byte_a_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config(folder)
     gpu, linears = torch.device("cuda"), config.num_linear_parameters()
     rest = 2 * (config.num_parameters() - linears)
     planned = weight_bytes(config, gpu, torch.bfloat16, activation_dtype="fp8")
     assert planned == pytest.approx(rest + linears * (1 + 4 / 64), abs=1)
     assert planned < weight_bytes(config, gpu, torch.bfloat16)
-    cpu = torch.device("cpu")
-    assert weight_bytes(config, cpu, torch.bfloat16, activation_dtype="fp8") < weight_bytes(config, cpu, torch.bfloat16)
+    cpu, embeddings = torch.device("cpu"), 2 * config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
+    for alone, per_weight in ((False, 2 + 0.5 + 8 / 64), (True, 0.5 + 3 / 64)):  # with a dense form beside, or without
+        monkeypatch.setattr(memory, "serves_int4_alone", lambda dtype, alone=alone: alone)
+        rounded, plain = (weight_bytes(config, cpu, torch.bfloat16, activation_dtype=each) for each in ("fp8", "auto"))
+        assert rounded == pytest.approx(embeddings + linears * (0.5 + 8 / 64), abs=1)
+        assert plain == pytest.approx(embeddings + linears * per_weight, abs=1)
