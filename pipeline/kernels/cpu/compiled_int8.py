@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
@@ -30,14 +30,14 @@ from numba.extending import intrinsic
 from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS
 from pipeline.kernels.cpu.numerics import as_in, bits_of_float, float_of_bits, wide
 from pipeline.kernels.cpu.prefetch import ask_for
+from pipeline.kernels.cpu.processor import has
 from pipeline.kernels.cpu.threads import kernel, share_out
 
 STEP = 32  # inputs whose products AVX2 adds in 16 bits; blocks are multiples of it
 NEAR = 512  # inputs whose weights stay in the nearest cache while tokens pass
-AHEAD = (
-    64  # words of a lane by which weights are fetched before they are used: with two tokens or more, processors' own
-)
-# fetching falls behind
+# Words of a lane by which weights are fetched before they are used: with two tokens or more, processors' own fetching
+# falls behind.
+AHEAD = 64
 FEW = 16  # tokens below which `multiply_bytes` rounds them itself, on one thread: another call takes longer
 
 _LARGEST, _ZERO = np.float32(127.0), np.float32(0.0)
@@ -64,13 +64,12 @@ AVX512_VNNI = Form("AVX-512 VNNI", 16, 1, (4, 4), (2, 4), (1, 4))
 
 def forms_here() -> list[Form]:
     """Those that this processor has the instructions for, the fastest first."""
-    features = binding.get_host_cpu_features()
     needed = {
         AVX512_VNNI: ("avx512f", "avx512bw", "avx512vnni"),
         AVX_VNNI: ("avx2", "fma", "f16c", "avxvnni"),
         AVX2: ("avx2", "fma", "f16c"),
     }
-    return [form for form, names in needed.items() if all(features.get(name) for name in names)]
+    return [form for form, names in needed.items() if has(*names)]
 
 
 @intrinsic(prefer_literal=True)

@@ -16,6 +16,7 @@ Suffixes: M tokens, K inputs, N outputs, G groups of inputs, T tiles, W words of
 import numpy as np
 from numba import njit
 
+from pipeline.kernels.cpu.numerics import as_in
 from pipeline.kernels.cpu.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.threads import kernel, share_out
 from pipeline.kernels.cpu.tile import tile_product
@@ -57,14 +58,15 @@ def _add_product(sums, x, first_token, count, num_inputs, start, wide, depth):
 
 @njit(inline="always")
 def write_tile(sum_ML, out_MN, first_token, first):
-    """The sums of some tokens and one tile to their places. The last tile has more lanes than there are outputs.
+    """The sums of some tokens and one tile to their places, in the type of those. The last tile has more
+    lanes than there are outputs.
 
     Views that begin at 0: then indices are seen to be no negative ones, and the loop becomes vector code.
     """
     for m in range(len(sum_ML)):
         sum_L, out_L = sum_ML[m], out_MN[first_token + m, first : first + LANES]
         for n in range(len(out_L)):
-            out_L[n] = sum_L[n]
+            out_L[n] = as_in(out_L, sum_L[n])
 
 
 @kernel()

@@ -18,8 +18,8 @@ Suffixes: M tokens, K inputs, N outputs, G groups of inputs, T tiles, W words of
 import numpy as np
 from numba import njit
 
-from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS
-from pipeline.kernels.cpu.numerics import as_in, wide
+from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS, write_tile
+from pipeline.kernels.cpu.numerics import wide
 from pipeline.kernels.cpu.pair_tile import add_pair_products
 from pipeline.kernels.cpu.threads import kernel, share_out
 
@@ -86,15 +86,6 @@ def _begin_sums(sum_ML, bias_N, first):
             sum_L[n] = bias_L[n]
 
 
-@njit(inline="always")
-def _write_tile(sum_ML, out_MN, first_token, first):
-    """As `compiled_linear.write_tile`, rounded to bfloat16."""
-    for m in range(len(sum_ML)):
-        sum_L, out_L = sum_ML[m], out_MN[first_token + m, first : first + LANES]
-        for n in range(len(out_L)):
-            out_L[n] = as_in(out_L, sum_L[n])
-
-
 @kernel()
 def multiply_pairs(x_MK, words_TWL, bias_N, out_MN, begin, end):
     """out = x @ weight.T + bias; the bias float32, or of no elements."""
@@ -115,7 +106,7 @@ def multiply_pairs(x_MK, words_TWL, bias_N, out_MN, begin, end):
                 sums, x, x_at, num_words, count, words, start * LANES,
                 None, None, 0, None, 0, 0, DEPTH * LANES, depth, 1
             )  # fmt: skip
-        _write_tile(sum_ML, out_MN, first_token, t * LANES)
+        write_tile(sum_ML, out_MN, first_token, t * LANES)
 
 
 @kernel()
@@ -149,4 +140,4 @@ def multiply_pairs_int4(x_MK, words_TWL, scales_TGL, zeros_TGL, bias_N, total_MG
                 sums, x, x_at, num_pairs, count, words, g * size // 8 * LANES,
                 scales, zeros, g * LANES, totals, total_at, num_groups, AHEAD, size // 8, 4
             )  # fmt: skip
-        _write_tile(sum_ML, out_MN, first_token, t * LANES)
+        write_tile(sum_ML, out_MN, first_token, t * LANES)

@@ -6,9 +6,15 @@ from numba import config
 _named = config.CPU_FEATURES  # pyright: ignore[reportAttributeAccessIssue]
 _features = (binding.get_host_cpu_features().flatten() if _named is None else _named).split(",")
 
-HAS_WIDE_VECTORS = "+avx512f" in _features
+
+def has(*names: str) -> bool:
+    """Whether the processor has all these features, by LLVM's names."""
+    return all(f"+{name}" in _features for name in names)
+
+
+HAS_WIDE_VECTORS = has("avx512f")
 """Vectors of 512 bits, 32 of them. Twice the products an instruction; no slower anywhere that has them."""
-MULTIPLIES_PAIRS = "+avx512bf16" in _features
+MULTIPLIES_PAIRS = has("avx512bf16")
 """VDPBF16PS, on vectors of 512 bits: see `pair_tile.py`."""
-MULTIPLIES_TILES = "+amx-bf16" in _features
+MULTIPLIES_TILES = has("amx-bf16")
 """Units for products of whole tiles of bfloat16, which oneDNN uses."""
