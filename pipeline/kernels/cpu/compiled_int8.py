@@ -27,8 +27,8 @@ from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 
-from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS
-from pipeline.kernels.cpu.numerics import as_in, bits_of_float, float_of_bits, wide
+from pipeline.kernels.cpu.compiled_linear import LANES, TOKENS, write_tile
+from pipeline.kernels.cpu.numerics import bits_of_float, float_of_bits, wide
 from pipeline.kernels.cpu.prefetch import ask_for
 from pipeline.kernels.cpu.processor import has
 from pipeline.kernels.cpu.threads import kernel, share_out
@@ -308,10 +308,6 @@ def multiply_in(form: Form, bits: int) -> Dispatcher:
                                 scales, zeros, b * LANES + n, steps, bits, lanes, in_fours, one, one_vectors
                             )  # fmt: skip
                     m += one
-            for m in range(count):
-                # Views that begin at 0: then indices are seen to be no negative ones, and the loop becomes vector code.
-                sum_L, out_L = sum_ML[m], out_MN[first_token + m, t * LANES : (t + 1) * LANES]
-                for n in range(len(out_L)):  # of the last tile, fewer than there are lanes
-                    out_L[n] = as_in(out_L, sum_L[n])
+            write_tile(sum_ML, out_MN, first_token, t * LANES)
 
     return multiply_bytes
