@@ -46,8 +46,7 @@ class Bfloat16Linear(NarrowLinear):
         """`weight_NK` in bfloat16, its inputs a multiple of 8."""
         num_outputs, num_inputs = weight_NK.shape
         super().__init__((num_outputs, num_inputs), bias_N)
-        pair_NWJ = weight_NK.contiguous().view(torch.uint16).numpy().reshape(num_outputs, num_inputs // 2, 2)
-        self.words_TWL = tiles(join(pair_NWJ))
+        self.words_TWL = pair_tiles(weight_NK)
 
     def _multiply(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
         compiled_linear.multiply_bfloat16(x_MK, self.words_TWL, out_MN, *WHOLE)
@@ -160,6 +159,11 @@ def tiles(values_NW: np.ndarray) -> np.ndarray:
     missing = -len(values_NW) % LANES
     padded_NW = np.pad(values_NW, ((0, missing), (0, 0))) if missing else values_NW
     return np.ascontiguousarray(padded_NW.reshape(-1, LANES, values_NW.shape[1]).transpose(0, 2, 1))
+
+
+def pair_tiles(weight_NK: torch.Tensor) -> np.ndarray:
+    """bfloat16 weights, two neighbouring inputs a word, in tiles."""
+    return tiles(join(weight_NK.contiguous().view(torch.uint16).numpy().reshape(len(weight_NK), -1, 2)))
 
 
 def narrow_scales(scales_NG: torch.Tensor) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.kernels.cpu.array_linear import ArrayLinear
 from pipeline.kernels.cpu.compiled_pairs import multiply_pairs, multiply_pairs_int4
-from pipeline.kernels.cpu.narrow import join, narrow_scales, tiles
+from pipeline.kernels.cpu.narrow import join, narrow_scales, pair_tiles, tiles
 from pipeline.kernels.cpu.processor import MULTIPLIES_PAIRS, MULTIPLIES_TILES
 from pipeline.kernels.cpu.threads import WHOLE
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
@@ -30,8 +30,7 @@ class PairLinear(ArrayLinear):
         """`weight_NK` in bfloat16, its inputs a multiple of 8."""
         num_outputs, num_inputs = weight_NK.shape
         super().__init__((num_outputs, num_inputs), bias_N)
-        pair_NWJ = weight_NK.contiguous().view(torch.uint16).numpy().reshape(num_outputs, num_inputs // 2, 2)
-        self.words_TWL = tiles(join(pair_NWJ))
+        self.words_TWL = pair_tiles(weight_NK)
 
     def is_parallel(self, num_tokens: int) -> bool:
         return _is_parallel(self.shape_NK, num_tokens)
