@@ -10,13 +10,14 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import paged
 from pipeline.kernels.cpu.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.paged import NO_PART, ROWS, UNBOUNDED, nothing_read
+from pipeline.kernels.cpu.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.shared import SharedReading, pieces
 from pipeline.kernels.cpu.threads import WHOLE, use_threads
 
-PARALLEL_KEYS = 1 << 17
+PARALLEL_KEYS = 1 << 19 if HAS_WIDE_VECTORS else 1 << 17
 """Elements of keys below which single queries stay on one thread: waking another one would take longer than it saves.
 """
-PARALLEL_QUERIES = 1 << 19
+PARALLEL_QUERIES = 1 << 20 if HAS_WIDE_VECTORS else 1 << 19
 """The same for several queries a sequence: elements of keys times queries."""
 
 

@@ -37,42 +37,50 @@ def _add_tile(
 
     Of pairs each piece of tokens asks for half of the cache lines ahead, in turn: while some of them are multiplied,
     the next weights come, and multiplying does not wait for memory. The processor's own foresight is a piece too late.
-    Eight tokens go by four, so that all lines are asked for. Weights of 4 bits are unpacked in registers, for twelve
-    tokens at a time where there are as many: then half as many outputs at a time.
+    Eight tokens go by four, so that all lines are asked for. Weights of 4 bits are unpacked in registers, and
+    so for as many tokens at once as there are sums: up to twelve, then of half as many outputs at a time; where fewer
+    are left than a piece has, some are computed twice.
     """
     m = 0
     while m + 6 <= count and count - m != 8 and pairs_a_word == 1:
         add_pair_products(
             sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, zeros, scales_at,
-            totals, totals_at, totals_row, ahead, depth, 6, 4, pairs_a_word
+            totals, totals_at, totals_row, ahead, depth, 6, 6, 4, pairs_a_word
         )  # fmt: skip
         ahead ^= _OTHER_LINES
         m, x_at, totals_at = m + 6, x_at + 6 * x_row, totals_at + 6 * totals_row
-    while m + 12 <= count and pairs_a_word == 4:
+    while m + 8 < count and pairs_a_word == 4:
         for half in range(0, LANES, 32):
             add_pair_products(
                 sums, m * LANES + half, LANES, x, x_at, x_row, words, words_at + half, LANES, scales, zeros,
-                scales_at + half, totals, totals_at, totals_row, ahead, depth, 12, 2, pairs_a_word
+                scales_at + half, totals, totals_at, totals_row, ahead, depth, min(count - m, 12), 12, 2, pairs_a_word
             )  # fmt: skip
         m, x_at, totals_at = m + 12, x_at + 12 * x_row, totals_at + 12 * totals_row
-    while m + 4 <= count:
+    if m + 4 < count and pairs_a_word == 4:
+        for half in range(0, LANES, 32):
+            add_pair_products(
+                sums, m * LANES + half, LANES, x, x_at, x_row, words, words_at + half, LANES, scales, zeros,
+                scales_at + half, totals, totals_at, totals_row, ahead, depth, count - m, 8, 2, pairs_a_word
+            )  # fmt: skip
+        m = count
+    while m + 4 <= count or (m + 3 == count and pairs_a_word == 4):
         add_pair_products(
             sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, zeros, scales_at,
-            totals, totals_at, totals_row, ahead, depth, 4, 4, pairs_a_word
+            totals, totals_at, totals_row, ahead, depth, min(count - m, 4), 4, 4, pairs_a_word
         )  # fmt: skip
         ahead ^= _OTHER_LINES
         m, x_at, totals_at = m + 4, x_at + 4 * x_row, totals_at + 4 * totals_row
     if m + 2 <= count:
         add_pair_products(
             sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, zeros, scales_at,
-            totals, totals_at, totals_row, ahead, depth, 2, 4, pairs_a_word
+            totals, totals_at, totals_row, ahead, depth, 2, 2, 4, pairs_a_word
         )  # fmt: skip
         ahead ^= _OTHER_LINES
         m, x_at, totals_at = m + 2, x_at + 2 * x_row, totals_at + 2 * totals_row
     if m < count:
         add_pair_products(
             sums, m * LANES, LANES, x, x_at, x_row, words, words_at, LANES, scales, zeros, scales_at,
-            totals, totals_at, totals_row, ahead, depth, 1, 4, pairs_a_word
+            totals, totals_at, totals_row, ahead, depth, 1, 1, 4, pairs_a_word
         )  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def _add_products(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, k
     def of_pairs(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, keys, units):
         add_pair_products(
             out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, None, None, 0, None, 0, 0, 0, depth,
-            num_keys, num_vectors, 1
+            num_keys, num_keys, num_vectors, 1
         )  # fmt: skip
 
     return of_pairs if q.dtype == types.uint32 else of_elements

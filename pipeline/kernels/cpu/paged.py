@@ -271,12 +271,16 @@ def paged_prefill(
         out, value = out_RD.reshape(-1), value_LD.reshape(-1)
         in_tiles_dims = head_dim // (8 * _VALUE_UNITS) * (8 * _VALUE_UNITS)
         for start in range(0, num_keys, _VALUES):
-            for n in range(start, min(start + _VALUES, num_keys)):
-                block, offset = table_SM[s, first_block + n // block_size], n % block_size
-                stored, copy = v_CBKD[block, offset, h], value_LD[n - start]
-                value_scale = scale_at(v_scale_CBK, block, offset, h)
-                for i in range(head_dim):
-                    copy[i] = wide(stored[i]) * value_scale
+            n, end_n = start, min(start + _VALUES, num_keys)
+            while n < end_n:  # block by block: a division takes as long as copying half a value
+                m = n // block_size
+                block, behind = table_SM[s, first_block + m], min((m + 1) * block_size, end_n)
+                for offset in range(n - m * block_size, behind - m * block_size):
+                    stored, copy = v_CBKD[block, offset, h], value_LD[m * block_size + offset - start]
+                    value_scale = scale_at(v_scale_CBK, block, offset, h)
+                    for i in range(head_dim):
+                        copy[i] = wide(stored[i]) * value_scale
+                n = behind
             for r in range(0, num_rows, 4):
                 num_seen = min(_VALUES, num_keys - start, position_R[r + 3] + 1 - start)
                 if num_seen > 0:

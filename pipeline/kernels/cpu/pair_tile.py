@@ -43,7 +43,7 @@ def _unpacked(builder, words, j):
 @intrinsic(prefer_literal=True)
 def add_pair_products(
     typing_context, out, out_at, out_row, a, a_at, a_row, b, b_at, b_row, scales, zeros, scales_at, totals, totals_at,
-    totals_row, ahead, depth, rows, vectors, pairs_a_word
+    totals_row, ahead, depth, count, rows, vectors, pairs_a_word
 ):  # fmt: skip
     """A small matrix product of pairs whose sums stay in registers: for r < rows and n < 16 * vectors (both literals)
 
@@ -53,6 +53,9 @@ def add_pair_products(
     Arrays are one-dimensional; out is float32, a and b 32 bits wide: two bfloat16, the first one in the low half.
     Products are exact and their sums float32, where numbers too small for a normal float32 count as 0 (Intel's
     VDPBF16PS). Indices are not checked. The order of sums is the same for all `rows` and `vectors`.
+
+    Where there are only `count` rows, the last one stands for those that are missing: it is computed several times,
+    each time the same.
 
     With `pairs_a_word` 4 (else 1, both literals) b holds weights of 4 bits, four pairs a word: pair j is bits 4 j to
     4 j + 3 of each half, plus 128 (see `compiled_pairs.py`); so a has 4 * depth pairs.
@@ -102,7 +105,9 @@ def add_pair_products(
             return builder.fpext(load(address, ir.VectorType(ir.HalfType(), LANES), align=2), sums_kind), zero
 
         out, a, b = place(0, 1), place(3, 4), place(6, 7)
-        a_R = [builder.gep(a, [builder.mul(int64(r), a_row)]) for r in range(num_rows)]
+        last = builder.sub(arguments[17], int64(1))
+        row_R = [builder.select(builder.icmp_signed("<", int64(r), last), int64(r), last) for r in range(num_rows)]
+        a_R = [builder.gep(a, [builder.mul(row, a_row)]) for row in row_R]
         cells = [(r, v) for r in range(num_rows) for v in range(num_vectors)]
         sums = {cell: cgutils.alloca_once(builder, sums_kind) for cell in cells}  # become registers
         for held in sums.values():
@@ -133,11 +138,12 @@ def add_pair_products(
             if with_scales:
                 scale, zero = scale_and_zero(int64(v * LANES))
                 offset = builder.fmul(builder.fadd(zero, ir.Constant(sums_kind, [128.0] * LANES)), scale)
-            for r in range(num_rows):
-                target = builder.gep(out, [builder.add(builder.mul(int64(r), out_row), int64(v * LANES))])
-                added, product = load(target, sums_kind), builder.load(sums[r, v])
+            target_R = [builder.gep(out, [builder.add(builder.mul(row, out_row), int64(v * LANES))]) for row in row_R]
+            before_R = [load(target, sums_kind) for target in target_R]  # all of them, before one that is there twice
+            for r, (row, target, added) in enumerate(zip(row_R, target_R, before_R)):
+                product = builder.load(sums[r, v])
                 if with_scales:
-                    total = builder.load(builder.gep(place(12, 13), [builder.mul(int64(r), totals_row)]))
+                    total = builder.load(builder.gep(place(12, 13), [builder.mul(row, totals_row)]))
                     total = builder.bitcast(everywhere(builder.bitcast(total, int32)), sums_kind)
                     added = builder.fsub(added, builder.fmul(total, offset, flags=flags), flags=flags)
                     product = builder.fmul(product, scale, flags=flags)
@@ -147,4 +153,4 @@ def add_pair_products(
 
     index = types.intp
     arrays = (out, index, index, a, index, index, b, index, index, scales, zeros, index, totals, index, index)
-    return types.void(*arrays, index, index, rows, vectors, pairs_a_word), lower
+    return types.void(*arrays, index, index, index, rows, vectors, pairs_a_word), lower

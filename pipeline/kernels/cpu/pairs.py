@@ -15,7 +15,7 @@ from pipeline.kernels.cpu.processor import MULTIPLIES_PAIRS, MULTIPLIES_TILES
 from pipeline.kernels.cpu.threads import WHOLE
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
-PARALLEL_PRODUCTS = 1 << 22
+PARALLEL_PRODUCTS = 1 << 23
 """Work below this stays on one thread: waking another one would take longer than it saves."""
 READING = 12
 """Products that take as long as reading one weight."""
