@@ -9,6 +9,11 @@ from pipeline.engine.sequence import SlotTable
 from pipeline.engine.step import StepPlan
 
 
+_DRAFTED, _ACCEPTED = (
+    [f"{what}_{place}" for place in range(1, DRAFT_PLACES + 1)] for what in ("drafted", "accepted")
+)
+
+
 @dataclass(frozen=True)
 class StepTokens:
     """Tokens of one step by what they are: prompt, generated, or computed before and lost by a preemption."""
@@ -48,9 +53,10 @@ def record(stats: EngineStats, tokens: StepTokens, num_sequences: int, kv_used_p
 def record_drafts(stats: EngineStats, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
     """Add a step with drafts to `stats`: how many of each sequence's were computed, and how many of them accepted."""
     stats.num_draft_steps += 1
-    for name, count_S in (("drafted", drafted_S), ("accepted", accepted_S)):
-        for place, count in enumerate(_by_place(count_S), start=1):
-            setattr(stats, f"{name}_{place}", getattr(stats, f"{name}_{place}") + count)
+    counts = vars(stats)
+    for names, count_S in ((_DRAFTED, drafted_S), (_ACCEPTED, accepted_S)):
+        for name, count in zip(names, _by_place(count_S)):
+            counts[name] += count
 
 
 def _by_place(count_S: np.ndarray) -> list[int]:

@@ -44,6 +44,8 @@ class Completing:
         going = np.flatnonzero(goes_on_S)
         if len(going):
             self._take_all(slot_S[going], verified, going, now_us)
+        if len(going) == len(slot_S):
+            return []
         completions: list[Completion] = []
         left_S = np.where(goes_on_S, -1, verified.num_accepted_S)
         for number in range(verified.num_rounds):
@@ -61,9 +63,12 @@ class Completing:
         table, output, count_S = self._table, verified.output, verified.num_accepted_S + 1
         if output.logprobs:
             return np.zeros(len(slot_S), dtype=bool)
-        ends_R = np.append(0, np.cumsum(self._is_eos[output.token_ids] | ~output.finite))
-        none_S = ends_R[verified.first_S + count_S] == ends_R[verified.first_S]
-        return none_S & ~table.has_stops[slot_S] & (table.num_known[slot_S] + count_S < table.limit[slot_S])
+        goes_on_S = (table.num_known[slot_S] + count_S < table.limit[slot_S]) & ~table.has_stops[slot_S]
+        ends_R = self._is_eos[output.token_ids] | ~output.finite
+        if ends_R.any():
+            before_R1 = np.append(0, np.cumsum(ends_R))
+            goes_on_S &= before_R1[verified.first_S + count_S] == before_R1[verified.first_S]
+        return goes_on_S
 
     def _take_all(self, slot_G: np.ndarray, verified: Verified, going: np.ndarray, now_us: int) -> None:
         """Give each of these sequences, which go on, all of its tokens at once."""

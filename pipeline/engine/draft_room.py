@@ -31,16 +31,19 @@ class DraftRoom:
         table, pool = scheduler.table, scheduler.pool
         if scheduler.step_tokens < scheduler.max_num_batched_tokens:
             return np.zeros_like(count_S)
-        size = pool.block_size
-        count_S = share(count_S, scheduler.step_tokens - plan.num_tokens)
-        held_S, known_S = table.num_blocks[slot_S], table.num_known[slot_S]
-        missing_S = np.where(count_S > 0, (known_S + count_S + (size - 1)) // size - held_S, 0)
+        room = scheduler.step_tokens - plan.num_tokens
+        if int(count_S.sum()) > room:
+            count_S = share(count_S, room)
+        size, held_S, known_S = pool.block_size, table.num_blocks[slot_S], table.num_known[slot_S]
+        missing_S = (known_S + count_S + (size - 1)) // size - held_S  # never of known tokens, which have their blocks
         if missing_S.max(initial=0) > 0:
-            granted_S = share(np.maximum(missing_S, 0), pool.num_free)
-            count_S = np.where(count_S > 0, np.minimum(count_S, (held_S + granted_S) * size - known_S), 0)
-            grown = np.flatnonzero(granted_S)
+            missing_S = np.maximum(missing_S, 0)
+            if int(missing_S.sum()) > pool.num_free:
+                missing_S = share(missing_S, pool.num_free)
+                count_S = np.minimum(count_S, (held_S + missing_S) * size - known_S)
+            grown = np.flatnonzero(missing_S)
             if len(grown):
-                table.append_blocks(slot_S[grown], granted_S[grown], pool.allocate(int(granted_S.sum())))
+                table.append_blocks(slot_S[grown], missing_S[grown], pool.allocate(int(missing_S.sum())))
         return count_S
 
     def place(self, plan: StepPlan, sampling: np.ndarray, token_id_SK: np.ndarray, count_S: np.ndarray) -> StepPlan:

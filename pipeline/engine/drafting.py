@@ -99,7 +99,7 @@ class Drafting:
     def who(self, plan: StepPlan) -> Proposer | None:
         """Who is to be asked for drafts in this step."""
         sampling = np.flatnonzero(plan.samples_S)
-        if self.policy.passes(len(sampling)):
+        if self.policy.passes(len(sampling), plan.num_tokens):
             self._noted = None
             return None
         begun_ns = time.perf_counter_ns()
@@ -183,18 +183,21 @@ class Drafting:
         assert self._noted is not None
         assert self._noted.drafts is not None
         drafted_S, drafts = self._noted.drafted_S, self._noted.drafts
-        place_K1 = np.arange(int(drafted_S.max()) + 1)
-        is_draft_SK1, is_row_SK1 = place_K1 < drafted_S[:, None], place_K1 <= drafted_S[:, None]
-        of_SK1 = np.full(is_draft_SK1.shape, -1, dtype=np.int64)
+        most = int(drafted_S.max())
+        of_SK1 = np.empty((len(drafted_S), most + 1), dtype=np.int64)
         of_SK = drafts.token_id_SK if drafts.drawn is None else drafts.drawn.row_SK
-        of_SK1[:, :-1] = of_SK[:, : len(place_K1) - 1]
-        draft_R: np.ndarray | torch.Tensor = np.where(is_draft_SK1, of_SK1, -1)[is_row_SK1]
-        row_D = np.flatnonzero(draft_R >= 0)
+        of_SK1[:, :most] = of_SK[:, :most]
+        of_SK1[np.arange(len(drafted_S)), drafted_S] = -1
+        is_row_SK1 = np.arange(most + 1) <= drafted_S[:, None]
+        row_R = of_SK1[is_row_SK1]
+        draft_R: np.ndarray | torch.Tensor = row_R
         if drafts.drawn is not None:
-            draft_R = torch.nn.functional.pad(drafts.drawn.token_ids_N, (0, 1), value=-1)[on_device(draft_R, device)]
+            draft_R = torch.nn.functional.pad(drafts.drawn.token_ids_N, (0, 1), value=-1)[on_device(row_R, device)]
         if drafts.q_SKV is None:
             return draft_R, None
-        sequence_D, column_D = (on_device(at_D, device) for at_D in np.nonzero(is_draft_SK1))
+        row_D = np.flatnonzero(row_R >= 0)
+        is_draft_SK = np.arange(most) < drafted_S[:, None]
+        sequence_D, column_D = (on_device(at_D, device) for at_D in np.nonzero(is_draft_SK))
         draft_D = draft_R[row_D] if isinstance(draft_R, np.ndarray) else draft_R[on_device(row_D, device)]
         return draft_R, DraftLaw(row_D, draft_D, drafts.q_SKV[sequence_D, column_D])
 

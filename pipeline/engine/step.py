@@ -7,6 +7,7 @@ its drafts.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class StepPlan:
     samples_S: np.ndarray  # bool: all known tokens will be computed, so the next one is drawn
     draft_S: np.ndarray | None = None  # int64, above 0 only where samples_S; None: nobody has drafts
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return int(self.count_S.sum())
 

@@ -53,9 +53,9 @@ class DraftPolicy(Protocol):
     """Where a step is launched before the one in flight is done, the next one is decided on before `observe` is told of
     that. Facts are told apart by identity."""
 
-    def passes(self, num_sequences: int) -> bool:
-        """Whether a step in which so many sequences get a token is none of its concern. Asked first, and cheap: nothing
-        else is asked or told of a step that passes."""
+    def passes(self, num_sequences: int, num_tokens: int) -> bool:
+        """Whether a step of so many tokens, in which so many sequences get another, is none of its concern. Asked
+        first, and cheap: nothing else is asked or told of a step that passes."""
         ...
 
     def proposer(self, facts: StepFacts) -> int | None:
@@ -95,7 +95,7 @@ class FixedDrafts:
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
 
-    def passes(self, num_sequences: int) -> bool:
+    def passes(self, num_sequences: int, num_tokens: int) -> bool:
         return False
 
     def proposer(self, facts: StepFacts) -> int | None:

@@ -104,6 +104,13 @@ class Acceptance:
         self._weight_CK *= kept_C1
         self._accepted_CK *= kept_C1
 
+    def fade(self, proposer: int, share: float) -> None:
+        """What was seen of this proposer counts by that share from now on."""
+        self._take_in()
+        kept_C1 = np.where(self.proposer_C == proposer, share, 1.0)[:, None]
+        self._weight_CK *= kept_C1
+        self._accepted_CK *= kept_C1
+
     # -- parts
 
     def _take_in(self) -> None:

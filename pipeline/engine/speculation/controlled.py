@@ -10,6 +10,7 @@ from pipeline.engine.propose.policy import StepFacts, StepOutcome
 from pipeline.engine.propose.shadow import Foretold
 from pipeline.engine.speculation.controller import Controller
 from pipeline.engine.speculation.messages import Batch, Candidates, Decided, Outcome
+from pipeline.engine.speculation.unseen import UnseenSteps
 
 STEPS_AT_ONCE = 6  # decisions that are remembered: of the step in flight and of the next one, with what is asked twice
 
@@ -23,12 +24,19 @@ class ControlledDrafts:
         self._batch_of_facts = Batch(0, 0, 0)
         self._decided: deque[tuple[StepFacts, Decided]] = deque(maxlen=STEPS_AT_ONCE)
         self._host_ns = 0  # of what is decided and told, since the last outcome
+        self._told_ns = 0  # of what the last outcome was told
+        self._unseen = UnseenSteps()
 
-    def passes(self, num_sequences: int) -> bool:
-        return self.controller.passes(num_sequences)
+    def passes(self, num_sequences: int, num_tokens: int) -> bool:
+        if not self.controller.passes(num_sequences):
+            return False
+        self._unseen.begins(num_sequences, num_tokens, time.perf_counter_ns())
+        return True
 
     def proposer(self, facts: StepFacts) -> int | None:
         begun_ns = time.perf_counter_ns()
+        self._unseen.begins(len(facts.slot_S), facts.num_tokens, begun_ns)
+        self._unseen.ends()
         number = self.controller.wants_candidates(self._batch(facts))
         self._decided.append((facts, self.controller.decided))
         self._host_ns += time.perf_counter_ns() - begun_ns
@@ -42,7 +50,9 @@ class ControlledDrafts:
     def observe(self, outcome: StepOutcome) -> None:
         begun_ns = time.perf_counter_ns()
         host_s, self._host_ns = self._host_ns / 1e9, 0
-        drafted = bool(outcome.drafted_S.any())
+        drafted, num = bool(outcome.drafted_S.any()), len(outcome.facts.slot_S)
+        # Nothing else measures what telling takes. It belongs to proposing, which it comes with.
+        offer_s = outcome.offer_us / 1e6 + (self._told_ns / 1e9 if outcome.offer_us else 0.0)
         decided = next((each for facts, each in reversed(self._decided) if facts is outcome.facts), Decided())
         self.controller.observe(
             self._batch(outcome.facts),
@@ -51,13 +61,15 @@ class ControlledDrafts:
                 outcome.num_generated,
                 outcome.drafted_S if drafted else None,
                 outcome.accepted_S if drafted else None,
-                propose_s=(outcome.offer_us + outcome.draft_us) / 1e6,
-                lookup_s=outcome.offer_us / 1e6,
+                propose_s=offer_s + outcome.draft_us / 1e6,
+                lookup_s=offer_s,
                 host_s=host_s,
+                unseen_s=None if drafted else self._unseen.step_s(num),
             ),
             decided,
         )
-        self._host_ns += time.perf_counter_ns() - begun_ns
+        self._told_ns = time.perf_counter_ns() - begun_ns
+        self._host_ns += self._told_ns
 
     def shadows(self, facts: StepFacts) -> int | None:
         begun_ns = time.perf_counter_ns()

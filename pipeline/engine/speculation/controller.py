@@ -7,7 +7,7 @@ On or off: it goes on when the expected gain in tokens per second, drafting and 
 falls below `KEEP_GAIN`. What share of the sequences had how many candidates is remembered, so a batch that shrinks in a
 job's tail switches it on without a trial. While off it learns in two ways. A proposer that only looks up is asked in
 some steps, and what it offers is compared with the tokens that come anyway (a shadow); that feeds the same estimates as
-drafts do. Probes are single drafted steps of a proposer that is not the one at work, made where what is not known could
+drafts do, and where it leaves hope, drafts are tried for some steps (`Trial`). Probes are single drafted steps of a proposer that is not the one at work, made where what is not known could
 still make it pay. `LossBudget` bounds what drafts can lose, `Attention` what looking on takes.
 
 While prompts are computed or wait for room in a step, drafts would take their place; then it is off unless tokens cost
@@ -30,28 +30,34 @@ from pipeline.engine.speculation.budget import LossBudget
 from pipeline.engine.speculation.choice import Split, Values, deal
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.gains import Gains
-from pipeline.engine.speculation.lately import Lately
+from pipeline.engine.speculation.lately import SHARE_STEPS, Lately
 from pipeline.engine.speculation.messages import Batch, Candidates, Choice, Decided, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
 from pipeline.engine.speculation.record import SpeculationCounts, bucket_of
+from pipeline.engine.speculation.trial import Trial
 
 MIN_GAIN = 0.05  # expected gain that switches it on
 KEEP_GAIN = 0.02  # and below which it goes off
-FIRST_PLAIN_STEPS = 2  # at the start: how start-up's table deviates from the work shows in them
+SETTLED_STEPS = 3  # plain ones in a row, behind prompts or drafts, until they take what they take in the long run
+UNSETTLED_STEPS = 32  # without such a one after which any plain step is better than none
+FIRST_PLAIN_STEPS = 5  # at the start: how start-up's table deviates from the work shows in them
 GAIN_STEPS = 16  # steps over which the gain is averaged while on
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
 MAX_LOOK_STEPS = 128  # that finds nothing, up to this
 SHADOWS_A_LOOK = 4  # offers that were compared until it is seen whether to go on now
 REST_STEPS = 8  # while on, in one step of so many offers that nobody drafts are compared too
 PROBE_TRIES = 4  # steps in a row in which a probe asks for candidates before it gives up for now
-FIRST_CHECK_STEPS = 4  # drafted steps in a row before a plain one shows what plain steps cost beside them, doubled
+FIRST_CHECK_STEPS = 4  # drafted steps in a row before plain ones show what they cost beside them, doubled
 CHECK_STEPS = 96  # by each, up to this
+SURE_GAIN = 0.3  # with which what plain steps cost decides nothing, so that checks are left out,
+SURE_STEPS = 192  # until the last one was so many steps ago
+FORETOLD_SHARE = 0.3  # of what was compared before a trial that counts beside what is seen in it
 STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
 DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
 REFRESH_STEPS = 4  # drafted steps after which what drafts are worth is reckoned anew,
 REFRESH_SEEN = 8  # where so many sequences' drafts were seen in them
 FREE_ELASTICITY = 0.2  # below it tokens cost next to nothing
-TIME_TRUST = 1.25  # a step's time counts for the budget at most by this factor above or below what is expected
+TIME_TRUST = 1.25  # what a step or its proposing takes counts at most by this factor above or below what is expected
 
 
 class Controller:
@@ -88,10 +94,15 @@ class Controller:
         self._shadowed = looks_up[0] if looks_up else None  # the proposer whose offers are compared,
         self._num_shadows = 0  # and how often they were since there was a look at it
         self._rest_at = 0  # step from which on those are compared that nobody drafts, while on
+        self._trial = Trial()
         self._tries = 0
         self._trying: int | None = None  # the proposer that is probed while another is at work
+        self._plain_steps = 0  # in a row, without prompts
+        self._plain_at = 0  # step at which one of these was last timed
+        self._unseen_at: int | None = None  # when it was last known what those take that pass
         self._steps_since_plain = 0
         self._check_steps = FIRST_CHECK_STEPS
+        self._checking = 0  # plain steps of a check that are to come
         self._is_time_to_compare = False
         self._value_s = self._spent_s = 0.0  # running means while on: plain time of what is expected, and its own time
         self._values = Values(self.acceptance.probability())
@@ -107,7 +118,7 @@ class Controller:
     def passes(self, num_sequences: int) -> bool:
         """Whether a step of so many sequences is a plain one that need not be told of: then nothing else is called."""
         number = self._num_steps + 1
-        is_dull = not self.is_on and self.budget.is_open and number < min(self._observe_at, self._look_at)
+        is_dull = not self._is_at_it and self.budget.is_open and number < min(self._observe_at, self._look_at)
         if not is_dull or num_sequences == 0 or self._has_shrunk(num_sequences):
             return False
         b = bucket_of(num_sequences)
@@ -124,7 +135,8 @@ class Controller:
 
     def choose(self, batch: Batch, candidates: Candidates) -> Choice:
         """How many tokens each sequence drafts, of the candidates of the proposer that was asked."""
-        values = self._present_values() if not self._probing else self._hopeful_values(self._asked)
+        is_probe = self._probing and not self._trial.is_on
+        values = self._hopeful_values(self._asked) if is_probe else self._present_values()
         num, lookup_s = batch.num_sequences, self.proposing[self._asked].lookup_s(batch.num_sequences)
         available_S = np.minimum(candidates.available_S, self.max_drafts)
         class_S = self.acceptance.class_of(self._asked, candidates.match_length_S)
@@ -132,9 +144,9 @@ class Controller:
         self._lately[self._asked].remember(deep_CK, num)
         split = self.gains.split(batch, self._asked, deep_CK, values, lookup_s)
         self._worth = self.gains.worth_s(batch, split) / split.expected_tokens
-        if self._probing:
+        if is_probe:
             self._after_try(split.num_drafts > 0)
-        elif not self._keeps_on(split, lookup_s):
+        elif self.is_on and not self._keeps_on(split, lookup_s):
             split = replace(split, num_drafts=0)
         if split.num_drafts:
             length_S = deal(split, class_S, available_S, self._num_steps)
@@ -161,8 +173,10 @@ class Controller:
         drafted_S = outcome.drafted_S if outcome.drafted_S is not None else self._no_choice
         num_drafts = int(drafted_S.sum())
         num_accepted = 0
-        if batch.num_prefill == 0:
-            self.cost.observe(num, batch.kv_tokens, num_drafts, outcome.step_s)
+        self._plain_steps = 0 if num_drafts or batch.num_prefill else self._plain_steps + 1
+        step_s = outcome.step_s if num_drafts else self._plain_step_s(outcome)
+        if batch.num_prefill == 0 and step_s is not None:
+            self.cost.observe(num, batch.kv_tokens, num_drafts, step_s)
         if num_drafts:
             assert choice is not None, "drafts that were not chosen here"
             assert outcome.accepted_S is not None, "drafts without a verdict"
@@ -173,18 +187,33 @@ class Controller:
             if batch.slot_S is not None and num > 1:  # of one alone nothing is compared
                 self.gains.rates.add(batch.slot_S, 1.0 + outcome.accepted_S)
             num_accepted = int(outcome.accepted_S.sum())
-        asked = None if choice is None else choice.proposer
+        asked, propose_s = None if choice is None else choice.proposer, outcome.propose_s
         if asked is not None:
-            spent = outcome.propose_s, outcome.lookup_s
-            self.proposing[asked].observe(num, drafted_S, *spent, is_after_pause=asked != self._asked_before)
+            spent, is_after_pause = (outcome.propose_s, outcome.lookup_s), asked != self._asked_before
+            propose_s = self.proposing[asked].trusted_s(num, drafted_S, *spent, TIME_TRUST, is_after_pause)
+            self.proposing[asked].observe(num, drafted_S, *spent, is_after_pause)
         self._asked_before = asked
-        self._settle(batch, outcome, decided, num_drafts, num_accepted)
+        self._settle(batch, outcome, decided, num_drafts, num_accepted, propose_s)
+
+    def _plain_step_s(self, outcome: Outcome) -> float | None:
+        """What a plain step takes in a row of such, seen at this one; None where nothing of the kind was seen. One that
+        is looked at behind others that were not takes longer than these, so where they can be timed, they count."""
+        if outcome.unseen_s is not None:
+            self._unseen_at = self._num_steps
+            return outcome.unseen_s
+        if self._passed:
+            are_timed = self._unseen_at is not None and self._num_steps - self._unseen_at <= STALE_STEPS
+            return None if are_timed else outcome.step_s
+        if self._plain_steps < SETTLED_STEPS and self._num_steps - self._plain_at < UNSETTLED_STEPS:
+            return None
+        self._plain_at = self._num_steps
+        return outcome.step_s
 
     def shadows(self, batch: Batch) -> int | None:
         """After `observe`, of the same batch: the number of the proposer whose offer is to be kept and compared with
         the tokens that come."""
         is_empty = batch.num_sequences == 0 or batch.room <= 0
-        if self._shadowed is None or self.is_on or not self.budget.is_open or is_empty:
+        if self._shadowed is None or self._is_at_it or not self.budget.is_open or is_empty:
             return None
         could_pay = self._is_allowed(batch) and self.gains.at_best(batch, self._shadowed) > MIN_GAIN
         return self._shadowed if could_pay else None
@@ -224,16 +253,39 @@ class Controller:
         if num == 0 or batch.room <= 0 or self._num_steps < FIRST_PLAIN_STEPS or not self._is_allowed(batch):
             return False
         if self.is_on:
-            return self._steps_since_plain < self._check_steps and self._goes_on(batch)
-        if self._num_steps >= self._look_at or self._has_shrunk(num):
+            if self._steps_since_plain >= self._check_steps:
+                self._check()
+            if self._checking:
+                self._checking -= 1
+                return False
+            return self._goes_on(batch)
+        if self._trial.is_on:
+            return self._goes_on_trying(batch)
+        if self._num_steps >= self._look_at:
             return self._look(batch)
+        if self._has_shrunk(num):
+            self._most_sequences = num
+            return self._goes_on_again(batch)
         return self._num_shadows >= SHADOWS_A_LOOK and self._goes_on_again(batch)
+
+    @property
+    def _is_at_it(self) -> bool:
+        """Whether somebody drafts, step after step."""
+        return self.is_on or self._trial.is_on
 
     def _has_shrunk(self, num_sequences: int) -> bool:
         """Whether there are a quarter fewer than there were since the last look: one that grows has less use for
         drafts."""
         self._most_sequences = max(self._most_sequences, num_sequences)
         return 4 * (self._most_sequences - num_sequences) > self._most_sequences
+
+    def _check(self) -> None:
+        """While on: plain steps come now, until one has settled, and then proposers are compared."""
+        is_sure = self._value_s > (1.0 + SURE_GAIN) * self._spent_s
+        is_sure = is_sure and self._num_steps - self._plain_at < SURE_STEPS
+        self._check_steps = min(2 * self._check_steps, CHECK_STEPS)
+        self._checking = 0 if is_sure else SETTLED_STEPS
+        self._steps_since_plain, self._is_time_to_compare = 0, True
 
     def _is_allowed(self, batch: Batch) -> bool:
         if batch.num_prefill == 0 and batch.num_queued == 0:
@@ -287,9 +339,43 @@ class Controller:
         gain_P = [self._expected_gain(batch, p) for p in range(len(self.proposing))]
         best = int(np.argmax(gain_P))
         if gain_P[best] <= MIN_GAIN:
-            return False
+            return self._begins_trying(batch)
         self.is_on, self._at_work, self._asked, self._look_steps = True, best, best, LOOK_STEPS
         return True
+
+    def _begins_trying(self, batch: Batch) -> bool:
+        """While off: try the proposer whose offers were compared, where these leave hope."""
+        p = self._shadowed
+        if p is None or self._lately[p].num_seen < SHARE_STEPS or not self._trial.may_begin(self._num_steps):
+            return False
+        lately = self._lately[p]
+        if self.gains.expected(batch, p, lately.share_CK, lately.present, self._hopeful_values(p)) <= 0.0:
+            return False
+        self._trial.begin()
+        self.acceptance.fade(p, FORETOLD_SHARE)
+        self._observed, self._seen = REFRESH_STEPS, REFRESH_SEEN
+        return self._goes_on_trying(batch)
+
+    def _goes_on_trying(self, batch: Batch) -> bool:
+        assert self._shadowed is not None
+        self._asked, self._probing = self._shadowed, True
+        if self.budget.affordable_s > self.proposing[self._asked].lookup_s(batch.num_sequences):
+            return True
+        self._trial.ends(self._num_steps)
+        self._look_later()
+        return False
+
+    def _has_tried(self, value_s: float, spent_s: float) -> None:
+        """A step of a trial is known."""
+        self._trial.observe(value_s, spent_s)
+        if self._trial.is_on:
+            return
+        assert self._shadowed is not None
+        if self._trial.ends(self._num_steps):
+            self.is_on, self._at_work, self._look_steps = True, self._shadowed, LOOK_STEPS
+            self._steps_since_plain = 0
+        else:
+            self._look_later()
 
     def _look_later(self) -> None:
         self._look_at = self._num_steps + max(self._look_steps, 2 * self._pause)
@@ -317,7 +403,7 @@ class Controller:
         return False
 
     def _go_off(self) -> None:
-        self.is_on = False
+        self.is_on, self._checking = False, 0
         self._value_s = self._spent_s = 0.0
         self._forgotten_at = self._num_steps
         self._trying = None
@@ -340,7 +426,7 @@ class Controller:
         least = 1 + self._num_steps // 16
         if self._observed >= min(REFRESH_STEPS, least) and self._seen >= min(REFRESH_SEEN, least):
             self._observed = self._seen = 0
-            self._values = Values(self.acceptance.probability())
+            self._values = self._hopeful_values(self._asked) if self._trial.is_on else Values(self.acceptance.probability())
         return self._values
 
     def _hopeful_values(self, proposer: int) -> Values:
@@ -371,12 +457,13 @@ class Controller:
 
     # -- accounts
 
-    def _settle(self, batch: Batch, outcome: Outcome, decided: Decided, num_drafts: int, num_accepted: int) -> None:
+    def _settle(
+        self, batch: Batch, outcome: Outcome, decided: Decided, num_drafts: int, num_accepted: int, propose_s: float
+    ) -> None:
         num, counts, b = batch.num_sequences, self._counts, bucket_of(batch.num_sequences)
-        plain_s = self.cost.step_s(num, batch.kv_tokens)  # prompts apart: where they are computed nobody drafts
+        plain_s = value_s = step_s = self.cost.step_s(num, batch.kv_tokens)  # prompts apart: where they are computed nobody drafts
         if not self.budget.is_open:
             self.budget.open(plain_s)
-        propose_s = outcome.propose_s
         gained_s = -propose_s
         counts.on_steps[b] += self.is_on
         counts.spent_us[b] += round(propose_s * 1e6)
@@ -397,12 +484,11 @@ class Controller:
             counts.spent_us[b] += round(step_s * 1e6)
             counts.plain_us[b] += round(value_s * 1e6)
         else:
-            if self._steps_since_plain >= self._check_steps:
-                self._check_steps = min(2 * self._check_steps, CHECK_STEPS)
-                self._is_time_to_compare = True
             self._steps_since_plain = 0
             counts.plain_steps[b] += 1
             counts.plain_sequences[b] += num
+        if self._trial.is_on and decided.choice is not None:
+            self._has_tried(value_s, step_s + propose_s)
         elapsed_s = outcome.step_s * (1 + self._passed) + propose_s  # those that passed took as long, about
         self._passed = 0
         self.budget.settle(elapsed_s, gained_s, plain_s)

@@ -28,6 +28,7 @@ PLAIN, DRAFTED = 0, 1
 SHORT, LONG = 0, 1
 
 RECENT_STEPS = 7  # steps whose median is the machine's present speed
+SPEED_PRIOR_STEPS = 2  # that the start-up's speed counts as
 RECENT_SHAPES = 15  # steps of one kind and size whose median corrects the table there
 PRIOR_STEPS = 1  # what is believed of a point before counts as much as this many steps seen there
 FEW_STEPS = 3  # steps seen at a point below which the median says little,
@@ -77,7 +78,7 @@ class StepCost:
         self._seconds = self._seconds_KCG.tolist()
         self._looked_up: dict[tuple[int, int, int], tuple[float, int, float, int]] = {}
         self._speed = MovingMedian(RECENT_STEPS)  # log of measured by table
-        for _ in range(RECENT_STEPS):  # as start-up measured it; else the first step, a wild one perhaps, would be it
+        for _ in range(SPEED_PRIOR_STEPS):  # else the first step, a wild one perhaps, would be it
             self._speed.add(0.0)
         self._last = (-1, -1)  # kind and point of the step before
         self._shape_KG = [[MovingMedian(RECENT_SHAPES) for _ in self._grid_G] for _ in (PLAIN, DRAFTED)]
@@ -99,9 +100,10 @@ class StepCost:
         """Time steps of 1 to `max_tokens` tokens, the smallest first, since small batches are where drafts pay. The two
         smallest are timed in any case, others while `budget_s` lasts; beyond, a token costs what the last ones cost.
 
-        Each point is run once unmeasured and once measured, then all of them again in turn, until there are `repeats`
-        of each or `budget_s` is spent; the fastest counts, since what disturbs a machine only ever takes time. In turn,
-        because a disturbance of some milliseconds would else have all repeats of one point.
+        Each point is run once unmeasured and once measured, since behind another kind of step it would take longer;
+        then all of them again in turn, until there are `repeats` of each or `budget_s` is spent. The fastest counts,
+        since what disturbs a machine only ever takes time. In turn, because a disturbance of some milliseconds would
+        else have all repeats of one point.
         """
         grid = token_grid(max_tokens, padded_to)
         kinds = [(kind, context) for context in (SHORT, LONG) for kind in (PLAIN, DRAFTED)]
@@ -124,6 +126,7 @@ class StepCost:
             timed += 1
         again = ((kind, context, g) for _ in range(repeats - 1) for g in range(timed) for kind, context in kinds)
         for point in itertools.takewhile(lambda _: clock() - begun <= budget_s, again):
+            run(*point)
             seconds_KCG[point] = min(seconds_KCG[point], run(*point))
         if len(kinds) == 2:
             seconds_KCG[:, LONG] = seconds_KCG[:, SHORT]
@@ -188,7 +191,8 @@ class StepCost:
         table_s, correction, g = self._at(kind, num_sequences + num_drafts, num_sequences, kv_tokens)
         log_ratio = math.log(seconds / table_s)
         shape, point = self._shape_KG[kind][g], (kind, g)
-        if kind != self._last[0] or (point != self._last and len(shape) < RECENT_SHAPES):
+        is_first = self._last[0] < 0  # nothing tells yet what deviates, this point or the speed
+        if not is_first and (kind != self._last[0] or (point != self._last and len(shape) < RECENT_SHAPES)):
             shape.add(log_ratio - self._speed.value)
         self._last = point
         self._speed.add(log_ratio - correction)

@@ -51,7 +51,7 @@ class Outcome:
     """What became of a step. `num_generated`: tokens appended to decoding sequences (accepted ones behind a stop are
     not). propose_s: seconds that the proposer took, 0 when none was asked, lookup_s those of them before anything was
     chosen. drafted_S may be less than was chosen. host_s: seconds that the controller and shadows took since the last
-    outcome."""
+    outcome. unseen_s: of a plain step, what each of those took that passed before it, where that is known."""
 
     step_s: float
     num_generated: int
@@ -60,6 +60,7 @@ class Outcome:
     propose_s: float = 0.0
     lookup_s: float = 0.0
     host_s: float = 0.0
+    unseen_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 from pipeline.engine.speculation.robust import MovingMedian
 
 RECENT_STEPS = 15  # steps whose median corrects the expectation
+PRIOR_STEPS = 3  # that the start-up's times of passes count as
 RECENT_LOOKUPS = 31  # lookups of a proposer with passes, whose mean is expected
 
 
@@ -39,6 +40,8 @@ class ProposingCost:
             seconds.append(16 * seconds[-1])
         self._sequences_G, self._seconds_G = np.array(sequences), np.array(seconds)
         self._scale = MovingMedian(RECENT_STEPS)  # log of measured by expected
+        for _ in range(PRIOR_STEPS if self.has_passes else 0):  # else the first step, a wild one perhaps, would be it
+            self._scale.add(0.0)
         self._lookups_s: deque[float] = deque(maxlen=RECENT_LOOKUPS)  # for each sequence, where there are passes
 
     @classmethod
@@ -89,14 +92,28 @@ class ProposingCost:
         """Asking `num_asked` sequences, and drafting so many tokens for each, took so long, of which `lookup_s` before
         anything was chosen. is_after_pause: it was not asked in the step before, and had more than a step's tokens to
         catch up with; a lookup that says nothing of those to come."""
-        expected_s = 0.0
+        expected_s = self._passes_s(drafts_S)
         if self.has_passes:
             self._lookups_s.append(lookup_s / max(num_asked, 1))
             seconds -= lookup_s
-            if len(drafts_S):
-                deep_K = np.bincount(drafts_S)[::-1].cumsum()[::-1][1:]
-                expected_s = float(self.pass_s(deep_K).sum())
         elif not is_after_pause:
             expected_s = self.lookup_s(num_asked)
         if expected_s > 0.0 and seconds > 0.0:
             self._scale.add(self._scale.value + math.log(seconds / expected_s))
+
+    def trusted_s(
+        self, num_asked: int, drafts_S: np.ndarray, seconds: float, lookup_s: float, trust: float, is_after_pause: bool
+    ) -> float:
+        """`seconds` of `observe`, asked before it, but at most `trust` times above or below what is expected. What
+        comes of catching up counts as it is."""
+        if not self.has_passes and is_after_pause:
+            return seconds
+        as_it_is_s = lookup_s if self.has_passes else 0.0
+        expected_s = self._passes_s(drafts_S) if self.has_passes else self.lookup_s(num_asked)
+        return as_it_is_s + min(max(seconds - as_it_is_s, expected_s / trust), expected_s * trust)
+
+    def _passes_s(self, drafts_S: np.ndarray) -> float:
+        if not self.has_passes or not len(drafts_S):
+            return 0.0
+        deep_K = np.bincount(drafts_S)[::-1].cumsum()[::-1][1:]
+        return float(self.pass_s(deep_K).sum())

@@ -1,0 +1,45 @@
+"""Drafts on trial: some steps whose outcome says whether they pay, and not what is expected of them. No torch.
+
+What offers that nobody drafts foretell is not quite what drafts come to. They are asked for at any place of a text;
+drafts go on where the last ones ended, and see other places. And a step with drafts in a row of such takes less than a
+single one. So where a gain is possible, it is tried, for as long as luck may take. After each trial that failed the
+pause until the next one is longer.
+"""
+
+STEPS = 32
+FIRST_PAUSE = 512  # steps, doubled by each that failed,
+MOST_PAUSE = 8192  # up to this
+GAIN = 0.05  # that has to be seen
+
+
+class Trial:
+    """One after the other, of one proposer."""
+
+    def __init__(self) -> None:
+        self._left, self._next_at, self._pause = 0, 0, FIRST_PAUSE
+        self._value_s = self._spent_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self._left > 0
+
+    def may_begin(self, step: int) -> bool:
+        """In step number `step`."""
+        return not self.is_on and step >= self._next_at
+
+    def begin(self) -> None:
+        self._left, self._value_s, self._spent_s = STEPS, 0.0, 0.0
+
+    def observe(self, value_s: float, spent_s: float) -> None:
+        """A step of it took so long, with proposing, and plain ones would have taken value_s for its tokens."""
+        self._value_s += value_s
+        self._spent_s += spent_s
+        self._left -= 1
+
+    def ends(self, step: int) -> bool:
+        """It is over, or nothing can be drafted any more; whether drafts have paid."""
+        has_paid = self._value_s > (1.0 + GAIN) * self._spent_s
+        self._left = 0
+        self._pause = FIRST_PAUSE if has_paid else min(2 * self._pause, MOST_PAUSE)
+        self._next_at = step + self._pause
+        return has_paid
