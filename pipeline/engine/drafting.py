@@ -98,10 +98,10 @@ class Drafting:
 
     def who(self, plan: StepPlan) -> Proposer | None:
         """Who is to be asked for drafts in this step."""
-        sampling = np.flatnonzero(plan.samples_S)
-        if self.policy.passes(len(sampling), plan.num_tokens):
+        if self.policy.passes(int(np.count_nonzero(plan.samples_S)), plan.num_tokens):
             self._noted = None
             return None
+        sampling = np.flatnonzero(plan.samples_S)
         begun_ns = time.perf_counter_ns()
         facts = self._facts(plan, plan.slot_S[sampling])
         number = self.policy.proposer(facts) if len(sampling) else None

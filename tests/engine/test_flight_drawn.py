@@ -140,7 +140,7 @@ class Sometimes(FixedDrafts):
 
     count = 0
 
-    def passes(self, num_rows: int) -> bool:
+    def passes(self, num_rows: int, num_tokens: int) -> bool:
         self.count += 1
         return self.count % 3 == 0
 

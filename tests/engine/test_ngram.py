@@ -160,8 +160,8 @@ def test_finished_outputs_serve_others_where_they_match_better(look_up: LookUp) 
 
 def test_rows_that_finished_while_nobody_asked_are_learnt_some_at_a_time_the_last_ones_first() -> None:
     table = SlotTable(2, ngram.LEARNT_TOKENS + 60, 4)
-    proposer = NgramProposer(table, 2)
-    for order in range(ngram.LEARNT_PER_CALL + 3):
+    proposer, num_rows = NgramProposer(table, 2), 2 * ngram.LEARNT_PER_CALL + 1
+    for order in range(num_rows):
         slot = admit(table, proposer, order, [50] * (ngram.LEARNT_TOKENS + 9 if order % 2 else 3))
         append(table, slot, [100 + order, 101 + order, 200 + order, 300 + order])
         leave(table, proposer, slot, finished=True)
@@ -171,7 +171,7 @@ def test_rows_that_finished_while_nobody_asked_are_learnt_some_at_a_time_the_las
     def found() -> list[int]:
         """Rows whose output is known by now."""
         rows = []
-        for order in range(ngram.LEARNT_PER_CALL + 3):
+        for order in range(num_rows):
             slot = admit(table, proposer, 1000 + order, [100 + order, 101 + order])
             offer = proposer._matches(np.array([slot]))
             rows += [order] if offer.token_id_SK[0, : offer.count_S[0]].tolist() == [200 + order, 300 + order] else []
@@ -179,10 +179,11 @@ def test_rows_that_finished_while_nobody_asked_are_learnt_some_at_a_time_the_las
         return rows
 
     assert found() == []
-    proposer.offer(np.array([asking]))
-    assert found() == list(range(3, ngram.LEARNT_PER_CALL + 3))
-    proposer.offer(nobody)
-    assert found() == list(range(ngram.LEARNT_PER_CALL + 3))
+    for asked in (np.array([asking]), nobody, nobody):
+        known = len(found())
+        proposer.offer(asked)
+        assert found() == list(range(max(num_rows - known - ngram.LEARNT_PER_CALL, 0), num_rows))
+    assert len(found()) == num_rows
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -36,7 +36,7 @@ class ShadowOffers:
         self._offer: Offer | None = None
         self._offer_us, self._is_rest = 0, False
         self._known_S = self._decided_S = self._agreed_S = np.zeros(0, dtype=np.int64)
-        self._is_here_S = np.zeros(0, dtype=bool)  # nothing was decided on yet
+        self._place_of: dict[int, int] = {}  # in the offer, by slot: of those that are still there
 
     @property
     def is_empty(self) -> bool:
@@ -48,17 +48,16 @@ class ShadowOffers:
         assert self._offer is None, "one at a time"
         self._offer, self._offer_us, self._is_rest = offer, offer_us, is_rest
         self._known_S = self._table.num_known[offer.slot_S]
-        self._is_here_S = np.ones(len(offer.slot_S), dtype=bool)
+        self._place_of = {slot: place for place, slot in enumerate(offer.slot_S.tolist())}
         self._decided_S, self._agreed_S = np.zeros_like(offer.slot_S), np.zeros_like(offer.slot_S)
 
     def left(self, slot: int, finished: bool) -> None:
         """The sequence is about to leave the slot. Of one that comes back nothing is decided: its tokens in the table
         may be promised ones."""
-        if self._offer is not None:
-            at = np.flatnonzero((self._offer.slot_S == slot) & self._is_here_S)
-            if finished:
-                self._decide(self._offer, at)
-            self._is_here_S[at] = False
+        place = self._place_of.pop(slot, None)
+        if place is not None and finished:
+            assert self._offer is not None
+            self._decide(self._offer, slot, place)
 
     def foretold(self) -> Foretold | None:
         """What became of the offer, which is kept no longer; None: there is none, or its tokens have not come yet. All
@@ -66,21 +65,20 @@ class ShadowOffers:
         offer = self._offer
         if offer is None:
             return None
-        here = np.flatnonzero(self._is_here_S)
-        if (self._table.num_known[offer.slot_S[here]] < self._known_S[here] + offer.count_S[here]).any():
+        end_S, num_known = self._known_S + offer.count_S, self._table.num_known
+        if any(num_known[slot] < end_S[place] for slot, place in self._place_of.items()):
             return None
-        self._decide(offer, here)
-        self._offer = None
+        for slot, place in self._place_of.items():
+            self._decide(offer, slot, place)
+        self._offer, self._place_of = None, {}
         decided_S, agreed_S = self._decided_S, self._agreed_S
         return Foretold(offer.count_S, offer.match_len_S, decided_S, agreed_S, self._offer_us, self._is_rest)
 
-    def _decide(self, offer: Offer, at: np.ndarray) -> None:
-        """Compare the offer with the tokens that have come, for the sequences at these places of it."""
-        table, slot_S, known_S = self._table, offer.slot_S[at], self._known_S[at]
-        place_K = np.arange(offer.token_id_SK.shape[1])
-        decided_S = np.minimum(table.num_known[slot_S] - known_S, offer.count_S[at])
-        place_SK = np.minimum(known_S[:, None] + place_K, table.token_ids.shape[1] - 1)
-        is_alike_SK = table.token_ids[slot_S[:, None], place_SK] == offer.token_id_SK[at]
-        is_alike_SK &= place_K < decided_S[:, None]
-        self._decided_S[at] = decided_S
-        self._agreed_S[at] = np.logical_and.accumulate(is_alike_SK, axis=1).sum(axis=1)
+    def _decide(self, offer: Offer, slot: int, place: int) -> None:
+        """Compare the offer with the tokens that have come, for one sequence. (Eight of them one by one take about as
+        long as all at once, and one a fifth of that.)"""
+        known = int(self._known_S[place])
+        decided = min(int(self._table.num_known[slot]) - known, int(offer.count_S[place]))
+        is_alike_K = self._table.token_ids[slot, known : known + decided] == offer.token_id_SK[place, :decided]
+        self._decided_S[place] = decided
+        self._agreed_S[place] = decided if is_alike_K.all() else is_alike_K.argmin()

@@ -30,7 +30,7 @@ from pipeline.engine.speculation.budget import LossBudget
 from pipeline.engine.speculation.choice import Split, Values, deal
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.gains import Gains
-from pipeline.engine.speculation.lately import SHARE_STEPS, Lately
+from pipeline.engine.speculation.lately import Lately
 from pipeline.engine.speculation.messages import Batch, Candidates, Choice, Decided, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
 from pipeline.engine.speculation.record import SpeculationCounts, bucket_of
@@ -39,23 +39,26 @@ from pipeline.engine.speculation.trial import Trial
 MIN_GAIN = 0.05  # expected gain that switches it on
 KEEP_GAIN = 0.02  # and below which it goes off
 SETTLED_STEPS = 3  # plain ones in a row, behind prompts or drafts, until they take what they take in the long run
-UNSETTLED_STEPS = 32  # without such a one after which any plain step is better than none
+UNSETTLED_STEPS = 384  # without such a one after which any plain step is better than none
 FIRST_PLAIN_STEPS = 5  # at the start: how start-up's table deviates from the work shows in them
 GAIN_STEPS = 16  # steps over which the gain is averaged while on
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
 MAX_LOOK_STEPS = 128  # that finds nothing, up to this
 SHADOWS_A_LOOK = 4  # offers that were compared until it is seen whether to go on now
+SHADOWS_A_TRIAL = 16  # offers that were compared before drafts are tried
 REST_STEPS = 8  # while on, in one step of so many offers that nobody drafts are compared too
 PROBE_TRIES = 4  # steps in a row in which a probe asks for candidates before it gives up for now
 FIRST_CHECK_STEPS = 4  # drafted steps in a row before plain ones show what they cost beside them, doubled
 CHECK_STEPS = 96  # by each, up to this
-SURE_GAIN = 0.3  # with which what plain steps cost decides nothing, so that checks are left out,
-SURE_STEPS = 192  # until the last one was so many steps ago
+SURE_GAIN = 0.3  # with which what plain steps cost decides nothing, so that checks are left out
+SURE_STEPS = 192  # until the last one was so many steps ago,
+SURE_CHECKS = 3  # and not before so many, but for a gain of
+SURE_AT_ONCE = 1.0
 FORETOLD_SHARE = 0.3  # of what was compared before a trial that counts beside what is seen in it
 STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
 DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
 REFRESH_STEPS = 4  # drafted steps after which what drafts are worth is reckoned anew,
-REFRESH_SEEN = 8  # where so many sequences' drafts were seen in them
+REFRESH_SEEN = 32  # where so many sequences' drafts were seen in them
 FREE_ELASTICITY = 0.2  # below it tokens cost next to nothing
 TIME_TRUST = 1.25  # what a step or its proposing takes counts at most by this factor above or below what is expected
 
@@ -81,6 +84,7 @@ class Controller:
         self._no_choice = np.zeros(0, dtype=np.int64)
         self._choice: Choice | None = None
         self._passed = 0  # steps since the last one that was observed
+        self._passing, self._passing_steps = 1, 0  # sequences of the last of them, and steps not counted yet
         self._worth = 0.0  # seconds of plain steps that one token of the chosen step is worth
         self._probing = False
         self._num_steps = 0
@@ -92,7 +96,8 @@ class Controller:
         self._observe_at = 0  # step of which it is to be told while off
         looks_up = [p for p, each in enumerate(proposing) if not each.has_passes]
         self._shadowed = looks_up[0] if looks_up else None  # the proposer whose offers are compared,
-        self._num_shadows = 0  # and how often they were since there was a look at it
+        self._num_shadows = 0  # and how often they were since there was a look at it,
+        self._num_compared = 0  # and since they were drafted
         self._rest_at = 0  # step from which on those are compared that nobody drafts, while on
         self._trial = Trial()
         self._tries = 0
@@ -102,6 +107,7 @@ class Controller:
         self._unseen_at: int | None = None  # when it was last known what those take that pass
         self._steps_since_plain = 0
         self._check_steps = FIRST_CHECK_STEPS
+        self._num_checks = 0
         self._checking = 0  # plain steps of a check that are to come
         self._is_time_to_compare = False
         self._value_s = self._spent_s = 0.0  # running means while on: plain time of what is expected, and its own time
@@ -111,6 +117,7 @@ class Controller:
     @property
     def counts(self) -> SpeculationCounts:
         """Totals so far, by batch size."""
+        self._count_passed()
         return self._counts.copy()
 
     # -- before a step
@@ -119,14 +126,22 @@ class Controller:
         """Whether a step of so many sequences is a plain one that need not be told of: then nothing else is called."""
         number = self._num_steps + 1
         is_dull = not self._is_at_it and self.budget.is_open and number < min(self._observe_at, self._look_at)
-        if not is_dull or num_sequences == 0 or self._has_shrunk(num_sequences):
+        if not is_dull or num_sequences == 0:
             return False
-        b = bucket_of(num_sequences)
+        self._most_sequences = max(self._most_sequences, num_sequences)
         self._num_steps, self._asked_before = number, None
+        if num_sequences != self._passing:
+            self._count_passed()
+            self._passing = num_sequences
+        self._passing_steps += 1
         self._passed += 1
-        self._counts.plain_steps[b] += 1
-        self._counts.plain_sequences[b] += num_sequences
         return True
+
+    def _count_passed(self) -> None:
+        b = bucket_of(self._passing)
+        self._counts.plain_steps[b] += self._passing_steps
+        self._counts.plain_sequences[b] += self._passing_steps * self._passing
+        self._passing_steps = 0
 
     def wants_candidates(self, batch: Batch) -> int | None:
         """The number of the proposer to ask in this step; None: a plain step without `choose`. About 1 us while off."""
@@ -243,6 +258,7 @@ class Controller:
         lately.remember(deep_CK, len(class_S))
         lately.seen_at = self._num_steps
         self._num_shadows += 1
+        self._num_compared += 1
         if self._num_shadows == SHADOWS_A_LOOK:
             self._observe_at = self._num_steps
 
@@ -281,8 +297,10 @@ class Controller:
 
     def _check(self) -> None:
         """While on: plain steps come now, until one has settled, and then proposers are compared."""
-        is_sure = self._value_s > (1.0 + SURE_GAIN) * self._spent_s
+        sure_gain = SURE_GAIN if self._num_checks >= SURE_CHECKS else SURE_AT_ONCE
+        is_sure = self._value_s > (1.0 + sure_gain) * self._spent_s
         is_sure = is_sure and self._num_steps - self._plain_at < SURE_STEPS
+        self._num_checks += not is_sure
         self._check_steps = min(2 * self._check_steps, CHECK_STEPS)
         self._checking = 0 if is_sure else SETTLED_STEPS
         self._steps_since_plain, self._is_time_to_compare = 0, True
@@ -346,12 +364,13 @@ class Controller:
     def _begins_trying(self, batch: Batch) -> bool:
         """While off: try the proposer whose offers were compared, where these leave hope."""
         p = self._shadowed
-        if p is None or self._lately[p].num_seen < SHARE_STEPS or not self._trial.may_begin(self._num_steps):
+        if p is None or self._num_compared < SHADOWS_A_TRIAL or not self._trial.may_begin(self._num_steps):
             return False
         lately = self._lately[p]
         if self.gains.expected(batch, p, lately.share_CK, lately.present, self._hopeful_values(p)) <= 0.0:
             return False
-        self._trial.begin()
+        self._trial.begin(batch.num_sequences)
+        self._num_compared = 0
         self.acceptance.fade(p, FORETOLD_SHARE)
         self._observed, self._seen = REFRESH_STEPS, REFRESH_SEEN
         return self._goes_on_trying(batch)
@@ -403,7 +422,7 @@ class Controller:
         return False
 
     def _go_off(self) -> None:
-        self.is_on, self._checking = False, 0
+        self.is_on, self._checking, self._num_compared = False, 0, 0
         self._value_s = self._spent_s = 0.0
         self._forgotten_at = self._num_steps
         self._trying = None

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.engine.speculation.robust import MovingMedian
 
 RECENT_STEPS = 15  # steps whose median corrects the expectation
-PRIOR_STEPS = 3  # that the start-up's times of passes count as
+PRIOR_STEPS = 2  # that what is expected at the start counts as
 RECENT_LOOKUPS = 31  # lookups of a proposer with passes, whose mean is expected
 
 
@@ -40,7 +40,7 @@ class ProposingCost:
             seconds.append(16 * seconds[-1])
         self._sequences_G, self._seconds_G = np.array(sequences), np.array(seconds)
         self._scale = MovingMedian(RECENT_STEPS)  # log of measured by expected
-        for _ in range(PRIOR_STEPS if self.has_passes else 0):  # else the first step, a wild one perhaps, would be it
+        for _ in range(PRIOR_STEPS):  # else the first step, a wild one perhaps, would be it
             self._scale.add(0.0)
         self._lookups_s: deque[float] = deque(maxlen=RECENT_LOOKUPS)  # for each sequence, where there are passes
 

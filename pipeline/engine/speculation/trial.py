@@ -6,7 +6,9 @@ single one. So where a gain is possible, it is tried, for as long as luck may ta
 pause until the next one is longer.
 """
 
-STEPS = 32
+STEPS = 32  # at most, and fewer
+SEQUENCES = 128  # where so many of them get tokens in fewer,
+LEAST_STEPS = 8  # but not fewer than these
 FIRST_PAUSE = 512  # steps, doubled by each that failed,
 MOST_PAUSE = 8192  # up to this
 GAIN = 0.05  # that has to be seen
@@ -27,8 +29,10 @@ class Trial:
         """In step number `step`."""
         return not self.is_on and step >= self._next_at
 
-    def begin(self) -> None:
-        self._left, self._value_s, self._spent_s = STEPS, 0.0, 0.0
+    def begin(self, num_sequences: int) -> None:
+        """Of steps of about so many sequences."""
+        steps = min(max(SEQUENCES // num_sequences, LEAST_STEPS), STEPS)
+        self._left, self._value_s, self._spent_s = steps, 0.0, 0.0
 
     def observe(self, value_s: float, spent_s: float) -> None:
         """A step of it took so long, with proposing, and plain ones would have taken value_s for its tokens."""

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.choice import Split
-from pipeline.engine.speculation.controller import CHECK_STEPS, MAX_LOOK_STEPS, Controller
+from pipeline.engine.speculation.controller import CHECK_STEPS, FIRST_PLAIN_STEPS, MAX_LOOK_STEPS, Controller
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.messages import Batch, Candidates, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
@@ -68,7 +68,7 @@ def drafts_in(controller: Controller, batch: Batch, steps: int, accepted_share: 
 
 
 def test_it_drafts_all_there_is_where_tokens_are_free_and_nothing_where_they_are_not() -> None:
-    assert drafts_in(controller_of(MEMORY_BOUND), batch_of(4), 50) >= 44
+    assert drafts_in(controller_of(MEMORY_BOUND), batch_of(4), 50) >= 40
     assert drafts_in(controller_of(COMPUTE_BOUND), batch_of(4), 50) == 0
 
 
@@ -78,7 +78,8 @@ def test_room_and_what_a_sequence_has_are_kept_to() -> None:
         choice = step(controller, batch, 1.0)
     assert choice is not None
     assert choice.length_S.sum() == 5
-    assert controller.wants_candidates(batch) == 0
+    while controller.wants_candidates(batch) is None:
+        controller.observe(batch, Outcome(0.01, 4))
     choice = controller.choose(batch, Candidates(np.array([0, 1, 0, 3]), np.full(4, 7)))
     assert choice.length_S.tolist() == [0, 1, 0, 3]
     assert controller.wants_candidates(batch_of(4, room=0)) is None
@@ -89,17 +90,17 @@ def test_beside_prompts_it_drafts_only_where_tokens_are_free() -> None:
     """Half a millisecond a token beside 20 ms: drafts pay for 4 sequences, but not beside prompts."""
     free, dear = controller_of((10.0, 0.001)), controller_of((20.0, 0.5))
     for controller in (free, dear):
-        assert drafts_in(controller, batch_of(4), 50) >= 44
+        assert drafts_in(controller, batch_of(4), 50) >= 40
     assert drafts_in(free, batch_of(4, num_prefill=60), 40) >= 38
     assert drafts_in(free, batch_of(60, num_queued=9), 40) >= 38
     assert drafts_in(dear, batch_of(4, num_prefill=60), 40) == 0
     assert drafts_in(dear, batch_of(60, num_queued=9), 40) == 0
-    assert drafts_in(dear, batch_of(4), 50) >= 44
+    assert drafts_in(dear, batch_of(4), 50) >= 40
 
 
 def test_it_goes_off_when_nothing_is_accepted_and_asks_seldom_then() -> None:
     controller, batch = controller_of((10.0, 0.3)), batch_of(4)
-    assert drafts_in(controller, batch, 50) >= 44
+    assert drafts_in(controller, batch, 50) >= 40
     drafts_in(controller, batch, 300, accepted_share=0.0)
     assert not controller.is_on
     asked = sum(step(controller, batch, 0.0) is not None for _ in range(1000))
@@ -123,7 +124,7 @@ def test_a_small_gain_neither_switches_it_on_nor_off() -> None:
     controller.acceptance.upper = lambda *_: np.full((4, K), 0.034)  # type: ignore[method-assign]
     assert drafts_in(controller, batch_of(1), 100) == 0
     controller.is_on = True
-    assert drafts_in(controller, batch_of(1), 100) >= 90
+    assert drafts_in(controller, batch_of(1), 100) >= 85
 
 
 def test_a_batch_that_shrinks_switches_it_on_without_a_probe() -> None:
@@ -132,7 +133,7 @@ def test_a_batch_that_shrinks_switches_it_on_without_a_probe() -> None:
     controller.acceptance.observe(np.full(200, 3), np.full(200, K), np.full(200, 2))
     assert drafts_in(controller, batch_of(120), 60, accepted_share=0.5) == 0
     before = int(controller.counts.probe_steps.sum())
-    assert drafts_in(controller, batch_of(1), 20, accepted_share=0.5) >= 18
+    assert drafts_in(controller, batch_of(1), 20, accepted_share=0.5) >= 14
     assert int(controller.counts.probe_steps.sum()) == before
 
 
@@ -140,8 +141,8 @@ def test_a_batch_that_grows_is_not_looked_at_but_is_when_it_shrinks_from_there()
     """As where a job begins with few rows and its last ones are few again."""
     controller = controller_of((10.0, 2.0))
     drafts_in(controller, batch_of(8), 200, accepted_share=0.0)  # looks are far between by now
-    looks, look = [], controller._look
-    controller._look = lambda batch: (looks.append(batch.num_sequences), look(batch))[1]  # type: ignore[method-assign]
+    looks, look = [], controller._goes_on_again
+    controller._goes_on_again = lambda batch: (looks.append(batch.num_sequences), look(batch))[1]  # type: ignore[method-assign]
     controller._look_at = controller._num_steps + 10_000
     for num in (8, 64, 100, 80, 74, 60):
         drafts_in(controller, batch_of(num), 3, accepted_share=0.0)
@@ -179,7 +180,7 @@ def test_a_proposer_that_costs_too_much_is_not_asked() -> None:
 def test_the_better_proposer_comes_to_work() -> None:
     """Looking up is tried first, being cheap, and gets nothing right; the draft model is right."""
     told = asked_in(both(pass_ms=0.5), 800, (0.25, 1.0))
-    assert told[2] == 0
+    assert told[FIRST_PLAIN_STEPS] == 0
     assert told[-300:].count(1) > 280
 
 
@@ -249,7 +250,10 @@ def test_steps_that_pass_are_counted_and_some_are_looked_at() -> None:
     assert 75 <= passed <= 87
     assert sum(elapsed) == pytest.approx(100 * controller.cost.step_s(8, 800), rel=0.1)
     assert int(controller.counts.plain_steps.sum()) == before + 100
-    assert not controller.passes(1), "another batch size is another matter"
+    passed = 0
+    while controller.passes(1):
+        passed += 1
+    assert passed <= 20, "a batch that has shrunk is seen when it is its turn"
     on = controller_of(MEMORY_BOUND)
     drafts_in(on, batch, 20)
     assert not on.passes(8)
