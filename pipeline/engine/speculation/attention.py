@@ -7,7 +7,7 @@ yet.
 
 import math
 
-SHARE = 0.006  # of the time
+SHARE = 0.006  # of the time; half of it after drafts failed on trial, a third after they failed again
 GRANT_STEPS = 12.0  # plain steps' time at the start, and what is kept at most
 HASTE = 4.0  # how many times as often steps are looked at while that lasts
 LEAST_PAUSE = 8  # steps
@@ -20,12 +20,13 @@ class Attention:
     def __init__(self) -> None:
         self._balance_s: float | None = None
 
-    def pause(self, elapsed_s: float, spent_s: float, plain_s: float) -> int:
+    def pause(self, elapsed_s: float, spent_s: float, plain_s: float, num_failures: int = 0) -> int:
         """Steps until the next one to look at. elapsed_s: since the last one, of which `spent_s` was looking; plain_s:
         of a step at present."""
-        most_s, earned_s = GRANT_STEPS * plain_s, SHARE * plain_s
+        share = SHARE / (1 + num_failures)
+        most_s, earned_s = GRANT_STEPS * plain_s, share * plain_s
         balance_s = most_s if self._balance_s is None else self._balance_s
-        balance_s = min(balance_s + SHARE * elapsed_s, most_s) - spent_s
+        balance_s = min(balance_s + share * elapsed_s, most_s) - spent_s
         self._balance_s = max(balance_s, -MOST_PAUSE * earned_s)
         overdue_s = -self._balance_s if self._balance_s < 0.0 else spent_s / HASTE
         return max(math.ceil(overdue_s / earned_s), LEAST_PAUSE)

@@ -512,5 +512,5 @@ class Controller:
         self._passed = 0
         self.budget.settle(elapsed_s, gained_s, plain_s)
         if not self.is_on:
-            self._pause = self._attention.pause(elapsed_s, outcome.host_s, plain_s)
+            self._pause = self._attention.pause(elapsed_s, outcome.host_s, plain_s, self._trial.num_failures)
             self._observe_at = self._num_steps + self._pause

@@ -38,3 +38,16 @@ def test_one_disturbed_look_is_forgiven() -> None:
     attention = Attention()
     assert attention.pause(4e-3, 5.0, 5e-4) == MOST_PAUSE
     assert attention.pause(MOST_PAUSE * 5e-4, 1e-5, 5e-4) == LEAST_PAUSE
+
+
+def test_after_failures_less_time_goes_into_looking() -> None:
+    spent_s = []
+    for num_failures in (0, 1, 2):
+        attention, elapsed_s, pause, looks = Attention(), 0.0, 1, 0
+        while elapsed_s < 20.0:
+            elapsed_s += pause * 5e-4
+            pause = attention.pause(pause * 5e-4, 1e-4, 5e-4, num_failures)
+            looks += 1
+        spent_s.append(looks * 1e-4)
+    assert spent_s[0] / spent_s[1] == pytest.approx(2.0, rel=0.1)
+    assert spent_s[0] / spent_s[2] == pytest.approx(3.0, rel=0.1)

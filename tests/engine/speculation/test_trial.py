@@ -17,7 +17,7 @@ def test_it_takes_fewer_steps_of_more_sequences() -> None:
     trial = Trial()
     for num, steps in ((1, t.STEPS), (8, t.SEQUENCES // 8), (500, t.LEAST_STEPS)):
         trial.begin(num)
-        assert steps_of(trial, 1.0) == steps
+        assert steps_of(trial, 1.0) == steps + t.FIRST_STEPS
 
 
 def test_what_was_seen_decides() -> None:
@@ -26,6 +26,16 @@ def test_what_was_seen_decides() -> None:
         trial.begin(4)
         steps_of(trial, value_s)
         assert trial.ends(100) == has_paid
+        assert trial.num_failures == (0 if has_paid else 1)
+
+
+def test_its_first_steps_do_not_count() -> None:
+    trial = Trial()
+    trial.begin(4)
+    for _ in range(t.FIRST_STEPS):
+        trial.observe(1.0, 100.0)
+    steps_of(trial, 1.5)
+    assert trial.ends(100)
 
 
 def test_each_failure_doubles_the_pause_until_a_success() -> None:
