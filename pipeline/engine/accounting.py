@@ -28,6 +28,8 @@ def classify(plan: StepPlan, table: SlotTable) -> StepTokens:
     lost_S, num_tokens = table.repeat_until[plan.slot_S], plan.num_tokens
     fresh_S = np.maximum(table.num_prompt[plan.slot_S], lost_S)
     behind = np.flatnonzero(plan.start_S < fresh_S)  # the others only generate
+    if not len(behind):
+        return StepTokens(0, num_tokens, 0)
     start_B, lost_B = plan.start_S[behind], lost_S[behind]
     end_B = start_B + plan.count_S[behind]
     prompt_B = table.num_prompt[plan.slot_S[behind]]

@@ -7,7 +7,7 @@ Nobody is preempted for them.
 import numpy as np
 
 from pipeline.engine.scheduler import Scheduler
-from pipeline.engine.step import StepPlan, share
+from pipeline.engine.step import StepPlan, runs, share
 
 
 class DraftRoom:
@@ -50,9 +50,9 @@ class DraftRoom:
         """The plan with the first count_S[s] tokens of token_id_SK[s], which were granted, as drafts of the sequence at
         place sampling[s] of the plan."""
         table, slot_S = self._scheduler.table, plan.slot_S[sampling]
-        row_D, column_D = np.nonzero(np.arange(token_id_SK.shape[1]) < count_S[:, None])
-        slot_D = slot_S[row_D]
-        table.token_ids[slot_D, table.num_known[slot_D] + column_D] = token_id_SK[row_D, column_D]
+        place_D = runs(table.num_known[slot_S], count_S)
+        is_draft_SK = np.arange(token_id_SK.shape[1]) < count_S[:, None]
+        table.token_ids[np.repeat(slot_S, count_S), place_D] = token_id_SK[is_draft_SK]
         draft_S = np.zeros_like(plan.count_S)
         draft_S[sampling] = count_S
         return StepPlan(plan.slot_S, plan.start_S, plan.count_S + draft_S, plan.samples_S, draft_S)

@@ -136,7 +136,7 @@ class Drafting:
         most_S = np.maximum(self._room.most(facts.slot_S), 0)
         if most_queries is not None:
             most_S = np.minimum(most_S, most_queries - plan.count_S[sampling])
-        offer = replace(offer, count_S=np.minimum(offer.count_S, most_S))
+        offer = Offer(offer.slot_S, np.minimum(offer.count_S, most_S), offer.match_len_S, offer.token_id_SK)
         count_S = np.maximum(np.minimum(self.policy.choose(facts, offer), offer.count_S), 0)
         if count_S.any():
             count_S = self._room.grant(plan, facts.slot_S, count_S)
@@ -217,7 +217,9 @@ class Drafting:
     ) -> None:
         """A step has been computed, in step_us with proposing: count it and tell the policy. here_S: which sequences
         were still there when it had been launched; what was drafted for others counts nothing."""
-        drafted_S, accepted_S = np.where(here_S, noted.drafted_S, 0), np.where(here_S, accepted_S, 0)
+        drafted_S = noted.drafted_S
+        if not here_S.all():
+            drafted_S, accepted_S = np.where(here_S, drafted_S, 0), np.where(here_S, accepted_S, 0)
         drafted = np.flatnonzero(drafted_S)
         if len(drafted):
             assert noted.proposer is not None

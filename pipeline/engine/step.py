@@ -107,6 +107,8 @@ def made_input(
 
 def runs(first_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
     """first_N[0], first_N[0] + 1, ..., count_N[0] of them, then those of first_N[1], and so on."""
+    if len(first_N) == 1:  # often, and in a fifth of the time
+        return np.arange(first_N[0], first_N[0] + count_N[0])
     end_N = np.cumsum(count_N)
     return np.arange(int(end_N[-1]) if len(end_N) else 0) + np.repeat(first_N - end_N + count_N, count_N)
 
