@@ -8,10 +8,7 @@ from pipeline.engine.params import DRAFT_PLACES, EngineStats
 from pipeline.engine.sequence import SlotTable
 from pipeline.engine.step import StepPlan
 
-
-_DRAFTED, _ACCEPTED = (
-    [f"{what}_{place}" for place in range(1, DRAFT_PLACES + 1)] for what in ("drafted", "accepted")
-)
+_DRAFTED, _ACCEPTED = ([f"{what}_{place}" for place in range(1, DRAFT_PLACES + 1)] for what in ("drafted", "accepted"))
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ On or off: it goes on when the expected gain in tokens per second, drafting and 
 falls below `KEEP_GAIN`. What share of the sequences had how many candidates is remembered, so a batch that shrinks in a
 job's tail switches it on without a trial. While off it learns in two ways. A proposer that only looks up is asked in
 some steps, and what it offers is compared with the tokens that come anyway (a shadow); that feeds the same estimates as
-drafts do, and where it leaves hope, drafts are tried for some steps (`Trial`). Probes are single drafted steps of a proposer that is not the one at work, made where what is not known could
-still make it pay. `LossBudget` bounds what drafts can lose, `Attention` what looking on takes.
+drafts do, and where it leaves hope, drafts are tried for some steps (`Trial`). Probes are single drafted steps of a
+proposer that is not the one at work, made where what is not known could still make it pay. `LossBudget` bounds what
+drafts can lose, `Attention` what looking on takes.
 
 While prompts are computed or wait for room in a step, drafts would take their place; then it is off unless tokens cost
 next to nothing there.
 
-One proposer is asked in a step, since asking costs too: the one with the largest expected gain. While on, plain steps
-come now and then, to see what they cost beside drafted ones; after each the proposers are compared anew.
+One proposer is asked in a step, since asking costs too: the one with the largest expected gain. While on, some plain
+steps come now and then, to see what they cost (`PlainTimes`); then the proposers are compared anew.
 
 S: sequences that decode, P: proposers, C: classes (`Acceptance`), K: draft positions.
 """
@@ -27,6 +28,7 @@ import numpy as np
 from pipeline.engine.speculation.acceptance import Acceptance, ProposerPrior, count_deep
 from pipeline.engine.speculation.attention import Attention
 from pipeline.engine.speculation.budget import LossBudget
+from pipeline.engine.speculation.checks import PlainTimes
 from pipeline.engine.speculation.choice import Split, Values, deal
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.gains import Gains
@@ -38,8 +40,6 @@ from pipeline.engine.speculation.trial import Trial
 
 MIN_GAIN = 0.05  # expected gain that switches it on
 KEEP_GAIN = 0.02  # and below which it goes off
-SETTLED_STEPS = 3  # plain ones in a row, behind prompts or drafts, until they take what they take in the long run
-UNSETTLED_STEPS = 384  # without such a one after which any plain step is better than none
 FIRST_PLAIN_STEPS = 5  # at the start: how start-up's table deviates from the work shows in them
 GAIN_STEPS = 16  # steps over which the gain is averaged while on
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
@@ -48,12 +48,6 @@ SHADOWS_A_LOOK = 4  # offers that were compared until it is seen whether to go o
 SHADOWS_A_TRIAL = 16  # offers that were compared before drafts are tried
 REST_STEPS = 8  # while on, in one step of so many offers that nobody drafts are compared too
 PROBE_TRIES = 4  # steps in a row in which a probe asks for candidates before it gives up for now
-FIRST_CHECK_STEPS = 4  # drafted steps in a row before plain ones show what they cost beside them, doubled
-CHECK_STEPS = 96  # by each, up to this
-SURE_GAIN = 0.3  # with which what plain steps cost decides nothing, so that checks are left out
-SURE_STEPS = 192  # until the last one was so many steps ago,
-SURE_CHECKS = 3  # and not before so many, but for a gain of
-SURE_AT_ONCE = 1.0
 FORETOLD_SHARE = 0.3  # of what was compared before a trial that counts beside what is seen in it
 STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
 DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
@@ -102,13 +96,7 @@ class Controller:
         self._trial = Trial()
         self._tries = 0
         self._trying: int | None = None  # the proposer that is probed while another is at work
-        self._plain_steps = 0  # in a row, without prompts
-        self._plain_at = 0  # step at which one of these was last timed
-        self._unseen_at: int | None = None  # when it was last known what those take that pass
-        self._steps_since_plain = 0
-        self._check_steps = FIRST_CHECK_STEPS
-        self._num_checks = 0
-        self._checking = 0  # plain steps of a check that are to come
+        self._plain = PlainTimes()
         self._is_time_to_compare = False
         self._value_s = self._spent_s = 0.0  # running means while on: plain time of what is expected, and its own time
         self._values = Values(self.acceptance.probability())
@@ -188,9 +176,8 @@ class Controller:
         drafted_S = outcome.drafted_S if outcome.drafted_S is not None else self._no_choice
         num_drafts = int(drafted_S.sum())
         num_accepted = 0
-        self._plain_steps = 0 if num_drafts or batch.num_prefill else self._plain_steps + 1
-        step_s = outcome.step_s if num_drafts else self._plain_step_s(outcome)
-        if batch.num_prefill == 0 and step_s is not None:
+        step_s = self._plain.step_s(self._num_steps, outcome, num_drafts > 0, batch.num_prefill > 0, self._passed)
+        if step_s is not None:
             self.cost.observe(num, batch.kv_tokens, num_drafts, step_s)
         if num_drafts:
             assert choice is not None, "drafts that were not chosen here"
@@ -209,20 +196,6 @@ class Controller:
             self.proposing[asked].observe(num, drafted_S, *spent, is_after_pause)
         self._asked_before = asked
         self._settle(batch, outcome, decided, num_drafts, num_accepted, propose_s)
-
-    def _plain_step_s(self, outcome: Outcome) -> float | None:
-        """What a plain step takes in a row of such, seen at this one; None where nothing of the kind was seen. One that
-        is looked at behind others that were not takes longer than these, so where they can be timed, they count."""
-        if outcome.unseen_s is not None:
-            self._unseen_at = self._num_steps
-            return outcome.unseen_s
-        if self._passed:
-            are_timed = self._unseen_at is not None and self._num_steps - self._unseen_at <= STALE_STEPS
-            return None if are_timed else outcome.step_s
-        if self._plain_steps < SETTLED_STEPS and self._num_steps - self._plain_at < UNSETTLED_STEPS:
-            return None
-        self._plain_at = self._num_steps
-        return outcome.step_s
 
     def shadows(self, batch: Batch) -> int | None:
         """After `observe`, of the same batch: the number of the proposer whose offer is to be kept and compared with
@@ -269,12 +242,10 @@ class Controller:
         if num == 0 or batch.room <= 0 or self._num_steps < FIRST_PLAIN_STEPS or not self._is_allowed(batch):
             return False
         if self.is_on:
-            if self._steps_since_plain >= self._check_steps:
-                self._check()
-            if self._checking:
-                self._checking -= 1
-                return False
-            return self._goes_on(batch)
+            if self._plain.is_due:
+                self._plain.begin(self._num_steps, self._value_s / max(self._spent_s, 1e-9) - 1.0)
+                self._is_time_to_compare = True
+            return not self._plain.takes_one() and self._goes_on(batch)
         if self._trial.is_on:
             return self._goes_on_trying(batch)
         if self._num_steps >= self._look_at:
@@ -294,16 +265,6 @@ class Controller:
         drafts."""
         self._most_sequences = max(self._most_sequences, num_sequences)
         return 4 * (self._most_sequences - num_sequences) > self._most_sequences
-
-    def _check(self) -> None:
-        """While on: plain steps come now, until one has settled, and then proposers are compared."""
-        sure_gain = SURE_GAIN if self._num_checks >= SURE_CHECKS else SURE_AT_ONCE
-        is_sure = self._value_s > (1.0 + sure_gain) * self._spent_s
-        is_sure = is_sure and self._num_steps - self._plain_at < SURE_STEPS
-        self._num_checks += not is_sure
-        self._check_steps = min(2 * self._check_steps, CHECK_STEPS)
-        self._checking = 0 if is_sure else SETTLED_STEPS
-        self._steps_since_plain, self._is_time_to_compare = 0, True
 
     def _is_allowed(self, batch: Batch) -> bool:
         if batch.num_prefill == 0 and batch.num_queued == 0:
@@ -392,7 +353,7 @@ class Controller:
         assert self._shadowed is not None
         if self._trial.ends(self._num_steps):
             self.is_on, self._at_work, self._look_steps = True, self._shadowed, LOOK_STEPS
-            self._steps_since_plain = 0
+            self._plain.ends()
         else:
             self._look_later()
 
@@ -422,7 +383,8 @@ class Controller:
         return False
 
     def _go_off(self) -> None:
-        self.is_on, self._checking, self._num_compared = False, 0, 0
+        self.is_on, self._num_compared = False, 0
+        self._plain.ends()
         self._value_s = self._spent_s = 0.0
         self._forgotten_at = self._num_steps
         self._trying = None
@@ -445,7 +407,8 @@ class Controller:
         least = 1 + self._num_steps // 16
         if self._observed >= min(REFRESH_STEPS, least) and self._seen >= min(REFRESH_SEEN, least):
             self._observed = self._seen = 0
-            self._values = self._hopeful_values(self._asked) if self._trial.is_on else Values(self.acceptance.probability())
+            is_hopeful = self._trial.is_on
+            self._values = self._hopeful_values(self._asked) if is_hopeful else Values(self.acceptance.probability())
         return self._values
 
     def _hopeful_values(self, proposer: int) -> Values:
@@ -480,7 +443,8 @@ class Controller:
         self, batch: Batch, outcome: Outcome, decided: Decided, num_drafts: int, num_accepted: int, propose_s: float
     ) -> None:
         num, counts, b = batch.num_sequences, self._counts, bucket_of(batch.num_sequences)
-        plain_s = value_s = step_s = self.cost.step_s(num, batch.kv_tokens)  # prompts apart: where they are computed nobody drafts
+        # Prompts apart: where they are computed nobody drafts.
+        plain_s = value_s = step_s = self.cost.step_s(num, batch.kv_tokens)
         if not self.budget.is_open:
             self.budget.open(plain_s)
         gained_s = -propose_s
@@ -493,7 +457,6 @@ class Controller:
             gained_s += value_s - step_s
             if decided.is_probe and gained_s > 0.0:  # it paid: look again at once
                 self._look_at, self._look_steps = self._num_steps, LOOK_STEPS
-            self._steps_since_plain += 1
             counts.drafted_steps[b] += 1
             counts.probe_steps[b] += decided.is_probe
             counts.drafted_sequences[b] += num
@@ -503,7 +466,6 @@ class Controller:
             counts.spent_us[b] += round(step_s * 1e6)
             counts.plain_us[b] += round(value_s * 1e6)
         else:
-            self._steps_since_plain = 0
             counts.plain_steps[b] += 1
             counts.plain_sequences[b] += num
         if self._trial.is_on and decided.choice is not None:

@@ -6,7 +6,7 @@ over the tokens, over sequences per token (which lies between the two kinds) and
 
 While running, each observed step refines the table in two ways. The machine's speed is common to all steps and moves
 fast: the median of the last steps. The shape belongs to a kind and a number of tokens: the median of what was seen
-there, on top of the speed, in the first step after steps at another point, when the speed is still theirs. In a long
+there, on top of the speed, in the first steps after others, when the speed is still theirs. In a long
 row of alike steps nothing tells the two apart, and they would drift; what two points deviate by from each other is only
 seen where one follows the other. So a machine that is disturbed for a minute changes no decision, a point that start-up
 measured wrongly does, and one step that took ten times as long changes nothing.
@@ -29,6 +29,7 @@ SHORT, LONG = 0, 1
 
 RECENT_STEPS = 7  # steps whose median is the machine's present speed
 SPEED_PRIOR_STEPS = 2  # that the start-up's speed counts as
+SHAPE_STEPS = 3  # the first ones after a change of kind, which tell shapes: the speed is still that of the steps before
 RECENT_SHAPES = 15  # steps of one kind and size whose median corrects the table there
 PRIOR_STEPS = 1  # what is believed of a point before counts as much as this many steps seen there
 FEW_STEPS = 3  # steps seen at a point below which the median says little,
@@ -81,6 +82,7 @@ class StepCost:
         for _ in range(SPEED_PRIOR_STEPS):  # else the first step, a wild one perhaps, would be it
             self._speed.add(0.0)
         self._last = (-1, -1)  # kind and point of the step before
+        self._num_told, self._speed_before = 0, 0.0  # steps to come that tell shapes, and the speed for them
         self._shape_KG = [[MovingMedian(RECENT_SHAPES) for _ in self._grid_G] for _ in (PLAIN, DRAFTED)]
         self._correction_KG = np.zeros((2, len(self._grid_G)))  # log
         self._correction = self._correction_KG.tolist()
@@ -191,8 +193,14 @@ class StepCost:
         table_s, correction, g = self._at(kind, num_sequences + num_drafts, num_sequences, kv_tokens)
         log_ratio = math.log(seconds / table_s)
         shape, point = self._shape_KG[kind][g], (kind, g)
-        is_first = self._last[0] < 0  # nothing tells yet what deviates, this point or the speed
-        if not is_first and (kind != self._last[0] or (point != self._last and len(shape) < RECENT_SHAPES)):
+        if kind != self._last[0]:
+            # At the very first nothing tells yet what deviates, this point or the speed.
+            self._num_told = SHAPE_STEPS if self._last[0] >= 0 else 0
+            self._speed_before = self._speed.value
+        if self._num_told:
+            self._num_told -= 1
+            shape.add(log_ratio - self._speed_before)
+        elif point != self._last and self._last[0] >= 0 and len(shape) < RECENT_SHAPES:
             shape.add(log_ratio - self._speed.value)
         self._last = point
         self._speed.add(log_ratio - correction)

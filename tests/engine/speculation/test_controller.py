@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
+from pipeline.engine.speculation.checks import CHECK_STEPS
 from pipeline.engine.speculation.choice import Split
-from pipeline.engine.speculation.controller import CHECK_STEPS, FIRST_PLAIN_STEPS, MAX_LOOK_STEPS, Controller
+from pipeline.engine.speculation.controller import FIRST_PLAIN_STEPS, MAX_LOOK_STEPS, Controller
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.messages import Batch, Candidates, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost

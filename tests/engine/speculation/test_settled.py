@@ -82,7 +82,7 @@ def test_one_wild_time_of_proposing_does_not_end_it(passes: bool) -> None:
             continue
         drafted_steps += 1
         usual_s = 4e-3 if passes else 1e-3
-        propose_s = usual_s if drafted_steps > 2 or not passes and drafted_steps == 1 else 0.2
+        propose_s = usual_s if drafted_steps > 2 or (not passes and drafted_steps == 1) else 0.2
         step_s = controller.cost.step_s(4, batch.kv_tokens, 0, int(drafted_S.sum()))
         lookup_s = 0.0 if passes else propose_s
         controller.observe(batch, Outcome(step_s, 4 + 2 * 4, drafted_S, np.minimum(drafted_S, 2), propose_s, lookup_s))

@@ -73,8 +73,10 @@ def test_at_256_sequences(text: m.Text) -> None:
     assert result.behind_best < MAX_BEHIND, str(result)
 
 
-def test_what_it_says_it_saved_is_what_was_saved() -> None:
-    length_R = job(16, 1000, has_tail=False)
+@pytest.mark.parametrize("length_R", [np.full(96, 200), job(16, 1000, has_tail=False)], ids=["rows wait", "none wait"])
+def test_what_it_says_it_saved_is_what_was_saved(length_R: np.ndarray) -> None:
+    """Where none wait, what a token is worth depends on which sequence will be the last one."""
+    waiting = len(length_R) > 16
     noise = Noise(seed=1)
     controller = controller_for(m.MEMORY, noise)
     run = simulate(m.MEMORY, m.MIDDLE, length_R, 16, controller, noise=noise)
@@ -83,7 +85,7 @@ def test_what_it_says_it_saved_is_what_was_saved() -> None:
     assert int((counts.plain_steps + counts.drafted_steps).sum()) == run.steps
     assert int(counts.drafted_steps.sum()) == run.drafted_steps
     assert int((counts.drafted_step_tokens + counts.plain_sequences).sum()) == run.tokens
-    assert counts.saved_s == pytest.approx(plain.seconds - run.seconds, rel=0.1)
+    assert counts.saved_s == pytest.approx(plain.seconds - run.seconds, rel=0.1 if waiting else 0.15)
 
 
 def test_a_machine_that_is_slow_for_a_while_changes_no_decision() -> None:
