@@ -194,8 +194,11 @@ class StepCost:
         log_ratio = math.log(seconds / table_s)
         shape, point = self._shape_KG[kind][g], (kind, g)
         if kind != self._last[0]:
-            # At the very first nothing tells yet what deviates, this point or the speed.
-            self._num_told = SHAPE_STEPS if self._last[0] >= 0 else 0
+            # At the very first nothing tells yet what deviates, this point or the speed; it is called the speed.
+            was_kind, was_g = self._last
+            self._num_told = SHAPE_STEPS if was_kind >= 0 else 0
+            if was_kind >= 0 and not len(self._shape_KG[was_kind][was_g]):
+                self._shape_KG[was_kind][was_g].add(self._correction[was_kind][was_g])
             self._speed_before = self._speed.value
         if self._num_told:
             self._num_told -= 1

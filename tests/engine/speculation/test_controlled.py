@@ -1,11 +1,13 @@
 """The engine's policy where steps overlap: it is told of a step when the next one has been decided on."""
 
 import numpy as np
+import pytest
 
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import StepFacts, StepOutcome
 from pipeline.engine.propose.shadow import Foretold
 from pipeline.engine.speculation.controlled import ControlledDrafts
+from pipeline.engine.speculation.messages import Outcome
 from tests.engine.speculation.test_controller import MEMORY_BOUND, K, controller_of
 
 
@@ -44,3 +46,20 @@ def test_what_was_foretold_comes_to_the_controller_and_what_it_took_with_the_nex
         policy.observe(StepOutcome(facts, 3, 10_000, 0, 0, none, none))
     assert 0.01 < told[0].host_s < 0.02
     assert told[1].host_s < 0.005
+
+
+def test_what_telling_takes_is_put_to_the_next_proposing(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, told, now_ns = ControlledDrafts(controller_of(MEMORY_BOUND)), [], 0
+    monkeypatch.setattr("time.perf_counter_ns", lambda: now_ns)
+    facts, none = StepFacts(np.arange(3), np.full(3, 100), 3, 0, 0, 1000, 0), np.zeros(3, dtype=np.int64)
+
+    def takes_a_while(batch: object, outcome: Outcome, decided: object) -> None:
+        nonlocal now_ns
+        told.append(outcome)
+        now_ns += 70_000
+
+    policy.controller.observe = takes_a_while  # type: ignore[assignment]
+    for offer_us, draft_us in ((0, 0), (30, 500), (0, 0)):
+        policy.observe(StepOutcome(facts, 3, 10_000, offer_us, draft_us, none, none))
+    assert [round(outcome.lookup_s * 1e6) for outcome in told] == [0, 100, 0]
+    assert [round(outcome.propose_s * 1e6) for outcome in told] == [0, 600, 0]

@@ -167,3 +167,29 @@ def test_a_wild_first_step_is_not_taken_for_the_machines_speed() -> None:
     for _ in range(8):
         cost.observe(4, 4 * 64, 12, linear_s(16, 4, 4 * 64))
     assert cost.step_s(4, 4 * 64) == pytest.approx(linear_s(4, 4, 4 * 64), rel=0.1)
+
+
+def test_steps_are_timed_behind_others_of_their_kind() -> None:
+    """The first one of a kind and size takes half as long again: what it needs was thrown out of the caches."""
+    before = (0, 0, 0)
+
+    def cold_s(tokens: int, sequences: int, kv: int) -> float:
+        nonlocal before
+        is_cold, before = before != (tokens, sequences, kv), (tokens, sequences, kv)
+        return linear_s(tokens, sequences, kv) * (1.5 if is_cold else 1.0)
+
+    table = measured(cold_s)
+    for sequences, drafts in ((1, 0), (8, 0), (16, 48)):
+        truth_s = linear_s(sequences + drafts, sequences, sequences * 64)
+        assert table.step_s(sequences, sequences * 64, 0, drafts) == pytest.approx(truth_s, rel=0.02)
+
+
+def test_one_change_from_plain_to_drafted_steps_tells_what_they_deviate_by() -> None:
+    """Both take longer than the table says, drafted ones by much more; the speed is that of the plain ones before."""
+    table = flat()
+    for _ in range(10):
+        table.observe(1, 64, 0, 0.015)
+    for _ in range(30):
+        table.observe(1, 64, 6, 0.030)
+    assert table.step_s(1, 64, 0, 6) == pytest.approx(0.030, rel=0.02)
+    assert table.step_s(1, 64) == pytest.approx(0.015, rel=0.25)

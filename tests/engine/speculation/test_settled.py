@@ -94,7 +94,7 @@ def test_drafts_are_tried_where_offers_that_were_compared_leave_hope() -> None:
     dear, batch, rng = (5.0, 2.2), batch_of(1), np.random.default_rng(0)
     controller = Controller(controller_of(dear).cost, [NGRAM], [NGRAM_COST], K)
     controller.acceptance.observe(np.full(24, 3), np.full(24, K), np.where(rng.random(24) < 0.3, 1, 0))
-    compared, tried = 0, False
+    compared, tried, was_on_trial, begun = 0, False, False, 0
     for _ in range(1500):
         if controller.passes(1):
             continue
@@ -104,12 +104,17 @@ def test_drafts_are_tried_where_offers_that_were_compared_leave_hope() -> None:
         step_s = controller.cost.step_s(1, batch.kv_tokens, 0, int(drafted_S.sum()))
         if drafted_S.any():
             assert compared >= SHADOWS_A_TRIAL
-            tried = tried or controller._trial.is_on
+            was_on_trial = controller._trial.is_on
+            begun += was_on_trial
             controller.observe(batch, Outcome(step_s, 1 + int(drafted_S[0]), drafted_S, drafted_S, 1e-5))
+            if was_on_trial and not controller._trial.is_on:
+                tried = True
+                assert controller.is_on, "it has paid"
             continue
         controller.observe(batch, Outcome(step_s, 1))
         if controller.shadows(batch) is not None:
             compared += 1
             controller.foretold(everything(1), np.array([K]), np.array([K if rng.random() < 0.33 else 0]), False)
     assert tried
+    assert begun > 20
     assert controller.is_on
