@@ -47,7 +47,7 @@ def wait_until(holds, timeout_s: float = 180.0) -> None:
 
 def test_windows_units_and_actors_give_each_row_once(job, local_ray):
     texts = [*TEXTS[:30], None, *TEXTS[31:]]
-    job.fake(step_s=0.01).rows(texts, per_file=50)
+    job.fake(step_s=0.04).rows(texts, per_file=50)  # so long that it is seen running
     statuses = []
     report = run_job(job.config(run={"actors": 2}), backend=FAKES, progress=statuses.append)
     job.check(texts, per_file=50)
