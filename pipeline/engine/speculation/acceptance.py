@@ -100,18 +100,18 @@ class Acceptance:
         """So many steps passed since the last call: what was seen before counts less. but: a proposer of which enough
         is seen meanwhile."""
         self._take_in()
-        kept_C1 = np.where(self.proposer_C == but, 1.0, math.exp2(-num_steps / HALF_LIFE_STEPS))[:, None]
-        self._weight_CK *= kept_C1
-        self._accepted_CK *= kept_C1
+        self._keep(np.where(self.proposer_C == but, 1.0, math.exp2(-num_steps / HALF_LIFE_STEPS)))
 
     def fade(self, proposer: int, share: float) -> None:
         """What was seen of this proposer counts by that share from now on."""
         self._take_in()
-        kept_C1 = np.where(self.proposer_C == proposer, share, 1.0)[:, None]
-        self._weight_CK *= kept_C1
-        self._accepted_CK *= kept_C1
+        self._keep(np.where(self.proposer_C == proposer, share, 1.0))
 
     # -- parts
+
+    def _keep(self, share_C: np.ndarray) -> None:
+        self._weight_CK *= share_C[:, None]
+        self._accepted_CK *= share_C[:, None]
 
     def _take_in(self) -> None:
         if not self._unseen:
