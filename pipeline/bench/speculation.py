@@ -173,7 +173,7 @@ def _draftings(engine: Engine, most: int) -> dict[str, Drafting | None]:
     auto = engine.drafting
     assert auto is not None
     (draft_model,) = (each for each in auto.proposers if isinstance(each, DraftModelProposer))
-    lookup = NgramProposer(engine.table, most, look_up=select_lookup())
+    lookup = NgramProposer(engine.table, most, compiled=select_lookup())
     return {
         PLAIN: None,
         AUTO: auto,

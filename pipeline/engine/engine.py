@@ -322,7 +322,7 @@ class Engine:
         proposers: list[Proposer] = []
         for name in speculation.proposers:
             if name == "ngram":
-                proposers.append(NgramProposer(self.table, most, look_up=select_lookup()))
+                proposers.append(NgramProposer(self.table, most, compiled=select_lookup()))
                 proposers[-1].offer(NOBODY)  # compiled now and not in a step
             else:
                 assert draft is not None

@@ -1,12 +1,12 @@
 """Which kernels serve a device and a type. The only place that decides it, and it says what it decided."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 
 from pipeline.errors import ConfigError
+from pipeline.kernels.compiled_lookup import CompiledLookup
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.rounded import rounded_linears
@@ -147,13 +147,13 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
     )
 
 
-def select_lookup() -> Callable[..., None] | None:
-    """The pass of the lookup proposer (`cpu/lookup.py`), whatever the device; None where numba is not installed."""
+def select_lookup() -> CompiledLookup | None:
+    """The passes of the lookup proposer, whatever the device; None where numba is not installed."""
     if find_spec("numba") is None:
         return None
-    from pipeline.kernels.cpu.lookup import look_up
+    from pipeline.kernels.cpu import lookup, templates
 
-    return look_up
+    return CompiledLookup(lookup.look_up, templates.learn, templates.draft)
 
 
 def must_compile(kernels: Kernels) -> bool:

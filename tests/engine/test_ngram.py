@@ -1,7 +1,5 @@
 """The n-gram proposer against a search through the whole text, and its compiled pass against numpy."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -11,10 +9,17 @@ from pipeline.engine.propose.corpus import FinishedOutputs
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
 from pipeline.engine.sequence import Sequence, SlotTable
+from pipeline.kernels.compiled_lookup import CompiledLookup
 from pipeline.kernels.select import select_lookup
 
-LookUp = Callable[..., None] | None
-both = pytest.mark.parametrize("look_up", [None, select_lookup()], ids=["numpy", "compiled"])
+both = pytest.mark.parametrize("compiled", [None, select_lookup()], ids=["numpy", "compiled"])
+
+
+def literal(table: SlotTable, most: int, compiled: CompiledLookup | None, **sizes: int) -> NgramProposer:
+    """Without templates, which have tests of their own."""
+    proposer = NgramProposer(table, most, compiled=compiled, **sizes)
+    proposer._templates = None
+    return proposer
 
 
 def admit(table: SlotTable, proposer: NgramProposer, order: int, tokens: list[int]) -> int:
@@ -47,11 +52,11 @@ def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
 
 @both
 @pytest.mark.parametrize("seed", range(6))
-def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int, look_up: LookUp) -> None:
+def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int, compiled: CompiledLookup | None) -> None:
     """Many sequences that come, grow at their own pace, go and come back elsewhere; small alphabets match a lot."""
     rng = np.random.default_rng(seed)
     table = SlotTable(9, 150, 4)
-    proposer = NgramProposer(table, 5, corpus_tokens=16, look_up=look_up)
+    proposer = literal(table, 5, corpus_tokens=16, compiled=compiled)
     alphabet = int(rng.choice([2, 4, 12]))
     order, num_asked, num_forgotten, num_matches, slots = 0, 0, 0, 0, {}
     proposer.index = SuffixIndex(1 << 22)
@@ -89,7 +94,7 @@ def test_the_compiled_pass_offers_what_numpy_offers(seed: int) -> None:
     rng = np.random.default_rng(seed)
     table, num_drafts = SlotTable(7, 700, 4), int(rng.integers(1, 9))
     sizes = {"max_entries": int(rng.choice([16, 1024, 1 << 18])), "corpus_tokens": int(rng.choice([16, 80, 4096]))}
-    pair = [NgramProposer(table, num_drafts, look_up=look_up, **sizes) for look_up in (None, select_lookup())]
+    pair = [literal(table, num_drafts, compiled=compiled, **sizes) for compiled in (None, select_lookup())]
     alphabet, slots, order, num_of_others = int(rng.choice([2, 6, 30])), [], 0, 0
     for number in range(120):
         while len(slots) < 7 and rng.random() < 0.3:
@@ -117,9 +122,9 @@ def test_the_compiled_pass_offers_what_numpy_offers(seed: int) -> None:
 
 
 @both
-def test_a_sequence_that_comes_back_in_another_slot_is_found_again(look_up: LookUp) -> None:
+def test_a_sequence_that_comes_back_in_another_slot_is_found_again(compiled: CompiledLookup | None) -> None:
     table = SlotTable(3, 60, 4)
-    proposer = NgramProposer(table, 3, look_up=look_up)
+    proposer = literal(table, 3, compiled=compiled)
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
     first = admit(table, proposer, 0, text)
     assert proposer.offer(np.array([first])).token_id_SK.tolist() == [[4, 5, 6]]
@@ -134,9 +139,9 @@ def test_a_sequence_that_comes_back_in_another_slot_is_found_again(look_up: Look
 
 
 @both
-def test_finished_outputs_serve_others_where_they_match_better(look_up: LookUp) -> None:
+def test_finished_outputs_serve_others_where_they_match_better(compiled: CompiledLookup | None) -> None:
     table = SlotTable(4, 60, 4)
-    proposer = NgramProposer(table, 4, look_up=look_up)
+    proposer = literal(table, 4, compiled=compiled)
     done = admit(table, proposer, 0, [50, 51])
     append(table, done, [1, 2, 3, 4, 5, 6])
     leave(table, proposer, done, finished=True)
@@ -173,7 +178,7 @@ def test_rows_that_finished_while_nobody_asked_are_learnt_some_at_a_time_the_las
         rows = []
         for order in range(num_rows):
             slot = admit(table, proposer, 1000 + order, [100 + order, 101 + order])
-            offer = proposer._matches(np.array([slot]))
+            offer = proposer._matches(np.array([slot]), 512)
             rows += [order] if offer.token_id_SK[0, : offer.count_S[0]].tolist() == [200 + order, 300 + order] else []
             leave(table, proposer, slot, finished=False)
         return rows
@@ -197,7 +202,7 @@ def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
     for _ in range(200):
         output = rng.integers(0, 3, int(rng.choice([1, 2, 3, 9, 20, 62, 100]))).tolist()
         finished.add(np.array(output, dtype=np.int32))
-        outputs = [*outputs[-30:], output[-62:]]
+        outputs = [*outputs[-30:], output[-61:]]
         query = rng.integers(0, 3, (4, 9)).astype(np.int32)
         tail_NM = tails(query.reshape(-1), np.arange(4) * 9, np.full(4, 9))
         end_N, length_N = finished.find(tail_NM)
@@ -214,10 +219,10 @@ def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
 
 
 @both
-def test_a_table_that_is_far_too_small_forgets_and_never_errs(look_up: LookUp) -> None:
+def test_a_table_that_is_far_too_small_forgets_and_never_errs(compiled: CompiledLookup | None) -> None:
     rng = np.random.default_rng(0)
     table = SlotTable(4, 200, 4)
-    proposer = NgramProposer(table, 3, max_entries=16, corpus_tokens=16, look_up=look_up)
+    proposer = literal(table, 3, max_entries=16, corpus_tokens=16, compiled=compiled)
     assert proposer.index.num_entries == 16
     slots = np.array([admit(table, proposer, n, rng.integers(0, 3, 150).tolist()) for n in range(4)])
     matches = 0

@@ -4,7 +4,8 @@ import numpy as np
 
 from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
 
-_BORDER = -2  # between outputs: no token, and not what stands before a text either
+BORDER = -2  # between outputs: no token, and not what stands before a text either
+_FIRST = 2  # place of an output: two borders, so that what is before the first one is not taken for the array's begin
 
 
 class FinishedOutputs:
@@ -13,27 +14,34 @@ class FinishedOutputs:
     def __init__(self, capacity: int) -> None:
         assert capacity > MAX_MATCH + 2
         self.index = SuffixIndex(8 * capacity)
-        self.tokens = np.full(capacity, _BORDER, dtype=np.int32)
-        self._at = 1
+        self.tokens = np.full(capacity, BORDER, dtype=np.int32)
+        self._at = _FIRST
+
+    @property
+    def most_tokens(self) -> int:
+        """That are kept of one output."""
+        return len(self.tokens) - _FIRST - 1
 
     @property
     def is_empty(self) -> bool:
-        return bool(self.tokens[1] == _BORDER)
+        return bool(self.tokens[_FIRST] == BORDER)
 
-    def add(self, output: np.ndarray) -> None:
-        """Remember an output; of one longer than the capacity its end. One too short to be of use is left out."""
-        output = output[-(len(self.tokens) - 2) :]
+    def add(self, output: np.ndarray) -> int:
+        """Remember an output; of one longer than the capacity its end. The place of its first token; 0: it was left
+        out, too short to be of use."""
+        output = output[-self.most_tokens :]
         if len(output) <= MIN_MATCH:
-            return
+            return 0
         if self._at + len(output) >= len(self.tokens):
-            self.tokens[self._at :] = _BORDER
-            self._at = 1
+            self.tokens[self._at :] = BORDER
+            self._at = _FIRST
         begin, end = self._at, self._at + len(output)
         self.tokens[begin:end] = output
-        self.tokens[end] = _BORDER
+        self.tokens[end] = BORDER
         self._at = end + 1
         end_N = np.arange(begin + MIN_MATCH, end)  # a run at the very end has nothing behind it
         self.index.insert(self.index.keys(tails(self.tokens, np.zeros_like(end_N), end_N), 0), end_N)
+        return begin
 
     def find(self, tail_NM: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where the longest run that ends each tail ended, and its length; 0 where there is none."""
@@ -45,5 +53,5 @@ class FinishedOutputs:
         """The tokens (N, num_tokens) that followed there, and how many of them belong to the same output."""
         place_NK = np.minimum(end_N[:, None] + np.arange(num_tokens), len(self.tokens) - 1)
         token_NK = self.tokens.take(place_NK)
-        outside_NK = token_NK == _BORDER
+        outside_NK = token_NK == BORDER
         return token_NK, np.where(outside_NK.any(axis=1), outside_NK.argmax(axis=1), num_tokens)

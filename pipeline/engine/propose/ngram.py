@@ -5,8 +5,8 @@ for in its own prompt and output, and in the outputs that finished before it; of
 counts, the sequence's own before another's (prompt lookup: Saxena 2023; suffix decoding: Oliaro et al. 2024, arXiv
 2411.04975). All sequences are looked up at once: by a compiled pass where there is one, else by some array operations.
 
-Where an output copies out of its prompt, as those that finished did behind the same tokens, the prompt's text is
-drafted instead (cues.py): other rows' outputs go on with what their own prompts say.
+Where finished outputs are alike apart from what they copy out of their prompts, what the output's own prompt says is
+drafted in the place of that (templates.py).
 
 Shapes: S sequences, N places in their texts, M tokens of a run, K most drafts of one.
 """
@@ -18,23 +18,25 @@ import numpy as np
 
 from pipeline.engine.flight import Flight
 from pipeline.engine.propose.corpus import FinishedOutputs
-from pipeline.engine.propose.cues import LEARNT_TOKENS, Cues
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts
-from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
+from pipeline.engine.propose.suffix_index import MIN_MATCH, SuffixIndex, tails
+from pipeline.engine.propose.templates import Templates
 from pipeline.engine.sequence import SlotTable
+from pipeline.kernels.compiled_lookup import CompiledLookup
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
 INDEXED_PER_CALL = 512  # tokens, some milliseconds: long prompts are indexed over several steps
 LEARNT_PER_CALL = 2  # rows that have finished, some 60 us each
+LEARNT_TOKENS = 8192  # of a prompt that copies are looked for in: its first ones
 MOST_UNLEARNT = 32  # of them that wait for it while nobody asks for drafts: the last ones
 
 
 class NgramProposer:
     """Implements `Proposer` over the tokens in `table`, with at most `max_draft_tokens` for one sequence.
 
-    look_up: `kernels/cpu/lookup.look_up`, which offers the same in a tenth of the time; None: numpy.
+    compiled: what looks up in a tenth of the time, and finds templates; None: numpy, and no templates.
     """
 
     name = "ngram"
@@ -45,42 +47,40 @@ class NgramProposer:
         max_draft_tokens: int,
         max_entries: int = MAX_ENTRIES,
         corpus_tokens: int = CORPUS_TOKENS,
-        look_up: Callable[..., None] | None = None,
+        compiled: CompiledLookup | None = None,
     ) -> None:
         assert max_draft_tokens >= 1
         self.table, self.max_draft_tokens = table, max_draft_tokens
-        self.finished, self.cues = FinishedOutputs(corpus_tokens), Cues()
+        self.finished = FinishedOutputs(corpus_tokens)
+        self._templates = None if compiled is None else Templates(compiled, table, self.finished)
         self._unlearnt: deque[tuple[np.ndarray, int]] = deque(maxlen=MOST_UNLEARNT)  # rows' tokens, those of the prompt
         self.index = SuffixIndex(min(32 * table.token_ids.size, max_entries))
         self._tokens = table.token_ids.reshape(-1)  # a view: slot s begins at s * width
         self._width = table.token_ids.shape[1]
         self._num_indexed = np.zeros(table.num_slots, dtype=np.int64)  # runs that end at or before this place are in
         self._draft_K = np.arange(max_draft_tokens)
-        self._look_up = look_up
+        self._look_up = None if compiled is None else compiled.look_up
 
     def admitted(self, slot: int) -> None:
         self._num_indexed[slot] = MIN_MATCH - 1
+        if self._templates is not None:
+            self._templates.admitted(slot)
 
     def left(self, slot: int, finished: bool) -> None:
         if finished:
             table = self.table
             num_prompt, tokens = int(table.num_prompt[slot]), table.token_ids[slot, : table.num_known[slot]]
-            if num_prompt > LEARNT_TOKENS + 2:  # the prompt's head and what stands before the output
-                tokens = np.concatenate((tokens[:LEARNT_TOKENS], tokens[num_prompt - 2 :]))
-                num_prompt = LEARNT_TOKENS + 2
+            if num_prompt > LEARNT_TOKENS:
+                tokens = np.concatenate((tokens[:LEARNT_TOKENS], tokens[num_prompt:]))
+                num_prompt = LEARNT_TOKENS
             self._unlearnt.append((tokens.copy(), num_prompt))
 
     def offer(self, slot_S: np.ndarray) -> Offer:
         self._learn()
-        offer = self._matches(slot_S)
-        if not self.cues.is_empty:
-            for s, slot in enumerate(slot_S.tolist()):
-                tokens = self.table.token_ids[slot, : self.table.num_known[slot]]
-                place = self.cues.place(tokens, int(self.table.num_prompt[slot]))
-                if place:
-                    copied = tokens[place : place + self.max_draft_tokens]
-                    offer.token_id_SK[s, : len(copied)] = copied
-                    offer.count_S[s], offer.match_len_S[s] = len(copied), MAX_MATCH
+        most_new = max(INDEXED_PER_CALL // max(len(slot_S), 1), 2 * (self.max_draft_tokens + 1))
+        offer = self._matches(slot_S, most_new)
+        if self._templates is not None:
+            self._templates.exchange(offer, most_new)
         return offer
 
     def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
@@ -100,13 +100,14 @@ class NgramProposer:
         in a large batch, need nothing of it."""
         for _ in range(min(len(self._unlearnt), LEARNT_PER_CALL)):
             tokens, num_prompt = self._unlearnt.pop()
-            self.finished.add(tokens[num_prompt:])
-            self.cues.learn(tokens, num_prompt)
+            output = tokens[num_prompt:]
+            place = self.finished.add(output)
+            if place and len(output) <= self.finished.most_tokens and self._templates is not None:
+                self._templates.learn(tokens, num_prompt, place)
 
-    def _matches(self, slot_S: np.ndarray) -> Offer:
+    def _matches(self, slot_S: np.ndarray, most_new: int) -> Offer:
         """What followed when the longest run of last tokens occurred before."""
         known_S, begin_S = self.table.num_known[slot_S], slot_S * self._width
-        most_new = max(INDEXED_PER_CALL // max(len(slot_S), 1), 2 * (self.max_draft_tokens + 1))
         if self._look_up is not None:
             return self._compiled_offer(self._look_up, slot_S, known_S, begin_S, most_new)
         tail_SM, key_SL = self._catch_up(slot_S, known_S, begin_S, most_new)

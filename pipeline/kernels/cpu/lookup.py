@@ -28,23 +28,23 @@ def look_up(
     """
     key_L = np.empty(MAX_MATCH - MIN_MATCH + 1, dtype=np.int64)
     tail_M = np.empty(MAX_MATCH, dtype=np.int64)
-    bits, finished_bits = _bits(len(end_E)), _bits(len(finished_end_E))
+    bits, finished_bits = bits_of(len(end_E)), bits_of(len(finished_end_E))
     for s in range(len(begin_S)):
         begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * _SALT
         for end in range(indexed_S[s] + 1, min(known, indexed_S[s] + most + 1)):
-            _write_tail(tokens, begin, end, tail_M)
-            _write_keys(tail_M, salt, bits, key_L)
+            write_tail(tokens, begin, end, tail_M)
+            write_keys(tail_M, salt, bits, key_L)
             for key in key_L:
                 end_E[key] = end
     # all are indexed before any is looked up: runs of different texts may fall on one entry
     for s in range(len(begin_S)):
         begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * _SALT
-        _write_tail(tokens, begin, known, tail_M)
-        _write_keys(tail_M, salt, bits, key_L)
-        end, match = _longest(tokens, begin, known, tail_M, key_L, end_E)
+        write_tail(tokens, begin, known, tail_M)
+        write_keys(tail_M, salt, bits, key_L)
+        end, match = longest(tokens, begin, known, tail_M, key_L, end_E)
         count_S[s], match_S[s] = token_SK.shape[1] if match > 0 else 0, match
-        _write_keys(tail_M, np.uint64(0), finished_bits, key_L)
-        other_end, other_match = _longest(finished, 0, len(finished), tail_M, key_L, finished_end_E)
+        write_keys(tail_M, np.uint64(0), finished_bits, key_L)
+        other_end, other_match = longest(finished, 0, len(finished), tail_M, key_L, finished_end_E)
         other_count = 0
         while other_match > match and other_count < token_SK.shape[1]:
             if finished[min(other_end + other_count, len(finished) - 1)] == BORDER:
@@ -60,7 +60,8 @@ def look_up(
 
 
 @njit(inline="always")
-def _bits(num_entries):
+def bits_of(num_entries):
+    """Of the hash that has so many values."""
     bits = 0
     while (1 << bits) < num_entries:
         bits += 1
@@ -68,14 +69,15 @@ def _bits(num_entries):
 
 
 @njit
-def _write_tail(tokens, begin, end, tail_M):
+def write_tail(tokens, begin, end, tail_M):
+    """The last tokens before `end` of the text that begins at `begin`."""
     for m in range(MAX_MATCH):
         place = end - 1 - m
         tail_M[m] = tokens[begin + place] if place >= 0 else -1
 
 
 @njit
-def _write_keys(tail_M, salt, bits, key_L):
+def write_keys(tail_M, salt, bits, key_L):
     """The entries of the runs that end the tail."""
     total, factor = np.uint64(0), np.uint64(1)
     for m in range(MAX_MATCH):
@@ -89,7 +91,7 @@ def _write_keys(tail_M, salt, bits, key_L):
 
 
 @njit
-def _longest(tokens, begin, before, tail_M, key_L, end_E):
+def longest(tokens, begin, before, tail_M, key_L, end_E):
     """Where the longest run that ends the tail ended, of equally long ones the last, and its length, or 0."""
     best_end, best = 0, -1
     for key in key_L:
