@@ -8,5 +8,6 @@ class CompiledLookup(NamedTuple):
     """Of `cpu/lookup.py` and `cpu/templates.py`, which tell what they take."""
 
     look_up: Callable[..., None]
+    index_runs: Callable[..., None]
     learn: Callable[..., None]
     draft: Callable[..., None]

@@ -153,7 +153,7 @@ def select_lookup() -> CompiledLookup | None:
         return None
     from pipeline.kernels.cpu import lookup, templates
 
-    return CompiledLookup(lookup.look_up, templates.learn, templates.draft)
+    return CompiledLookup(lookup.look_up, lookup.index_runs, templates.learn, templates.draft)
 
 
 def must_compile(kernels: Kernels) -> bool:

@@ -1,5 +1,7 @@
 """Outputs that finished not long ago, and where runs of tokens occurred in them. No torch."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
@@ -11,8 +13,10 @@ _FIRST = 2  # place of an output: two borders, so that what is before the first 
 class FinishedOutputs:
     """About the last `capacity` tokens of finished outputs, with borders between them; the oldest are overwritten."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, index_runs: Callable[..., None] | None = None) -> None:
+        """index_runs: `kernels/cpu/lookup.index_runs`, which does that in a tenth of the time; None: numpy."""
         assert capacity > MAX_MATCH + 2
+        self._index_runs = index_runs or self._index
         self.index = SuffixIndex(8 * capacity)
         self.tokens = np.full(capacity, BORDER, dtype=np.int32)
         self._at = _FIRST
@@ -39,8 +43,7 @@ class FinishedOutputs:
         self.tokens[begin:end] = output
         self.tokens[end] = BORDER
         self._at = end + 1
-        end_N = np.arange(begin + MIN_MATCH, end)  # a run at the very end has nothing behind it
-        self.index.insert(self.index.keys(tails(self.tokens, np.zeros_like(end_N), end_N), 0), end_N)
+        self._index_runs(self.tokens, begin, end, self.index.end_E)
         return begin
 
     def find(self, tail_NM: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -55,3 +58,7 @@ class FinishedOutputs:
         token_NK = self.tokens.take(place_NK)
         outside_NK = token_NK == BORDER
         return token_NK, np.where(outside_NK.any(axis=1), outside_NK.argmax(axis=1), num_tokens)
+
+    def _index(self, tokens: np.ndarray, begin: int, end: int, end_E: np.ndarray) -> None:
+        end_N = np.arange(begin + MIN_MATCH, end)  # a run at the very end has nothing behind it
+        self.index.insert(self.index.keys(tails(tokens, np.zeros_like(end_N), end_N), 0), end_N)

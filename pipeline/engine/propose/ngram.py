@@ -28,7 +28,7 @@ from pipeline.kernels.compiled_lookup import CompiledLookup
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
 INDEXED_PER_CALL = 512  # tokens, some milliseconds: long prompts are indexed over several steps
-LEARNT_PER_CALL = 2  # rows that have finished, some 60 us each
+LEARNT_PER_CALL = 8  # rows that have finished, some 10 us each
 LEARNT_TOKENS = 8192  # of a prompt that copies are looked for in: its first ones
 MOST_UNLEARNT = 32  # of them that wait for it while nobody asks for drafts: the last ones
 
@@ -51,7 +51,7 @@ class NgramProposer:
     ) -> None:
         assert max_draft_tokens >= 1
         self.table, self.max_draft_tokens = table, max_draft_tokens
-        self.finished = FinishedOutputs(corpus_tokens)
+        self.finished = FinishedOutputs(corpus_tokens, None if compiled is None else compiled.index_runs)
         self._templates = None if compiled is None else Templates(compiled, table, self.finished)
         self._unlearnt: deque[tuple[np.ndarray, int]] = deque(maxlen=MOST_UNLEARNT)  # rows' tokens, those of the prompt
         self.index = SuffixIndex(min(32 * table.token_ids.size, max_entries))

@@ -11,8 +11,8 @@ drafts do, and where it leaves hope, drafts are tried for some steps (`Trial`). 
 proposer that is not the one at work, made where what is not known could still make it pay. `LossBudget` bounds what
 drafts can lose, `Attention` what looking on takes.
 
-While prompts are computed or wait for room in a step, drafts would take their place; then it is off unless tokens cost
-next to nothing there.
+While prompts wait for room in a step, drafts would take their place; then it is off unless tokens cost next to nothing
+there. Beside prompts that have it, drafts are judged by what they add to the step.
 
 One proposer is asked in a step, since asking costs too: the one with the largest expected gain. While on, some plain
 steps come now and then, to see what they cost (`PlainTimes`); then the proposers are compared anew.
@@ -267,7 +267,7 @@ class Controller:
         return 4 * (self._most_sequences - num_sequences) > self._most_sequences
 
     def _is_allowed(self, batch: Batch) -> bool:
-        if batch.num_prefill == 0 and batch.num_queued == 0:
+        if batch.num_queued == 0:
             return True
         more = min(max(batch.num_sequences, 1), batch.room)
         elasticity = self.cost.elasticity(batch.num_sequences, batch.kv_tokens, batch.num_prefill, more)
@@ -439,6 +439,15 @@ class Controller:
 
     # -- accounts
 
+    def _drafted_s(self, batch: Batch, measured_s: float, num_drafts: int, plain_s: float) -> float:
+        """Seconds that a step with drafts took, prompts apart: what those took of it is known too badly to say by the
+        rest what drafts took."""
+        num = batch.num_sequences
+        expected_s = self.cost.step_s(num, batch.kv_tokens, batch.num_prefill, num_drafts)
+        if batch.num_prefill:
+            return plain_s + expected_s - self.cost.step_s(num, batch.kv_tokens, batch.num_prefill)
+        return min(max(measured_s, expected_s / TIME_TRUST), expected_s * TIME_TRUST)
+
     def _settle(
         self, batch: Batch, outcome: Outcome, decided: Decided, num_drafts: int, num_accepted: int, propose_s: float
     ) -> None:
@@ -451,8 +460,7 @@ class Controller:
         counts.on_steps[b] += self.is_on
         counts.spent_us[b] += round(propose_s * 1e6)
         if num_drafts:
-            expected_s = self.cost.step_s(num, batch.kv_tokens, batch.num_prefill, num_drafts)
-            step_s = min(max(outcome.step_s, expected_s / TIME_TRUST), expected_s * TIME_TRUST)
+            step_s = self._drafted_s(batch, outcome.step_s, num_drafts, plain_s)
             value_s = decided.worth_s * outcome.num_generated
             gained_s += value_s - step_s
             if decided.is_probe and gained_s > 0.0:  # it paid: look again at once
@@ -468,7 +476,7 @@ class Controller:
         else:
             counts.plain_steps[b] += 1
             counts.plain_sequences[b] += num
-        if self._trial.is_on and decided.choice is not None:
+        if self._trial.is_on and decided.choice is not None and batch.num_prefill == 0:
             self._has_tried(value_s, step_s + propose_s)
         elapsed_s = outcome.step_s * (1 + self._passed) + propose_s  # those that passed took as long, about
         self._passed = 0

@@ -21,6 +21,7 @@ from pipeline.engine.speculation.rates import Rates
 
 MAX_CURVES = 64  # cost curves kept
 CONTEXT_STEPS = 8  # curves of contexts nearer than 1/8 of a power of two are one
+PREFILL_STEPS = 2  # and so of numbers of prompt tokens
 BEST_ACCEPTANCE = 0.9  # of each draft, for what drafts could be worth at best
 
 _CurveKey = tuple[int, int, int, int]
@@ -80,7 +81,7 @@ class Gains:
         context, drafts = batch.kv_tokens / num, split.num_drafts / num
         whole_s, first_s, until = 0.0, 0.0, 0.0  # until all are as far as one plain step would get them
         for rate, left in self.rates.slowing(batch.slot_S, mean):
-            step_s = self.cost.step_s(left, int(context * left), batch.num_prefill, round(drafts * left))
+            step_s = self.cost.step_s(left, int(context * left), 0, round(drafts * left))
             first_s = first_s or step_s
             whole_s += (1.0 / rate - until) * step_s
             until = 1.0 / rate
@@ -94,19 +95,26 @@ class Gains:
         return best_split(batch.num_sequences, deep_CK, values, self._curve(batch), proposing, extra_s, lookup_s)
 
     def _curve_key(self, batch: Batch) -> _CurveKey:
-        """Near contexts share a curve."""
+        """Near contexts share a curve, and so do near numbers of prompt tokens."""
         num = batch.num_sequences
         nearest = round(CONTEXT_STEPS * math.log2(max(batch.kv_tokens / num, 1.0)))
-        return num, nearest, batch.num_prefill, min(num * self.max_drafts, batch.room)
+        prefill = round(PREFILL_STEPS * math.log2(1 + batch.num_prefill))
+        return num, nearest, prefill, min(num * self.max_drafts, batch.room)
 
     def _curve(self, batch: Batch) -> np.ndarray:
-        """Seconds by number of drafts, at the present speed."""
+        """Seconds by number of drafts, at the present speed. Beside prompts: of a step without them, and what drafts
+        cost more beside them. The prompts have to be computed anyway, but the tokens that plain steps would give need
+        no more of them."""
         if self._curves_version != self.cost.version or len(self._curves) >= MAX_CURVES:
             self._curves.clear()
             self._curves_version = self.cost.version
-        key = num, nearest, num_prefill, most = self._curve_key(batch)
+        key = num, nearest, prefill, most = self._curve_key(batch)
         curve_s_D = self._curves.get(key)
         if curve_s_D is None:
             kv_tokens = int(num * 2.0 ** (nearest / CONTEXT_STEPS))
-            curve_s_D = self._curves[key] = self.cost.curve_s(num, kv_tokens, num_prefill, most)
+            curve_s_D = self.cost.curve_s(num, kv_tokens, 0, most)
+            if prefill:
+                beside_s_D = self.cost.curve_s(num, kv_tokens, round(2.0 ** (prefill / PREFILL_STEPS)) - 1, most)
+                curve_s_D = curve_s_D[0] + (beside_s_D - beside_s_D[0]).clip(0.0)
+            self._curves[key] = curve_s_D
         return curve_s_D * self.cost.speed

@@ -59,6 +59,19 @@ def look_up(
                 token_SK[s, k] = tokens[begin + end + k % (known - end)]
 
 
+@njit(cache=True)
+def index_runs(tokens, begin, end, end_E):
+    """Say in the table where the runs of the text tokens[begin:end] end, which others stand before, but for those at
+    its very end. See `FinishedOutputs.add`."""
+    key_L = np.empty(MAX_MATCH - MIN_MATCH + 1, dtype=np.int64)
+    tail_M = np.empty(MAX_MATCH, dtype=np.int64)
+    for at in range(begin + MIN_MATCH, end):
+        write_tail(tokens, 0, at, tail_M)
+        write_keys(tail_M, np.uint64(0), bits_of(len(end_E)), key_L)
+        for key in key_L:
+            end_E[key] = at
+
+
 @njit(inline="always")
 def bits_of(num_entries):
     """Of the hash that has so many values."""

@@ -24,6 +24,7 @@ from pipeline.kernels.cpu.key_products import (
     query_rows,
 )
 from pipeline.kernels.cpu.numerics import as_in, exp, larger, scale_at, wide
+from pipeline.kernels.cpu.prefetch import ask_for_row
 from pipeline.kernels.cpu.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.threads import kernel, share_out
 from pipeline.kernels.cpu.tile import tile_product, tile_product_ahead
@@ -199,7 +200,8 @@ def paged_prefill(
 
     An item (sequence, first token, number of tokens) is some neighbouring queries of one sequence, for each KV head in
     turn. Their rows R (queries times heads of a KV head) lie side by side: keys are read where they lie, each block of
-    them multiplied by all rows; the softmax needs no sum across a vector; values serve all rows.
+    them multiplied by all rows, while the next one is asked for; the softmax needs no sum across a vector; values serve
+    all rows.
 
     Where the keys are only the first ones of what the queries see, log_sum_TN is not empty: it gets the logarithm of
     each query's and head's sum of exponentials, part_TND what the values came to, in float32, and out_TND nothing.
@@ -210,7 +212,7 @@ def paged_prefill(
         return share_out(len(item_I3) * num_kv_heads)
     group = num_heads // num_kv_heads
     q_words, k_words = in_pairs(q_TND, k_CBKD), in_pairs(k_CBKD, q_TND)
-    depth, q_flat, k_flat = q_words.shape[2], q_words.reshape(-1), k_words.reshape(-1)
+    depth, q_flat, k_flat, v_flat = q_words.shape[2], q_words.reshape(-1), k_words.reshape(-1), v_CBKD.reshape(-1)
     for j in range(begin, end):
         item, h = j // num_kv_heads, j % num_kv_heads
         s, token, count = item_I3[item, 0], item_I3[item, 1], item_I3[item, 2]
@@ -229,6 +231,10 @@ def paged_prefill(
         for start in range(0, num_keys, block_size):
             at = (table_SM[s, first_block + start // block_size] * block_size * num_kv_heads + h) * depth
             keys, c = min(block_size, num_keys - start), 0
+            if start + keys < num_keys:
+                ahead = (table_SM[s, first_block + start // block_size + 1] * block_size * num_kv_heads + h) * depth
+                for n in range(min(block_size, num_keys - start - keys)):
+                    ask_for_row(k_flat, ahead + n * k_row, depth)
             while c < rows:
                 n, is_whole = 0, c + 8 * _TILE_UNITS <= rows
                 last = c + (8 * _TILE_UNITS if is_whole else 16)
@@ -275,6 +281,10 @@ def paged_prefill(
             while n < end_n:  # block by block: a division takes as long as copying half a value
                 m = n // block_size
                 block, behind = table_SM[s, first_block + m], min((m + 1) * block_size, end_n)
+                if (m + 1) * block_size < num_keys:
+                    ahead = (table_SM[s, first_block + m + 1] * block_size * num_kv_heads + h) * head_dim
+                    for offset in range(min(block_size, num_keys - (m + 1) * block_size)):
+                        ask_for_row(v_flat, ahead + offset * num_kv_heads * head_dim, head_dim)
                 for offset in range(n - m * block_size, behind - m * block_size):
                     stored, copy = v_CBKD[block, offset, h], value_LD[m * block_size + offset - start]
                     value_scale = scale_at(v_scale_CBK, block, offset, h)
