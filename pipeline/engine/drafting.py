@@ -6,13 +6,13 @@ StepPlan -> policy: who? -> proposer: offer -> policy: how many -> room -> propo
 Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
 (`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed (flight.py).
 
-Where the policy wants to know what drafts would be worth, some sequences' offers are kept when a step has landed, and
-compared with the tokens that come (propose/shadow.py).
+Where the policy wants to know what drafts would be worth, those of some sequences are replayed over the tokens that
+came, when a step has landed (propose/replay.py), or what was offered is compared with those that come (propose/shadow.py).
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from pipeline.engine.penalties import LateIds
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome
 from pipeline.engine.propose.proposer import Drafts, Proposer
+from pipeline.engine.propose.replay import Foretold, LooksUp, replay
 from pipeline.engine.propose.shadow import ShadowOffers
 from pipeline.engine.rejection import DraftLaw
 from pipeline.engine.sampling_batch import SamplingBatch
@@ -34,7 +35,7 @@ from pipeline.engine.step import StepPlan, runs
 from pipeline.engine.verify import Checked, Verified, check_on_device, verify
 from pipeline.kernels.transfer import on_device
 
-MOST_SHADOWED = 8  # sequences whose offers are kept: looking up takes some microseconds for each
+MOST_SHADOWED = 8  # sequences whose offers are looked at: looking up takes some microseconds for each
 
 
 @dataclass(frozen=True)
@@ -237,24 +238,25 @@ class Drafting:
         rest = np.flatnonzero((count_S == 0) & (offer.count_S > 0))[:MOST_SHADOWED]
         if len(rest):
             parts = offer.slot_S, offer.count_S, offer.match_len_S, offer.token_id_SK
-            self._shadows.keep(Offer(*(part[rest] for part in parts)), 0, is_rest=True)
+            self._shadows.keep(Offer(*(part[rest] for part in parts)))
 
     def _shadow(self, facts: StepFacts) -> None:
-        """Tell what became of the offers that were kept, and keep others. All known tokens are in the table now, also
+        """Tell what became of the offers that were kept, and of others. All known tokens are in the table now, also
         where the next step has been launched already."""
         foretold = self._shadows.foretold()
         if foretold is not None:
             self.policy.foretold(foretold)
-        number = self.policy.shadows(facts) if self._shadows.is_empty else None
+        number = self.policy.shadows(facts)
         if number is None:
             return
         begun_ns = time.perf_counter_ns()
         # By slot: the same sequences again and again, so that their texts are indexed like those of ones that draft.
         slot_S = np.sort(facts.slot_S[np.isin(facts.slot_S, self._scheduler.running)])[:MOST_SHADOWED]
-        if len(slot_S):
-            offer = self.proposers[number].offer(slot_S)
-            offer = replace(offer, count_S=np.minimum(offer.count_S, np.maximum(self._room.most(slot_S), 0)))
-            self._shadows.keep(offer, (time.perf_counter_ns() - begun_ns) // 1000)
+        proposer = self.proposers[number]
+        assert isinstance(proposer, LooksUp), "only such a one can be asked once more"
+        parts = replay(proposer, self._scheduler.table, slot_S)
+        if len(parts[0]):
+            self.policy.foretold(Foretold(*parts, (time.perf_counter_ns() - begun_ns) // 1000, is_rest=False))
 
     def _facts(self, plan: StepPlan, slot_S: np.ndarray) -> StepFacts:
         scheduler, num_tokens = self._scheduler, plan.num_tokens

@@ -333,7 +333,8 @@ class Engine:
         if not speculation.forced:
             self._say(self._warming_up if self._warming_up != Engine._warming_up else "timing steps, for drafts")
             policy = controlled_drafts(
-                proposers, most, self.runner, self.table, self.scheduler.max_num_batched_tokens, padded_to
+                *(proposers, most, self.runner, self.table, self.scheduler.max_num_batched_tokens),
+                *(padded_to, self.pool.num_blocks),
             )
         self.speculate(proposers, policy)
 

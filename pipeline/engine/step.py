@@ -80,11 +80,18 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
 
 
 def made_input(
-    num_tokens: int, num_sequences: int, context_len: int, block_size: int, max_len: int, num_rows: int
+    num_tokens: int,
+    num_sequences: int,
+    context_len: int,
+    block_size: int,
+    max_len: int,
+    num_rows: int,
+    num_blocks: int = 0,
 ) -> StepInput:
     """A step of no real sequences, to see what one costs: each has up to `context_len` tokens behind it and computes
-    its share of `num_tokens`, the first `num_rows` of which want logits. All read the same blocks, from block 0 on, and
-    write into them, each in an order of its own: attention reads together what several begin with."""
+    its share of `num_tokens`, the first `num_rows` of which want logits. They read and write blocks from block 0 on,
+    `num_blocks` of them, one sequence after the other, and those again that are there; or as many as one sequence needs
+    where these are more. Each has an order of its own: attention reads together what several begin with."""
     count_S = np.full(num_sequences, num_tokens // num_sequences, dtype=np.int64)
     count_S[: num_tokens % num_sequences] += 1
     query_start_S1 = np.append(0, np.cumsum(count_S))
@@ -92,7 +99,9 @@ def made_input(
     position_T = np.minimum(context_len + offset_T, max_len - 1)
     most_blocks = -(-int(position_T.max() + 1) // block_size)
     in_order_SM = np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1))
-    table_SM = np.random.default_rng(0).permuted(in_order_SM, axis=1)
+    first_S1 = np.arange(num_sequences, dtype=np.int32)[:, None] * most_blocks
+    table_SM = np.random.default_rng(0).permuted(in_order_SM, axis=1) + first_S1
+    table_SM %= max(num_blocks, most_blocks)
     block_T = table_SM[np.repeat(np.arange(num_sequences), count_S), position_T // block_size].astype(np.int64)
     return StepInput(
         token_id_T=np.ones(num_tokens, dtype=np.int64),

@@ -3,6 +3,7 @@
 Steps are run on the engine's own KV cache while nobody is in it; what they leave there is never read.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +22,8 @@ from pipeline.engine.step import made_input
 CONTEXTS = (64, 1024)  # tokens of the contexts that steps are timed at, as far as the model goes
 TOKENS_PER_SEQUENCE = 4  # of drafted steps
 BUDGET_S = 1.5  # seconds for the table of steps
+WRITING_S = 0.1  # and for blocks that they read
+BLOCKS_AT_ONCE = 256
 
 
 def controlled_drafts(
@@ -30,30 +33,43 @@ def controlled_drafts(
     table: SlotTable,
     max_num_batched_tokens: int,
     padded_to: Sequence[int],
+    num_blocks: int,
 ) -> ControlledDrafts:
-    """Time steps and passes, and make the policy that drafts where it pays. padded_to: see `StepCost`."""
+    """Time steps and passes, and make the policy that drafts where it pays. padded_to: see `StepCost`; num_blocks: that
+    the KV cache has."""
     most_tokens = min(max_num_batched_tokens, table.num_slots * (1 + most_drafts))
     longest = max(table.max_model_len - most_tokens // table.num_slots - TOKENS_PER_SEQUENCE, 1)
     short, long = (min(context, longest) for context in CONTEXTS)
-    step = _timed_step(runner, table)
+    blocks = min(num_blocks, table.num_slots * -(-long // table.block_size))
+    step = _timed_step(runner, table, blocks)
     cost = StepCost.measure(step, max(most_tokens, 2), (short, long), TOKENS_PER_SEQUENCE, padded_to, BUDGET_S)
     priors, proposing = [], []
     for proposer in proposers:
         if isinstance(proposer, DraftModelProposer):
             priors.append(DRAFT_MODEL)
-            proposing.append(ProposingCost.measure_passes(_timed_pass(proposer.runner, table, short), table.num_slots))
+            proposing.append(
+                ProposingCost.measure_passes(_timed_pass(proposer.runner, table, blocks, short), table.num_slots)
+            )
         else:
             priors.append(NGRAM)
             proposing.append(ProposingCost())
     return ControlledDrafts(Controller(cost, priors, proposing, most_drafts))
 
 
-def _timed_step(runner: Runner, table: SlotTable) -> Callable[[int, int, int], None]:
-    """Runs a step of (tokens, sequences, context) and waits for it: see `cost.RunStep`."""
+def _timed_step(runner: Runner, table: SlotTable, num_blocks: int) -> Callable[[int, int, int], None]:
+    """Runs a step of (tokens, sequences, context) and waits for it: see `cost.RunStep`. Sequences have blocks of their
+    own as far as `num_blocks` go: if all read the same ones, these would come from the nearest caches."""
+    written, begun = 0, time.perf_counter()  # what was never written lies nowhere, and is read as fast
+    while written < num_blocks and time.perf_counter() - begun < WRITING_S:
+        more = min(written + BLOCKS_AT_ONCE, num_blocks)
+        runner.zero_blocks(list(range(written, more)))
+        written = more
 
     def run(num_tokens: int, num_sequences: int, context_len: int) -> None:
         logits_RV = runner.execute(
-            made_input(num_tokens, num_sequences, context_len, table.block_size, table.max_model_len, num_tokens)
+            made_input(
+                num_tokens, num_sequences, context_len, table.block_size, table.max_model_len, num_tokens, written
+            )
         )
         if logits_RV.is_cuda:
             torch.cuda.synchronize(logits_RV.device)
@@ -61,7 +77,7 @@ def _timed_step(runner: Runner, table: SlotTable) -> Callable[[int, int, int], N
     return run
 
 
-def _timed_pass(runner: Runner, table: SlotTable, context_len: int) -> Callable[[int], None]:
+def _timed_pass(runner: Runner, table: SlotTable, num_blocks: int, context_len: int) -> Callable[[int], None]:
     """Runs a draft pass over so many sequences."""
-    step = _timed_step(runner, table)
+    step = _timed_step(runner, table, num_blocks)
     return lambda num_sequences: step(num_sequences, num_sequences, context_len)

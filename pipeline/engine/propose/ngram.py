@@ -75,12 +75,16 @@ class NgramProposer:
                 num_prompt = LEARNT_TOKENS
             self._unlearnt.append((tokens.copy(), num_prompt))
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
+    def looked_at(self, slot_S: np.ndarray) -> np.ndarray:
+        return self._num_indexed[slot_S] + 1
+
+    def offer(self, slot_S: np.ndarray, known_S: np.ndarray | None = None) -> Offer:
         self._learn()
+        known_S = self.table.num_known[slot_S] if known_S is None else known_S
         most_new = max(INDEXED_PER_CALL // max(len(slot_S), 1), 2 * (self.max_draft_tokens + 1))
-        offer = self._matches(slot_S, most_new)
+        offer = self._matches(slot_S, known_S, most_new)
         if self._templates is not None:
-            self._templates.exchange(offer, most_new)
+            self._templates.exchange(offer, known_S, most_new)
         return offer
 
     def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
@@ -105,9 +109,9 @@ class NgramProposer:
             if place and len(output) <= self.finished.most_tokens and self._templates is not None:
                 self._templates.learn(tokens, num_prompt, place)
 
-    def _matches(self, slot_S: np.ndarray, most_new: int) -> Offer:
+    def _matches(self, slot_S: np.ndarray, known_S: np.ndarray, most_new: int) -> Offer:
         """What followed when the longest run of last tokens occurred before."""
-        known_S, begin_S = self.table.num_known[slot_S], slot_S * self._width
+        begin_S = slot_S * self._width
         if self._look_up is not None:
             return self._compiled_offer(self._look_up, slot_S, known_S, begin_S, most_new)
         tail_SM, key_SL = self._catch_up(slot_S, known_S, begin_S, most_new)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.shadow import Foretold
+from pipeline.engine.propose.replay import Foretold
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,18 @@ class DraftPolicy(Protocol):
         ...
 
     def shadows(self, facts: StepFacts) -> int | None:
-        """Asked after `observe`: the number of the proposer whose offer is to be compared with the tokens that come,
-        without drafts; None: nobody's. It must have tokens on offer (see `Offer`)."""
+        """Asked after `observe`: the number of the proposer whose drafts are to be replayed over the tokens that came;
+        None: nobody's. It must be able to (see `LooksUp`)."""
         ...
 
     def shadows_rest(self) -> bool:
-        """Asked after `choose`: whether the offers of sequences that draft nothing are to be compared in the same
-        way."""
+        """Asked after `choose`: whether the offers of sequences that draft nothing are to be compared with the tokens
+        that come. It must have tokens on offer (see `Offer`)."""
         ...
 
     def foretold(self, foretold: Foretold) -> None:
-        """What became of the last offer that was compared; none is asked for before that."""
+        """What became of offers that nobody drafted; no others of sequences that draft nothing are compared before
+        that."""
         ...
 
     def counters(self) -> dict[str, int]:

@@ -1,31 +1,16 @@
 """Offers that nobody drafts from, kept until the tokens have come that they foretold. No torch.
 
-So it is seen what would have become of drafts for the price of a look-up, and no step computes one. Greedy tokens are
-what drafts would have been checked against; drawn ones agree with an offer as often as drafts of it would be accepted.
+So it is seen what would have become of drafts, and no step computes them. Greedy tokens are what drafts would have been
+checked against; drawn ones agree with an offer as often as drafts of it would be accepted.
 
 Shapes: S sequences of the offer that is kept, K most tokens of one.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pipeline.engine.propose.offer import Offer
+from pipeline.engine.propose.replay import Foretold
 from pipeline.engine.sequence import SlotTable
-
-
-@dataclass(frozen=True)
-class Foretold:
-    """What became of an offer, its counts and matches as it has them: of its tokens so many were decided on before the
-    sequence ended, and the first agreed_S of them came. offer_us: what asking took. is_rest: of those sequences alone
-    that drafted nothing, in a step in which others may have."""
-
-    count_S: np.ndarray
-    match_len_S: np.ndarray
-    decided_S: np.ndarray
-    agreed_S: np.ndarray
-    offer_us: int
-    is_rest: bool
 
 
 class ShadowOffers:
@@ -34,7 +19,6 @@ class ShadowOffers:
     def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._offer: Offer | None = None
-        self._offer_us, self._is_rest = 0, False
         self._known_S = self._decided_S = self._agreed_S = np.zeros(0, dtype=np.int64)
         self._place_of: dict[int, int] = {}  # in the offer, by slot: of those that are still there
 
@@ -42,11 +26,10 @@ class ShadowOffers:
     def is_empty(self) -> bool:
         return self._offer is None
 
-    def keep(self, offer: Offer, offer_us: int, is_rest: bool = False) -> None:
-        """What these sequences are offered behind the tokens that they know now; it has to have its tokens. See
-        `Foretold`."""
+    def keep(self, offer: Offer) -> None:
+        """What these sequences are offered behind the tokens that they know now; it has to have its tokens."""
         assert self._offer is None, "one at a time"
-        self._offer, self._offer_us, self._is_rest = offer, offer_us, is_rest
+        self._offer = offer
         self._known_S = self._table.num_known[offer.slot_S]
         self._place_of = {slot: place for place, slot in enumerate(offer.slot_S.tolist())}
         self._decided_S, self._agreed_S = np.zeros_like(offer.slot_S), np.zeros_like(offer.slot_S)
@@ -72,7 +55,7 @@ class ShadowOffers:
             self._decide(offer, slot, place)
         self._offer, self._place_of = None, {}
         decided_S, agreed_S = self._decided_S, self._agreed_S
-        return Foretold(offer.count_S, offer.match_len_S, decided_S, agreed_S, self._offer_us, self._is_rest)
+        return Foretold(offer.count_S, offer.match_len_S, decided_S, agreed_S, offer_us=0, is_rest=True)
 
     def _decide(self, offer: Offer, slot: int, place: int) -> None:
         """Compare the offer with the tokens that have come, for one sequence. (Eight of them one by one take about as

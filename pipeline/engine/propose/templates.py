@@ -48,13 +48,13 @@ class Templates:
             tokens, num_prompt, place, self._symbol_N, self._copy_N4, self._index.end_E, self._known_TQ4
         )
 
-    def exchange(self, offer: Offer, most_new: int) -> None:
-        """Exchange the drafts of those sequences of the offer, all of whose known tokens are in the table, whose last
-        symbols are known at least as well as the tokens before its drafts. Of at most most_new tokens of each the
-        symbols are found in one call; whoever has more has to wait."""
+    def exchange(self, offer: Offer, known_S: np.ndarray, most_new: int) -> None:
+        """Exchange the drafts of those sequences of the offer, of which so many tokens are known, whose last symbols
+        are known at least as well as the tokens before its drafts. Of at most most_new tokens of each the symbols are
+        found in one call; whoever has more has to wait."""
         table, slot_S = self._table, offer.slot_S
         self._compiled.draft(
-            *(self._tokens, slot_S, slot_S * table.max_model_len, table.num_prompt[slot_S], table.num_known[slot_S]),
+            *(self._tokens, slot_S, slot_S * table.max_model_len, table.num_prompt[slot_S], known_S),
             *(most_new, self._symbol_BW, self._state_B4),
             *(self._symbol_N, self._copy_N4, self._index.end_E, self._known_TQ4),
             *(offer.token_id_SK, offer.count_S, offer.match_len_S),

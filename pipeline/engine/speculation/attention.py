@@ -7,8 +7,8 @@ yet.
 
 import math
 
-SHARE = 0.006  # of the time; half of it after drafts failed on trial, a third after they failed again
-GRANT_STEPS = 12.0  # plain steps' time at the start, and what is kept at most
+SHARE = 0.004  # of the time; half of it after drafts failed on trial, a third after they failed again
+GRANT_STEPS = 8.0  # plain steps' time at the start, and what is kept at most
 HASTE = 4.0  # how many times as often steps are looked at while that lasts
 LEAST_PAUSE = 8  # steps
 MOST_PAUSE = 256  # steps, whatever looking took: it may have been the machine

@@ -7,7 +7,7 @@ import numpy as np
 
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import StepFacts, StepOutcome
-from pipeline.engine.propose.shadow import Foretold
+from pipeline.engine.propose.replay import Foretold
 from pipeline.engine.speculation.controller import Controller
 from pipeline.engine.speculation.messages import Batch, Candidates, Decided, Outcome
 from pipeline.engine.speculation.unseen import UnseenSteps
@@ -82,8 +82,8 @@ class ControlledDrafts:
 
     def foretold(self, foretold: Foretold) -> None:
         begun_ns = time.perf_counter_ns()
-        candidates = Candidates(foretold.count_S, foretold.match_len_S)
-        self.controller.foretold(candidates, foretold.decided_S, foretold.agreed_S, foretold.is_rest)
+        candidates = Candidates(foretold.count_O, foretold.match_len_O)
+        self.controller.foretold(candidates, foretold.decided_O, foretold.agreed_O, foretold.is_rest)
         self._host_ns += 1000 * foretold.offer_us + time.perf_counter_ns() - begun_ns
 
     def counters(self) -> dict[str, int]:

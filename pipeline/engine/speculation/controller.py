@@ -5,9 +5,9 @@
 
 On or off: it goes on when the expected gain in tokens per second, drafting and all, is over `MIN_GAIN`, and off when it
 falls below `KEEP_GAIN`. What share of the sequences had how many candidates is remembered, so a batch that shrinks in a
-job's tail switches it on without a trial. While off it learns in two ways. A proposer that only looks up is asked in
-some steps, and what it offers is compared with the tokens that come anyway (a shadow); that feeds the same estimates as
-drafts do, and where it leaves hope, drafts are tried for some steps (`Trial`). Probes are single drafted steps of a
+job's tail switches it on without a trial. While off it learns in two ways. In some steps the drafts of a
+proposer that only looks up are replayed over the tokens that came (shadows); that feeds the same estimates as drafts
+do, and where it leaves hope, drafts are tried for some steps (`Trial`). Probes are single drafted steps of a
 proposer that is not the one at work, made where what is not known could still make it pay. `LossBudget` bounds what
 drafts can lose, `Attention` what looking on takes.
 
@@ -44,11 +44,15 @@ FIRST_PLAIN_STEPS = 5  # at the start: how start-up's table deviates from the wo
 GAIN_STEPS = 16  # steps over which the gain is averaged while on
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
 MAX_LOOK_STEPS = 128  # that finds nothing, up to this
-SHADOWS_A_LOOK = 4  # offers that were compared until it is seen whether to go on now
-SHADOWS_A_TRIAL = 16  # offers that were compared before drafts are tried
+SHADOWS_A_LOOK = 4  # offers that were compared, of each sequence, until it is seen whether to go on now,
+MOST_SHADOWS_A_LOOK = 16  # and of all
+LOOKS_A_TRIAL = 4  # worth of them before drafts are tried
+AS_A_STEP = 8  # sequences whose offers say as much as those of a step, of however many
 REST_STEPS = 8  # while on, in one step of so many offers that nobody drafts are compared too
 PROBE_TRIES = 4  # steps in a row in which a probe asks for candidates before it gives up for now
 FORETOLD_SHARE = 0.3  # of what was compared before a trial that counts beside what is seen in it
+PAUSE_STEPS = 8  # in which nobody is asked, after which proposers have to catch up,
+CATCH_UP_STEPS = 12  # for so many steps in which they are
 STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
 DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
 REFRESH_STEPS = 4  # drafted steps after which what drafts are worth is reckoned anew,
@@ -74,7 +78,8 @@ class Controller:
         self._lately = [self._before_any(p) for p in range(len(proposers))]
         self._at_work = 0  # the proposer that is asked while on
         self._asked = 0  # the one that was asked in this step
-        self._asked_before: int | None = None  # and in the last one that was observed
+        self._asked_at = -PAUSE_STEPS  # number of the last step in which any was,
+        self._asked_steps = 0  # and of those without a pause
         self._no_choice = np.zeros(0, dtype=np.int64)
         self._choice: Choice | None = None
         self._passed = 0  # steps since the last one that was observed
@@ -90,7 +95,8 @@ class Controller:
         self._observe_at = 0  # step of which it is to be told while off
         looks_up = [p for p, each in enumerate(proposing) if not each.has_passes]
         self._shadowed = looks_up[0] if looks_up else None  # the proposer whose offers are compared,
-        self._num_shadows = 0  # and how often they were since there was a look at it,
+        self._shadowing = 1  # sequences there were then,
+        self._num_shadows = 0  # how many were since there was a look at it,
         self._num_compared = 0  # and since they were drafted
         self._rest_at = 0  # step from which on those are compared that nobody drafts, while on
         self._trial = Trial()
@@ -117,7 +123,7 @@ class Controller:
         if not is_dull or num_sequences == 0:
             return False
         self._most_sequences = max(self._most_sequences, num_sequences)
-        self._num_steps, self._asked_before = number, None
+        self._num_steps = number
         if num_sequences != self._passing:
             self._count_passed()
             self._passing = num_sequences
@@ -191,19 +197,20 @@ class Controller:
             num_accepted = int(outcome.accepted_S.sum())
         asked, propose_s = None if choice is None else choice.proposer, outcome.propose_s
         if asked is not None:
-            spent, is_after_pause = (outcome.propose_s, outcome.lookup_s), asked != self._asked_before
+            self._asked_steps = 1 + (self._asked_steps if self._num_steps - self._asked_at < PAUSE_STEPS else 0)
+            self._asked_at = self._num_steps
+            spent, is_after_pause = (outcome.propose_s, outcome.lookup_s), self._asked_steps <= CATCH_UP_STEPS
             propose_s = self.proposing[asked].trusted_s(num, drafted_S, *spent, TIME_TRUST, is_after_pause)
             self.proposing[asked].observe(num, drafted_S, *spent, is_after_pause)
-        self._asked_before = asked
         self._settle(batch, outcome, decided, num_drafts, num_accepted, propose_s)
 
     def shadows(self, batch: Batch) -> int | None:
-        """After `observe`, of the same batch: the number of the proposer whose offer is to be kept and compared with
-        the tokens that come."""
+        """After `observe`, of the same batch: the number of the proposer whose drafts are to be replayed."""
         is_empty = batch.num_sequences == 0 or batch.room <= 0
         if self._shadowed is None or self._is_at_it or not self.budget.is_open or is_empty:
             return None
         could_pay = self._is_allowed(batch) and self.gains.at_best(batch, self._shadowed) > MIN_GAIN
+        self._shadowing = max(batch.num_sequences, 1)
         return self._shadowed if could_pay else None
 
     def shadows_rest(self) -> bool:
@@ -215,8 +222,8 @@ class Controller:
         return True
 
     def foretold(self, candidates: Candidates, decided_S: np.ndarray, agreed_S: np.ndarray, is_rest: bool) -> None:
-        """Of what the last of these had to offer decided_S tokens were compared, and the first agreed_S came. is_rest:
-        they are of sequences that drafted nothing, and say nothing of what others have to offer."""
+        """Of what was offered decided_S tokens were compared, and the first agreed_S came. is_rest: they are of
+        sequences that drafted nothing, and say nothing of what others have to offer."""
         assert self._shadowed is not None
         class_S = self.acceptance.class_of(self._shadowed, candidates.match_length_S)
         available_S = np.minimum(candidates.available_S, self.max_drafts)
@@ -228,11 +235,11 @@ class Controller:
             return
         deep_CK = count_deep(class_S, available_S, self.acceptance.num_classes, self.max_drafts)
         lately = self._lately[self._shadowed]
-        lately.remember(deep_CK, len(class_S))
+        lately.remember(deep_CK, len(class_S), max(len(class_S) // min(self._shadowing, AS_A_STEP), 1))
         lately.seen_at = self._num_steps
-        self._num_shadows += 1
-        self._num_compared += 1
-        if self._num_shadows == SHADOWS_A_LOOK:
+        self._num_shadows += len(class_S)
+        self._num_compared += len(class_S)
+        if self._num_shadows >= self._shadows_a_look:
             self._observe_at = self._num_steps
 
     # -- on, off, probe
@@ -253,12 +260,16 @@ class Controller:
         if self._has_shrunk(num):
             self._most_sequences = num
             return self._goes_on_again(batch)
-        return self._num_shadows >= SHADOWS_A_LOOK and self._goes_on_again(batch)
+        return self._num_shadows >= self._shadows_a_look and self._goes_on_again(batch)
 
     @property
     def _is_at_it(self) -> bool:
         """Whether somebody drafts, step after step."""
         return self.is_on or self._trial.is_on
+
+    @property
+    def _shadows_a_look(self) -> int:
+        return min(SHADOWS_A_LOOK * self._shadowing, MOST_SHADOWS_A_LOOK)
 
     def _has_shrunk(self, num_sequences: int) -> bool:
         """Whether there are a quarter fewer than there were since the last look: one that grows has less use for
@@ -325,10 +336,14 @@ class Controller:
     def _begins_trying(self, batch: Batch) -> bool:
         """While off: try the proposer whose offers were compared, where these leave hope."""
         p = self._shadowed
-        if p is None or self._num_compared < SHADOWS_A_TRIAL or not self._trial.may_begin(self._num_steps):
+        if (
+            p is None
+            or self._num_compared < LOOKS_A_TRIAL * self._shadows_a_look
+            or not self._trial.may_begin(self._num_steps)
+        ):
             return False
         lately = self._lately[p]
-        if self.gains.expected(batch, p, lately.share_CK, lately.present, self._hopeful_values(p)) <= 0.0:
+        if self.gains.expected(batch, p, lately.share_CK, lately.present, self._hopeful_values(p)) <= MIN_GAIN:
             return False
         self._trial.begin(batch.num_sequences)
         self._num_compared = 0

@@ -21,10 +21,12 @@ class Lately:
     num_present: int = 0
     seen_at: int = 0
 
-    def remember(self, deep_CK: np.ndarray, num_sequences: int) -> None:
+    def remember(self, deep_CK: np.ndarray, num_sequences: int, num_steps: int = 1) -> None:
+        """So many sequences came as deep, in one step; or in some, each counted as often as it was in one."""
         is_present = bool(deep_CK.any())
-        self.num_seen = min(self.num_seen + 1, SHARE_STEPS)
-        self.present += (is_present - self.present) / self.num_seen
+        self.num_seen = min(self.num_seen + num_steps, SHARE_STEPS)
+        self.present += (is_present - self.present) * min(num_steps / self.num_seen, 1.0)
         if is_present:
-            self.num_present = min(self.num_present + 1, SHARE_STEPS)
-            self.share_CK = self.share_CK + (deep_CK / num_sequences - self.share_CK) / self.num_present
+            self.num_present = min(self.num_present + num_steps, SHARE_STEPS)
+            kept = 1.0 - min(num_steps / self.num_present, 1.0)
+            self.share_CK = kept * self.share_CK + (1.0 - kept) * deep_CK / num_sequences

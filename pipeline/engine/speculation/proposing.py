@@ -90,8 +90,8 @@ class ProposingCost:
         is_after_pause: bool = False,
     ) -> None:
         """Asking `num_asked` sequences, and drafting so many tokens for each, took so long, of which `lookup_s` before
-        anything was chosen. is_after_pause: it was not asked in the step before, and had more than a step's tokens to
-        catch up with; a lookup that says nothing of those to come."""
+        anything was chosen. is_after_pause: it was not asked for a while, and has more than a step's tokens to catch
+        up with; a lookup that says nothing of those to come."""
         expected_s = self._passes_s(drafts_S)
         if self.has_passes:
             self._lookups_s.append(lookup_s / max(num_asked, 1))

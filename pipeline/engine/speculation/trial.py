@@ -10,6 +10,7 @@ STEPS = 32  # at most, and fewer
 SEQUENCES = 128  # where so many of them get tokens in fewer,
 LEAST_STEPS = 8  # but not fewer than these
 FIRST_STEPS = 4  # before them, that say nothing: proposers catch up, and nothing is in the nearest caches
+NOT_BEFORE = 256  # steps: at the start little is known from which to draft
 FIRST_PAUSE = 512  # steps, doubled by each that failed,
 MOST_PAUSE = 8192  # up to this
 GAIN = 0.05  # that has to be seen
@@ -19,7 +20,8 @@ class Trial:
     """One after the other, of one proposer."""
 
     def __init__(self) -> None:
-        self._left = self._first = self._next_at = 0
+        self._left = self._first = 0
+        self._next_at = NOT_BEFORE
         self._pause = FIRST_PAUSE
         self._value_s = self._spent_s = 0.0
         self.num_failures = 0  # since one has paid

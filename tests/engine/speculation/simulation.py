@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.engine.drafting import MOST_SHADOWED
 from pipeline.engine.propose.draft_model import RECENT_TOKENS
+from pipeline.engine.propose.replay import MOST_TOKENS, TELLING
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.controller import Controller
 from pipeline.engine.speculation.cost import StepCost
@@ -78,24 +79,48 @@ def job(batch: int, num_steps: int, has_tail: bool, seed: int = 0) -> np.ndarray
 
 
 class Shadow:
-    """What rows would have been offered, until the tokens have come; see `Foretold`."""
+    """What rows that draft nothing were offered, until the tokens have come; see `ShadowOffers`."""
 
     def __init__(self, row_S: np.ndarray, progress_S: np.ndarray, count_S: np.ndarray, accepts_SK: np.ndarray, rng):
         self.row_S, self.known_S, self.count_S = row_S, progress_S, count_S
         self.match_S = np.where(accepts_SK[:, 0] > 0.5, 7, 3)
         self.agreed_S = (rng.random(accepts_SK.shape) < accepts_SK).cumprod(axis=1).sum(axis=1)
 
-    def tell(self, controller: Controller, progress_R: np.ndarray, length_R: np.ndarray, is_rest: bool) -> bool:
+    def tell(self, controller: Controller, progress_R: np.ndarray, length_R: np.ndarray) -> bool:
         """Whether all tokens have come, and then tell the controller of them."""
         come_S = progress_R[self.row_S] - self.known_S
         has_ended_S = progress_R[self.row_S] >= length_R[self.row_S]
         if not (has_ended_S | (come_S >= self.count_S)).all():
             return False
         decided_S = np.minimum(come_S, self.count_S)
-        controller.foretold(
-            Candidates(self.count_S, self.match_S), decided_S, np.minimum(self.agreed_S, decided_S), is_rest
-        )
+        candidates = Candidates(self.count_S, self.match_S)
+        controller.foretold(candidates, decided_S, np.minimum(self.agreed_S, decided_S), is_rest=True)
         return True
+
+
+def replayed(
+    text: Text, row_S: np.ndarray, looked_R: np.ndarray, progress_R: np.ndarray, length_R: np.ndarray, rng
+) -> tuple[np.ndarray, ...]:
+    """Of each offer its count, match, tokens decided on and right ones: what `replay` gives for these rows, which were
+    looked at up to looked_R tokens."""
+    found: list[tuple[int, ...]] = []
+    for row in row_S.tolist():
+        at = max(int(looked_R[row]), int(progress_R[row]) - MOST_TOKENS)
+        while at < progress_R[row]:
+            accepts_K = text.accepts(Situation(np.array([row]), np.array([at]), True), MAX_DRAFTS)[0]
+            most = min(int(length_R[row]) - at - 1, MAX_DRAFTS)
+            count = most if rng.random() < text.available else 0
+            agreed = int((rng.random(MAX_DRAFTS) < accepts_K).cumprod().sum())
+            decided = min(count, int(progress_R[row]) - at)
+            agreed = min(agreed, decided)
+            is_cut = agreed == decided < count
+            if not is_cut or decided >= TELLING:
+                found.append((count, 7 if accepts_K[0] > 0.5 else 3, decided, agreed))
+            if is_cut:
+                break
+            at += agreed + 1
+        looked_R[row] = min(at, progress_R[row])
+    return tuple(np.array(found, dtype=np.int64).reshape(-1, 4).T)
 
 
 def simulate(
@@ -112,8 +137,8 @@ def simulate(
     The controller sees noisy times; the run is charged the true ones, those of its own proposing too.
     """
     rng, shadow_rng = np.random.default_rng(seed), np.random.default_rng(seed + 1)
-    shadow: tuple[Shadow, bool] | None = None
-    shadow_s = 0.0
+    shadow: Shadow | None = None
+    shadow_s, looked_R = 0.0, np.ones(len(length_R), dtype=np.int64)
     waiting = list(range(len(length_R)))[::-1]
     row_S = np.zeros(0, dtype=np.int64)
     progress_R = np.zeros(len(length_R), dtype=np.int64)
@@ -134,6 +159,7 @@ def simulate(
         drafted_S = accepted_S = np.zeros(num, dtype=np.int64)
         propose_s = 0.0
         if asked:
+            looked_R[row_S] = progress_R[row_S]
             accepts_SK = text.accepts(Situation(row_S, progress_R[row_S], drafted_before), MAX_DRAFTS)
             available_S = np.where(rng.random(num) < text.available, np.minimum(left_S, MAX_DRAFTS), 0)
             if machine.pass_s is None:
@@ -145,7 +171,7 @@ def simulate(
                 if shadow is None and policy.shadows_rest():
                     rest = np.flatnonzero((drafted_S == 0) & (available_S > 0))[:MOST_SHADOWED]
                     parts = (part[rest] for part in (row_S, progress_R[row_S], available_S, accepts_SK))
-                    shadow = (Shadow(*parts, shadow_rng), True) if len(rest) else None
+                    shadow = Shadow(*parts, shadow_rng) if len(rest) else None
             else:
                 drafted_S = np.minimum(available_S, policy)
             assert (drafted_S <= available_S).all()
@@ -174,16 +200,15 @@ def simulate(
                 shadow_s = 0.0
         row_S = row_S[progress_R[row_S] < length_R[row_S]]
         if isinstance(policy, Controller) and not passes:
-            if shadow is not None and shadow[0].tell(policy, progress_R, length_R, shadow[1]):
+            if shadow is not None and shadow.tell(policy, progress_R, length_R):
                 shadow = None
-            if shadow is None and policy.shadows(batch) is not None:
+            if policy.shadows(batch) is not None:
                 asked_S = np.sort(row_S)[:MOST_SHADOWED]
-                shadow_s = machine.lookup_s(len(asked_S))
+                parts = replayed(text, asked_S, looked_R, progress_R, length_R, shadow_rng)
+                shadow_s = machine.lookup_s(len(asked_S)) * max(len(parts[0]) / max(len(asked_S), 1), 1.0)
                 seconds += shadow_s
-                accepts_SK = text.accepts(Situation(asked_S, progress_R[asked_S], drafted_before), MAX_DRAFTS)
-                most_S = np.minimum(length_R[asked_S] - progress_R[asked_S] - 1, MAX_DRAFTS)
-                count_S = np.where(shadow_rng.random(len(asked_S)) < text.available, most_S, 0)
-                shadow = Shadow(asked_S, progress_R[asked_S], count_S, accepts_SK, shadow_rng), False
+                if len(parts[0]):
+                    policy.foretold(Candidates(parts[0], parts[1]), parts[2], parts[3], is_rest=False)
     assert (progress_R == length_R).all()
     return Run(seconds, int(length_R.sum()), steps, drafted_steps)
 
