@@ -7,7 +7,8 @@ Where a device works beside the host, nothing of this waits for it: drafts that 
 (`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed (flight.py).
 
 Where the policy wants to know what drafts would be worth, those of some sequences are replayed over the tokens that
-came, when a step has landed (propose/replay.py), or what was offered is compared with those that come (propose/shadow.py).
+came, when a step has landed (propose/replay.py), or what was offered is compared with those that come
+(propose/shadow.py).
 """
 
 import time
@@ -26,7 +27,7 @@ from pipeline.engine.penalties import LateIds
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome
 from pipeline.engine.propose.proposer import Drafts, Proposer
-from pipeline.engine.propose.replay import Foretold, LooksUp, replay
+from pipeline.engine.propose.replay import LooksUp, replay
 from pipeline.engine.propose.shadow import ShadowOffers
 from pipeline.engine.rejection import DraftLaw
 from pipeline.engine.sampling_batch import SamplingBatch
@@ -249,14 +250,13 @@ class Drafting:
         number = self.policy.shadows(facts)
         if number is None:
             return
-        begun_ns = time.perf_counter_ns()
         # By slot: the same sequences again and again, so that their texts are indexed like those of ones that draft.
         slot_S = np.sort(facts.slot_S[np.isin(facts.slot_S, self._scheduler.running)])[:MOST_SHADOWED]
         proposer = self.proposers[number]
         assert isinstance(proposer, LooksUp), "only such a one can be asked once more"
-        parts = replay(proposer, self._scheduler.table, slot_S)
-        if len(parts[0]):
-            self.policy.foretold(Foretold(*parts, (time.perf_counter_ns() - begun_ns) // 1000, is_rest=False))
+        replayed = replay(proposer, self._scheduler.table, slot_S)
+        if len(replayed.count_O):
+            self.policy.foretold(replayed)
 
     def _facts(self, plan: StepPlan, slot_S: np.ndarray) -> StepFacts:
         scheduler, num_tokens = self._scheduler, plan.num_tokens

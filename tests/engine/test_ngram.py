@@ -178,7 +178,7 @@ def test_rows_that_finished_while_nobody_asked_are_learnt_some_at_a_time_the_las
         rows = []
         for order in range(num_rows):
             slot = admit(table, proposer, 1000 + order, [100 + order, 101 + order])
-            offer = proposer._matches(np.array([slot]), 512)
+            offer = proposer._matches(np.array([slot]), table.num_known[[slot]], 512)
             rows += [order] if offer.token_id_SK[0, : offer.count_S[0]].tolist() == [200 + order, 300 + order] else []
             leave(table, proposer, slot, finished=False)
         return rows

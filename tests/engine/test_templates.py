@@ -129,8 +129,9 @@ def test_many_new_tokens_are_looked_at_over_several_calls() -> None:
     assert rows.proposer._templates is not None
     counts = []
     for _ in range(4):
-        offer = rows.proposer._matches(np.array([slot]), 1000)
-        rows.proposer._templates.exchange(offer, 20)
+        known_S = rows.table.num_known[[slot]]
+        offer = rows.proposer._matches(np.array([slot]), known_S, 1000)
+        rows.proposer._templates.exchange(offer, known_S, 20)
         counts.append(offer.token_id_SK[0, : offer.count_S[0]].tolist())
     assert counts == [[*DAY, BY], [*DAY, BY], NOISE, NOISE]  # the tokens alone lead to what the other one said
 
@@ -272,7 +273,7 @@ def test_drafts_are_those_of_a_plain_search(seed: int) -> None:
         slot, at = rows.begin(prompt, output[:1]), 1
         while at < len(output):
             text = [*prompt, *output[:at]]
-            literal = rows.proposer._matches(np.array([slot]), 1000)
+            literal = rows.proposer._matches(np.array([slot]), rows.table.num_known[[slot]], 1000)
             drafts, match = plain.drafts(text, len(prompt), rows.proposer.max_draft_tokens)
             offer = rows.proposer.offer(np.array([slot]))
             found = offer.token_id_SK[0, : offer.count_S[0]].tolist()

@@ -9,6 +9,7 @@ in the midst of a run of right ones there is less of it left.
 Shapes: S sequences, K most drafts of one, O offers.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -48,9 +49,10 @@ class LooksUp(Protocol):
         ...
 
 
-def replay(proposer: LooksUp, table: SlotTable, slot_S: np.ndarray) -> tuple[np.ndarray, ...]:
-    """count_O, match_len_O, decided_O and agreed_O of `Foretold`, as far as they are known, from what the proposer has
-    not looked at yet of these sequences. All known tokens have to be in the table."""
+def replay(proposer: LooksUp, table: SlotTable, slot_S: np.ndarray) -> Foretold:
+    """From what the proposer has not looked at yet of these sequences; perhaps of no offers. All known tokens have to
+    be in the table."""
+    begun_ns = time.perf_counter_ns()
     until_S, first_S = table.num_known[slot_S], table.num_prompt[slot_S] + 1
     looked_S = np.maximum(proposer.looked_at(slot_S), first_S)
     at_S = np.maximum(looked_S, until_S - MOST_TOKENS)
@@ -74,4 +76,6 @@ def replay(proposer: LooksUp, table: SlotTable, slot_S: np.ndarray) -> tuple[np.
         found.append(np.stack((count, offer.match_len_S, decided, agreed))[:, tells])
         counts[going] = True
         at_S[going] = np.where(is_known, at + agreed + 1, until_S[going])
-    return tuple(np.concatenate(found, axis=1)) if found else tuple(np.zeros((4, 0), dtype=np.int64))
+    count_O, match_len_O, decided_O, agreed_O = np.concatenate([np.zeros((4, 0), dtype=np.int64), *found], axis=1)
+    took_us = (time.perf_counter_ns() - begun_ns) // 1000
+    return Foretold(count_O, match_len_O, decided_O, agreed_O, took_us, is_rest=False)

@@ -44,8 +44,8 @@ FIRST_PLAIN_STEPS = 5  # at the start: how start-up's table deviates from the wo
 GAIN_STEPS = 16  # steps over which the gain is averaged while on
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
 MAX_LOOK_STEPS = 128  # that finds nothing, up to this
-SHADOWS_A_LOOK = 4  # offers that were compared, of each sequence, until it is seen whether to go on now,
-MOST_SHADOWS_A_LOOK = 16  # and of all
+SHADOWS_A_LOOK = 8  # offers that were compared, of each sequence, until it is seen whether to go on now,
+MOST_SHADOWS_A_LOOK = 64  # and of all
 LOOKS_A_TRIAL = 4  # worth of them before drafts are tried
 AS_A_STEP = 8  # sequences whose offers say as much as those of a step, of however many
 REST_STEPS = 8  # while on, in one step of so many offers that nobody drafts are compared too
@@ -199,9 +199,9 @@ class Controller:
         if asked is not None:
             self._asked_steps = 1 + (self._asked_steps if self._num_steps - self._asked_at < PAUSE_STEPS else 0)
             self._asked_at = self._num_steps
-            spent, is_after_pause = (outcome.propose_s, outcome.lookup_s), self._asked_steps <= CATCH_UP_STEPS
-            propose_s = self.proposing[asked].trusted_s(num, drafted_S, *spent, TIME_TRUST, is_after_pause)
-            self.proposing[asked].observe(num, drafted_S, *spent, is_after_pause)
+            spent = outcome.propose_s, outcome.lookup_s
+            propose_s = self.proposing[asked].trusted_s(num, drafted_S, *spent, TIME_TRUST, self._asked_steps == 1)
+            self.proposing[asked].observe(num, drafted_S, *spent, self._asked_steps <= CATCH_UP_STEPS)
         self._settle(batch, outcome, decided, num_drafts, num_accepted, propose_s)
 
     def shadows(self, batch: Batch) -> int | None:

@@ -1,5 +1,8 @@
 """Asking for memory before it is needed, where the processor does not foresee it."""
 
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
+
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic

@@ -8,7 +8,14 @@ import pytest
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.checks import CHECK_STEPS
 from pipeline.engine.speculation.choice import Split
-from pipeline.engine.speculation.controller import FIRST_PLAIN_STEPS, MAX_LOOK_STEPS, Controller
+from pipeline.engine.speculation.controller import (
+    CATCH_UP_STEPS,
+    FIRST_PLAIN_STEPS,
+    MAX_LOOK_STEPS,
+    PAUSE_STEPS,
+    SHADOWS_A_LOOK,
+    Controller,
+)
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.messages import Batch, Candidates, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
@@ -87,16 +94,51 @@ def test_room_and_what_a_sequence_has_are_kept_to() -> None:
     assert controller.wants_candidates(batch_of(0)) is None
 
 
-def test_beside_prompts_it_drafts_only_where_tokens_are_free() -> None:
-    """Half a millisecond a token beside 20 ms: drafts pay for 4 sequences, but not beside prompts."""
+def test_where_prompts_wait_for_room_it_drafts_only_if_tokens_are_free() -> None:
+    """Half a millisecond a token beside 20 ms: drafts pay for 4 sequences, but not in the place of prompts."""
     free, dear = controller_of((10.0, 0.001)), controller_of((20.0, 0.5))
     for controller in (free, dear):
         assert drafts_in(controller, batch_of(4), 50) >= 40
-    assert drafts_in(free, batch_of(4, num_prefill=60), 40) >= 38
     assert drafts_in(free, batch_of(60, num_queued=9), 40) >= 38
-    assert drafts_in(dear, batch_of(4, num_prefill=60), 40) == 0
+    assert drafts_in(dear, batch_of(4, num_prefill=60, num_queued=9), 40) == 0
     assert drafts_in(dear, batch_of(60, num_queued=9), 40) == 0
     assert drafts_in(dear, batch_of(4), 50) >= 40
+
+
+def test_beside_prompts_that_have_room_drafts_are_judged_by_what_they_add() -> None:
+    """Prompts are computed with drafts or without, however many tokens they are: the same steps pay beside them, at the
+    same gain, and none where tokens cost what they bring."""
+    for num_prefill in (1, 60, 3000):
+        dear, never = controller_of((20.0, 0.5)), controller_of(COMPUTE_BOUND)
+        beside = batch_of(4, num_prefill=num_prefill)
+        assert drafts_in(dear, beside, 50) >= 40
+        assert drafts_in(never, beside, 50) == 0
+        counts = dear.counts
+        each_us = (counts.plain_us - counts.spent_us).sum() / counts.drafted_steps.sum()
+        alone = controller_of((20.0, 0.5))
+        drafts_in(alone, batch_of(4), 50)
+        alone_us = (alone.counts.plain_us - alone.counts.spent_us).sum() / alone.counts.drafted_steps.sum()
+        assert each_us == pytest.approx(alone_us, rel=0.05)
+
+
+def test_what_prompts_took_is_not_put_to_drafts() -> None:
+    """They take longer than the table says, and a trial does not end by steps with them."""
+    controller, beside = controller_of((20.0, 0.5)), batch_of(4, num_prefill=600)
+    assert drafts_in(controller, batch_of(4), 20) > 10
+    before, balance_s = controller.counts, controller.budget.balance_s
+    assert controller.wants_candidates(beside) == 0
+    choice = controller.choose(beside, everything(4))
+    controller.observe(beside, Outcome(30.0, 4 + int(choice.length_S.sum()), choice.length_S, choice.length_S, 1e-5))
+    spent_us = (controller.counts.spent_us - before.spent_us).sum()
+    assert spent_us == pytest.approx(1e6 * controller.cost.step_s(4, 400, 0, int(choice.length_S.sum())), rel=0.05)
+    assert controller.budget.balance_s >= balance_s
+    controller._trial.begin(4)
+    left = controller._trial._left + controller._trial._first
+    controller.is_on = False
+    assert controller.wants_candidates(beside) == 0
+    choice = controller.choose(beside, everything(4))
+    controller.observe(beside, Outcome(30.0, 4 + int(choice.length_S.sum()), choice.length_S, choice.length_S, 1e-5))
+    assert controller._trial._left + controller._trial._first == left
 
 
 def test_it_goes_off_when_nothing_is_accepted_and_asks_seldom_then() -> None:
@@ -274,27 +316,40 @@ def test_in_a_tail_tokens_of_quick_rows_are_worth_less() -> None:
     assert tail < 0.0148 < waiting
 
 
-def test_the_first_lookup_after_a_pause_says_nothing_of_those_to_come() -> None:
-    """It catches up with what became known since, which may take as long as some plain steps; in a row they do not."""
-    lookup, batch, num_pauses, asked_before = ProposingCost(10e-6, 0.0), batch_of(1), 0, False
+def test_the_first_lookups_after_a_pause_say_nothing_of_those_to_come() -> None:
+    """They catch up with what became known since, which may take as long as some plain steps; later ones do not."""
+    lookup, batch, num_pauses, asked_before, pause = ProposingCost(10e-6, 0.0), batch_of(1), 0, 0, PAUSE_STEPS
     controller = controller_of(MEMORY_BOUND, proposing=(lookup,))
     for _ in range(6000):
+        pause += 1
         if controller.passes(1):
-            asked_before = False
             continue
         plain_s, none = controller.cost.step_s(1, batch.kv_tokens), np.zeros(1, dtype=np.int64)
         if controller.wants_candidates(batch) is None:
             controller.observe(batch, Outcome(plain_s, 1))
-            asked_before = False
             continue
-        num_pauses += not asked_before
+        if pause > PAUSE_STEPS:
+            num_pauses, asked_before = num_pauses + 1, 0
         drafted_S = controller.choose(batch, everything(1)).length_S
         step_s = controller.cost.step_s(1, batch.kv_tokens, 0, int(drafted_S.sum()))
-        lookup_s = 20e-6 if asked_before else 5e-3
+        lookup_s = 20e-6 if asked_before >= CATCH_UP_STEPS else 5e-3
         drafts = (drafted_S, none) if drafted_S.any() else (None, None)
         controller.observe(batch, Outcome(step_s, 1, *drafts, propose_s=lookup_s, lookup_s=lookup_s))
-        asked_before = True
+        asked_before, pause = asked_before + 1, 0
     assert num_pauses >= 8
+    assert lookup.lookup_s(1) < 30e-6
+    on = controller_of(MEMORY_BOUND, proposing=(lookup,))
+    asked_before = 0
+    for _ in range(80):
+        drafted_S = np.zeros(1, dtype=np.int64)
+        if on.wants_candidates(batch) is not None:
+            drafted_S = on.choose(batch, everything(1)).length_S
+            asked_before += 1
+        lookup_s = 0.0 if not drafted_S.any() else 20e-6 if asked_before > CATCH_UP_STEPS else 1e-3
+        step_s = on.cost.step_s(1, batch.kv_tokens, 0, int(drafted_S.sum()))
+        drafts = (drafted_S, drafted_S) if drafted_S.any() else (None, None)
+        on.observe(batch, Outcome(step_s, 1 + int(drafted_S.sum()), *drafts, propose_s=lookup_s, lookup_s=lookup_s))
+    assert on.is_on
     assert lookup.lookup_s(1) == pytest.approx(20e-6)
 
 
@@ -337,7 +392,7 @@ def test_offers_are_compared_where_drafts_could_pay_and_nobody_drafts() -> None:
     both = controller_of(DEAR, (DRAFT_MODEL, NGRAM), (passes, NGRAM_COST))
     both.budget.open(0.01)
     assert both.shadows(batch_of(1)) == 1
-    assert both.shadows(batch_of(1, num_prefill=60)) is None
+    assert both.shadows(batch_of(1, num_prefill=60, num_queued=9)) is None
     assert both.shadows(batch_of(0)) is None
     assert both.shadows(batch_of(1, num_prefill=60, room=0)) is None
 
@@ -400,7 +455,7 @@ def test_when_some_offers_have_come_true_it_goes_on_before_the_next_look() -> No
     controller, batch = controller_of(DEAR), batch_of(1)
     drafts_in(controller, batch, 20)
     controller._look_at = controller._num_steps + 10_000
-    for _ in range(4):
+    for _ in range(SHADOWS_A_LOOK):
         assert controller.wants_candidates(batch) is None
         controller.observe(batch, Outcome(0.015, 1))
         controller.foretold(everything(1), np.array([K]), np.array([K]), is_rest=False)

@@ -7,7 +7,7 @@ import pytest
 from pipeline.engine.propose.policy import StepFacts, StepOutcome
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.controlled import ControlledDrafts
-from pipeline.engine.speculation.controller import SHADOWS_A_TRIAL, Controller
+from pipeline.engine.speculation.controller import LOOKS_A_TRIAL, SHADOWS_A_LOOK, Controller
 from pipeline.engine.speculation.messages import Batch, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
 from tests.engine.speculation.test_controller import MEMORY_BOUND, NGRAM_COST, K, batch_of, controller_of, everything
@@ -103,7 +103,7 @@ def test_drafts_are_tried_where_offers_that_were_compared_leave_hope() -> None:
             drafted_S = controller.choose(batch, everything(1)).length_S
         step_s = controller.cost.step_s(1, batch.kv_tokens, 0, int(drafted_S.sum()))
         if drafted_S.any():
-            assert compared >= SHADOWS_A_TRIAL
+            assert compared >= LOOKS_A_TRIAL * SHADOWS_A_LOOK
             was_on_trial = controller._trial.is_on
             begun += was_on_trial
             controller.observe(batch, Outcome(step_s, 1 + int(drafted_S[0]), drafted_S, drafted_S, 1e-5))

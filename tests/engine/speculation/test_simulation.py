@@ -61,7 +61,7 @@ def test_at_any_batch_size(machine: m.Machine, text: m.Text, batch: int) -> None
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_a_job_with_its_tail(machine: m.Machine, text: m.Text) -> None:
-    result = compare(machine, text, 24, STEPS, has_tail=True, fixed=(1, 2, 4, 8))
+    result = compare(machine, text, 24, STEPS, has_tail=True, fixed=(1, 2, 4, 8), clocks=4)
     assert result.loss < MAX_LOSS, str(result)
     assert result.behind_best < MAX_BEHIND, str(result)
 

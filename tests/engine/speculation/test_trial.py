@@ -39,7 +39,8 @@ def test_its_first_steps_do_not_count() -> None:
 
 
 def test_each_failure_doubles_the_pause_until_a_success() -> None:
-    trial, step = Trial(), 0
+    trial, step = Trial(), t.NOT_BEFORE
+    assert not trial.may_begin(step - 1)
     assert trial.may_begin(step)
     for pause in (2 * t.FIRST_PAUSE, 4 * t.FIRST_PAUSE):
         trial.begin(1)
