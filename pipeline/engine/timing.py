@@ -40,7 +40,7 @@ def controlled_drafts(
     most_tokens = min(max_num_batched_tokens, table.num_slots * (1 + most_drafts))
     longest = max(table.max_model_len - most_tokens // table.num_slots - TOKENS_PER_SEQUENCE, 1)
     short, long = (min(context, longest) for context in CONTEXTS)
-    blocks = min(num_blocks, table.num_slots * -(-long // table.block_size))
+    blocks = min(num_blocks, table.num_slots * -(-(long + TOKENS_PER_SEQUENCE) // table.block_size))
     step = _timed_step(runner, table, blocks)
     cost = StepCost.measure(step, max(most_tokens, 2), (short, long), TOKENS_PER_SEQUENCE, padded_to, BUDGET_S)
     priors, proposing = [], []
