@@ -136,6 +136,14 @@ def test_many_new_tokens_are_looked_at_over_several_calls() -> None:
     assert counts == [[*DAY, BY], [*DAY, BY], NOISE, NOISE]  # the tokens alone lead to what the other one said
 
 
+def test_nothing_follows_the_end_of_an_output_that_overwrote_a_longer_one() -> None:
+    rows = Rows(12, corpus_tokens=40)
+    rows.finished([50, 51], list(range(100, 130)))
+    day = list(range(10, 20))
+    rows.finished(form(day), [ON, *day, STOP])  # it does not fit behind the other one; it has three symbols
+    assert rows.asked(form(DAY), [ON]) == [*DAY, STOP]
+
+
 # -- against lists and dicts
 
 

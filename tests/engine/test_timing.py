@@ -62,4 +62,5 @@ def test_writing_does_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, table = Noting(), SlotTable(8, 2000, 16)
     timing.controlled_drafts([NgramProposer(table, 4)], 4, runner, table, 512, [], 1 << 14)
     assert runner.written == []
+    assert all(step.block_table_SM.max() < step.block_table_SM.shape[1] for step in runner.steps)
     assert len(runner.steps) > 0

@@ -464,6 +464,20 @@ def test_when_some_offers_have_come_true_it_goes_on_before_the_next_look() -> No
     assert controller.is_on
 
 
+def test_many_offers_at_once_count_as_those_of_many_steps() -> None:
+    once, often = controller_of(MEMORY_BOUND), controller_of(MEMORY_BOUND)
+    none = Candidates(np.zeros(48, dtype=np.int64), np.zeros(48, dtype=np.int64))
+    for controller, times in ((once, 1), (often, 6)):
+        controller.budget.open(0.01)
+        assert controller.shadows(batch_of(8)) == 0
+        controller.foretold(everything(8), np.full(8, K), np.full(8, K), is_rest=False)
+        for _ in range(times):
+            some = Candidates(*(part[: 48 // times] for part in (none.available_S, none.match_length_S)))
+            controller.foretold(some, *(some.available_S,) * 2, is_rest=False)
+    assert once._lately[0].present == pytest.approx(often._lately[0].present)
+    assert once._lately[0].present == pytest.approx(1 / 7)
+
+
 def test_prompts_in_the_first_step_do_not_raise_what_is_granted() -> None:
     controller, batch = controller_of((10.0, 1.0)), batch_of(4, num_prefill=900)
     controller.observe(batch, Outcome(controller.cost.step_s(4, 400, 900), 4))
