@@ -43,8 +43,6 @@ from pipeline.engine.verify import Checked, Verified
 from pipeline.errors import ConfigError, RowError
 from pipeline.kernels.select import must_compile, select_lookup
 
-NOBODY = np.zeros(0, dtype=np.int64)
-
 
 class Engine:
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
@@ -322,8 +320,9 @@ class Engine:
         proposers: list[Proposer] = []
         for name in speculation.proposers:
             if name == "ngram":
-                proposers.append(NgramProposer(self.table, most, compiled=select_lookup()))
-                proposers[-1].offer(NOBODY)  # compiled now and not in a step
+                lookup = NgramProposer(self.table, most, compiled=select_lookup())
+                lookup.warm_up()
+                proposers.append(lookup)
             else:
                 assert draft is not None
                 proposers.append(

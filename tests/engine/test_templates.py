@@ -9,6 +9,7 @@ from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH
 from pipeline.engine.propose.templates import MOST_COPIES
 from pipeline.engine.sequence import SlotTable
+from pipeline.kernels.compiled_lookup import CompiledLookup
 from pipeline.kernels.select import select_lookup
 from tests.engine.test_ngram import admit, append, leave
 
@@ -142,6 +143,24 @@ def test_nothing_follows_the_end_of_an_output_that_overwrote_a_longer_one() -> N
     day = list(range(10, 20))
     rows.finished(form(day), [ON, *day, STOP])  # it does not fit behind the other one; it has three symbols
     assert rows.asked(form(DAY), [ON]) == [*DAY, STOP]
+
+
+def test_all_that_is_compiled_is_there_before_the_first_step() -> None:
+    compiled, called = select_lookup(), []
+
+    def noted(name: str):
+        def call(*arrays):
+            called.append(name)
+            getattr(compiled, name)(*arrays)
+
+        return call
+
+    table = SlotTable(2, 40, 4)
+    proposer = NgramProposer(table, 3, compiled=CompiledLookup(*map(noted, CompiledLookup._fields)))
+    proposer.warm_up()
+    assert set(called) == set(CompiledLookup._fields)
+    assert proposer.finished.is_empty
+    assert not proposer.index.end_E.any()
 
 
 # -- against lists and dicts

@@ -59,7 +59,14 @@ class NgramProposer:
         self._width = table.token_ids.shape[1]
         self._num_indexed = np.zeros(table.num_slots, dtype=np.int64)  # runs that end at or before this place are in
         self._draft_K = np.arange(max_draft_tokens)
+        self._compiled = compiled
         self._look_up = None if compiled is None else compiled.look_up
+
+    def warm_up(self) -> None:
+        """Have compiled code loaded, or compiled, before the first step: on tables of nobody's."""
+        other = NgramProposer(SlotTable(1, 16, 4), self.max_draft_tokens, 16, 16, self._compiled)
+        other._unlearnt.append((np.zeros(8, dtype=np.int32), 4))
+        other.offer(np.zeros(0, dtype=np.int64))
 
     def admitted(self, slot: int) -> None:
         self._num_indexed[slot] = MIN_MATCH - 1

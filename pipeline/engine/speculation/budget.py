@@ -40,6 +40,7 @@ class LossBudget:
 
     def settle(self, elapsed_s: float, gained_s: float, plain_s: float) -> None:
         """A step took `elapsed_s` and gained or (below 0) lost so much; `plain_s` is a plain step's time at present."""
-        balance_s = self.balance_s + EARNED_SHARE * elapsed_s + gained_s
+        # One wild step cannot end drafting for good: it owes at most what it was granted.
+        balance_s = max(self.balance_s + EARNED_SHARE * elapsed_s + gained_s, -self._granted_s)
         # A shorter plain step lowers the cap; it takes nothing away that was there before.
         self.balance_s = min(balance_s, max(CAP_STEPS * plain_s, self.balance_s))

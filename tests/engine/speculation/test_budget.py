@@ -36,6 +36,16 @@ def test_below_zero_nothing_may_be_lost_until_time_has_paid_for_it() -> None:
     assert 0.0 < budget.affordable_s < 0.1
 
 
+def test_one_wild_step_does_not_end_it_for_good() -> None:
+    budget = LossBudget()
+    budget.open(1e-3)
+    granted_s = budget.balance_s
+    budget.settle(60.0, -60.0, 1e-3)
+    assert budget.affordable_s == 0.0
+    budget.settle(1.01 * granted_s / EARNED_SHARE, 0.0, 1e-3)
+    assert budget.affordable_s > 0.0
+
+
 def test_what_was_granted_is_kept_back_from_who_may_spend_earnings_alone() -> None:
     budget = LossBudget()
     budget.open(1.0)
