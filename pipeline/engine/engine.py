@@ -321,6 +321,7 @@ class Engine:
         for name in speculation.proposers:
             if name == "ngram":
                 lookup = NgramProposer(self.table, most, compiled=select_lookup())
+                self._say(self._warming_up)
                 lookup.warm_up()
                 proposers.append(lookup)
             else:

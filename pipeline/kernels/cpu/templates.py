@@ -34,7 +34,8 @@ def learn(text, num_prompt, begin, symbol_N, copy_N4, end_E, known_TQ4):
         count, copy_from, copy_place = _push(text, num_prompt, at, symbol_N[begin:], count, copy_from, copy_place)
         if copy_from >= 0:
             _describe(text, num_prompt, copy_place, at + 1 - copy_from, copy_N4[begin + count - 1])
-    symbol_N[begin + count : begin + num_output + 1] = BORDER
+    for place in range(begin + count, begin + num_output + 1):
+        symbol_N[place] = BORDER
     key_L = np.empty(MAX_MATCH - MIN_MATCH + 1, dtype=np.int64)
     tail_M = np.empty(MAX_MATCH, dtype=np.int64)
     for end in range(begin, begin + count):  # a run at the very end has nothing behind it
@@ -109,7 +110,8 @@ def draft(
             number = _follow(text, num_prompt, place, copy_4, end, symbol_N, copy_N4, known_TQ4, draft_K)
             if number:
                 count_S[s], match_S[s] = number, min(match, MAX_MATCH)
-                token_SK[s] = draft_K
+                for k in range(number):
+                    token_SK[s, k] = draft_K[k]
 
 
 @njit
@@ -197,8 +199,10 @@ def _remember(known_Q4, copy_4):
     while at < len(known_Q4) - 1 and (known_Q4[at, 0] != copy_4[0] or known_Q4[at, 1] != copy_4[1]):
         at += 1
     for q in range(at, 0, -1):
-        known_Q4[q] = known_Q4[q - 1]
-    known_Q4[0] = copy_4
+        for i in range(4):  # row by row takes a second to compile
+            known_Q4[q, i] = known_Q4[q - 1, i]
+    for i in range(4):
+        known_Q4[0, i] = copy_4[i]
 
 
 @njit
