@@ -12,12 +12,11 @@ import numpy as np
 class Offer:
     """Sequence slot_S[s] could be drafted up to count_S[s] tokens.
 
-    match_len_S: on what grounds, more are better: how many of its last tokens occurred before, where the drafts are
-    what followed then (the most that is looked at where a copy out of the prompt is expected); or 1 and what was
-    accepted of its last drafts; 0 where nothing is known or offered.
+    match_len_S: on what grounds, more are better: how many of its last tokens occurred before, or symbols of them (see
+    templates.py), where the drafts are what followed then; or 1 and what was accepted of its last drafts; 0 where
+    nothing is known or offered.
 
-    token_id_SK: the tokens, where looking
-    them up is all there is to drafting them; else it has no columns.
+    token_id_SK: the tokens, where looking them up is all there is to drafting them; else it has no columns.
     """
 
     slot_S: np.ndarray  # int64

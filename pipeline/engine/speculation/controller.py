@@ -467,7 +467,7 @@ class Controller:
         self, batch: Batch, outcome: Outcome, decided: Decided, num_drafts: int, num_accepted: int, propose_s: float
     ) -> None:
         num, counts, b = batch.num_sequences, self._counts, bucket_of(batch.num_sequences)
-        # Prompts apart: where they are computed nobody drafts.
+        # Prompts apart, which are computed with drafts or without.
         plain_s = value_s = step_s = self.cost.step_s(num, batch.kv_tokens)
         if not self.budget.is_open:
             self.budget.open(plain_s)

@@ -1,8 +1,7 @@
 """Drafts on trial: some steps whose outcome says whether they pay, and not what is expected of them. No torch.
 
-What offers that nobody drafts foretell is not quite what drafts come to. They are asked for at any place of a text;
-drafts go on where the last ones ended, and see other places. And a step with drafts in a row of such takes less than a
-single one. So where a gain is possible, it is tried, for as long as luck may take. After each trial that failed the
+What is expected of drafts rests on a table of costs that was made at start-up, and a step with drafts in a row of such
+takes less than a single one. So where a gain is possible, it is tried, for as long as luck may take. After each trial that failed the
 pause until the next one is longer.
 """
 
