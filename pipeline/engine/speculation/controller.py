@@ -132,9 +132,7 @@ class Controller:
         return True
 
     def _count_passed(self) -> None:
-        b = bucket_of(self._passing)
-        self._counts.plain_steps[b] += self._passing_steps
-        self._counts.plain_sequences[b] += self._passing_steps * self._passing
+        self._counts.add_plain(self._passing, self._passing_steps)
         self._passing_steps = 0
 
     def wants_candidates(self, batch: Batch) -> int | None:
@@ -480,17 +478,10 @@ class Controller:
             gained_s += value_s - step_s
             if decided.is_probe and gained_s > 0.0:  # it paid: look again at once
                 self._look_at, self._look_steps = self._num_steps, LOOK_STEPS
-            counts.drafted_steps[b] += 1
             counts.probe_steps[b] += decided.is_probe
-            counts.drafted_sequences[b] += num
-            counts.drafted_step_tokens[b] += outcome.num_generated
-            counts.draft_tokens[b] += num_drafts
-            counts.accepted_tokens[b] += num_accepted
-            counts.spent_us[b] += round(step_s * 1e6)
-            counts.plain_us[b] += round(value_s * 1e6)
+            counts.add_drafted(num, outcome.num_generated, num_drafts, num_accepted, step_s, value_s)
         else:
-            counts.plain_steps[b] += 1
-            counts.plain_sequences[b] += num
+            counts.add_plain(num)
         if self._trial.is_on and decided.choice is not None and batch.num_prefill == 0:
             self._has_tried(value_s, step_s + propose_s)
         elapsed_s = outcome.step_s * (1 + self._passed) + propose_s  # those that passed took as long, about

@@ -35,6 +35,25 @@ class SpeculationCounts:
     spent_us: np.ndarray = field(default_factory=_zeros)
     plain_us: np.ndarray = field(default_factory=_zeros)
 
+    def add_plain(self, num_sequences: int, num_steps: int = 1) -> None:
+        """Plain steps of so many sequences each."""
+        b = bucket_of(num_sequences)
+        self.plain_steps[b] += num_steps
+        self.plain_sequences[b] += num_steps * num_sequences
+
+    def add_drafted(
+        self, num_sequences: int, num_generated: int, num_drafts: int, num_accepted: int, step_s: float, value_s: float
+    ) -> None:
+        """A step with drafts took step_s without proposing; plain ones would have taken value_s for its tokens."""
+        b = bucket_of(num_sequences)
+        self.drafted_steps[b] += 1
+        self.drafted_sequences[b] += num_sequences
+        self.drafted_step_tokens[b] += num_generated
+        self.draft_tokens[b] += num_drafts
+        self.accepted_tokens[b] += num_accepted
+        self.spent_us[b] += round(step_s * 1e6)
+        self.plain_us[b] += round(value_s * 1e6)
+
     def flat(self) -> dict[str, int]:
         """What is not 0 by name, to travel and add up with other totals."""
         return {

@@ -1,8 +1,8 @@
 """Drafts on trial: some steps whose outcome says whether they pay, and not what is expected of them. No torch.
 
 What is expected of drafts rests on a table of costs that was made at start-up, and a step with drafts in a row of such
-takes less than a single one. So where a gain is possible, it is tried, for as long as luck may take. After each trial that failed the
-pause until the next one is longer.
+takes less than a single one. So where a gain is possible, it is tried, for as long as luck may take. After each trial
+that failed the pause until the next one is longer.
 """
 
 STEPS = 32  # at most, and fewer
