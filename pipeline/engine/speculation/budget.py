@@ -8,7 +8,7 @@ them being rejected. What is gained is kept up to a cap, so that a good hour doe
     loss against plain <= GRANT_STEPS plain steps (or LEAST_GRANT_S) + EARNED_SHARE of the time
 """
 
-GRANT_STEPS = 2.0  # plain steps' time at the start,
+GRANT_STEPS = 4.0  # plain steps' time at the start,
 LEAST_GRANT_S = 10e-3  # and at least this: of a small model two steps would not pay for a single try with drafts
 EARNED_SHARE = 0.003  # of all time
 CAP_STEPS = 20.0  # plain steps' time that the account holds at most

@@ -21,8 +21,10 @@ class Values:
     """What drafts are worth, and in which order they are taken: made of probabilities once, used in several steps."""
 
     def __init__(self, probability_CK: np.ndarray) -> None:
-        value_CK = probability_CK.cumprod(axis=1)
+        self.value_CK = value_CK = probability_CK.cumprod(axis=1)
         num_classes, max_drafts = value_CK.shape
+        # What a sequence gets with as many drafts, and with none.
+        self.tokens_CK1 = np.concatenate((np.ones((num_classes, 1)), value_CK), axis=1).cumsum(axis=1)
         self.num_classes = num_classes
         self.order_N = np.argsort(-value_CK, axis=None, kind="stable")
         self.value_N = value_CK.ravel()[self.order_N]
@@ -41,6 +43,7 @@ class Split:
     expected_tokens: float  # of the step, with the one that each sequence gets anyway
     seconds: float  # of the step and of proposing, lookups apart
     plain_s: float  # of the step without drafts
+    worth_s: float = 0.0  # seconds of plain steps that it stands for, its own among them; see `Gains`
 
 
 def best_split(
@@ -80,6 +83,41 @@ def best_split(
     rest = best - int(end_N1[taken] + 1e-6)
     deeper = int(values.class_N[taken]) if rest else 0
     return Split(best, depth_C, deeper, rest, float(expected_D[best]), float(seconds_D[best]), plain_s)
+
+
+def even_split(
+    num_sequences: int,
+    deep_CK: np.ndarray,
+    values: Values,
+    depth: int,
+    curve_s_D: np.ndarray,
+    proposing: ProposingCost,
+    extra_s: float,
+) -> Split | None:
+    """Every sequence drafts as deep as it can up to `depth`, whatever it is worth; None where that takes longer than
+    `extra_s` allows, or more drafts than the curve has."""
+    count_CK = deep_CK[:, :depth]
+    num_drafts, plain_s = int(count_CK.sum() + 1e-6), float(curve_s_D[0])
+    if not 0 < num_drafts < len(curve_s_D):
+        return None
+    seconds = float(curve_s_D[num_drafts])
+    if proposing.has_passes:
+        seconds += float(proposing.pass_s(count_CK.sum(axis=0)).sum())
+    if seconds > plain_s + extra_s:
+        return None
+    expected = num_sequences + float((count_CK * values.value_CK[:, :depth]).sum())
+    return Split(num_drafts, np.full(len(deep_CK), depth), 0, 0, expected, seconds, plain_s)
+
+
+def paces(split: Split, num_sequences: int, deep_CK: np.ndarray, values: Values) -> tuple[np.ndarray, np.ndarray]:
+    """Of each class, the sequences (G,) with candidates and the tokens that each gets in a step of this split; last
+    those without."""
+    taken_CK = deep_CK * (np.arange(deep_CK.shape[1]) < split.depth_C[:, None])
+    if split.num_deeper:
+        taken_CK[split.deeper_class, split.depth_C[split.deeper_class]] = split.num_deeper
+    size_C = deep_CK[:, 0]
+    tokens_C = 1.0 + (taken_CK * values.value_CK).sum(axis=1) / np.maximum(size_C, 1e-9)
+    return np.append(size_C, max(num_sequences - size_C.sum(), 0.0)), np.append(tokens_C, 1.0)
 
 
 def deal(split: Split, class_S: np.ndarray, available_S: np.ndarray, turn: int) -> np.ndarray:

@@ -42,6 +42,7 @@ MIN_GAIN = 0.05  # expected gain that switches it on
 KEEP_GAIN = 0.02  # and below which it goes off
 FIRST_PLAIN_STEPS = 5  # at the start: how start-up's table deviates from the work shows in them
 GAIN_STEPS = 16  # steps over which the gain is averaged while on
+NOTABLY_LASTING = 0.25  # change of what lasts of differences between sequences, after which it is averaged anew
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
 MAX_LOOK_STEPS = 128  # that finds nothing, up to this
 SHADOWS_A_LOOK = 8  # offers that were compared, of each sequence, until it is seen whether to go on now,
@@ -105,6 +106,7 @@ class Controller:
         self._plain = PlainTimes()
         self._is_time_to_compare = False
         self._value_s = self._spent_s = 0.0  # running means while on: plain time of what is expected, and its own time
+        self._num_averaged, self._lasting = 0, 0.0  # steps in these means, and what was the lasting share then
         self._values = Values(self.acceptance.probability())
         self._observed = self._seen = 0  # drafted steps and sequences in them since
 
@@ -149,11 +151,13 @@ class Controller:
         class_S = self.acceptance.class_of(self._asked, candidates.match_length_S)
         deep_CK = count_deep(class_S, available_S, self.acceptance.num_classes, self.max_drafts)
         self._lately[self._asked].remember(deep_CK, num)
+        if batch.slot_S is not None and num > 1:  # of one alone nothing is compared
+            self.gains.persistence.add(batch.slot_S, values.tokens_CK1[class_S, available_S])
         split = self.gains.split(batch, self._asked, deep_CK, values, lookup_s)
-        self._worth = self.gains.worth_s(batch, split) / split.expected_tokens
+        self._worth = split.worth_s / split.expected_tokens
         if is_probe:
             self._after_try(split.num_drafts > 0)
-        elif self.is_on and not self._keeps_on(split, lookup_s):
+        elif self.is_on and not self._keeps_on(batch, split, lookup_s):
             split = replace(split, num_drafts=0)
         if split.num_drafts:
             length_S = deal(split, class_S, available_S, self._num_steps)
@@ -190,8 +194,6 @@ class Controller:
             self._observed += 1
             self._seen += num
             self._lately[choice.proposer].seen_at = self._num_steps
-            if batch.slot_S is not None and num > 1:  # of one alone nothing is compared
-                self.gains.rates.add(batch.slot_S, 1.0 + outcome.accepted_S)
             num_accepted = int(outcome.accepted_S.sum())
         asked, propose_s = None if choice is None else choice.proposer, outcome.propose_s
         if asked is not None:
@@ -382,14 +384,18 @@ class Controller:
             if not self.is_on:
                 self._look_later()
 
-    def _keeps_on(self, split: Split, lookup_s: float) -> bool:
-        """Average this step's expected gain in; goes off when the average does not pay."""
-        value_s = self._worth * split.expected_tokens
-        spent_s = split.seconds + lookup_s
+    def _keeps_on(self, batch: Batch, split: Split, lookup_s: float) -> bool:
+        """Average this step's expected gain in; goes off when the average does not pay. What was averaged counts little
+        once tokens are worth something else."""
+        value_s, spent_s, lasting = split.worth_s, split.seconds + lookup_s, self.gains.lasting(batch)
         if not self._spent_s:  # the first step since it went on
-            self._value_s, self._spent_s = (1.0 + MIN_GAIN) * spent_s, spent_s
-        self._value_s += (value_s - self._value_s) / GAIN_STEPS
-        self._spent_s += (spent_s - self._spent_s) / GAIN_STEPS
+            self._value_s, self._spent_s, self._num_averaged = (1.0 + MIN_GAIN) * spent_s, spent_s, GAIN_STEPS
+            self._lasting = lasting
+        elif abs(lasting - self._lasting) > NOTABLY_LASTING:
+            self._num_averaged, self._lasting = 1, lasting
+        self._num_averaged = min(self._num_averaged + 1, GAIN_STEPS)
+        self._value_s += (value_s - self._value_s) / self._num_averaged
+        self._spent_s += (spent_s - self._spent_s) / self._num_averaged
         if self._value_s >= (1.0 + KEEP_GAIN) * self._spent_s:
             return True
         self._go_off()

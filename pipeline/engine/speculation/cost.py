@@ -29,13 +29,13 @@ SHORT, LONG = 0, 1
 
 RECENT_STEPS = 7  # steps whose median is the machine's present speed
 SPEED_PRIOR_STEPS = 2  # that the start-up's speed counts as
-SHAPE_STEPS = 3  # the first ones after a change of kind, which tell shapes: the speed is still that of the steps before
+SHAPE_STEPS = 5  # the first ones after a change of kind, which tell shapes: the speed is still that of the steps before
 RECENT_SHAPES = 15  # steps of one kind and size whose median corrects the table there
 PRIOR_STEPS = 1  # what is believed of a point before counts as much as this many steps seen there
-FEW_STEPS = 3  # steps seen at a point below which the median says little,
+FEW_STEPS = 5  # steps seen at a point below which the median says little,
 FEW_TRUSTED = 0.05  # and may move the logarithm of its time by so much
 NOTABLE = 0.01  # a correction that changes by less makes no new version of the table
-MAX_GRID = 12  # points of the token grid
+MAX_GRID = 16  # points of the token grid
 BEYOND = 1 << 20  # tokens up to which the grid is extended by its last slope: more than any step has
 LOOKED_UP = 64  # table times kept: one step asks for the same ones again
 LEAST_SHARE = 0.1  # extrapolating to short contexts leaves at least this share of a measured time

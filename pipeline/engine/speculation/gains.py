@@ -2,27 +2,36 @@
 
 What a token is worth: as long as rows wait, each token of any sequence brings the end nearer by as much. Later the end
 comes with the slowest sequence: then the gain is that of the time in which all sequences get as far as in one plain
-step, those that are there ever fewer (as if all had as much left, see rates.py).
+step, those that are there ever fewer (as if all had as much left). How far apart they are is what they are expected to
+get now, as far as that lasts (persistence.py). There the best drafts for the most tokens are compared with as many for
+everybody, which may bring the slowest further.
 
-S: sequences that decode, C: classes (`Acceptance`), K: draft positions, D: numbers of drafts (0 and up).
+S: sequences that decode, C: classes (`Acceptance`), K: draft positions, D: numbers of drafts (0 and up), G: groups of
+sequences that are equally fast.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pipeline.engine.speculation.budget import LossBudget
-from pipeline.engine.speculation.choice import Split, Values, best_split
+from pipeline.engine.speculation.choice import Split, Values, best_split, even_split, paces
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.messages import Batch
+from pipeline.engine.speculation.persistence import Persistence
 from pipeline.engine.speculation.proposing import ProposingCost
-from pipeline.engine.speculation.rates import Rates
 
 MAX_CURVES = 64  # cost curves kept
 CONTEXT_STEPS = 8  # curves of contexts nearer than 1/8 of a power of two are one
 PREFILL_STEPS = 2  # and so of numbers of prompt tokens
 BEST_ACCEPTANCE = 0.9  # of each draft, for what drafts could be worth at best
+EVEN_DEPTHS = (1, 2, 4)  # drafts of everybody that are compared with the best ones
+LEAST_LASTING = 0.05  # share of the differences below which all sequences count as equally fast
+LASTING_STEPS = 8  # shares that are told apart where splits are found again
+LEAST_GROUP = 1e-6  # sequences: less is a rounding error
 
 _CurveKey = tuple[int, int, int, int]
 
@@ -32,10 +41,10 @@ class Gains:
 
     def __init__(self, cost: StepCost, proposing: Sequence[ProposingCost], budget: LossBudget, max_drafts: int) -> None:
         self.cost, self.proposing, self.budget, self.max_drafts = cost, proposing, budget, max_drafts
-        self.rates = Rates()
+        self.persistence = Persistence()
         self._curves: dict[_CurveKey, np.ndarray] = {}
         self._curves_version = -1
-        self._splits: dict[tuple[int, _CurveKey, bytes], Split] = {}  # of the values that were given last
+        self._splits: dict[tuple[int, _CurveKey, bytes, int], Split] = {}  # of the values that were given last
         self._values: Values | None = None
 
     def split(self, batch: Batch, proposer: int, deep_CK: np.ndarray, values: Values, lookup_s: float) -> Split:
@@ -44,7 +53,7 @@ class Gains:
         if values is not self._values:
             self._splits.clear()
             self._values = values
-        key = proposer, self._curve_key(batch), deep_CK.tobytes()
+        key = proposer, self._curve_key(batch), deep_CK.tobytes(), round(LASTING_STEPS * self.lasting(batch))
         split = self._splits.get(key)
         if split is None or split.seconds - split.plain_s > self.budget.affordable_s - lookup_s:
             split = self._best(batch, proposer, deep_CK, values, lookup_s)
@@ -60,7 +69,7 @@ class Gains:
         split = self._best(batch, proposer, share_CK * num, values, lookup_s)
         if not split.num_drafts:
             return 0.0
-        more_s = self.worth_s(batch, split) - split.plain_s
+        more_s = split.worth_s - split.plain_s
         spent_s = split.plain_s + present * (split.seconds - split.plain_s) + lookup_s
         return max((split.plain_s + present * more_s) / spent_s - 1.0, 0.0)
 
@@ -72,27 +81,49 @@ class Gains:
         most = float(((BEST_ACCEPTANCE**draft_K1).cumsum() / seconds_K1).max())
         return most * float(curve_s_D[0]) - 1.0
 
-    def worth_s(self, batch: Batch, split: Split) -> float:
-        """Seconds of plain steps that a step with this split saves, its own among them."""
-        num = batch.num_sequences
-        mean = split.expected_tokens / num
-        if batch.num_waiting or not split.num_drafts or batch.slot_S is None:
-            return mean * split.plain_s
-        context, drafts = batch.kv_tokens / num, split.num_drafts / num
-        whole_s, first_s, until = 0.0, 0.0, 0.0  # until all are as far as one plain step would get them
-        for rate, left in self.rates.slowing(batch.slot_S, mean):
-            step_s = self.cost.step_s(left, int(context * left), 0, round(drafts * left))
-            first_s = first_s or step_s
-            whole_s += (1.0 / rate - until) * step_s
-            until = 1.0 / rate
-        return split.plain_s / whole_s * first_s
+    def lasting(self, batch: Batch) -> float:
+        """The share of the differences between sequences that counts: the more rows wait to take the places of those
+        that end, the less."""
+        if batch.num_sequences == 1 or batch.slot_S is None:
+            return 0.0
+        return self.persistence.share * batch.num_sequences / (batch.num_sequences + batch.num_waiting)
 
     # -- parts
 
     def _best(self, batch: Batch, proposer: int, deep_CK: np.ndarray, values: Values, lookup_s: float) -> Split:
-        extra_s = self.budget.affordable_s - lookup_s
-        proposing = self.proposing[proposer]
-        return best_split(batch.num_sequences, deep_CK, values, self._curve(batch), proposing, extra_s, lookup_s)
+        num, extra_s, curve_s_D = batch.num_sequences, self.budget.affordable_s - lookup_s, self._curve(batch)
+        proposing, lasting = self.proposing[proposer], self.lasting(batch)
+        most = best_split(num, deep_CK, values, curve_s_D, proposing, extra_s, lookup_s)
+        if lasting < LEAST_LASTING or not most.num_drafts:
+            return replace(most, worth_s=most.expected_tokens / num * most.plain_s)
+        best = replace(most, num_drafts=0, expected_tokens=num, seconds=most.plain_s, worth_s=most.plain_s)
+        depths = EVEN_DEPTHS[: bisect_right(EVEN_DEPTHS, self.max_drafts)]
+        evens = (even_split(num, deep_CK, values, depth, curve_s_D, proposing, extra_s) for depth in depths)
+        for split in (most, *evens):
+            if split is not None:
+                worth_s = self._worth_s(batch, split, deep_CK, values, lasting)
+                if worth_s * (best.seconds + lookup_s) > best.worth_s * (split.seconds + lookup_s):
+                    best = replace(split, worth_s=worth_s)
+        return best
+
+    def _worth_s(self, batch: Batch, split: Split, deep_CK: np.ndarray, values: Values, lasting: float) -> float:
+        """Seconds of plain steps that a step with this split stands for, its own among them."""
+        num = batch.num_sequences
+        size_G, tokens_G = paces(split, num, deep_CK, values)
+        mean = split.expected_tokens / num
+        pace_G = mean + lasting * (tokens_G - mean)
+        context, drafts = batch.kv_tokens / num, split.num_drafts / num
+        whole_s, first_s, until, left = 0.0, 0.0, 0.0, float(num)  # until all are as far as one plain step gets them
+        for g in np.argsort(-pace_G).tolist():
+            if size_G[g] < LEAST_GROUP:
+                continue
+            there = max(round(left), 1)
+            step_s = self.cost.step_s(there, int(context * there), 0, round(drafts * there))
+            first_s = first_s or step_s
+            whole_s += (1.0 / float(pace_G[g]) - until) * step_s
+            until = 1.0 / float(pace_G[g])
+            left -= float(size_G[g])
+        return split.plain_s / whole_s * first_s
 
     def _curve_key(self, batch: Batch) -> _CurveKey:
         """Near contexts share a curve, and so do near numbers of prompt tokens."""

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pipeline.engine.speculation.cost import StepCost, token_grid
+from pipeline.engine.speculation.cost import MAX_GRID, StepCost, token_grid
 from pipeline.engine.speculation.robust import MovingMedian
 
 CONTEXTS = (64, 1024)
@@ -106,13 +106,13 @@ def test_token_grid() -> None:
         assert grid[0] == 1
         assert grid[-1] == most
         assert grid == sorted(set(grid))
-        assert len(grid) <= 12
+        assert len(grid) <= MAX_GRID
     graphs = list(range(8, 513, 8))
     padded = token_grid(500, [1, 2, 4, *graphs])
     assert padded[0] == 1
     assert padded[-1] == 500
     assert set(padded[:-1]) <= {1, 2, 4, *graphs}
-    assert len(padded) <= 13
+    assert len(padded) <= MAX_GRID + 1
 
 
 def test_wild_steps_change_nothing() -> None:
