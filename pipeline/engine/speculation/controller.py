@@ -33,6 +33,7 @@ from pipeline.engine.speculation.choice import Split, Values, deal
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.gains import Gains
 from pipeline.engine.speculation.lately import Lately
+from pipeline.engine.speculation.mean_gain import MeanGain
 from pipeline.engine.speculation.messages import Batch, Candidates, Choice, Decided, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
 from pipeline.engine.speculation.record import SpeculationCounts, bucket_of
@@ -41,10 +42,9 @@ from pipeline.engine.speculation.trial import Trial
 MIN_GAIN = 0.05  # expected gain that switches it on
 KEEP_GAIN = 0.02  # and below which it goes off
 FIRST_PLAIN_STEPS = 5  # at the start: how start-up's table deviates from the work shows in them
-GAIN_STEPS = 16  # steps over which the gain is averaged while on
-NOTABLY_LASTING = 0.25  # change of what lasts of differences between sequences, after which it is averaged anew
 LOOK_STEPS = 16  # while off: steps until the next look at whether to go on or to probe, doubled by each look
-MAX_LOOK_STEPS = 128  # that finds nothing, up to this
+MAX_LOOK_STEPS = 128  # that finds nothing or puts it on for no longer than this, up to this
+LASTING_STEPS = 64
 SHADOWS_A_LOOK = 8  # offers that were compared, of each sequence, until it is seen whether to go on now,
 MOST_SHADOWS_A_LOOK = 64  # and of all
 LOOKS_A_TRIAL = 4  # worth of them before drafts are tried
@@ -55,6 +55,7 @@ FORETOLD_SHARE = 0.3  # of what was compared before a trial that counts beside w
 PAUSE_STEPS = 8  # in which nobody is asked, after which proposers have to catch up,
 CATCH_UP_STEPS = 12  # for so many steps in which they are
 STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
+ON_AGEING = 3  # times as fast what was seen is forgotten while on
 DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
 REFRESH_STEPS = 4  # drafted steps after which what drafts are worth is reckoned anew,
 REFRESH_SEEN = 32  # where so many sequences' drafts were seen in them
@@ -91,6 +92,7 @@ class Controller:
         self._forgotten_at = 0
         self._look_at = 0  # step of the next look while off
         self._look_steps = LOOK_STEPS
+        self._on_at = 0  # step in which it went on
         self._most_sequences = 0  # since that look
         self._attention, self._pause = Attention(), 0
         self._observe_at = 0  # step of which it is to be told while off
@@ -105,8 +107,7 @@ class Controller:
         self._trying: int | None = None  # the proposer that is probed while another is at work
         self._plain = PlainTimes()
         self._is_time_to_compare = False
-        self._value_s = self._spent_s = 0.0  # running means while on: plain time of what is expected, and its own time
-        self._num_averaged, self._lasting = 0, 0.0  # steps in these means, and what was the lasting share then
+        self._gain = MeanGain(MIN_GAIN)  # while on
         self._values = Values(self.acceptance.probability())
         self._observed = self._seen = 0  # drafted steps and sequences in them since
 
@@ -250,7 +251,7 @@ class Controller:
             return False
         if self.is_on:
             if self._plain.is_due:
-                self._plain.begin(self._num_steps, self._value_s / max(self._spent_s, 1e-9) - 1.0)
+                self._plain.begin(self._num_steps, self._gain.now)
                 self._is_time_to_compare = True
             return not self._plain.takes_one() and self._goes_on(batch)
         if self._trial.is_on:
@@ -301,7 +302,8 @@ class Controller:
         gain_P = [self._expected_gain(batch, p) for p in range(len(self.proposing))]
         best = int(np.argmax(gain_P))
         if gain_P[best] > gain_P[self._at_work] + KEEP_GAIN:
-            self._at_work, self._value_s, self._spent_s = best, 0.0, 0.0
+            self._at_work = best
+            self._gain.clear()
         hope_P = [self._hoped_gain(batch, p) for p in range(len(self.proposing))]
         hope_P[self._at_work] = 0.0
         promising = int(np.argmax(hope_P))
@@ -325,12 +327,13 @@ class Controller:
     def _goes_on_again(self, batch: Batch) -> bool:
         """While off: go on where what is known says so."""
         self._num_shadows = 0
-        self._forget()
+        self._age()
+        self._observed, self._seen = REFRESH_STEPS, REFRESH_SEEN  # reckoned anew
         gain_P = [self._expected_gain(batch, p) for p in range(len(self.proposing))]
         best = int(np.argmax(gain_P))
         if gain_P[best] <= MIN_GAIN:
             return self._begins_trying(batch)
-        self.is_on, self._at_work, self._asked, self._look_steps = True, best, best, LOOK_STEPS
+        self.is_on, self._at_work, self._asked, self._on_at = True, best, best, self._num_steps
         return True
 
     def _begins_trying(self, batch: Batch) -> bool:
@@ -367,7 +370,7 @@ class Controller:
             return
         assert self._shadowed is not None
         if self._trial.ends(self._num_steps):
-            self.is_on, self._at_work, self._look_steps = True, self._shadowed, LOOK_STEPS
+            self.is_on, self._at_work, self._on_at = True, self._shadowed, self._num_steps
             self._plain.ends()
         else:
             self._look_later()
@@ -385,26 +388,19 @@ class Controller:
                 self._look_later()
 
     def _keeps_on(self, batch: Batch, split: Split, lookup_s: float) -> bool:
-        """Average this step's expected gain in; goes off when the average does not pay. What was averaged counts little
-        once tokens are worth something else."""
-        value_s, spent_s, lasting = split.worth_s, split.seconds + lookup_s, self.gains.lasting(batch)
-        if not self._spent_s:  # the first step since it went on
-            self._value_s, self._spent_s, self._num_averaged = (1.0 + MIN_GAIN) * spent_s, spent_s, GAIN_STEPS
-            self._lasting = lasting
-        elif abs(lasting - self._lasting) > NOTABLY_LASTING:
-            self._num_averaged, self._lasting = 1, lasting
-        self._num_averaged = min(self._num_averaged + 1, GAIN_STEPS)
-        self._value_s += (value_s - self._value_s) / self._num_averaged
-        self._spent_s += (spent_s - self._spent_s) / self._num_averaged
-        if self._value_s >= (1.0 + KEEP_GAIN) * self._spent_s:
+        """Average this step's expected gain in; goes off when the average does not pay."""
+        self._gain.add(split.worth_s, split.seconds + lookup_s, self.gains.lasting(batch))
+        if self._gain.now >= KEEP_GAIN:
             return True
         self._go_off()
         return False
 
     def _go_off(self) -> None:
         self.is_on, self._num_compared = False, 0
+        if self._num_steps - self._on_at > LASTING_STEPS:  # else what is known has promised too much
+            self._look_steps = LOOK_STEPS
         self._plain.ends()
-        self._value_s = self._spent_s = 0.0
+        self._gain.clear()
         self._forgotten_at = self._num_steps
         self._trying = None
         for p, lately in enumerate(self._lately):
@@ -412,12 +408,15 @@ class Controller:
                 lately.share_CK = lately.hoped_CK
         self._look_later()
 
-    def _forget(self) -> None:
-        """Only while off: while on, what is seen replaces what was seen, and so it does where offers are compared."""
+    def _age(self) -> None:
+        """What was seen before counts less. While off that is not so where offers are compared. While on what is seen
+        replaces what was seen, but of candidates that have become rare: those are likely to be others' now."""
+        num_steps, self._forgotten_at = self._num_steps - self._forgotten_at, self._num_steps
+        if self.is_on:
+            self.acceptance.forget(ON_AGEING * num_steps)
+            return
         is_seen = self._shadowed is not None and self._num_steps - self._lately[self._shadowed].seen_at <= STALE_STEPS
-        self.acceptance.forget(self._num_steps - self._forgotten_at, self._shadowed if is_seen else None)
-        self._forgotten_at = self._num_steps
-        self._observed, self._seen = REFRESH_STEPS, REFRESH_SEEN
+        self.acceptance.forget(num_steps, self._shadowed if is_seen else None)
 
     # -- expectations
 
@@ -426,6 +425,7 @@ class Controller:
         least = 1 + self._num_steps // 16
         if self._observed >= min(REFRESH_STEPS, least) and self._seen >= min(REFRESH_SEEN, least):
             self._observed = self._seen = 0
+            self._age()
             is_hopeful = self._trial.is_on
             self._values = self._hopeful_values(self._asked) if is_hopeful else Values(self.acceptance.probability())
         return self._values
