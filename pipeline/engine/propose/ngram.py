@@ -27,7 +27,7 @@ from pipeline.kernels.compiled_lookup import CompiledLookup
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
-INDEXED_PER_CALL = 512  # tokens, some milliseconds: long prompts are indexed over several steps
+INDEXED_PER_CALL = 8192  # tokens, some milliseconds: long prompts are indexed over several steps
 LEARNT_PER_CALL = 8  # rows that have finished, some 10 us each
 LEARNT_TOKENS = 8192  # of a prompt that copies are looked for in: its first ones
 MOST_UNLEARNT = 32  # of them that wait for it while nobody asks for drafts: the last ones

@@ -5,11 +5,12 @@ few plain steps' time and earns a small share of all time. Every step that draft
 against the plain steps that would have given the same tokens. Drafts are only made while the account can pay for all of
 them being rejected. What is gained is kept up to a cap, so that a good hour does not pay for a bad one.
 
-    loss against plain <= GRANT_STEPS plain steps (or LEAST_GRANT_S) + EARNED_SHARE of the time
+    loss against plain <= GRANT_STEPS plain steps (or SMALL_GRANT_S) + EARNED_SHARE of the time
 """
 
-GRANT_STEPS = 4.0  # plain steps' time at the start,
-LEAST_GRANT_S = 10e-3  # and at least this: of a small model two steps would not pay for a single try with drafts
+GRANT_STEPS = 4.0  # plain steps' time at the start;
+SMALL_GRANT_STEPS = 12.0  # of a small model, since what a try takes the host does not shrink with it,
+SMALL_GRANT_S = (10e-3, 30e-3)  # but from here to here
 EARNED_SHARE = 0.003  # of all time
 CAP_STEPS = 20.0  # plain steps' time that the account holds at most
 RISKED_SHARE = 0.5  # of the account that one step may lose
@@ -26,7 +27,9 @@ class LossBudget:
         """Grant the first balance, once a plain step's time is known."""
         assert not self.is_open, "one grant"
         self.is_open = True
-        self.balance_s = self._granted_s = max(GRANT_STEPS * plain_s, LEAST_GRANT_S)
+        least_s, most_s = SMALL_GRANT_S
+        small_s = min(max(SMALL_GRANT_STEPS * plain_s, least_s), most_s)
+        self.balance_s = self._granted_s = max(GRANT_STEPS * plain_s, small_s)
 
     @property
     def affordable_s(self) -> float:

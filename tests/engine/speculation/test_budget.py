@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.speculation.budget import CAP_STEPS, EARNED_SHARE, GRANT_STEPS, LEAST_GRANT_S, LossBudget
+from pipeline.engine.speculation.budget import (
+    CAP_STEPS,
+    EARNED_SHARE,
+    GRANT_STEPS,
+    SMALL_GRANT_S,
+    SMALL_GRANT_STEPS,
+    LossBudget,
+)
 from pipeline.engine.speculation.record import NUM_BUCKETS, SpeculationCounts, bucket_of
 
 
@@ -21,9 +28,12 @@ def test_no_luck_can_lose_more_than_the_grant_and_the_share() -> None:
 
 
 def test_where_steps_are_short_a_try_is_granted_all_the_same() -> None:
-    budget = LossBudget()
-    budget.open(1e-4)
-    assert budget.balance_s == LEAST_GRANT_S > GRANT_STEPS * 1e-4
+    granted = []
+    for plain_s in (1e-4, 2e-3, 5e-3, 1.0):
+        budget = LossBudget()
+        budget.open(plain_s)
+        granted.append(budget.balance_s)
+    assert granted == pytest.approx([SMALL_GRANT_S[0], SMALL_GRANT_STEPS * 2e-3, SMALL_GRANT_S[1], GRANT_STEPS])
 
 
 def test_below_zero_nothing_may_be_lost_until_time_has_paid_for_it() -> None:
