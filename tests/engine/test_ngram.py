@@ -256,3 +256,16 @@ def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyP
     assert offers == [0] * 7 + [5] * 5
     assert max(rows) == 101
     assert rows[-1] == 1
+
+
+@both
+def test_a_batch_that_nobody_asked_for_is_known_at_once(compiled: CompiledLookup | None) -> None:
+    """Drafts from half of a text are worse than none, and go on being so for as many steps as it takes to know it."""
+    rng, num = np.random.default_rng(0), 64
+    table = SlotTable(num, 200, 4)
+    proposer = literal(table, 3, compiled=compiled)
+    texts = [rng.permutation(90).tolist() for _ in range(num)]
+    slots = np.array([admit(table, proposer, n, [*text, *text[40:50]]) for n, text in enumerate(texts)])
+    offer = proposer.offer(slots)
+    assert (offer.match_len_S >= 4).all()
+    assert offer.token_id_SK.tolist() == [text[50:53] for text in texts]

@@ -9,7 +9,7 @@ them being rejected. What is gained is kept up to a cap, so that a good hour doe
 """
 
 GRANT_STEPS = 4.0  # plain steps' time at the start;
-SMALL_GRANT_STEPS = 12.0  # of a small model, since what a try takes the host does not shrink with it,
+SMALL_GRANT_STEPS = 10.0  # of a small model, since what a try takes the host does not shrink with it,
 SMALL_GRANT_S = (10e-3, 30e-3)  # but from here to here
 EARNED_SHARE = 0.003  # of all time
 CAP_STEPS = 20.0  # plain steps' time that the account holds at most

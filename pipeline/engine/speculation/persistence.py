@@ -6,6 +6,8 @@ comes with them, and what the others gain is worth little; where everybody's tur
 S: sequences of a step.
 """
 
+import math
+
 import numpy as np
 
 BLOCK_STEPS = 6  # steps whose mean is compared with that of others
@@ -14,6 +16,7 @@ RECENT_BLOCKS = 12  # blocks of a sequence after which older ones count less tha
 # Of the block that is being filled: sums of how far the sequence was from the mean of all, and of its square. Of those
 # before: sums of their means, of the squares of these, of what of that square is chance within the block, their number.
 AWAY, AWAY_SQUARE, STEPS, MEAN, SQUARE, CHANCE, BLOCKS = range(7)
+CERTAIN = 1.5  # standard errors of it if nothing lasted, below which a covariance is called chance
 LEAST_CERTAIN = 0.5  # share of the differences between blocks that counts as no chance at least
 
 
@@ -53,8 +56,11 @@ class Persistence:
         several = slot_S[sums_7S[BLOCKS, slot_S] > 1.5]
         if len(several) > 1:
             sum_S, square_S, chance_S, num_S = sums_7S[MEAN:, several]
-            together = ((sum_S**2 - square_S) / (num_S * (num_S - 1.0))).mean()
+            pairs_S = num_S * (num_S - 1.0)
             alone = (square_S / num_S).mean()
+            together = ((sum_S**2 - square_S) / pairs_S).mean()
+            if together < CERTAIN * alone * math.sqrt(2.0 / pairs_S.sum()):
+                together = 0.0
             alone = max(alone - (chance_S / num_S).mean(), LEAST_CERTAIN * alone)
             self.share = float(min(max(together / max(alone, 1e-9), 0.0), 1.0))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.speculation.acceptance import count_deep
-from pipeline.engine.speculation.choice import Values, best_split, deal
+from pipeline.engine.speculation.choice import Values, best_split, deal, even_split, paces
 from pipeline.engine.speculation.proposing import ProposingCost
 
 FREE = ProposingCost(0.0, 0.0)
@@ -101,3 +101,41 @@ def test_fractions_of_sequences_can_be_expected() -> None:
     split = best_split(1, deep_CK, Values(np.full((C, K), 0.9)), np.full(9, 1.0), FREE, NO_LIMIT)
     assert split.num_drafts == 2
     assert 2.0 < split.expected_tokens < 3.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_many_for_everybody_are_charged_and_counted_as_they_are(seed: int) -> None:
+    class_S, available_S, probability_CK, curve_s_D = random_case(seed)
+    deep_CK, values, cost = (
+        count_deep(class_S, available_S, C, K),
+        Values(probability_CK),
+        ProposingCost(0.0, 0.0, [1], [0.3]),
+    )
+    for depth in range(1, K + 1):
+        length_S = np.minimum(available_S, depth)
+        took_s = seconds(length_S, curve_s_D, cost)
+        split = even_split(len(class_S), deep_CK, values, depth, curve_s_D, cost, NO_LIMIT)
+        if not length_S.any():
+            assert split is None
+            continue
+        assert split is not None
+        assert (deal(split, class_S, available_S, 0) == length_S).all()
+        assert split.expected_tokens == pytest.approx(expected(length_S, class_S, probability_CK))
+        assert split.seconds == pytest.approx(took_s)
+        extra_s = took_s - curve_s_D[0]
+        args = len(class_S), deep_CK, values, depth, curve_s_D, cost
+        assert even_split(*args, extra_s + 1e-9) is not None
+        assert even_split(*args, extra_s - 1e-9) is None
+        assert even_split(*args[:4], curve_s_D[: length_S.sum()], cost, NO_LIMIT) is None, "no room for as many"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_paces_are_those_of_the_split(seed: int) -> None:
+    """One more for some of a class, too."""
+    class_S, available_S, probability_CK, _ = case = random_case(seed)
+    split, values = split_of(case), Values(probability_CK)
+    size_G, tokens_G = paces(split, len(class_S), count_deep(class_S, available_S, C, K), values)
+    assert size_G.sum() == len(class_S)
+    assert (size_G * tokens_G).sum() == pytest.approx(split.expected_tokens)
+    assert tokens_G[-1] == 1.0
+    assert size_G[-1] == (available_S == 0).sum()

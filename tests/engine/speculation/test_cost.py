@@ -193,3 +193,14 @@ def test_one_change_from_plain_to_drafted_steps_tells_what_they_deviate_by() -> 
         table.observe(1, 64, 6, 0.030)
     assert table.step_s(1, 64, 0, 6) == pytest.approx(0.030, rel=0.02)
     assert table.step_s(1, 64) == pytest.approx(0.015, rel=0.25)
+
+
+def test_two_wild_ones_of_the_first_drafted_steps_change_little() -> None:
+    """Who never drafts again sees nothing that would put it right."""
+    table = flat()
+    for _ in range(6):
+        table.observe(1, 64, 0, 0.010)
+    before_s = table.step_s(1, 64, 0, 6)
+    for factor in (10.0, 1.0, 4.0):
+        table.observe(1, 64, 6, factor * before_s)
+    assert table.step_s(1, 64, 0, 6) < 1.1 * before_s

@@ -14,7 +14,7 @@ from pipeline.engine.speculation.proposing import ProposingCost
 K = 4
 GRID = [1, 2, 1024]
 FREE = ProposingCost(0.0, 0.0)
-SURE, SLOW = np.full(K, 0.9), np.full(K, 0.2)
+SURE = np.full(K, 0.9)
 
 
 def gains_of(step_ms: float, token_ms: float, share: float, proposing: ProposingCost = FREE) -> Gains:
@@ -26,12 +26,12 @@ def gains_of(step_ms: float, token_ms: float, share: float, proposing: Proposing
     return gains
 
 
-def split_of(gains: Gains, available_S: list[int], num_waiting: int = 0):
+def split_of(gains: Gains, available_S: list[int], num_waiting: int = 0, slow: float = 0.2):
     """Sequences of two classes in turn, the first sure of its drafts."""
     num = len(available_S)
     deep_CK = count_deep(np.arange(num) % 2, np.array(available_S), 2, K)
     batch = Batch(num, 100 * num, 10_000, num_waiting=num_waiting, slot_S=np.arange(num))
-    return gains.split(batch, 0, deep_CK, Values(np.stack((SURE, SLOW))), 0.0)
+    return gains.split(batch, 0, deep_CK, Values(np.stack((SURE, np.full(K, slow)))), 0.0)
 
 
 def test_in_a_tail_tokens_of_quick_rows_are_worth_less() -> None:
@@ -70,3 +70,6 @@ def test_where_the_slowest_decide_everybody_drafts_as_much() -> None:
     assert (even.depth_C == 1).all()
     assert even.worth_s == pytest.approx(1.2 * even.plain_s)
     assert even.worth_s / even.seconds == pytest.approx(1.2 * 10.0 / 11.0, rel=1e-3)
+    deeper = split_of(gains, [K] * 4, slow=0.7)
+    assert (deeper.depth_C == K).all()
+    assert deeper.worth_s == pytest.approx((0.7 ** np.arange(K + 1)).sum() * deeper.plain_s)

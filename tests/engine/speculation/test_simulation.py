@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.engine.speculation import machines as m
-from tests.engine.speculation.simulation import Noise, compare, controller_for, job, simulate
+from tests.engine.speculation.simulation import Noise, compare, controller_for, job, measured, simulate
 
 MAX_LOSS = 0.01
 MAX_BEHIND = 0.05
@@ -104,3 +104,11 @@ def test_a_machine_that_is_slow_for_a_while_changes_no_decision() -> None:
         disturbed = simulate(m.MEMORY, text, length_R, 8, controller, noise=noise)
         calm = simulate(m.MEMORY, text, length_R, 8, controller_for(m.MEMORY, Noise(seed=3)), noise=Noise(seed=2))
         assert disturbed.seconds == pytest.approx(calm.seconds, rel=0.03)
+
+
+def test_a_table_of_padded_steps_is_near_the_truth_between_its_points() -> None:
+    """Between two of them the real curve may have its kink."""
+    cost = measured(m.GRAPHS, Noise(seed=0, spread=0.0, outliers=0.0))
+    curve_s_D = cost.curve_s(64, 64 * 300, 0, 128)
+    truth_s_D = [m.GRAPHS.step_s(64 + drafts, 64, 64 * 300, drafts > 0) for drafts in range(129)]
+    assert curve_s_D == pytest.approx(truth_s_D, rel=0.06)
