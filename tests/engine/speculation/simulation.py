@@ -1,9 +1,11 @@
 """Jobs on simulated machines: with the controller, plain, and with every fixed number of drafts.
 
-`python -m tests.engine.speculation.simulation` runs all machines, texts and batch sizes and prints the worst ones.
+`python -m tests.engine.speculation.simulation` runs all machines, texts and batch sizes and prints the worst ones; with a
+number behind it, as many times with other noise and luck.
 """
 
 import multiprocessing
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -265,14 +267,14 @@ def compare(
     return Comparison(name, times[0], tuple(controlled), times[best], best)
 
 
-def _compared(job: tuple[int, int, int, bool]) -> Comparison:
-    machine, text, batch, has_tail = job
-    return compare(MACHINES[machine], TEXTS[text], batch, 1500, has_tail=has_tail, clocks=1)
+def _compared(job: tuple[int, int, int, bool, int]) -> Comparison:
+    machine, text, batch, has_tail, clocks = job
+    return compare(MACHINES[machine], TEXTS[text], batch, 1500, has_tail=has_tail, clocks=clocks)
 
 
-def main() -> None:
+def main(clocks: int) -> None:
     jobs = [
-        (machine, text, batch, has_tail)
+        (machine, text, batch, has_tail, clocks)
         for machine in range(len(MACHINES))
         for text in range(len(TEXTS))
         for batch, has_tail in ((1, False), (4, False), (16, False), (64, False), (256, False), (32, True))
@@ -291,4 +293,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
