@@ -1,7 +1,7 @@
 """Jobs on simulated machines: with the controller, plain, and with every fixed number of drafts.
 
-`python -m tests.engine.speculation.simulation` runs all machines, texts and batch sizes and prints the worst ones; with a
-number behind it, as many times with other noise and luck.
+`python -m tests.engine.speculation.simulation` runs all machines, texts and batch sizes and prints the worst ones; with
+a number behind it, as many times with other noise and luck.
 """
 
 import multiprocessing
