@@ -3,9 +3,10 @@
 A class is a proposer and a bucket of match lengths. The estimate for position i is the probability that the draft there
 is accepted given that all before it were. It is a weighted mean of what was seen, where each newer observation and each
 step that passes makes older ones count less, of the class's mean over all positions, and of a prior: a class that was
-not seen for long is thought of as at the start again, so that it gets another try.
+not seen for long is thought of as at the start again, so that it gets another try. A proposer that does better than
+its priors do where it was seen is thought to do so elsewhere too.
 
-C: classes, K: draft positions (0-based in arrays), S: sequences.
+P: proposers, C: classes, K: draft positions (0-based in arrays), S: sequences.
 """
 
 import math
@@ -19,6 +20,9 @@ AT_ONCE = 32  # observations that are taken in together at most, those of one st
 HALF_LIFE_STEPS = 1000  # steps after which what was seen counts half, seen again or not
 CLASS_WEIGHT = 4.0  # observations that the class's mean counts as at each position
 PRIOR_WEIGHT = 4.0  # observations that the prior counts as in the class's mean
+POOLED_WEIGHT = 16.0  # observations that all priors of a proposer count as, in what its classes tell of each other
+LUCKY = 2  # where match lengths tell what became of the last drafts: one was accepted,
+LUCKY_DRAFTS = 4  # and so many are made in the next step
 HIGHEST = 0.995  # estimates stay below 1, so that a deeper draft is never worth as much as the one before it
 
 
@@ -69,6 +73,8 @@ class Acceptance:
         )
         shape = (self.num_classes, max_draft_tokens)
         self._prior_C1 = np.array([[prior.accepted[b]] for _, prior, b in buckets])
+        self._prior_odds_C1 = self._prior_C1 / (1.0 - self._prior_C1)
+        self._is_of_PC = (np.arange(len(proposers))[:, None] == self.proposer_C).astype(np.float64)
         self._weight_CK, self._accepted_CK = np.zeros(shape), np.zeros(shape)
         self._unseen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # what `observe` was told and is not in yet
         self._num_unseen = 0
@@ -87,6 +93,18 @@ class Acceptance:
         mean_CK, weight_CK = self._mean()
         upper_CK = mean_CK + deviations * np.sqrt(mean_CK * (1.0 - mean_CK) / (weight_CK + 1.0))
         return np.minimum(np.maximum(upper_CK, self._prior_C1 if is_stale else 0.0), HIGHEST)
+
+    def found_out(self, probability_CK: np.ndarray) -> np.ndarray:
+        """(C,): tokens that a first draft brings beside its own by what it finds out, of these probabilities. Where
+        match lengths tell what became of the last drafts, a sequence whose draft is accepted is among the lucky ones in
+        the next step; who is never drafted never is. 0 where match lengths come from the text."""
+        first_C, tokens_C = probability_CK[:, 0], probability_CK[:, :LUCKY_DRAFTS].cumprod(axis=1).sum(axis=1)
+        found_C = np.zeros(self.num_classes)
+        for p, idle in enumerate(self.idle_P):
+            if idle is not None:
+                own, lucky = np.flatnonzero(self.proposer_C == p)[0], self._class_PL[p, LUCKY]
+                found_C[own:lucky] = (tokens_C[lucky] - first_C[own:lucky]).clip(0.0) * first_C[own:lucky]
+        return found_C
 
     def observe(self, class_S: np.ndarray, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
         """Of `drafted_S` drafts of each sequence the first `accepted_S` were accepted. Those of some
@@ -133,10 +151,22 @@ class Acceptance:
         """Estimates and the weight of what was seen, both (C, K)."""
         self._take_in()
         class_weight_C1 = self._weight_CK.sum(axis=1, keepdims=True) + PRIOR_WEIGHT
-        class_C1 = (self._accepted_CK.sum(axis=1, keepdims=True) + PRIOR_WEIGHT * self._prior_C1) / class_weight_C1
+        class_C1 = (self._accepted_CK.sum(axis=1, keepdims=True) + PRIOR_WEIGHT * self._believed_C1()) / class_weight_C1
         weight_CK = self._weight_CK + CLASS_WEIGHT
         mean_CK = (self._accepted_CK + CLASS_WEIGHT * class_C1) / weight_CK
         return np.minimum(mean_CK, HIGHEST), self._weight_CK
+
+    def _believed_C1(self) -> np.ndarray:
+        """The priors, better in odds where their proposer has been better than they said. Never worse: it is known by
+        its classes which drafts are bad."""
+        seen_CK, accepted_CK = self._weight_CK, self._accepted_CK
+        seen_P, accepted_P, prior_P = (
+            self._is_of_PC @ sums_CK.sum(axis=1) for sums_CK in (seen_CK, accepted_CK, seen_CK * self._prior_C1)
+        )
+        half = POOLED_WEIGHT / 2.0
+        better_P = (accepted_P + half) * (seen_P - prior_P + half) / ((seen_P - accepted_P + half) * (prior_P + half))
+        odds_C1 = self._prior_odds_C1 * better_P.clip(1.0)[self.proposer_C][:, None]
+        return odds_C1 / (1.0 + odds_C1)
 
 
 def count_deep(class_S: np.ndarray, depth_S: np.ndarray, num_classes: int, max_drafts: int) -> np.ndarray:

@@ -1,10 +1,10 @@
 """The best draft lengths of one step: how many tokens each sequence drafts so that expected tokens per second are most.
 
-A sequence's draft at position k is worth the product of the acceptance probabilities up to k, and costs what one more
-token in the step costs. Which drafts belong to a class and a position only matters through that value, so they are
-taken class by class in falling order of value, and the best number of drafts is looked for over the whole curve of
-costs: a curve may have steps and kinks (padded graphs, another kernel from some size on), where stopping at the first
-fall would miss the best. No torch.
+A sequence's draft at position k is worth the product of the acceptance probabilities up to k, and a first one what it
+finds out besides; it costs what one more token in the step costs. Which drafts belong to a class and a position only
+matters through that value, so they are taken class by class in falling order of value, and the best number of drafts is
+looked for over the whole curve of costs: a curve may have steps and kinks (padded graphs, another kernel from some size
+on), where stopping at the first fall would miss the best. No torch.
 
 C: classes, K: draft positions, N = C * K: drafts that are alike, in falling order of value, D: numbers of drafts (0 and
 up), S: sequences.
@@ -20,14 +20,18 @@ from pipeline.engine.speculation.proposing import ProposingCost
 class Values:
     """What drafts are worth, and in which order they are taken: made of probabilities once, used in several steps."""
 
-    def __init__(self, probability_CK: np.ndarray) -> None:
+    def __init__(self, probability_CK: np.ndarray, found_C: np.ndarray | float = 0.0) -> None:
+        """found_C: tokens that a first draft brings in later steps: they decide what is drafted, and count nowhere
+        else."""
         self.value_CK = value_CK = probability_CK.cumprod(axis=1)
+        wanted_CK = value_CK.copy()
+        wanted_CK[:, 0] += found_C
         num_classes, max_drafts = value_CK.shape
         # What a sequence gets with as many drafts, and with none.
         self.tokens_CK1 = np.concatenate((np.ones((num_classes, 1)), value_CK), axis=1).cumsum(axis=1)
         self.num_classes = num_classes
-        self.order_N = np.argsort(-value_CK, axis=None, kind="stable")
-        self.value_N = value_CK.ravel()[self.order_N]
+        self.order_N = np.argsort(-wanted_CK, axis=None, kind="stable")
+        self.wanted_N, self.value_N = wanted_CK.ravel()[self.order_N], value_CK.ravel()[self.order_N]
         self.class_N = self.order_N // max_drafts
         self.at_depth_NK = (self.order_N % max_drafts)[:, None] == np.arange(max_drafts)
 
@@ -62,18 +66,18 @@ def best_split(
     gains.
     """
     count_N = deep_CK.ravel()[values.order_N]
-    end_N1, value_N1 = np.zeros(len(count_N) + 1), np.zeros(len(count_N) + 1)
+    end_N1, wanted_N1 = np.zeros(len(count_N) + 1), np.zeros(len(count_N) + 1)
     count_N.cumsum(out=end_N1[1:])
-    (count_N * values.value_N).cumsum(out=value_N1[1:])
+    (count_N * values.wanted_N).cumsum(out=wanted_N1[1:])
     most = min(int(end_N1[-1] + 1e-6), len(curve_s_D) - 1)
     drafts_D = np.arange(most + 1)
-    expected_D = np.interp(drafts_D, end_N1, value_N1)
-    expected_D += num_sequences
+    wanted_D = np.interp(drafts_D, end_N1, wanted_N1)
+    wanted_D += num_sequences
     seconds_D = curve_s_D[: most + 1]
     if proposing.has_passes:
         seconds_D = seconds_D + _passes_s(drafts_D, values, count_N, end_N1, proposing)
     plain_s = float(curve_s_D[0])
-    rate_D = expected_D / (seconds_D + lookup_s)
+    rate_D = wanted_D / (seconds_D + lookup_s)
     # Allowed or not, one by one: a staircase may be affordable again further on.
     rate_D[seconds_D > plain_s + extra_s] = 0.0
     rate_D[0] = num_sequences / (plain_s + lookup_s)
@@ -81,8 +85,11 @@ def best_split(
     taken = int(end_N1.searchsorted(best + 1e-6, side="right")) - 1  # items of the order that are taken whole
     depth_C = np.bincount(values.class_N[:taken], minlength=values.num_classes)
     rest = best - int(end_N1[taken] + 1e-6)
-    deeper = int(values.class_N[taken]) if rest else 0
-    return Split(best, depth_C, deeper, rest, float(expected_D[best]), float(seconds_D[best]), plain_s)
+    expected, deeper = num_sequences + float(count_N[:taken] @ values.value_N[:taken]), 0
+    if rest:
+        deeper = int(values.class_N[taken])
+        expected += (best - float(end_N1[taken])) * float(values.value_N[taken])
+    return Split(best, depth_C, deeper, rest, expected, float(seconds_D[best]), plain_s)
 
 
 def even_split(

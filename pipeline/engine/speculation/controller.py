@@ -108,7 +108,7 @@ class Controller:
         self._plain = PlainTimes()
         self._is_time_to_compare = False
         self._gain = MeanGain(MIN_GAIN)  # while on
-        self._values = Values(self.acceptance.probability())
+        self._values = self._values_of(self.acceptance.probability())
         self._observed = self._seen = 0  # drafted steps and sequences in them since
 
     @property
@@ -426,13 +426,16 @@ class Controller:
         if self._observed >= min(REFRESH_STEPS, least) and self._seen >= min(REFRESH_SEEN, least):
             self._observed = self._seen = 0
             self._age()
-            is_hopeful = self._trial.is_on
-            self._values = self._hopeful_values(self._asked) if is_hopeful else Values(self.acceptance.probability())
+            is_hopeful, probability_CK = self._trial.is_on, self.acceptance.probability()
+            self._values = self._hopeful_values(self._asked) if is_hopeful else self._values_of(probability_CK)
         return self._values
 
     def _hopeful_values(self, proposer: int) -> Values:
         is_stale = self._num_steps - self._lately[proposer].seen_at > STALE_STEPS
-        return Values(self.acceptance.upper(DEVIATIONS, is_stale))
+        return self._values_of(self.acceptance.upper(DEVIATIONS, is_stale))
+
+    def _values_of(self, probability_CK: np.ndarray) -> Values:
+        return Values(probability_CK, self.acceptance.found_out(probability_CK))
 
     def _expected_gain(self, batch: Batch, proposer: int) -> float:
         """With the candidates that it had lately."""

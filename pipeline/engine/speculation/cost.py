@@ -2,7 +2,8 @@
 
 Two kinds of steps are timed at start-up, each at a short and a long context: plain ones, where every sequence computes
 one token, and drafted ones, where each computes `tokens_per_sequence`. Between the points the time is interpolated:
-over the tokens, over sequences per token (which lies between the two kinds) and over the mean context.
+over the tokens, over sequences per token and over the mean context. A step with fewer sequences per token than those
+that were timed can only take less: it reads fewer contexts.
 
 While running, each observed step refines the table in two ways. The machine's speed is common to all steps and moves
 fast: the median of the last steps. The shape belongs to a kind and a number of tokens: the median of what was seen
@@ -14,7 +15,6 @@ measured wrongly does, and one step that took ten times as long changes nothing.
 G: points of the token grid. D: numbers of drafts, 0 and up.
 """
 
-import itertools
 import math
 import time
 from bisect import bisect_left, bisect_right
@@ -22,10 +22,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pipeline.engine.speculation.measuring import DRAFTED, LONG, PLAIN, SHORT, RunStep, TimedSteps
 from pipeline.engine.speculation.robust import MovingMedian
-
-PLAIN, DRAFTED = 0, 1
-SHORT, LONG = 0, 1
 
 RECENT_STEPS = 7  # steps whose median is the machine's present speed
 SPEED_PRIOR_STEPS = 2  # that the start-up's speed counts as
@@ -35,15 +33,9 @@ PRIOR_STEPS = 1  # what is believed of a point before counts as much as this man
 FEW_STEPS = 5  # steps seen at a point below which the median says little,
 FEW_TRUSTED = 0.05  # and may move the logarithm of its time by so much
 NOTABLE = 0.01  # a correction that changes by less makes no new version of the table
-MAX_GRID = 16  # points of the token grid
 BEYOND = 1 << 20  # tokens up to which the grid is extended by its last slope: more than any step has
 LOOKED_UP = 64  # table times kept: one step asks for the same ones again
 LEAST_SHARE = 0.1  # extrapolating to short contexts leaves at least this share of a measured time
-
-RunStep = Callable[[int, int, int], None]
-"""Runs one step of (num_tokens, num_sequences, context_len), tokens spread evenly over the sequences, each with
-`context_len` tokens in the KV cache, logits computed for every token; returns when the device is done. All sequences
-may read the same blocks. What is in them does not matter."""
 
 
 class StepCost:
@@ -99,42 +91,12 @@ class StepCost:
         repeats: int = 3,
         clock: Callable[[], float] = time.perf_counter,
     ) -> "StepCost":
-        """Time steps of 1 to `max_tokens` tokens, the smallest first, since small batches are where drafts pay. The two
-        smallest are timed in any case, others while `budget_s` lasts; beyond, a token costs what the last ones cost.
-
-        Each point is run once unmeasured and once measured, since behind another kind of step it would take longer;
-        then all of them again in turn, until there are `repeats` of each or `budget_s` is spent. The fastest counts,
-        since what disturbs a machine only ever takes time. In turn, because a disturbance of some milliseconds would
-        else have all repeats of one point.
-        """
-        grid = token_grid(max_tokens, padded_to)
-        kinds = [(kind, context) for context in (SHORT, LONG) for kind in (PLAIN, DRAFTED)]
-        if contexts[SHORT] == contexts[LONG]:
-            kinds = kinds[:2]
-        seconds_KCG = np.full((2, 2, len(grid)), np.nan)
-        begun = clock()
-
-        def run(kind: int, context: int, g: int) -> float:
-            sequences = grid[g] if kind == PLAIN else max(grid[g] // tokens_per_sequence, 1)
-            before = clock()
-            run_step(grid[g], sequences, contexts[context])
-            return max(clock() - before, 1e-9)
-
-        timed = 0
-        while timed < len(grid) and (timed < 2 or clock() - begun <= budget_s):
-            for kind, context in kinds:
-                run(kind, context, timed)
-                seconds_KCG[kind, context, timed] = run(kind, context, timed)
-            timed += 1
-        again = ((kind, context, g) for _ in range(repeats - 1) for g in range(timed) for kind, context in kinds)
-        for point in itertools.takewhile(lambda _: clock() - begun <= budget_s, again):
-            run(*point)
-            seconds_KCG[point] = min(seconds_KCG[point], run(*point))
-        if len(kinds) == 2:
-            seconds_KCG[:, LONG] = seconds_KCG[:, SHORT]
-        grid, seconds_KCG = grid[:timed], seconds_KCG[..., :timed]
-        plain_s, drafted_s = seconds_KCG[PLAIN].tolist(), seconds_KCG[DRAFTED].tolist()
-        return cls(grid, plain_s, drafted_s, contexts, tokens_per_sequence, padded_to)
+        """Time steps of 1 to `max_tokens` tokens, at least two sizes and others while `budget_s` lasts (measuring.py);
+        beyond, a token costs what the last ones cost."""
+        timed = TimedSteps(run_step, contexts, tokens_per_sequence, budget_s, clock)
+        timed.measure(max_tokens, padded_to, repeats)
+        plain_s, drafted_s = timed.seconds_KCG.tolist()
+        return cls(timed.num_tokens_G, plain_s, drafted_s, contexts, tokens_per_sequence, padded_to)
 
     @property
     def speed(self) -> float:
@@ -160,10 +122,12 @@ class StepCost:
         plain_D = np.interp(padded_D, self._grid_G, seconds_KG[PLAIN])
         drafted_D = np.interp(padded_D, self._grid_G, seconds_KG[DRAFTED])
         lowest_D = np.interp(padded_D, self._grid_G, self._drafted_share_G)
-        share_D = np.minimum(1.0, (num_sequences / tokens_D - lowest_D).clip(0.0) / (1.0 - lowest_D).clip(1e-9))
+        share_D = np.minimum(1.0, (num_sequences / tokens_D - lowest_D) / (1.0 - lowest_D).clip(1e-9))
+        more_D = plain_D - drafted_D
+        seconds_D = drafted_D + share_D * np.where(share_D < 0.0, more_D.clip(0.0), more_D)
         log_D = np.interp(padded_D, self._grid_G, self._correction_KG[DRAFTED])
         log_D[0] = np.interp(padded_D[0], self._grid_G, self._correction_KG[_kind(0, num_other)])
-        return (drafted_D + share_D * (plain_D - drafted_D)) * np.exp(log_D)
+        return np.maximum(seconds_D, LEAST_SHARE * drafted_D) * np.exp(log_D)
 
     def step_s(self, num_sequences: int, kv_tokens: int, num_other: int = 0, num_drafts: int = 0) -> float:
         """Seconds of one step at the machine's present speed; a few us."""
@@ -244,9 +208,12 @@ class StepCost:
             ends = [max(s + weight * (t - s), LEAST_SHARE * s) for s, t in zip(short_G[low : low + 2], long_G[low:])]
             seconds.append(ends[0] + part * (ends[1] - ends[0]))
         lowest = self._shares[low] + part * (self._shares[low + 1] - self._shares[low])
-        share = min(max(num_sequences / num_tokens - lowest, 0.0) / max(1.0 - lowest, 1e-9), 1.0)
+        share = min((num_sequences / num_tokens - lowest) / max(1.0 - lowest, 1e-9), 1.0)
+        plain_s, drafted_s = seconds
+        more_s = max(plain_s - drafted_s, 0.0) if share < 0.0 else plain_s - drafted_s
+        table_s = max(drafted_s + share * more_s, LEAST_SHARE * drafted_s)
         nearest = low if padded * padded <= grid[low] * grid[low + 1] else low + 1
-        return seconds[DRAFTED] + share * (seconds[PLAIN] - seconds[DRAFTED]), low, part, nearest
+        return table_s, low, part, nearest
 
     def _correct(self) -> None:
         """A point where nothing was seen takes the correction of the nearest of its kind that has one; where there is
@@ -270,22 +237,6 @@ def _trusted(shape: MovingMedian) -> float:
     if len(shape) < FEW_STEPS:  # one wild step must not keep a point from ever being tried again
         return min(max(trusted, -FEW_TRUSTED), FEW_TRUSTED)
     return trusted
-
-
-def token_grid(max_tokens: int, padded_to: Sequence[int] = ()) -> list[int]:
-    """Rising token counts to time: powers of two up to `max_tokens`, or sizes that steps are padded to anyway."""
-    assert max_tokens >= 2
-    sizes = sorted({size for size in padded_to if size <= max_tokens})
-    if len(sizes) > MAX_GRID:  # spread over the logarithm, first and last kept
-        wanted = np.geomspace(sizes[0], sizes[-1], MAX_GRID)
-        sizes = sorted({min(sizes, key=lambda size, at=at: abs(size - at)) for at in wanted.tolist()})
-    if not sizes:
-        sizes = [1 << power for power in range(max_tokens.bit_length() - 1)]
-        while len(sizes) > MAX_GRID - 1:
-            del sizes[1]
-    if sizes[-1] != max_tokens:
-        sizes.append(max_tokens)
-    return sizes if len(sizes) > 1 else [1, *sizes]
 
 
 def _extended(grid_G: np.ndarray, seconds_KCG: np.ndarray) -> np.ndarray:

@@ -91,3 +91,30 @@ def test_hope_shrinks_with_what_is_seen() -> None:
     feed(acceptance, [0.5] * K, 500)
     assert (acceptance.upper(1.5) - acceptance.probability())[0, 0] < 0.1
     assert (acceptance.upper(50.0) <= 0.995).all()
+
+
+def test_a_proposer_better_than_its_priors_is_thought_so_of_what_was_not_seen() -> None:
+    acceptance = Acceptance([DRAFT_MODEL, NGRAM], K)
+    feed(acceptance, [0.95] * K, 60)
+    probability_CK = acceptance.probability()
+    priors = [*DRAFT_MODEL.accepted, *NGRAM.accepted]
+    assert (probability_CK[1:4, 0] > np.array(priors[1:4]) + 0.1).all()
+    assert (np.diff(probability_CK[1:4, 0]) > 0.0).all(), "in the priors' order"
+    assert probability_CK[4:, 0] == pytest.approx(priors[4:]), "another proposer's"
+
+
+def test_bad_luck_of_one_class_is_not_anothers() -> None:
+    acceptance = Acceptance([DRAFT_MODEL], K)
+    feed(acceptance, [0.05] * K, 60, class_index=1)
+    assert acceptance.probability()[1, 0] < 0.15
+    assert acceptance.probability()[[0, 2, 3], 0] == pytest.approx([DRAFT_MODEL.accepted[c] for c in (0, 2, 3)])
+
+
+def test_a_first_draft_finds_out_where_the_last_ones_say_most() -> None:
+    acceptance = Acceptance([NGRAM, DRAFT_MODEL], K)
+    probability_CK = np.concatenate((np.full((4, K), 0.5), np.full((4, K), [[0.3], [0.1], [0.8], [0.9]])))
+    lucky = 0.8 + 0.8**2 + 0.8**3 + 0.8**4
+    wanted = [0.0] * 4 + [0.3 * (lucky - 0.3), 0.1 * (lucky - 0.1), 0.0, 0.0]
+    assert acceptance.found_out(probability_CK) == pytest.approx(wanted)
+    probability_CK[6] = 0.05
+    assert acceptance.found_out(probability_CK) == pytest.approx([0.0] * 8), "nobody is lucky"

@@ -139,3 +139,14 @@ def test_paces_are_those_of_the_split(seed: int) -> None:
     assert (size_G * tokens_G).sum() == pytest.approx(split.expected_tokens)
     assert tokens_G[-1] == 1.0
     assert size_G[-1] == (available_S == 0).sum()
+
+
+def test_what_a_first_draft_finds_out_decides_and_counts_nowhere_else() -> None:
+    probability_CK = np.full((1, K), 0.1)
+    deep_CK, curve_s_D = np.full((1, K), 10.0), 1.0 + 0.02 * np.arange(31)
+    plain = best_split(10, deep_CK, Values(probability_CK), curve_s_D, FREE, NO_LIMIT)
+    assert plain.num_drafts == 0
+    split = best_split(10, deep_CK, Values(probability_CK, np.array([0.4])), curve_s_D, FREE, NO_LIMIT)
+    assert split.num_drafts == 10
+    assert split.depth_C.tolist() == [1]
+    assert split.expected_tokens == pytest.approx(10 + 10 * 0.1)

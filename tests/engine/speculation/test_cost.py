@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from pipeline.engine.speculation.cost import MAX_GRID, StepCost, token_grid
+from pipeline.engine.speculation.cost import StepCost
+from pipeline.engine.speculation.grid import token_grid
 from pipeline.engine.speculation.robust import MovingMedian
 
 CONTEXTS = (64, 1024)
@@ -62,9 +63,35 @@ def test_the_share_of_sequences_decides_between_plain_and_drafted() -> None:
     assert times == pytest.approx([linear_s(128, n, n * 64) for n in (128, 64, 32)], rel=0.02)
 
 
+@pytest.mark.parametrize("drafts", [3, 5, 8, 16])
+def test_more_drafts_a_sequence_than_were_timed_read_no_more_of_its_context(drafts: int) -> None:
+    def step_s(tokens: int, sequences: int, kv: int) -> float:
+        return 1e-3 + 20e-6 * tokens + 100e-9 * kv
+
+    table, kv = measured(step_s), 16 * 1000
+    assert table.step_s(16, kv, 0, 16 * drafts) == pytest.approx(step_s(16 * (1 + drafts), 16, kv), rel=0.02)
+    assert table.curve_s(16, kv, 0, 16 * drafts)[-1] == pytest.approx(table.step_s(16, kv, 0, 16 * drafts))
+
+
+def test_where_plain_steps_take_less_more_drafts_a_sequence_take_no_more_for_it() -> None:
+    """Plain ones are graphs; the drafted ones that were timed say what a drafted one takes."""
+    table = measured(lambda tokens, sequences, kv: 10e-3 if tokens > sequences else 5e-3)
+    assert table.step_s(16, 16 * 64, 0, 16 * 8) == pytest.approx(10e-3)
+    assert table.curve_s(16, 16 * 64, 0, 16 * 8)[-1] == pytest.approx(10e-3)
+
+
+def test_where_tokens_begin_to_cost_something_is_found() -> None:
+    def step_s(tokens: int, sequences: int, kv: int) -> float:
+        return max(8e-3, 35e-6 * tokens)
+
+    table = measured(step_s, max_tokens=1024)
+    for drafts in (64, 128, 150, 180, 300):
+        assert table.step_s(48, 48 * 64, 0, drafts) == pytest.approx(step_s(48 + drafts, 48, 0), rel=0.03)
+
+
 def test_beyond_the_grid_a_token_costs_what_the_last_ones_cost() -> None:
     table = measured(linear_s, max_tokens=128)
-    assert table.step_s(100, 6400, num_other=1900) == pytest.approx(linear_s(2000, 500, 500 * 64), rel=0.05)
+    assert table.step_s(100, 6400, num_other=1900) == pytest.approx(linear_s(2000, 100, 6400), rel=0.05)
 
 
 def test_padded_steps_cost_what_their_padded_size_costs() -> None:
@@ -98,21 +125,6 @@ def test_a_disturbance_at_start_up_does_not_have_all_repeats_of_a_point(first: i
     table = measured(disturbed_s)
     for tokens in (1, 2, 8, 16, 64):
         assert table.step_s(tokens, tokens * 64) == pytest.approx(linear_s(tokens, tokens, tokens * 64), rel=0.05)
-
-
-def test_token_grid() -> None:
-    for most in (2, 3, 100, 512, 100_000):
-        grid = token_grid(most)
-        assert grid[0] == 1
-        assert grid[-1] == most
-        assert grid == sorted(set(grid))
-        assert len(grid) <= MAX_GRID
-    graphs = list(range(8, 513, 8))
-    padded = token_grid(500, [1, 2, 4, *graphs])
-    assert padded[0] == 1
-    assert padded[-1] == 500
-    assert set(padded[:-1]) <= {1, 2, 4, *graphs}
-    assert len(padded) <= MAX_GRID + 1
 
 
 def test_wild_steps_change_nothing() -> None:

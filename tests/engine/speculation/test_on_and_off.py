@@ -5,14 +5,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from pipeline.engine.speculation import acceptance
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL
 from pipeline.engine.speculation.controller import LASTING_STEPS, LOOK_STEPS, MAX_LOOK_STEPS
 from pipeline.engine.speculation.proposing import ProposingCost
 from tests.engine.speculation.test_controller import MEMORY_BOUND, batch_of, controller_of, drafts_in, step
 
 
-def test_while_on_what_was_seen_of_rare_candidates_is_forgotten() -> None:
-    """They may be of other rows by now."""
+def test_while_on_what_was_seen_of_rare_candidates_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be of other rows by now. What others tell of them is left out here."""
+    monkeypatch.setattr(acceptance, "POOLED_WEIGHT", 1e9)
     controller, batch = controller_of(MEMORY_BOUND), batch_of(1)
     rare = int(controller.acceptance.class_of(0, np.array([3]))[0])
     prior = controller.acceptance.probability()[rare, 0]

@@ -29,6 +29,7 @@ STEPS = 1200
         (m.COMPUTE, m.LOW, 64),
         (m.COMPUTE, m.ADVERSARY, 1),
         (m.KINKED, m.MIXTURE, 64),
+        (m.KINKED, m.HIGH, 64),
         (m.KINKED, m.DRIFTING, 16),
         (m.KINKED, m.LOW, 1),
         (m.GRAPHS, m.MIDDLE, 64),
@@ -46,7 +47,10 @@ STEPS = 1200
         (m.DRAFT_MODEL, m.DRIFTING, 1),
         (m.DRAFT_MODEL, m.ADVERSARY, 1),
         (m.DRAFT_MODEL, m.MIXTURE, 16),
+        (m.DRAFT_MODEL, m.BURSTY, 16),
         (m.TINY_DRAFT_MODEL, m.LOW, 1),
+        (m.TINY_DRAFT_MODEL, m.MIXTURE, 1),
+        (m.TINY_DRAFT_MODEL, m.DECAYING, 1),
         (m.TINY_DRAFT_MODEL, m.MIDDLE, 16),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
@@ -61,12 +65,15 @@ def test_at_any_batch_size(machine: m.Machine, text: m.Text, batch: int) -> None
     ("machine", "text"),
     [
         (m.MEMORY, m.HIGH),
+        (m.MEMORY, m.MIDDLE),
+        (m.MEMORY, m.DECAYING),
         (m.COMPUTE, m.HIGH),
         (m.KINKED, m.DECAYING),
         (m.CPU, m.MIXTURE),
         (m.GRAPHS, m.ADVERSARY),
         (m.DRAFT_MODEL, m.MIXTURE),
         (m.DRAFT_MODEL, m.DRIFTING),
+        (m.DRAFT_MODEL, m.BURSTY),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -85,17 +92,21 @@ def test_at_256_sequences(text: m.Text) -> None:
 
 @pytest.mark.parametrize("length_R", [np.full(96, 200), job(16, 1000, has_tail=False)], ids=["rows wait", "none wait"])
 def test_what_it_says_it_saved_is_what_was_saved(length_R: np.ndarray) -> None:
-    """Where none wait, what a token is worth depends on which sequence will be the last one."""
+    """On average over some clocks. Where none wait, what a token is worth depends on which sequence will be the last
+    one."""
     waiting = len(length_R) > 16
-    noise = Noise(seed=1)
-    controller = controller_for(m.MEMORY, noise)
-    run = simulate(m.MEMORY, m.MIDDLE, length_R, 16, controller, noise=noise)
     plain = simulate(m.MEMORY, m.MIDDLE, length_R, 16, 0)
-    counts = controller.counts
-    assert int((counts.plain_steps + counts.drafted_steps).sum()) == run.steps
-    assert int(counts.drafted_steps.sum()) == run.drafted_steps
-    assert int((counts.drafted_step_tokens + counts.plain_sequences).sum()) == run.tokens
-    assert counts.saved_s == pytest.approx(plain.seconds - run.seconds, rel=0.1 if waiting else 0.15)
+    said = []
+    for seed in (1, 2, 3):
+        noise = Noise(seed=seed)
+        controller = controller_for(m.MEMORY, noise)
+        run = simulate(m.MEMORY, m.MIDDLE, length_R, 16, controller, noise=noise)
+        counts = controller.counts
+        assert int((counts.plain_steps + counts.drafted_steps).sum()) == run.steps
+        assert int(counts.drafted_steps.sum()) == run.drafted_steps
+        assert int((counts.drafted_step_tokens + counts.plain_sequences).sum()) == run.tokens
+        said.append(counts.saved_s / (plain.seconds - run.seconds))
+    assert np.mean(said) == pytest.approx(1.0, abs=0.1 if waiting else 0.15)
 
 
 def test_a_machine_that_is_slow_for_a_while_changes_no_decision() -> None:
