@@ -16,11 +16,11 @@ from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.controlled import ControlledDrafts
 from pipeline.engine.speculation.controller import Controller
 from pipeline.engine.speculation.cost import StepCost
+from pipeline.engine.speculation.measuring import TOKENS_PER_SEQUENCE
 from pipeline.engine.speculation.proposing import ProposingCost
 from pipeline.engine.step import made_input
 
 CONTEXTS = (64, 1024)  # tokens of the contexts that steps are timed at, as far as the model goes
-TOKENS_PER_SEQUENCE = 4  # of drafted steps
 BUDGET_S = 1.5  # seconds for the table of steps
 WRITING_S = 0.1  # and for blocks that they read
 BLOCKS_AT_ONCE = 256
@@ -38,11 +38,12 @@ def controlled_drafts(
     """Time steps and passes, and make the policy that drafts where it pays. padded_to: see `StepCost`; num_blocks: that
     the KV cache has."""
     most_tokens = min(max_num_batched_tokens, table.num_slots * (1 + most_drafts))
-    longest = max(table.max_model_len - most_tokens // table.num_slots - TOKENS_PER_SEQUENCE, 1)
+    more = TOKENS_PER_SEQUENCE[-1]
+    longest = max(table.max_model_len - most_tokens // table.num_slots - more, 1)
     short, long = (min(context, longest) for context in CONTEXTS)
-    blocks = min(num_blocks, table.num_slots * -(-(long + TOKENS_PER_SEQUENCE) // table.block_size))
+    blocks = min(num_blocks, table.num_slots * -(-(long + more) // table.block_size))
     step = _timed_step(runner, table, blocks)
-    cost = StepCost.measure(step, max(most_tokens, 2), (short, long), TOKENS_PER_SEQUENCE, padded_to, BUDGET_S)
+    cost = StepCost.measure(step, max(most_tokens, 2), (short, long), padded_to, BUDGET_S)
     priors, proposing = [], []
     for proposer in proposers:
         if isinstance(proposer, DraftModelProposer):

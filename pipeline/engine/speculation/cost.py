@@ -1,14 +1,14 @@
 """What a step costs: seconds by its tokens, its sequences and the KV tokens it reads. No torch.
 
-Two kinds of steps are timed at start-up, each at a short and a long context: plain ones, where every sequence computes
-one token, and drafted ones, where each computes `tokens_per_sequence`. Between the points the time is interpolated:
+Three kinds of steps are timed at start-up, each at a short and a long context: plain ones, where every sequence has
+one token, and drafted ones, where each has a few or many (measuring.py). Between the points the time is interpolated:
 over the tokens, over sequences per token and over the mean context. A step with fewer sequences per token than those
 that were timed can only take less: it reads fewer contexts.
 
 While running, each observed step refines the table in two ways. The machine's speed is common to all steps and moves
-fast: the median of the last steps. The shape belongs to a kind and a number of tokens: the median of what was seen
-there, on top of the speed, in the first steps after others, when the speed is still theirs. In a long
-row of alike steps nothing tells the two apart, and they would drift; what two points deviate by from each other is only
+fast: the median of the last steps. The shape belongs to plain or to drafted steps and a number of tokens: the median of
+what was seen there, on top of the speed, in the first steps after others, when the speed is still theirs. In a long row
+of alike steps nothing tells the two apart, and they would drift; what two points deviate by from each other is only
 seen where one follows the other. So a machine that is disturbed for a minute changes no decision, a point that start-up
 measured wrongly does, and one step that took ten times as long changes nothing.
 
@@ -22,7 +22,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeline.engine.speculation.measuring import DRAFTED, LONG, PLAIN, SHORT, RunStep, TimedSteps
+from pipeline.engine.speculation.measuring import (
+    DEEP,
+    LONG,
+    PLAIN,
+    SHALLOW,
+    SHORT,
+    TOKENS_PER_SEQUENCE,
+    RunStep,
+    TimedSteps,
+)
 from pipeline.engine.speculation.robust import MovingMedian
 
 RECENT_STEPS = 7  # steps whose median is the machine's present speed
@@ -35,6 +44,7 @@ FEW_TRUSTED = 0.05  # and may move the logarithm of its time by so much
 NOTABLE = 0.01  # a correction that changes by less makes no new version of the table
 BEYOND = 1 << 20  # tokens up to which the grid is extended by its last slope: more than any step has
 LOOKED_UP = 64  # table times kept: one step asks for the same ones again
+DRAFTED = 1  # in the place of PLAIN, where it does not matter how many tokens a sequence has
 LEAST_SHARE = 0.1  # extrapolating to short contexts leaves at least this share of a measured time
 
 
@@ -44,15 +54,12 @@ class StepCost:
     def __init__(
         self,
         num_tokens_G: Sequence[int],
-        plain_s: Sequence[Sequence[float]],
-        drafted_s: Sequence[Sequence[float]],
+        seconds_KCG: Sequence[Sequence[Sequence[float]]] | np.ndarray,
         contexts: tuple[int, int],
-        tokens_per_sequence: int,
         padded_to: Sequence[int] = (),
     ) -> None:
-        """`plain_s` and `drafted_s`: seconds at the two contexts, (2, G) each. `padded_to`: rising token counts that
-        a step is padded to (CUDA graphs); what is larger than all of them is not padded."""
-        assert tokens_per_sequence > 1, "a drafted step has more than one token a sequence"
+        """seconds_KCG: of the three kinds at the two contexts. `padded_to`: rising token counts that a step is padded
+        to (CUDA graphs); what is larger than all of them is not padded."""
         grid_G = np.asarray(num_tokens_G, dtype=np.float64)
         assert len(grid_G) > 1, "the token grid has at least two points"
         assert (np.diff(grid_G) > 0).all(), "the token grid rises"
@@ -60,14 +67,13 @@ class StepCost:
         self._contexts = contexts
         self._padded_to = np.asarray(padded_to, dtype=np.float64)
         self._grid_G = np.append(grid_G, BEYOND)
-        seconds_KCG = np.array([plain_s, drafted_s], dtype=np.float64)
-        assert seconds_KCG.shape == (2, 2, len(grid_G)), "one time for each kind, context and point"
-        assert (seconds_KCG > 0).all(), "a step takes time"
-        self._seconds_KCG = _extended(grid_G, seconds_KCG)
-        sequences_G = np.maximum(self._grid_G // tokens_per_sequence, 1)
-        self._drafted_share_G = sequences_G / self._grid_G  # sequences per token of the drafted steps
+        timed_KCG = np.array(seconds_KCG, dtype=np.float64)
+        assert timed_KCG.shape == (3, 2, len(grid_G)), "one time for each kind, context and point"
+        assert (timed_KCG > 0).all(), "a step takes time"
+        self._seconds_KCG = _extended(grid_G, timed_KCG)
+        self._share_KG = np.array([np.maximum(self._grid_G // n, 1) / self._grid_G for n in TOKENS_PER_SEQUENCE])
         # The same as lists: one step's time is looked up several times a step, far faster without arrays.
-        self._grid, self._sizes, self._shares = self._grid_G.tolist(), list(padded_to), self._drafted_share_G.tolist()
+        self._grid, self._sizes, self._shares = self._grid_G.tolist(), list(padded_to), self._share_KG.tolist()
         self._seconds = self._seconds_KCG.tolist()
         self._looked_up: dict[tuple[int, int, int], tuple[float, int, float, int]] = {}
         self._speed = MovingMedian(RECENT_STEPS)  # log of measured by table
@@ -85,7 +91,6 @@ class StepCost:
         run_step: RunStep,
         max_tokens: int,
         contexts: tuple[int, int],
-        tokens_per_sequence: int = 4,
         padded_to: Sequence[int] = (),
         budget_s: float = 2.0,
         repeats: int = 3,
@@ -93,10 +98,9 @@ class StepCost:
     ) -> "StepCost":
         """Time steps of 1 to `max_tokens` tokens, at least two sizes and others while `budget_s` lasts (measuring.py);
         beyond, a token costs what the last ones cost."""
-        timed = TimedSteps(run_step, contexts, tokens_per_sequence, budget_s, clock)
+        timed = TimedSteps(run_step, contexts, budget_s, clock)
         timed.measure(max_tokens, padded_to, repeats)
-        plain_s, drafted_s = timed.seconds_KCG.tolist()
-        return cls(timed.num_tokens_G, plain_s, drafted_s, contexts, tokens_per_sequence, padded_to)
+        return cls(timed.num_tokens_G, timed.seconds_KCG, contexts, padded_to)
 
     @property
     def speed(self) -> float:
@@ -119,15 +123,17 @@ class StepCost:
         weight = self._context_weight(num_sequences, kv_tokens)
         at_short_KG, at_long_KG = self._seconds_KCG[:, SHORT], self._seconds_KCG[:, LONG]
         seconds_KG = np.maximum(at_short_KG + weight * (at_long_KG - at_short_KG), LEAST_SHARE * at_short_KG)
-        plain_D = np.interp(padded_D, self._grid_G, seconds_KG[PLAIN])
-        drafted_D = np.interp(padded_D, self._grid_G, seconds_KG[DRAFTED])
-        lowest_D = np.interp(padded_D, self._grid_G, self._drafted_share_G)
-        share_D = np.minimum(1.0, (num_sequences / tokens_D - lowest_D) / (1.0 - lowest_D).clip(1e-9))
-        more_D = plain_D - drafted_D
-        seconds_D = drafted_D + share_D * np.where(share_D < 0.0, more_D.clip(0.0), more_D)
+        plain_D, shallow_D, deep_D = (np.interp(padded_D, self._grid_G, seconds_G) for seconds_G in seconds_KG)
+        _, few_D, many_D = (np.interp(padded_D, self._grid_G, share_G) for share_G in self._share_KG)
+        share_D = num_sequences / tokens_D
+        is_few_D = share_D > few_D
+        low_D, high_D = np.where(is_few_D, few_D, many_D), np.where(is_few_D, 1.0, few_D)
+        low_s_D, more_s_D = np.where(is_few_D, (shallow_D, plain_D - shallow_D), (deep_D, shallow_D - deep_D))
+        part_D = ((share_D - low_D) / (high_D - low_D).clip(1e-9)).clip(max=1.0)
+        seconds_D = low_s_D + part_D * np.where(part_D < 0.0, more_s_D.clip(0.0), more_s_D)
         log_D = np.interp(padded_D, self._grid_G, self._correction_KG[DRAFTED])
         log_D[0] = np.interp(padded_D[0], self._grid_G, self._correction_KG[_kind(0, num_other)])
-        return np.maximum(seconds_D, LEAST_SHARE * drafted_D) * np.exp(log_D)
+        return np.maximum(seconds_D, LEAST_SHARE * deep_D) * np.exp(log_D)
 
     def step_s(self, num_sequences: int, kv_tokens: int, num_other: int = 0, num_drafts: int = 0) -> float:
         """Seconds of one step at the machine's present speed; a few us."""
@@ -207,11 +213,14 @@ class StepCost:
         for short_G, long_G in self._seconds:
             ends = [max(s + weight * (t - s), LEAST_SHARE * s) for s, t in zip(short_G[low : low + 2], long_G[low:])]
             seconds.append(ends[0] + part * (ends[1] - ends[0]))
-        lowest = self._shares[low] + part * (self._shares[low + 1] - self._shares[low])
-        share = min((num_sequences / num_tokens - lowest) / max(1.0 - lowest, 1e-9), 1.0)
-        plain_s, drafted_s = seconds
-        more_s = max(plain_s - drafted_s, 0.0) if share < 0.0 else plain_s - drafted_s
-        table_s = max(drafted_s + share * more_s, LEAST_SHARE * drafted_s)
+        few, many = (shares[low] + part * (shares[low + 1] - shares[low]) for shares in self._shares[SHALLOW:])
+        share, least_s = num_sequences / num_tokens, LEAST_SHARE * seconds[DEEP]
+        if share > few:
+            low_share, high_share, low_s, high_s = few, 1.0, seconds[SHALLOW], seconds[PLAIN]
+        else:
+            low_share, high_share, low_s, high_s = many, few, seconds[DEEP], seconds[SHALLOW]
+        between, more_s = min((share - low_share) / max(high_share - low_share, 1e-9), 1.0), high_s - low_s
+        table_s = max(low_s + between * (max(more_s, 0.0) if between < 0.0 else more_s), least_s)
         nearest = low if padded * padded <= grid[low] * grid[low + 1] else low + 1
         return table_s, low, part, nearest
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from pipeline.engine.speculation.grid import next_point, token_grid
 
-PLAIN, DRAFTED = 0, 1
+PLAIN, SHALLOW, DEEP = 0, 1, 2
+TOKENS_PER_SEQUENCE = (1, 2, 8)  # of these kinds of steps
 SHORT, LONG = 0, 1
 
 RunStep = Callable[[int, int, int], None]
@@ -29,16 +30,15 @@ class TimedSteps:
         self,
         run_step: RunStep,
         contexts: tuple[int, int],
-        tokens_per_sequence: int,
         budget_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._run_step, self._contexts, self._tokens_per_sequence = run_step, contexts, tokens_per_sequence
+        self._run_step, self._contexts = run_step, contexts
         self._budget_s, self._clock, self._begun = budget_s, clock, clock()
         seen = (SHORT, LONG) if contexts[SHORT] != contexts[LONG] else (SHORT,)
-        self._kinds = [(kind, context) for context in seen for kind in (PLAIN, DRAFTED)]
+        self._kinds = [(kind, context) for context in seen for kind in (PLAIN, SHALLOW, DEEP)]
         self.num_tokens_G: list[int] = []
-        self.seconds_KCG = np.zeros((2, 2, 0))
+        self.seconds_KCG = np.zeros((3, 2, 0))
 
     def measure(self, max_tokens: int, padded_to: Sequence[int], repeats: int) -> None:
         """The smallest steps first, since small batches are where drafts pay: the two smallest in any case, others
@@ -49,7 +49,7 @@ class TimedSteps:
                 self._add(num_tokens)
         self._again(range(len(self.num_tokens_G)))
         while self._has_time:
-            between = next_point(self.num_tokens_G, self.seconds_KCG[DRAFTED, SHORT], padded_to)
+            between = next_point(self.num_tokens_G, self.seconds_KCG[DEEP, SHORT], padded_to)
             if between is None:
                 break
             self._again([self._add(between)])
@@ -64,7 +64,7 @@ class TimedSteps:
         """A new point; where it is."""
         g = bisect_left(self.num_tokens_G, num_tokens)
         self.num_tokens_G.insert(g, num_tokens)
-        seconds_KC = np.zeros((2, 2))
+        seconds_KC = np.zeros((3, 2))
         for kind, context in self._kinds:
             seconds_KC[kind, context:] = self._time(kind, context, num_tokens)
         self.seconds_KCG = np.insert(self.seconds_KCG, g, seconds_KC, axis=2)
@@ -75,11 +75,11 @@ class TimedSteps:
             if not self._has_time:
                 return
             seconds = self._time(kind, context, self.num_tokens_G[g])
-            until = LONG + 1 if len(self._kinds) == 2 else context + 1
+            until = LONG + 1 if len(self._kinds) == 3 else context + 1
             self.seconds_KCG[kind, context:until, g] = min(seconds, self.seconds_KCG[kind, context, g])
 
     def _time(self, kind: int, context: int, num_tokens: int) -> float:
-        sequences = num_tokens if kind == PLAIN else max(num_tokens // self._tokens_per_sequence, 1)
+        sequences = max(num_tokens // TOKENS_PER_SEQUENCE[kind], 1)
         begun = 0.0
         for _ in range(2):
             begun = self._clock()

@@ -26,7 +26,7 @@ GRID = [1, 2, 1024]
 
 def table(step_ms: float, token_ms: float) -> StepCost:
     times_s = [1e-3 * (step_ms + token_ms * tokens) for tokens in GRID]
-    return StepCost(GRID, [times_s, times_s], [times_s, times_s], (64, 1024), 4)
+    return StepCost(GRID, [[times_s] * 2] * 3, (64, 1024))
 
 
 MEMORY_BOUND, COMPUTE_BOUND = (10.0, 0.01), (0.1, 1.0)

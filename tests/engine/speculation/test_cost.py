@@ -36,7 +36,7 @@ def measured(step_s, max_tokens: int = 512, **options) -> StepCost:
 
 
 def flat(seconds: float = 0.01) -> StepCost:
-    return StepCost([1, 64, 512], [[seconds] * 3] * 2, [[seconds] * 3] * 2, CONTEXTS, 4)
+    return StepCost([1, 64, 512], [[[seconds] * 3] * 2] * 3, CONTEXTS)
 
 
 def test_median_ignores_wild_values_and_follows_a_change() -> None:
@@ -71,6 +71,19 @@ def test_more_drafts_a_sequence_than_were_timed_read_no_more_of_its_context(draf
     table, kv = measured(step_s), 16 * 1000
     assert table.step_s(16, kv, 0, 16 * drafts) == pytest.approx(step_s(16 * (1 + drafts), 16, kv), rel=0.02)
     assert table.curve_s(16, kv, 0, 16 * drafts)[-1] == pytest.approx(table.step_s(16, kv, 0, 16 * drafts))
+
+
+def test_two_tokens_a_sequence_may_cost_as_much_as_many() -> None:
+    """Attention over one query a sequence is one thing, over some another, however many."""
+
+    def step_s(tokens: int, sequences: int, kv: int) -> float:
+        return 1e-3 + 10e-6 * tokens + 100e-9 * kv * (3 if tokens > sequences else 1)
+
+    table, kv = measured(step_s), 32 * 500
+    for drafts in (0, 1, 3, 7):
+        truth_s = step_s(32 * (1 + drafts), 32, kv)
+        assert table.step_s(32, kv, 0, 32 * drafts) == pytest.approx(truth_s, rel=0.02)
+        assert table.curve_s(32, kv, 0, 32 * 7)[32 * drafts] == pytest.approx(truth_s, rel=0.02)
 
 
 def test_where_plain_steps_take_less_more_drafts_a_sequence_take_no_more_for_it() -> None:

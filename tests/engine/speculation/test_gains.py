@@ -21,7 +21,7 @@ def gains_of(step_ms: float, token_ms: float, share: float, proposing: Proposing
     times_s = [1e-3 * (step_ms + token_ms * tokens) for tokens in GRID]
     budget = LossBudget()
     budget.open(1.0)
-    gains = Gains(StepCost(GRID, [times_s] * 2, [times_s] * 2, (64, 1024), 4), [proposing], budget, K)
+    gains = Gains(StepCost(GRID, [[times_s] * 2] * 3, (64, 1024)), [proposing], budget, K)
     gains.persistence.share = share
     return gains
 

@@ -92,8 +92,8 @@ def test_at_256_sequences(text: m.Text) -> None:
 
 @pytest.mark.parametrize("length_R", [np.full(96, 200), job(16, 1000, has_tail=False)], ids=["rows wait", "none wait"])
 def test_what_it_says_it_saved_is_what_was_saved(length_R: np.ndarray) -> None:
-    """On average over some clocks. Where none wait, what a token is worth depends on which sequence will be the last
-    one."""
+    """On average over some clocks. Where none wait, more is said than saved: plain steps would not have left some
+    sequences to the last, whose tokens are worth most."""
     waiting = len(length_R) > 16
     plain = simulate(m.MEMORY, m.MIDDLE, length_R, 16, 0)
     said = []
@@ -106,7 +106,7 @@ def test_what_it_says_it_saved_is_what_was_saved(length_R: np.ndarray) -> None:
         assert int(counts.drafted_steps.sum()) == run.drafted_steps
         assert int((counts.drafted_step_tokens + counts.plain_sequences).sum()) == run.tokens
         said.append(counts.saved_s / (plain.seconds - run.seconds))
-    assert np.mean(said) == pytest.approx(1.0, abs=0.1 if waiting else 0.15)
+    assert np.mean(said) == pytest.approx(1.0, abs=0.1 if waiting else 0.2)
 
 
 def test_a_machine_that_is_slow_for_a_while_changes_no_decision() -> None:
