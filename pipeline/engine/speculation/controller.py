@@ -331,7 +331,8 @@ class Controller:
         self._observed, self._seen = REFRESH_STEPS, REFRESH_SEEN  # reckoned anew
         gain_P = [self._expected_gain(batch, p) for p in range(len(self.proposing))]
         best = int(np.argmax(gain_P))
-        if gain_P[best] <= MIN_GAIN:
+        is_unseen = best == self._shadowed and self._lately[best].seen_at == 0 and batch.num_sequences >= AS_A_STEP
+        if gain_P[best] <= MIN_GAIN or is_unseen:  # many sequences' offers are compared soon
             return self._begins_trying(batch)
         self.is_on, self._at_work, self._asked, self._on_at = True, best, best, self._num_steps
         return True

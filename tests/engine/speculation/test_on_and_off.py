@@ -7,9 +7,23 @@ import pytest
 
 from pipeline.engine.speculation import acceptance
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL
-from pipeline.engine.speculation.controller import LASTING_STEPS, LOOK_STEPS, MAX_LOOK_STEPS
+from pipeline.engine.speculation.controller import (
+    AS_A_STEP,
+    LASTING_STEPS,
+    LOOK_STEPS,
+    MAX_LOOK_STEPS,
+    SHADOWS_A_LOOK,
+)
 from pipeline.engine.speculation.proposing import ProposingCost
-from tests.engine.speculation.test_controller import MEMORY_BOUND, batch_of, controller_of, drafts_in, step
+from tests.engine.speculation.test_controller import (
+    MEMORY_BOUND,
+    K,
+    batch_of,
+    controller_of,
+    drafts_in,
+    everything,
+    step,
+)
 
 
 def test_while_on_what_was_seen_of_rare_candidates_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +59,13 @@ def test_going_on_for_a_few_steps_each_time_slows_down(lasts: bool, monkeypatch:
         assert max(pauses[1:]) <= 2 * LOOK_STEPS
     else:
         assert max(pauses[-3:]) >= MAX_LOOK_STEPS
+
+
+def test_many_sequences_do_not_draft_before_offers_of_theirs_were_compared() -> None:
+    """What is believed at the start would do; but one step of many is a large part of what drafts may lose."""
+    assert drafts_in(controller_of(MEMORY_BOUND), batch_of(AS_A_STEP - 1), 20) > 10
+    controller, batch = controller_of(MEMORY_BOUND), batch_of(AS_A_STEP)
+    assert drafts_in(controller, batch, 60) == 0
+    some = AS_A_STEP * SHADOWS_A_LOOK
+    controller.foretold(everything(some), *np.full((2, some), K), is_rest=False)
+    assert drafts_in(controller, batch, 20) > 10
