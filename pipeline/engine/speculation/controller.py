@@ -25,14 +25,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.engine.speculation.acceptance import Acceptance, ProposerPrior, count_deep
+from pipeline.engine.speculation.acceptance import ProposerPrior
 from pipeline.engine.speculation.attention import Attention
+from pipeline.engine.speculation.beliefs import Beliefs
 from pipeline.engine.speculation.budget import LossBudget
 from pipeline.engine.speculation.checks import PlainTimes
 from pipeline.engine.speculation.choice import Split, Values, deal
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.gains import Gains
-from pipeline.engine.speculation.lately import Lately
 from pipeline.engine.speculation.mean_gain import MeanGain
 from pipeline.engine.speculation.messages import Batch, Candidates, Choice, Decided, Outcome
 from pipeline.engine.speculation.proposing import ProposingCost
@@ -54,11 +54,6 @@ PROBE_TRIES = 4  # steps in a row in which a probe asks for candidates before it
 FORETOLD_SHARE = 0.3  # of what was compared before a trial that counts beside what is seen in it
 PAUSE_STEPS = 8  # in which nobody is asked, after which proposers have to catch up,
 CATCH_UP_STEPS = 12  # for so many steps in which they are
-STALE_STEPS = 192  # steps without drafts after which a probe hopes for what was believed at the start
-ON_AGEING = 3  # times as fast what was seen is forgotten while on
-DEVIATIONS = 1.5  # above the estimate: the acceptance that a probe hopes for
-REFRESH_STEPS = 4  # drafted steps after which what drafts are worth is reckoned anew,
-REFRESH_SEEN = 32  # where so many sequences' drafts were seen in them
 FREE_ELASTICITY = 0.2  # below it tokens cost next to nothing
 TIME_TRUST = 1.25  # what a step or its proposing takes counts at most by this factor above or below what is expected
 
@@ -72,12 +67,11 @@ class Controller:
     ) -> None:
         assert len(proposers) == len(proposing) >= 1
         self.cost, self.proposing, self.max_drafts = cost, tuple(proposing), max_drafts
-        self.acceptance = Acceptance(proposers, max_drafts)
+        self.beliefs = Beliefs(proposers, max_drafts)
         self.budget = LossBudget()
         self.gains = Gains(cost, self.proposing, self.budget, max_drafts)
         self.is_on = False  # what is believed at the start decides in the first step
         self._counts = SpeculationCounts()
-        self._lately = [self._before_any(p) for p in range(len(proposers))]
         self._at_work = 0  # the proposer that is asked while on
         self._asked = 0  # the one that was asked in this step
         self._asked_at = -PAUSE_STEPS  # number of the last step in which any was,
@@ -89,7 +83,6 @@ class Controller:
         self._worth = 0.0  # seconds of plain steps that one token of the chosen step is worth
         self._probing = False
         self._num_steps = 0
-        self._forgotten_at = 0
         self._look_at = 0  # step of the next look while off
         self._look_steps = LOOK_STEPS
         self._on_at = 0  # step in which it went on
@@ -108,8 +101,6 @@ class Controller:
         self._plain = PlainTimes()
         self._is_time_to_compare = False
         self._gain = MeanGain(MIN_GAIN)  # while on
-        self._values = self._values_of(self.acceptance.probability())
-        self._observed = self._seen = 0  # drafted steps and sequences in them since
 
     @property
     def counts(self) -> SpeculationCounts:
@@ -146,12 +137,11 @@ class Controller:
     def choose(self, batch: Batch, candidates: Candidates) -> Choice:
         """How many tokens each sequence drafts, of the candidates of the proposer that was asked."""
         is_probe = self._probing and not self._trial.is_on
-        values = self._hopeful_values(self._asked) if is_probe else self._present_values()
+        beliefs = self.beliefs
+        values = beliefs.hopeful(self._asked, self._num_steps) if is_probe else self._present_values()
         num, lookup_s = batch.num_sequences, self.proposing[self._asked].lookup_s(batch.num_sequences)
-        available_S = np.minimum(candidates.available_S, self.max_drafts)
-        class_S = self.acceptance.class_of(self._asked, candidates.match_length_S)
-        deep_CK = count_deep(class_S, available_S, self.acceptance.num_classes, self.max_drafts)
-        self._lately[self._asked].remember(deep_CK, num)
+        class_S, available_S, deep_CK = beliefs.sorted(self._asked, candidates)
+        beliefs.lately[self._asked].remember(deep_CK, num)
         if batch.slot_S is not None and num > 1:  # of one alone nothing is compared
             self.gains.persistence.add(batch.slot_S, values.tokens_CK1[class_S, available_S])
         split = self.gains.split(batch, self._asked, deep_CK, values, lookup_s)
@@ -191,10 +181,8 @@ class Controller:
         if num_drafts:
             assert choice is not None, "drafts that were not chosen here"
             assert outcome.accepted_S is not None, "drafts without a verdict"
-            self.acceptance.observe(choice.class_S, drafted_S, outcome.accepted_S)
-            self._observed += 1
-            self._seen += num
-            self._lately[choice.proposer].seen_at = self._num_steps
+            self.beliefs.observe(choice.class_S, drafted_S, outcome.accepted_S)
+            self.beliefs.lately[choice.proposer].seen_at = self._num_steps
             num_accepted = int(outcome.accepted_S.sum())
         asked, propose_s = None if choice is None else choice.proposer, outcome.propose_s
         if asked is not None:
@@ -226,16 +214,12 @@ class Controller:
         """Of what was offered decided_S tokens were compared, and the first agreed_S came. is_rest: they are of
         sequences that drafted nothing, and say nothing of what others have to offer."""
         assert self._shadowed is not None
-        class_S = self.acceptance.class_of(self._shadowed, candidates.match_length_S)
-        available_S = np.minimum(candidates.available_S, self.max_drafts)
+        class_S, _, deep_CK = self.beliefs.sorted(self._shadowed, candidates)
         decided_S = np.minimum(decided_S, self.max_drafts)
-        self.acceptance.observe(class_S, decided_S, np.minimum(agreed_S, decided_S))
-        self._observed += 1
-        self._seen += len(class_S)
+        self.beliefs.observe(class_S, decided_S, np.minimum(agreed_S, decided_S))
         if is_rest:
             return
-        deep_CK = count_deep(class_S, available_S, self.acceptance.num_classes, self.max_drafts)
-        lately = self._lately[self._shadowed]
+        lately = self.beliefs.lately[self._shadowed]
         lately.remember(deep_CK, len(class_S), max(len(class_S) // min(self._shadowing, AS_A_STEP), 1))
         lately.seen_at = self._num_steps
         self._num_shadows += len(class_S)
@@ -307,8 +291,8 @@ class Controller:
         hope_P = [self._hoped_gain(batch, p) for p in range(len(self.proposing))]
         hope_P[self._at_work] = 0.0
         promising = int(np.argmax(hope_P))
-        waited = self._num_steps - self._lately[promising].seen_at
-        if hope_P[promising] > gain_P[self._at_work] + MIN_GAIN and waited > STALE_STEPS:
+        is_stale = self.beliefs.is_stale(promising, self._num_steps)
+        if hope_P[promising] > gain_P[self._at_work] + MIN_GAIN and is_stale:
             self._trying, self._tries = promising, 0
 
     def _look(self, batch: Batch) -> bool:
@@ -327,11 +311,13 @@ class Controller:
     def _goes_on_again(self, batch: Batch) -> bool:
         """While off: go on where what is known says so."""
         self._num_shadows = 0
-        self._age()
-        self._observed, self._seen = REFRESH_STEPS, REFRESH_SEEN  # reckoned anew
+        self.beliefs.age(self._num_steps, self.is_on, self._shadowed)
+        self.beliefs.renew()
         gain_P = [self._expected_gain(batch, p) for p in range(len(self.proposing))]
         best = int(np.argmax(gain_P))
-        is_unseen = best == self._shadowed and self._lately[best].seen_at == 0 and batch.num_sequences >= AS_A_STEP
+        is_unseen = (
+            best == self._shadowed and self.beliefs.lately[best].seen_at == 0 and batch.num_sequences >= AS_A_STEP
+        )
         if gain_P[best] <= MIN_GAIN or is_unseen:  # many sequences' offers are compared soon
             return self._begins_trying(batch)
         self.is_on, self._at_work, self._asked, self._on_at = True, best, best, self._num_steps
@@ -346,13 +332,13 @@ class Controller:
             or not self._trial.may_begin(self._num_steps)
         ):
             return False
-        lately = self._lately[p]
-        if self.gains.expected(batch, p, lately.share_CK, lately.present, self._hopeful_values(p)) <= MIN_GAIN:
+        lately, hopeful = self.beliefs.lately[p], self.beliefs.hopeful(p, self._num_steps)
+        if self.gains.expected(batch, p, lately.share_CK, lately.present, hopeful) <= MIN_GAIN:
             return False
         self._trial.begin(batch.num_sequences)
         self._num_compared = 0
-        self.acceptance.fade(p, FORETOLD_SHARE)
-        self._observed, self._seen = REFRESH_STEPS, REFRESH_SEEN
+        self.beliefs.acceptance.fade(p, FORETOLD_SHARE)
+        self.beliefs.renew()
         return self._goes_on_trying(batch)
 
     def _goes_on_trying(self, batch: Batch) -> bool:
@@ -402,45 +388,19 @@ class Controller:
             self._look_steps = LOOK_STEPS
         self._plain.ends()
         self._gain.clear()
-        self._forgotten_at = self._num_steps
+        self.beliefs.ends(self._num_steps)
         self._trying = None
-        for p, lately in enumerate(self._lately):
-            if self.acceptance.idle_P[p] is not None:
-                lately.share_CK = lately.hoped_CK
         self._look_later()
-
-    def _age(self) -> None:
-        """What was seen before counts less. While off that is not so where offers are compared. While on what is seen
-        replaces what was seen, but of candidates that have become rare: those are likely to be others' now."""
-        num_steps, self._forgotten_at = self._num_steps - self._forgotten_at, self._num_steps
-        if self.is_on:
-            self.acceptance.forget(ON_AGEING * num_steps)
-            return
-        is_seen = self._shadowed is not None and self._num_steps - self._lately[self._shadowed].seen_at <= STALE_STEPS
-        self.acceptance.forget(num_steps, self._shadowed if is_seen else None)
 
     # -- expectations
 
     def _present_values(self) -> Values:
-        """Of the acceptance as it is estimated; reckoned in each step as long as little was seen."""
-        least = 1 + self._num_steps // 16
-        if self._observed >= min(REFRESH_STEPS, least) and self._seen >= min(REFRESH_SEEN, least):
-            self._observed = self._seen = 0
-            self._age()
-            is_hopeful, probability_CK = self._trial.is_on, self.acceptance.probability()
-            self._values = self._hopeful_values(self._asked) if is_hopeful else self._values_of(probability_CK)
-        return self._values
-
-    def _hopeful_values(self, proposer: int) -> Values:
-        is_stale = self._num_steps - self._lately[proposer].seen_at > STALE_STEPS
-        return self._values_of(self.acceptance.upper(DEVIATIONS, is_stale))
-
-    def _values_of(self, probability_CK: np.ndarray) -> Values:
-        return Values(probability_CK, self.acceptance.found_out(probability_CK))
+        tried = self._asked if self._trial.is_on else None
+        return self.beliefs.present(self._num_steps, self.is_on, self._shadowed, tried)
 
     def _expected_gain(self, batch: Batch, proposer: int) -> float:
         """With the candidates that it had lately."""
-        lately = self._lately[proposer]
+        lately = self.beliefs.lately[proposer]
         return self.gains.expected(batch, proposer, lately.share_CK, lately.present, self._present_values())
 
     def _hoped_gain(self, batch: Batch, proposer: int) -> float:
@@ -448,17 +408,9 @@ class Controller:
         granted is for the steps in which they say that drafts pay."""
         if proposer == self._shadowed and not self.is_on and not self.budget.has_earned:
             return 0.0
-        lately = self._lately[proposer]
+        lately = self.beliefs.lately[proposer]
         share_CK = np.maximum(lately.share_CK, lately.hoped_CK)
-        return self.gains.expected(batch, proposer, share_CK, 1.0, self._hopeful_values(proposer))
-
-    def _before_any(self, proposer: int) -> Lately:
-        """Before it was asked: everybody has all candidates, of its idle or else its middle bucket."""
-        share_CK = np.zeros((self.acceptance.num_classes, self.max_drafts))
-        own = np.flatnonzero(self.acceptance.proposer_C == proposer)
-        idle = self.acceptance.idle_P[proposer]
-        share_CK[own[len(own) // 2 if idle is None else idle]] = 1.0
-        return Lately(share_CK, share_CK)
+        return self.gains.expected(batch, proposer, share_CK, 1.0, self.beliefs.hopeful(proposer, self._num_steps))
 
     # -- accounts
 

@@ -34,12 +34,12 @@ def test_outcomes_that_come_one_step_late_are_of_their_own_step() -> None:
 
 def test_what_was_foretold_comes_to_the_controller_and_what_it_took_with_the_next_outcome() -> None:
     policy, told = ControlledDrafts(controller_of(MEMORY_BOUND)), []
-    before, counts = policy.controller._lately[0].share_CK, np.full(3, K)
+    before, counts = policy.controller.beliefs.lately[0].share_CK, np.full(3, K)
     policy.foretold(Foretold(counts, np.full(3, 7), counts, counts, offer_us=5000, is_rest=True))
-    assert policy.controller._lately[0].share_CK is before
-    assert policy.controller.acceptance.probability()[3, 0] > 0.78
+    assert policy.controller.beliefs.lately[0].share_CK is before
+    assert policy.controller.beliefs.acceptance.probability()[3, 0] > 0.78
     policy.foretold(Foretold(counts, np.full(3, 2), counts, counts, offer_us=5000, is_rest=False))
-    assert policy.controller._lately[0].share_CK[0, 0] > 0.9
+    assert policy.controller.beliefs.lately[0].share_CK[0, 0] > 0.9
     policy.controller.observe = lambda batch, outcome, decided: told.append(outcome)  # type: ignore[method-assign]
     facts, none = StepFacts(np.arange(3), np.full(3, 100), 3, 0, 0, 1000, 0), np.zeros(3, dtype=np.int64)
     for _ in range(2):

@@ -163,8 +163,8 @@ def test_a_small_gain_neither_switches_it_on_nor_off() -> None:
     """Acceptance such that drafting gains about 3.5%: under 5%, over 2%."""
     cost = (10.0, 0.01)
     controller = controller_of(cost)
-    controller.acceptance.probability = lambda: np.full((4, K), 0.034)  # type: ignore[method-assign]
-    controller.acceptance.upper = lambda *_: np.full((4, K), 0.034)  # type: ignore[method-assign]
+    controller.beliefs.acceptance.probability = lambda: np.full((4, K), 0.034)  # type: ignore[method-assign]
+    controller.beliefs.acceptance.upper = lambda *_: np.full((4, K), 0.034)  # type: ignore[method-assign]
     assert drafts_in(controller, batch_of(1), 100) == 0
     controller.is_on = True
     assert drafts_in(controller, batch_of(1), 100) >= 85
@@ -173,7 +173,7 @@ def test_a_small_gain_neither_switches_it_on_nor_off() -> None:
 def test_a_batch_that_shrinks_switches_it_on_without_a_probe() -> None:
     """The tail of a job: what is known of acceptance says that a single sequence pays where 120 do not."""
     controller = controller_of((10.0, 2.0))
-    controller.acceptance.observe(np.full(200, 3), np.full(200, K), np.full(200, 2))
+    controller.beliefs.acceptance.observe(np.full(200, 3), np.full(200, K), np.full(200, 2))
     assert drafts_in(controller, batch_of(120), 60, accepted_share=0.5) == 0
     before = int(controller.counts.probe_steps.sum())
     assert drafts_in(controller, batch_of(1), 20, accepted_share=0.5) >= 14
@@ -393,19 +393,21 @@ def test_what_was_foretold_counts_like_drafts() -> None:
         decided_S = np.minimum(rng.integers(0, K + 1, 6), available_S)
         agreed_S = np.minimum(rng.integers(0, K + 1, 6), decided_S)
         one.foretold(Candidates(available_S, match_S), decided_S, agreed_S, is_rest=False)
-        other.acceptance.observe(other.acceptance.class_of(0, match_S), decided_S, agreed_S)
-    assert one.acceptance.probability() == pytest.approx(other.acceptance.probability())
-    assert one.acceptance.probability()[0] != pytest.approx(controller_of(DEAR).acceptance.probability()[0])
-    shares = one._lately[0].share_CK
+        other.beliefs.acceptance.observe(other.beliefs.acceptance.class_of(0, match_S), decided_S, agreed_S)
+    assert one.beliefs.acceptance.probability() == pytest.approx(other.beliefs.acceptance.probability())
+    assert one.beliefs.acceptance.probability()[0] != pytest.approx(
+        controller_of(DEAR).beliefs.acceptance.probability()[0]
+    )
+    shares = one.beliefs.lately[0].share_CK
     assert 0.5 < shares[:, 0].sum() < 1.0 > shares[:, K - 1].sum()
     one.foretold(everything(6), np.full(6, K), np.full(6, K), is_rest=True)
-    assert one._lately[0].share_CK is shares
+    assert one.beliefs.lately[0].share_CK is shares
 
 
 def test_a_class_that_had_no_luck_is_drafted_again_when_its_offers_come_true() -> None:
     controller, batch = controller_of((10.0, 1.0)), batch_of(2)
     drafts_in(controller, batch, 30)
-    controller.acceptance.observe(np.full(60, 1), np.full(60, K), np.zeros(60, dtype=np.int64))
+    controller.beliefs.acceptance.observe(np.full(60, 1), np.full(60, K), np.zeros(60, dtype=np.int64))
     half = Candidates(np.full(2, K), np.array([7, 3]))
     lengths, asked, wanted = [], 0, 0
     for _ in range(400):
@@ -462,8 +464,8 @@ def test_many_offers_at_once_count_as_those_of_many_steps() -> None:
         for _ in range(times):
             some = Candidates(*(part[: 48 // times] for part in (none.available_S, none.match_length_S)))
             controller.foretold(some, *(some.available_S,) * 2, is_rest=False)
-    assert once._lately[0].present == pytest.approx(often._lately[0].present)
-    assert once._lately[0].present == pytest.approx(1 / 7)
+    assert once.beliefs.lately[0].present == pytest.approx(often.beliefs.lately[0].present)
+    assert once.beliefs.lately[0].present == pytest.approx(1 / 7)
 
 
 def test_prompts_in_the_first_step_do_not_raise_what_is_granted() -> None:
@@ -479,9 +481,9 @@ def test_a_split_that_the_account_cannot_pay_any_more_is_not_taken_again() -> No
     budget.settle(0.0, 0.4, 0.02)
     deep_CK = np.zeros((4, K), dtype=np.int64)
     deep_CK[3] = 4
-    rich = gains.split(batch, 0, deep_CK, controller._values, 0.0)
-    assert gains.split(batch, 0, deep_CK, controller._values, 0.0) is rich
+    rich = gains.split(batch, 0, deep_CK, controller.beliefs.values, 0.0)
+    assert gains.split(batch, 0, deep_CK, controller.beliefs.values, 0.0) is rich
     budget.balance_s = 0.02
-    poor = gains.split(batch, 0, deep_CK, controller._values, 0.0)
+    poor = gains.split(batch, 0, deep_CK, controller.beliefs.values, 0.0)
     assert 0 < poor.num_drafts < rich.num_drafts
     assert poor.seconds - poor.plain_s <= budget.affordable_s

@@ -30,12 +30,12 @@ def test_while_on_what_was_seen_of_rare_candidates_is_forgotten(monkeypatch: pyt
     """They may be of other rows by now. What others tell of them is left out here."""
     monkeypatch.setattr(acceptance, "POOLED_WEIGHT", 1e9)
     controller, batch = controller_of(MEMORY_BOUND), batch_of(1)
-    rare = int(controller.acceptance.class_of(0, np.array([3]))[0])
-    prior = controller.acceptance.probability()[rare, 0]
+    rare = int(controller.beliefs.acceptance.class_of(0, np.array([3]))[0])
+    prior = controller.beliefs.acceptance.probability()[rare, 0]
     drafts_in(controller, batch, 13, match_length=3)
-    seen = controller.acceptance.probability()[rare, 0]
+    seen = controller.beliefs.acceptance.probability()[rare, 0]
     assert drafts_in(controller, batch, 1200) > 1000
-    left = controller.acceptance.probability()[rare, 0]
+    left = controller.beliefs.acceptance.probability()[rare, 0]
     assert prior < left < 0.8 < 0.9 < seen
 
 

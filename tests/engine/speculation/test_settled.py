@@ -93,7 +93,7 @@ def test_drafts_are_tried_where_offers_that_were_compared_leave_hope() -> None:
     """Of those that are compared one in three comes true, which would not quite pay; drafts are accepted."""
     dear, batch, rng = (5.0, 2.2), batch_of(1), np.random.default_rng(0)
     controller = Controller(controller_of(dear).cost, [NGRAM], [NGRAM_COST], K)
-    controller.acceptance.observe(np.full(24, 3), np.full(24, K), np.where(rng.random(24) < 0.3, 1, 0))
+    controller.beliefs.acceptance.observe(np.full(24, 3), np.full(24, K), np.where(rng.random(24) < 0.3, 1, 0))
     compared, tried, was_on_trial, begun = 0, False, False, 0
     for _ in range(1500):
         if controller.passes(1):
