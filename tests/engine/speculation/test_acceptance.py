@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM, WINDOW, Acceptance
+from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM, WINDOW, Acceptance, ProposerPrior
 
 K = 4
 
@@ -111,8 +111,9 @@ def test_bad_luck_of_one_class_is_not_anothers() -> None:
 
 
 def test_a_first_draft_finds_out_where_the_last_ones_say_most() -> None:
-    acceptance = Acceptance([NGRAM, DRAFT_MODEL], K)
-    probability_CK = np.concatenate((np.full((4, K), 0.5), np.full((4, K), [[0.3], [0.1], [0.8], [0.9]])))
+    looks_up = ProposerPrior("looks up", (0, 1, 2, 3), (0.3, 0.4, 0.5, 0.6))
+    acceptance = Acceptance([looks_up, DRAFT_MODEL], K)
+    probability_CK = np.tile(np.array([[0.3], [0.1], [0.8], [0.9]]), (2, K))
     lucky = 0.8 + 0.8**2 + 0.8**3 + 0.8**4
     wanted = [0.0] * 4 + [0.3 * (lucky - 0.3), 0.1 * (lucky - 0.1), 0.0, 0.0]
     assert acceptance.found_out(probability_CK) == pytest.approx(wanted)

@@ -86,11 +86,16 @@ def test_two_tokens_a_sequence_may_cost_as_much_as_many() -> None:
         assert table.curve_s(32, kv, 0, 32 * 7)[32 * drafts] == pytest.approx(truth_s, rel=0.02)
 
 
-def test_where_plain_steps_take_less_more_drafts_a_sequence_take_no_more_for_it() -> None:
-    """Plain ones are graphs; the drafted ones that were timed say what a drafted one takes."""
-    table = measured(lambda tokens, sequences, kv: 10e-3 if tokens > sequences else 5e-3)
-    assert table.step_s(16, 16 * 64, 0, 16 * 8) == pytest.approx(10e-3)
-    assert table.curve_s(16, 16 * 64, 0, 16 * 8)[-1] == pytest.approx(10e-3)
+def test_where_few_drafts_take_less_than_many_still_more_take_no_more_for_it() -> None:
+    """Plain steps are graphs, and few tokens a sequence go another way than many."""
+
+    def step_s(tokens: int, sequences: int, kv: int) -> float:
+        return 1e-3 * (5 if tokens == sequences else 8 if tokens < 4 * sequences else 10)
+
+    table = measured(step_s)
+    for drafts in (7, 16):
+        assert table.step_s(16, 16 * 64, 0, 16 * drafts) == pytest.approx(10e-3)
+        assert table.curve_s(16, 16 * 64, 0, 16 * drafts)[-1] == pytest.approx(10e-3)
 
 
 def test_where_tokens_begin_to_cost_something_is_found() -> None:
