@@ -50,7 +50,7 @@ def test_eos_ends_a_sequence_and_is_the_last_token_but_not_text(folder: Path) ->
     with float32_engine(folder) as engine:
         prompt = prompts_of(1)[0]
         free = engine.generate([prompt], greedy(30))[0].token_ids
-        engine._completing._is_eos[:] = np.arange(len(engine._completing._is_eos)) == free[9]
+        engine._stepping.completing._is_eos[:] = np.arange(len(engine._stepping.completing._is_eos)) == free[9]
         first = free.index(free[9])
         ended = engine.generate([prompt], SamplingParams(max_tokens=30))[0]
         assert (ended.finish_reason, ended.token_ids) == ("stop", free[: first + 1])
@@ -258,7 +258,7 @@ def test_fault_49_logits_that_turn_nan_in_the_middle_end_that_row_only(folder: P
 
 def test_fault_48_a_model_that_never_ends_is_ended_by_its_budget_or_the_context(folder: Path) -> None:
     with float32_engine(folder, max_model_len=64) as engine:
-        engine._completing._is_eos[:] = False  # no token of this model ends anything
+        engine._stepping.completing._is_eos[:] = False  # no token of this model ends anything
         budget, context = engine.generate(
             [[1, 2, 3], [4] * 10], [SamplingParams(max_tokens=9), SamplingParams(max_tokens=10**9)]
         )

@@ -24,7 +24,7 @@ def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[
 
 def drafts_in_flight(engine, slot: int) -> int:
     """Behind all computed tokens of a sequence, whose blocks it holds until it is known which of them stand."""
-    flight = engine._flight
+    flight = engine._stepping.flight
     return 0 if flight is None else int(flight.draft_K[flight.slot_K == slot].sum())
 
 
