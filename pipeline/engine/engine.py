@@ -109,7 +109,7 @@ class Engine:
         enable_prefix_caching: bool,
         seed: int,
     ) -> None:
-        self.runner, self.tokenizer, self.seed, self.max_model_len = runner, tokenizer, seed, max_model_len
+        self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_blocks, block_size)
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
@@ -155,6 +155,15 @@ class Engine:
             self._stepping.land()
         )  # what ends with the token that is being drawn for it is too late to abort
         return self.scheduler.abort(row_id) is not None
+
+    @property
+    def runner(self) -> Runner:
+        """Who computes the steps."""
+        return self._stepping.runner
+
+    @runner.setter
+    def runner(self, runner: Runner) -> None:
+        self._stepping.runner = runner
 
     @property
     def drafting(self) -> Drafting | None:
@@ -239,7 +248,7 @@ class Engine:
         """Drop the prefixes that are kept for later requests, and what finished ones told of lengths. Nothing may be
         running."""
         self.pool.forget(range(self.pool.num_blocks))
-        self.scheduler.forget_history()
+        self.scheduler.expectation.forget()
 
     def speculate(self, proposers: Items[Proposer], policy: DraftPolicy) -> None:
         """From now on compute drafts of `proposers`, made for this engine's `table`, as many as `policy` chooses.
@@ -263,7 +272,6 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._stepping.close()
-            del self.runner
             self.tokenizer.close()
 
     def __enter__(self) -> "Engine":

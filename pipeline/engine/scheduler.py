@@ -24,14 +24,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pipeline.engine.block_pool import BlockPool
+from pipeline.engine.expectation import Expectation
 from pipeline.engine.params import EngineStats
 from pipeline.engine.sequence import Sequence, SlotTable
 from pipeline.engine.step import StepPlan, runs, share
 from pipeline.errors import RowError
 
-MIN_HISTORY = 64  # finished sequences before their lengths predict others'
-HISTORY = 1024
-EXPECTED_PERCENTILE = 75
 RECOVERY_STEPS = 16
 UNKNOWN_TOKEN = -1  # stands in the table where a token is promised
 MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
@@ -74,12 +72,9 @@ class Scheduler:
         self.running = np.zeros(0, dtype=np.int64)  # slots, oldest sequence first
         self.step_tokens = max_num_batched_tokens  # most tokens of a step for now; lower after one ran out of memory
         self.watcher: SlotWatcher | None = None
+        self.expectation = Expectation(table, pool.block_size)
         self._num_steps = 0
         self._rejected: list[Rejected] = []
-        self._history = np.zeros(HISTORY, dtype=np.int64)  # generated tokens of those that finished last, a ring
-        self._num_history = 0
-        self._expected: int | None = None  # generated tokens, from the history; None: unknown
-        self._history_changed = False
 
     # -- entering and leaving
 
@@ -113,17 +108,9 @@ class Scheduler:
     def num_rejected(self) -> int:
         return len(self._rejected)
 
-    def forget_history(self) -> None:
-        """Expect nothing of coming sequences from those that finished so far."""
-        self._num_history = 0
-        self._expected, self._history_changed = None, False
-
     def finish(self, slots: list[int]) -> list[Sequence]:
         """Take out running sequences that came to their end, and expect such lengths of others."""
-        place_N = np.arange(self._num_history, self._num_history + len(slots)) % HISTORY
-        self._history[place_N] = self.table.num_known[slots] - self.table.num_prompt[slots]
-        self._num_history += len(slots)
-        self._history_changed = True
+        self.expectation.finished(slots)
         return self._take_out(slots, finished=True)
 
     def drop(self, slot: int, keep_blocks: bool = True) -> Sequence:
@@ -348,9 +335,10 @@ class Scheduler:
         slots: list[int] = []
         starts: list[int] = []
         counts: list[int] = []
-        pool, size, expected = self.pool, self.pool.block_size, self._expected_output()
+        pool, size, expectation = self.pool, self.pool.block_size, self.expectation
+        expectation.update()
         in_progress = self._hashes_in_progress()
-        reserved = self._expected_blocks_of_running(expected)
+        reserved = expectation.missing_blocks(self.running)
         deferred: list[Sequence] = []
         while self.waiting and budget > 0 and self.table.num_free_slots and len(deferred) < MAX_DEFERRED:
             sequence = self.waiting.popleft()
@@ -358,7 +346,7 @@ class Scheduler:
             if being_computed:
                 deferred.append(sequence)
                 continue
-            num_final = self._expected_blocks(sequence, expected)
+            num_final = expectation.blocks(sequence)
             need = num_final - len(hits) + pool.num_free_of(hits)
             if (len(self.running) or slots) and reserved + need > pool.num_free:
                 self.waiting.appendleft(sequence)
@@ -419,36 +407,6 @@ class Scheduler:
             done = int(self.table.num_computed[slot]) // self.pool.block_size
             hashes.update(self.table.at(slot).hashes[done:])
         return hashes
-
-    # -- expectations
-
-    def _expected_output(self) -> int | None:
-        if self._history_changed and self._num_history >= MIN_HISTORY:
-            history = self._history[: self._num_history]
-            rank = len(history) * EXPECTED_PERCENTILE // 100
-            self._expected = int(np.partition(history, rank)[rank])
-            self._history_changed = False
-        return self._expected
-
-    def _expected_blocks(self, sequence: Sequence, expected: int | None) -> int:
-        limit = min(sequence.num_prompt + sequence.request.params.max_tokens, self.table.max_model_len)
-        size = self.pool.block_size
-        if expected is not None:
-            limit = min(limit, max(sequence.num_prompt + expected, len(sequence.token_ids) + size))
-        return -(-limit // size)
-
-    def _expected_blocks_of_running(self, expected: int | None) -> int:
-        """Blocks that the running sequences are expected to need beside those that they hold."""
-        table, size = self.table, self.pool.block_size
-        slot_S = self.running
-        final_S = table.limit[slot_S]
-        if expected is not None:
-            likely_S = np.maximum(table.num_prompt[slot_S] + expected, table.num_known[slot_S] + size)
-            final_S = np.minimum(final_S, likely_S)
-        final_S += size - 1
-        final_S //= size
-        final_S -= table.num_blocks[slot_S]
-        return int(np.maximum(final_S, 0, out=final_S).sum())
 
     # -- small parts
 

@@ -32,7 +32,7 @@ class Stepping:
     """Of one engine. Holds the step in flight and the sequences that memory did not suffice for."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, completing: Completing) -> None:
-        self._scheduler, self._table, self._runner, self.completing = scheduler, scheduler.table, runner, completing
+        self._scheduler, self._table, self.runner, self.completing = scheduler, scheduler.table, runner, completing
         self.drafting: Drafting | None = None
         self.flight: Flight | None = None
         self._shortage = Shortage(scheduler)
@@ -48,7 +48,7 @@ class Stepping:
     def close(self) -> None:
         """Let go of the model and of what is in flight."""
         self.drafting = self._scheduler.watcher = self.flight = None
-        del self._runner, self.completing
+        del self.runner, self.completing
 
     def step(self) -> list[Completion]:
         """See `Engine.step`."""
@@ -114,7 +114,7 @@ class Stepping:
         if flight is not None:
             follows = proposer is None or drafting.follows(proposer, flight, self._noted)
             if flight.has_drafts:
-                most_queries = self._runner.most_short_queries
+                most_queries = self.runner.most_short_queries
                 follows = follows and int(plan.count_S.max()) <= most_queries
                 follows = follows and bool(takes_best(self._table.sampling[plan.slot_S[plan.samples_S]]).all())
             if not follows:
@@ -138,10 +138,10 @@ class Stepping:
             late = self.drafting.late(plan, late)
         try:
             step = build_input(plan, self._table)
-            logits_RV = self._runner.execute(step, late)
+            logits_RV = self.runner.execute(step, late)
             batch = None if self._table.is_plain[slot_R].all() else self._sampling_batch(plan, slot_R)
             drafting = None if plan.draft_S is None else self.drafting
-            if not self._runner.is_asynchronous:
+            if not self.runner.is_asynchronous:
                 if drafting is not None:
                     return drafting.verify(logits_RV, batch)
                 return greedy(logits_RV) if batch is None else sample(logits_RV, batch)
@@ -149,8 +149,8 @@ class Stepping:
             if late is not None and late.shortfall is None and batch is not None:
                 late_ids = late.ids(step)
             if drafting is not None:
-                return drafting.check(self._runner, logits_RV, batch, late_ids)
-            return draw_on_device(self._runner, logits_RV, batch, late_ids)
+                return drafting.check(self.runner, logits_RV, batch, late_ids)
+            return draw_on_device(self.runner, logits_RV, batch, late_ids)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

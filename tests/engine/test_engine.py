@@ -93,7 +93,7 @@ def test_fault_47_stop_strings_survive_preemption(folder: Path) -> None:
         params = [SamplingParams(max_tokens=50, ignore_eos=True, stop=(t[-2:] or "x",)) for t in texts]
         roomy = engine.generate(prompts, params)
     with float32_engine(folder, kv_cache_memory_bytes=_kv_bytes(folder, 140), max_model_len=128) as engine:
-        engine.scheduler._expected = 1
+        engine.scheduler.expectation.output = 1
         tight = engine.generate(prompts, params)
         assert engine.stats.num_preemptions > 0
     assert [c.text for c in tight] == [c.text for c in roomy]
@@ -180,7 +180,7 @@ def test_fault_49_blocks_handed_out_again_may_hold_anything(folder: Path) -> Non
             return blocks
 
         engine.pool.allocate = allocate_poisoned  # type: ignore[method-assign]
-        engine.scheduler._expected = 1
+        engine.scheduler.expectation.output = 1
         poisoned = engine.generate(prompts, greedy(24))
         assert engine.stats.num_preemptions > 0
     assert [c.token_ids for c in poisoned] == [c.token_ids for c in clean]

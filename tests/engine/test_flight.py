@@ -124,7 +124,7 @@ def test_drafts_wait_for_tokens(seed: int) -> None:
 
 def test_sequences_are_given_up_only_when_all_their_tokens_are_known() -> None:
     engine = hash_engine(17, 4, max_num_seqs=8, enable_prefix_caching=False, is_asynchronous=True)
-    engine.scheduler._expected = 1  # expects far too little, so that it admits far too much
+    engine.scheduler.expectation.output = 1  # expects far too little, so that it admits far too much
     seen = watched(engine)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     done = run(engine, [Request(row, [row, 5, 6, 7, 8, 9], params) for row in range(8)])

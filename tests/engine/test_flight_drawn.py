@@ -73,7 +73,7 @@ def test_steps_of_drawn_rows_are_launched_before_the_last_ones_tokens_are_read()
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_that_are_given_up_and_come_again_draw_the_same(seed: int) -> None:
     engine = engine_of(True, num_blocks=20, max_num_seqs=8)
-    engine.scheduler._expected = 1  # expects far too little, so that it admits far too much
+    engine.scheduler.expectation.output = 1  # expects far too little, so that it admits far too much
     seen = watched(engine)
     done = run(engine, requests_of(seed))
     assert [told(done[row]) for row in range(len(done))] == waiting(seed)

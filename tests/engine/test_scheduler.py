@@ -90,7 +90,7 @@ def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int, is
 
 def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
     engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
-    engine.scheduler._expected = 1  # expects far too little, so that it admits far too much
+    engine.scheduler.expectation.output = 1  # expects far too little, so that it admits far too much
     rng = np.random.default_rng(5)
     requests = [
         Request(row, rng.integers(0, VOCAB - 1, 6).tolist(), SamplingParams(max_tokens=40, ignore_eos=True))
@@ -108,7 +108,7 @@ def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
 
 def test_completions_say_when_they_came_also_after_a_preemption() -> None:
     engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
-    engine.scheduler._expected = 1
+    engine.scheduler.expectation.output = 1
     before = time.monotonic_ns() // 1000
     for row in range(8):
         engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)))

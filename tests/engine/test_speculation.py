@@ -226,7 +226,7 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
         engine = hash_engine(
             24, 4, max_num_seqs=6, max_num_batched_tokens=30, max_model_len=64, enable_prefix_caching=False
         )
-        engine.scheduler._expected = 1
+        engine.scheduler.expectation.output = 1
         if most:
             engine.speculate([Certain(engine.table, wrong, np.random.default_rng(1), most)], FixedDrafts(most))
         requests = [Request(r, [r, 5, 6], SamplingParams(max_tokens=30, ignore_eos=True)) for r in range(12)]
@@ -394,7 +394,7 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
     with float32_engine(folder, kv_cache_memory_bytes=1 << 18, max_model_len=96) as engine:
         outputs = {row: completion.token_ids for row, completion in enumerate(plain)}
         engine.speculate([Recorded(engine.table, outputs, rng, vocab_size=250)], FixedDrafts(5))
-        engine.scheduler._expected = 1
+        engine.scheduler.expectation.output = 1
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
         assert sum(engine.stats.accepted_by_place) > 100
         assert engine.stats.num_steps < num_plain_steps
