@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.engine.speculation.budget import LossBudget
-from pipeline.engine.speculation.choice import Split, Values, best_split, even_split, paces
+from pipeline.engine.speculation.choice import Split, Values, best_split, even_split, paces, token_prices
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.messages import Batch
 from pipeline.engine.speculation.persistence import Persistence
@@ -56,7 +56,7 @@ class Gains:
         key = proposer, self._curve_key(batch), deep_CK.tobytes(), round(LASTING_STEPS * self.lasting(batch))
         split = self._splits.get(key)
         if split is None or split.seconds - split.plain_s > self.budget.affordable_s - lookup_s:
-            split = self._best(batch, proposer, deep_CK, values, lookup_s)
+            split = self._best(batch, proposer, deep_CK, values, lookup_s, by_price=True)
             if split.num_drafts:  # none may be what the account can pay for now
                 self._splits[key] = split
         return split
@@ -90,10 +90,26 @@ class Gains:
 
     # -- parts
 
-    def _best(self, batch: Batch, proposer: int, deep_CK: np.ndarray, values: Values, lookup_s: float) -> Split:
+    def _best(
+        self,
+        batch: Batch,
+        proposer: int,
+        deep_CK: np.ndarray,
+        values: Values,
+        lookup_s: float,
+        by_price: bool = False,
+    ) -> Split:
+        """by_price: where drafts pay, by what tokens cost; else for the most tokens at present."""
         num, extra_s, curve_s_D = batch.num_sequences, self.budget.affordable_s - lookup_s, self._curve(batch)
         proposing, lasting = self.proposing[proposer], self.lasting(batch)
         most = best_split(num, deep_CK, values, curve_s_D, proposing, extra_s, lookup_s)
+        if by_price and most.num_drafts and not _are_alike(num, deep_CK):
+            weighted = values.weighted(token_prices(most, num, deep_CK, values, lookup_s))
+            priced = best_split(num, deep_CK, weighted, curve_s_D, proposing, extra_s, lookup_s, drafts_anyway=True)
+            if priced.num_drafts and priced.expected_tokens / num > (priced.seconds + lookup_s) / (
+                priced.plain_s + lookup_s
+            ):
+                most = priced
         if lasting < LEAST_LASTING or not most.num_drafts:
             return replace(most, worth_s=most.expected_tokens / num * most.plain_s)
         best = replace(most, num_drafts=0, expected_tokens=num, seconds=most.plain_s, worth_s=most.plain_s)
@@ -149,3 +165,8 @@ class Gains:
                 curve_s_D = curve_s_D[0] + (beside_s_D - beside_s_D[0]).clip(0.0)
             self._curves[key] = curve_s_D
         return curve_s_D * self.cost.speed
+
+
+def _are_alike(num_sequences: int, deep_CK: np.ndarray) -> bool:
+    """Whether all sequences are of one class: then a token of each is worth the same."""
+    return np.count_nonzero(deep_CK[:, 0]) == 1 and float(deep_CK[:, 0].sum()) > num_sequences - LEAST_GROUP

@@ -48,6 +48,8 @@ STEPS = 1200
         (m.DRAFT_MODEL, m.ADVERSARY, 1),
         (m.DRAFT_MODEL, m.MIXTURE, 16),
         (m.DRAFT_MODEL, m.BURSTY, 16),
+        (m.DRAFT_MODEL, m.BURSTY, 64),
+        (m.UNGRAPHED, m.BURSTY, 16),
         (m.TINY_DRAFT_MODEL, m.LOW, 1),
         (m.TINY_DRAFT_MODEL, m.MIXTURE, 1),
         (m.TINY_DRAFT_MODEL, m.DECAYING, 1),
