@@ -86,16 +86,15 @@ def best_split(
     proposing: ProposingCost,
     extra_s: float,
     lookup_s: float = 0.0,
-    drafts_anyway: bool = False,
 ) -> Split:
     """The number of drafts with the most expected tokens, by what they are worth, per second of step, passes and
     lookup.
 
     deep_CK: sequences of class c with a candidate at k (may be fractions, of an expectation). curve_s_D: seconds of
     the step by number of drafts. extra_s: seconds that drafting may take beside the plain step at most, whatever it
-    gains. drafts_anyway: the best number above none, where one is allowed.
+    gains.
     """
-    args = curve_s_D, proposing, extra_s, lookup_s, drafts_anyway
+    args = curve_s_D, proposing, extra_s, lookup_s
     split = best = _best_in_order(num_sequences, deep_CK, values, *args)
     if not proposing.has_passes or np.count_nonzero(deep_CK[:, 0]) < 2:
         return split
@@ -140,7 +139,6 @@ def _best_in_order(
     proposing: ProposingCost,
     extra_s: float,
     lookup_s: float,
-    drafts_anyway: bool,
 ) -> Split:
     """`best_split` of drafts taken in the order of their values."""
     count_N = deep_CK.ravel()[values.order_N]
@@ -159,7 +157,7 @@ def _best_in_order(
     rate_D = wanted_D / (seconds_D + lookup_s)
     # Allowed or not, one by one: a staircase may be affordable again further on.
     rate_D[seconds_D > plain_s + extra_s] = 0.0
-    rate_D[0] = 0.0 if drafts_anyway else plain / (plain_s + lookup_s)
+    rate_D[0] = plain / (plain_s + lookup_s)
     best = int(rate_D.argmax())
     taken = int(end_N1.searchsorted(best + 1e-6, side="right")) - 1  # items of the order that are taken whole
     depth_C = np.bincount(values.class_N[:taken], minlength=values.num_classes)

@@ -105,10 +105,8 @@ class Gains:
         most = best_split(num, deep_CK, values, curve_s_D, proposing, extra_s, lookup_s)
         if by_price and most.num_drafts and not _are_alike(num, deep_CK):
             weighted = values.weighted(token_prices(most, num, deep_CK, values, lookup_s))
-            priced = best_split(num, deep_CK, weighted, curve_s_D, proposing, extra_s, lookup_s, drafts_anyway=True)
-            if priced.num_drafts and priced.expected_tokens / num > (priced.seconds + lookup_s) / (
-                priced.plain_s + lookup_s
-            ):
+            priced = best_split(num, deep_CK, weighted, curve_s_D, proposing, extra_s, lookup_s)
+            if priced.num_drafts:
                 most = priced
         if lasting < LEAST_LASTING or not most.num_drafts:
             return replace(most, worth_s=most.expected_tokens / num * most.plain_s)

@@ -154,8 +154,11 @@ def test_prices_never_decide_whether_to_draft() -> None:
     assert 20 < drafted < 180
 
 
-def test_drafts_that_are_not_allowed_are_not_made_anyway() -> None:
-    deep_CK, values = np.full((2, K), 5.0), Values(np.full((2, K), 0.9))
-    args = 10, deep_CK, values, 1.0 + 0.01 * np.arange(61), FREE
-    assert best_split(*args, 0.005, drafts_anyway=True).num_drafts == 0
-    assert best_split(*args, 0.015, drafts_anyway=True).num_drafts == 1
+def test_sequences_without_candidates_count_by_what_their_tokens_are_worth() -> None:
+    """Five of ten have a candidate. Where the tokens of the others are worth much, a step must not wait for drafts."""
+    deep_CK, values = np.array([[5.0], [0.0]]), Values(np.array([[0.6], [0.5]]))
+    for rest, num_drafts in ((1.0, 5), (4.0, 0)):
+        weighted = values.weighted(np.array([1.0, 1.0, rest]))
+        split = best_split(10, deep_CK, weighted, 1.0 + 0.04 * np.arange(11), FREE, NO_LIMIT)
+        assert split.num_drafts == num_drafts
+        assert weighted.plain(10, deep_CK) == pytest.approx(5 + 5 * rest)
