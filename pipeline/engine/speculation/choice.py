@@ -12,7 +12,7 @@ as little time as it can be, so a token is worth what it costs in the class that
 drafts are accepted, more where few are.
 
 C: classes, K: draft positions, N = C * K: drafts that are alike, in falling order of value, D: numbers of drafts (0 and
-up), S: sequences, C1: classes, and last the sequences without candidates.
+up), S: sequences.
 """
 
 from copy import copy
@@ -34,25 +34,24 @@ class Values:
         # What a sequence gets with as many drafts, and with none.
         self.tokens_CK1 = np.concatenate((np.ones((num_classes, 1)), value_CK), axis=1).cumsum(axis=1)
         self.num_classes = num_classes
-        self.weight_C1: np.ndarray | None = None  # of a token; None: all are worth the same
+        self._weights: tuple[np.ndarray, float] | None = None  # of tokens; None: all are worth the same
         self._wanted_CK = value_CK.copy()
         self._wanted_CK[:, 0] += found_C
         self._sort()
 
-    def weighted(self, weight_C1: np.ndarray) -> "Values":
-        """The same where a token of class c is worth weight_C1[c]."""
+    def weighted(self, weight_C: np.ndarray, rest: float) -> "Values":
+        """The same where a token of class c is worth weight_C[c], and one of a sequence without candidates `rest`."""
         other = copy(self)
-        other.weight_C1, other._wanted_CK = weight_C1, self._wanted_CK * weight_C1[:-1, None]
+        other._weights, other._wanted_CK = (weight_C, rest), self._wanted_CK * weight_C[:, None]
         other._sort()
         return other
 
     def plain(self, num_sequences: int, deep_CK: np.ndarray) -> float:
         """What a token of each of these sequences is worth; `best_split` says what deep_CK is."""
-        if self.weight_C1 is None:
+        if self._weights is None:
             return num_sequences
-        size_C = deep_CK[:, 0]
-        rest = max(num_sequences - float(size_C.sum()), 0.0)
-        return float(size_C @ self.weight_C1[:-1]) + rest * float(self.weight_C1[-1])
+        size_C, (weight_C, rest) = deep_CK[:, 0], self._weights
+        return float(size_C @ weight_C) + rest * max(num_sequences - float(size_C.sum()), 0.0)
 
     def _sort(self) -> None:
         max_drafts = self.value_CK.shape[1]
@@ -172,21 +171,28 @@ def _best_in_order(
 
 def token_prices(
     split: Split, num_sequences: int, deep_CK: np.ndarray, values: Values, lookup_s: float = 0.0
-) -> np.ndarray:
-    """(C1,): what a token costs with this split, by class, where one costs 1 on average: a sequence's share of the step
-    and its drafts, by the tokens that it gets."""
-    size_C1, tokens_C1 = paces(split, num_sequences, deep_CK, values)
-    drafts_C1 = np.append(_taken(split, deep_CK).sum(axis=1) / np.maximum(deep_CK[:, 0], 1e-9), 0.0)
+) -> tuple[np.ndarray, float]:
+    """Seconds that a token costs with this split, in each class (C,) and without candidates: a sequence's share of the
+    step and its drafts, by the tokens that it gets."""
+    depth_C, drafts_C = split.depth_C, split.depth_C.astype(np.float64)
+    tokens_C = values.tokens_CK1[np.arange(len(depth_C)), depth_C]
+    if split.num_deeper:
+        c = split.deeper_class
+        part = split.num_deeper / float(deep_CK[c, depth_C[c]])
+        drafts_C[c] += part
+        tokens_C[c] += part * values.value_CK[c, depth_C[c]]
     share_s = (split.seconds + lookup_s - split.price_s * split.num_drafts) / num_sequences
-    spent_C1 = share_s + split.price_s * drafts_C1
-    return spent_C1 / tokens_C1 * float(size_C1 @ tokens_C1) / float(size_C1 @ spent_C1)
+    return (share_s + split.price_s * drafts_C) / tokens_C, share_s
 
 
 def paces(split: Split, num_sequences: int, deep_CK: np.ndarray, values: Values) -> tuple[np.ndarray, np.ndarray]:
     """Of each class, the sequences (G,) with candidates and the tokens that each gets in a step of this split; last
     those without."""
+    taken_CK = deep_CK * (np.arange(deep_CK.shape[1]) < split.depth_C[:, None])
+    if split.num_deeper:
+        taken_CK[split.deeper_class, split.depth_C[split.deeper_class]] = split.num_deeper
     size_C = deep_CK[:, 0]
-    tokens_C = 1.0 + (_taken(split, deep_CK) * values.value_CK).sum(axis=1) / np.maximum(size_C, 1e-9)
+    tokens_C = 1.0 + (taken_CK * values.value_CK).sum(axis=1) / np.maximum(size_C, 1e-9)
     return np.append(size_C, max(num_sequences - size_C.sum(), 0.0)), np.append(tokens_C, 1.0)
 
 
@@ -203,14 +209,6 @@ def deal(split: Split, class_S: np.ndarray, available_S: np.ndarray, turn: int) 
 
 def _deepest(split: Split) -> int:
     return max(int(split.depth_C.max()), int(split.depth_C[split.deeper_class]) + 1 if split.num_deeper else 0)
-
-
-def _taken(split: Split, deep_CK: np.ndarray) -> np.ndarray:
-    """(C, K): how many of the candidates are drafted."""
-    taken_CK = deep_CK * (np.arange(deep_CK.shape[1]) < split.depth_C[:, None])
-    if split.num_deeper:
-        taken_CK[split.deeper_class, split.depth_C[split.deeper_class]] = split.num_deeper
-    return taken_CK
 
 
 def _price_s(best: int, seconds_D: np.ndarray, wanted_D: np.ndarray, lookup_s: float) -> float:

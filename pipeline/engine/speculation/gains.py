@@ -45,6 +45,7 @@ class Gains:
         self._curves: dict[_CurveKey, np.ndarray] = {}
         self._curves_version = -1
         self._splits: dict[tuple[int, _CurveKey, bytes, int], Split] = {}  # of the values that were given last
+        self._weighted: dict[int, Values] = {}  # by proposer, of the same
         self._values: Values | None = None
 
     def split(self, batch: Batch, proposer: int, deep_CK: np.ndarray, values: Values, lookup_s: float) -> Split:
@@ -52,6 +53,7 @@ class Gains:
         again, at the speed that the machine had then: few sequences have the same ones in step after step."""
         if values is not self._values:
             self._splits.clear()
+            self._weighted.clear()
             self._values = values
         key = proposer, self._curve_key(batch), deep_CK.tobytes(), round(LASTING_STEPS * self.lasting(batch))
         split = self._splits.get(key)
@@ -102,12 +104,11 @@ class Gains:
         """by_price: where drafts pay, by what tokens cost; else for the most tokens at present."""
         num, extra_s, curve_s_D = batch.num_sequences, self.budget.affordable_s - lookup_s, self._curve(batch)
         proposing, lasting = self.proposing[proposer], self.lasting(batch)
-        most = best_split(num, deep_CK, values, curve_s_D, proposing, extra_s, lookup_s)
-        if by_price and most.num_drafts and not _are_alike(num, deep_CK):
-            weighted = values.weighted(token_prices(most, num, deep_CK, values, lookup_s))
-            priced = best_split(num, deep_CK, weighted, curve_s_D, proposing, extra_s, lookup_s)
-            if priced.num_drafts:
-                most = priced
+        most = None
+        if by_price and not _are_alike(num, deep_CK):
+            most = self._best_by_price(proposer, num, deep_CK, values, curve_s_D, extra_s, lookup_s)
+        if most is None:
+            most = best_split(num, deep_CK, values, curve_s_D, proposing, extra_s, lookup_s)
         if lasting < LEAST_LASTING or not most.num_drafts:
             return replace(most, worth_s=most.expected_tokens / num * most.plain_s)
         best = replace(most, num_drafts=0, expected_tokens=num, seconds=most.plain_s, worth_s=most.plain_s)
@@ -119,6 +120,29 @@ class Gains:
                 if worth_s * (best.seconds + lookup_s) > best.worth_s * (split.seconds + lookup_s):
                     best = replace(split, worth_s=worth_s)
         return best
+
+    def _best_by_price(
+        self,
+        proposer: int,
+        num: int,
+        deep_CK: np.ndarray,
+        values: Values,
+        curve_s_D: np.ndarray,
+        extra_s: float,
+        lookup_s: float,
+    ) -> Split | None:
+        """With tokens worth what they cost; None where that is no draft. Prices hold as long as the values do: looked
+        for once with tokens that are worth the same, and again by what they cost then."""
+        proposing = self.proposing[proposer]
+        weighted = self._weighted.get(proposer)
+        if weighted is None:
+            most = best_split(num, deep_CK, values, curve_s_D, proposing, extra_s, lookup_s)
+            if not most.num_drafts:
+                return None
+            weighted = values.weighted(*token_prices(most, num, deep_CK, values, lookup_s))
+            self._weighted[proposer] = weighted
+        priced = best_split(num, deep_CK, weighted, curve_s_D, proposing, extra_s, lookup_s)
+        return priced if priced.num_drafts else None
 
     def _worth_s(self, batch: Batch, split: Split, deep_CK: np.ndarray, values: Values, lasting: float) -> float:
         """Seconds of plain steps that a step with this split stands for, its own among them."""

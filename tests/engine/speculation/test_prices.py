@@ -1,5 +1,6 @@
 """Whose drafts are made where tokens are worth what they cost: what a job takes in the end, by brute force."""
 
+from copy import copy
 from itertools import product
 
 import numpy as np
@@ -94,15 +95,26 @@ def test_the_most_tokens_at_present_are_not_the_most_in_the_end() -> None:
 
 
 def test_what_a_token_costs() -> None:
-    """Four of ten draft two, three draft none though they could, three have no candidates. A step of 2.0 s, 0.05 of it
-    for each draft: 0.16 for a sequence itself."""
+    """Four of eleven draft two, one of these three, three draft none though they could, four have no candidates. A step
+    of 2.0 s, 0.05 of it for each of 9 drafts: the rest is everybody's."""
     deep_CK = np.array([[4.0, 4.0, 4.0], [3.0, 3.0, 0.0]])
     values = Values(np.array([[0.5, 0.5, 0.5], [0.2, 0.2, 0.2]]))
-    split = Split(8, np.array([2, 0]), 0, 0, 13.0, 1.9, 1.0, price_s=0.05)
-    price_C1 = token_prices(split, 10, deep_CK, values, lookup_s=0.1)
-    cost_C1 = np.array([0.26 / 1.75, 0.16, 0.16])
-    assert price_C1 == pytest.approx(cost_C1 / (2.0 / 13.0))
-    assert 4 * 1.75 * price_C1[0] + 6 * price_C1[1] == pytest.approx(13.0), "1 on average"
+    split = Split(9, np.array([2, 0]), 0, 1, 13.0, 1.9, 1.0, price_s=0.05)
+    price_C, rest = token_prices(split, 11, deep_CK, values, lookup_s=0.1)
+    assert rest == pytest.approx((2.0 - 9 * 0.05) / 11)
+    assert price_C == pytest.approx([(rest + 2.25 * 0.05) / (1.75 + 0.25 * 0.125), rest])
+
+
+def test_prices_are_made_once_for_the_same_values() -> None:
+    gains, values = gains_of([10.0, 20.0, 31.0, 181.0], FREE), Values(np.stack((np.full(K, 0.92), np.full(K, 0.5))))
+    batch = Batch(NUM, 64 * NUM, 10_000, num_waiting=10_000, slot_S=np.arange(NUM))
+    few, many = (np.array([[easy], [NUM - easy]]) * np.ones((1, K)) for easy in (20.0, 200.0))
+    first = gains.split(batch, 0, few, values, 0.0)
+    then = gains.split(batch, 0, many, values, 0.0)
+    fresh = gains_of([10.0, 20.0, 31.0, 181.0], FREE).split(batch, 0, many, values, 0.0)
+    assert then.num_drafts != fresh.num_drafts, "by the prices of the first"
+    assert gains.split(batch, 0, many, copy(values), 0.0).num_drafts == fresh.num_drafts
+    assert first.num_drafts > 0
 
 
 def test_a_draft_costs_what_the_step_grows_by() -> None:
@@ -121,7 +133,7 @@ def test_where_tokens_are_worth_less_fewer_are_drafted() -> None:
     deep_CK, curve_s_D = np.full((2, K), 5.0), 1.0 + 0.04 * np.arange(61)
     values = Values(np.full((2, K), 0.9))
     alike = best_split(10, deep_CK, values, curve_s_D, FREE, NO_LIMIT)
-    weighted = best_split(10, deep_CK, values.weighted(np.array([0.5, 1.5, 1.0])), curve_s_D, FREE, NO_LIMIT)
+    weighted = best_split(10, deep_CK, values.weighted(np.array([0.5, 1.5]), 1.0), curve_s_D, FREE, NO_LIMIT)
     assert alike.depth_C[0] == alike.depth_C[1]
     assert weighted.depth_C[0] < alike.depth_C[0] <= weighted.depth_C[1]
     tokens = 10 + sum(5 * 0.9 ** (k + 1) for c in range(2) for k in range(weighted.depth_C[c]))
@@ -158,7 +170,7 @@ def test_sequences_without_candidates_count_by_what_their_tokens_are_worth() -> 
     """Five of ten have a candidate. Where the tokens of the others are worth much, a step must not wait for drafts."""
     deep_CK, values = np.array([[5.0], [0.0]]), Values(np.array([[0.6], [0.5]]))
     for rest, num_drafts in ((1.0, 5), (4.0, 0)):
-        weighted = values.weighted(np.array([1.0, 1.0, rest]))
+        weighted = values.weighted(np.ones(2), rest)
         split = best_split(10, deep_CK, weighted, 1.0 + 0.04 * np.arange(11), FREE, NO_LIMIT)
         assert split.num_drafts == num_drafts
         assert weighted.plain(10, deep_CK) == pytest.approx(5 + 5 * rest)
