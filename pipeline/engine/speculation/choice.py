@@ -213,13 +213,14 @@ def _deepest(split: Split) -> int:
 
 def _price_s(best: int, seconds_D: np.ndarray, wanted_D: np.ndarray, lookup_s: float) -> float:
     """Seconds that a draft costs at the best number of them: on a line its slope. At a kink the drafts before it cost
-    less and those behind it more; how many there are is decided by what the last one is worth."""
+    less and those behind it more; how many there are is decided by what the last one is worth. A curve may fall: then
+    it costs nothing."""
     half, twice = best // 2, min(2 * best, len(seconds_D) - 1)
     before_s = float(seconds_D[best] - seconds_D[half]) / (best - half)
     behind_s = float(seconds_D[twice] - seconds_D[best]) / (twice - best) if twice > best else before_s
     last = float(wanted_D[best] - wanted_D[best - 1])
     worth_s = last * float(seconds_D[best] + lookup_s) / float(wanted_D[best])
-    return min(max(worth_s, before_s), max(before_s, behind_s))
+    return max(min(max(worth_s, before_s), max(before_s, behind_s)), 0.0)
 
 
 def _passes_s(

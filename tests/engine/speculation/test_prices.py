@@ -6,8 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from pipeline.engine.speculation.acceptance import count_deep
 from pipeline.engine.speculation.budget import LossBudget
-from pipeline.engine.speculation.choice import Split, Values, best_split, paces, token_prices
+from pipeline.engine.speculation.choice import Split, Values, best_split, deal, paces, token_prices
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.gains import Gains
 from pipeline.engine.speculation.messages import Batch
@@ -115,6 +116,26 @@ def test_prices_are_made_once_for_the_same_values() -> None:
     assert then.num_drafts != fresh.num_drafts, "by the prices of the first"
     assert gains.split(batch, 0, many, copy(values), 0.0).num_drafts == fresh.num_drafts
     assert first.num_drafts > 0
+
+
+def test_where_the_curve_falls_drafts_cost_nothing() -> None:
+    """A table may say that many tokens take less than few. A token that cost less than nothing would turn the order of
+    its class's drafts around."""
+    class_S, available_S = np.array([0, 0, 0, 0, 1, 1]), np.array([5, 2, 1, 1, 1, 0])
+    deep_CK, values = (
+        count_deep(class_S, available_S, 2, K),
+        Values(np.array([[0.8, 0.6, 0.5, 0.4, 0.3, 0.2], [0.3] * K])),
+    )
+    curve_s_D = 1.0 - 0.08 * np.arange(11)
+    split = best_split(6, deep_CK, values, curve_s_D, FREE, NO_LIMIT)
+    assert split.num_drafts == 10
+    assert split.price_s == 0.0
+    price_C, rest = token_prices(split, 6, deep_CK, values)
+    assert min(*price_C, rest) > 0.0
+    steep_s_D = np.where(np.arange(11) < 8, curve_s_D, 9.0)
+    priced = best_split(6, deep_CK, values.weighted(price_C, rest), steep_s_D, FREE, NO_LIMIT)
+    assert priced.num_drafts == 7
+    assert deal(priced, class_S, available_S, turn=0).sum() == 7
 
 
 def test_a_draft_costs_what_the_step_grows_by() -> None:
