@@ -3,7 +3,8 @@
 Ray ends its driver with exit code 1 and no word when the node's own process is gone; the kernel ends one that takes too
 much memory. To a scheduler 1 says that too many rows failed, which no new try will mend. So the command runs in a
 fork, tells through a pipe with which code it means to leave, and an end without that word is the environment's
-failure: exit code 3, resumable. Signals are passed on; a guard that is killed takes the command with it.
+failure: exit code 3, resumable. 75 needs no word: nothing but a signal makes a process leave with it. Signals are
+passed on; a guard that is killed takes the command with it.
 """
 
 import ctypes
@@ -11,13 +12,14 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from pipeline.errors import EnvironmentFailed
+from pipeline.errors import EnvironmentFailed, Interrupted
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WAIT_S = 0.25
+LEAVE_S = 30.0  # from the command's word to its end, which waits for Ray's
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -31,24 +33,28 @@ def guarded(command: Callable[[], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     guard = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until there is somebody to pass them on
+    passed_on = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup asks
+        passed_on.append(signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until there is somebody to pass them on
     child = os.fork()
     if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         os.close(reading)
         os.setpgid(0, 0)  # a terminal's Ctrl-C comes to the guard alone, and to us once
         _end_with(guard)
-        _leave(writing, command)
+        _leave(writing, command, passed_on)
     os.close(writing)
-    old = {number: signal.signal(number, lambda n, _: os.kill(child, n)) for number in _PASSED_ON}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    old = {number: signal.signal(number, lambda n, _: os.kill(child, n)) for number in passed_on}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     try:
         word = _read(reading)
-        _, status = os.waitpid(child, 0)
+        status = _wait(child, LEAVE_S)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
     if not word:
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == Interrupted.exit_code:
+            sys.exit(Interrupted.exit_code)
         raise EnvironmentFailed(f"The run ended without a word: {_how(status)}")
     if int(word) != 0:
         sys.exit(int(word))
@@ -66,11 +72,27 @@ def _read(pipe: int) -> bytes:
             word += data
 
 
-def _leave(writing: int, command: Callable[[], None]) -> NoReturn:
+def _wait(child: int, limit_s: float) -> int:
+    """The child's status, once it has ended; it is killed when that takes too long."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1]
+        time.sleep(0.01)
+
+
+def _leave(writing: int, command: Callable[[], None], signals: list[signal.Signals]) -> NoReturn:
     """Run the command, say the exit code, and leave with it: as SystemExit, so that what is to be done at exit is."""
     code = 0
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         command()
+    except KeyboardInterrupt:  # one that came before the command was there to handle it
+        code = Interrupted.exit_code
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     os.write(writing, str(code).encode())

@@ -185,6 +185,7 @@ class RunRecord:
     units_found: int = 0  # handed out, but their part was there before any work
     skipped_files: list[SkippedInput] = field(default_factory=list)
     error_rows: dict[str, int] = field(default_factory=dict)  # of `rows_written`, by code
+    telemetry_failures: int = 0  # writes of status, record and report that failed
 
     @property
     def machine_us(self) -> int:

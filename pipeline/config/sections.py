@@ -240,6 +240,7 @@ class RunSection(Section):
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
     drain_s: float = Field(default=30.0, ge=0, le=86_400)
     step_timeout_s: float = Field(default=300.0, gt=0, le=86_400)
+    load_timeout_s: float = Field(default=3600.0, gt=0, le=604_800)
     progress_timeout_s: float = Field(default=1800.0, gt=0, le=604_800)
     spot_notice: Literal["off", "aws", "gcp", "azure"] = "off"
     ray_address: str | None = None

@@ -192,7 +192,7 @@ class LocalFolder:
         removed = 0
         for name in self.names(TMP):
             path = self.root / TMP / name
-            with suppress(FileNotFoundError), self._failing(path):
+            with self._failing(path), suppress(FileNotFoundError):  # its writer removes it too
                 fd = os.open(path, os.O_RDWR)
                 try:
                     if _lock(fd):

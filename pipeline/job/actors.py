@@ -39,7 +39,9 @@ class FlowSpec:
     spot: Spot = Spot()
 
 
-def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry_failed: bool = False) -> FlowSpec:
+def flow_spec(
+    plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, run_id: str, retry_failed: bool = False
+) -> FlowSpec:
     """What each actor gets: its share of the machine's cores unless the job says so, and a GPU where it uses
     one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
     config, run = plan.config, plan.config.run
@@ -56,10 +58,12 @@ def flow_spec(plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, retry
         chat_of(config),
         config.output.path if "://" in config.output.path else os.path.abspath(config.output.path),
         dict(config.output.storage),
+        run_id,
         plan.fingerprint.short,
         dict(config.output.rename),
         provenance(plan),
         run.step_timeout_s,
+        run.load_timeout_s,
         threads,
         retry_failed,
         dict(config.model.storage),
@@ -104,7 +108,7 @@ def resolve_device(config: JobConfig) -> str:
 
 def provenance(plan: Plan) -> dict[str, str]:
     """Provenance, kept in each part's footer."""
-    found = {name: v for name, v in versions().items() if name not in ("host", "pid")}
+    found = {name: v for name, v in versions().items() if name not in ("host", "pid", "process")}
     return {
         "pipeline.fingerprint": plan.fingerprint.digest,
         "pipeline.model": json.dumps(plan.fingerprint.identity["model"], sort_keys=True),

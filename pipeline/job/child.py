@@ -6,17 +6,20 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from pipeline.engine.params import EngineConfig
+from pipeline.job.logs import RotatedLog
 from pipeline.job.machine import now_us
 from pipeline.job.messages import Crashed, Start, ToEngine
 
 LAST_WORDS_BYTES = 2000
+MAX_LINE_BYTES = 8192
 SHORT_CHARS = 300
 LAST_BREATH_S = 5.0  # from the end of its socket to the end of the process
+LAST_LINES_S = 1.0  # from the end of the process to the end of what it wrote
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Launch:
     factory: str
     config: EngineConfig
     step_timeout_s: float = 300.0
+    load_timeout_s: float = 3600.0
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -58,20 +62,43 @@ def oom_kills() -> int | None:
         return None
 
 
+class _Output:
+    """What a process prints: its last bytes are kept, and all of it goes to the log, if there is one."""
+
+    def __init__(self, log: RotatedLog | None) -> None:
+        self._log = log
+        self._tail = b""
+        reading, self.writing = os.pipe()
+        self._thread = threading.Thread(target=self._read, args=(reading,), daemon=True, name="engine output")
+        self._thread.start()
+
+    def last(self) -> str:
+        """The last that was printed. The process has ended; something it started may still hold the pipe."""
+        self._thread.join(LAST_LINES_S)
+        return self._tail.decode(errors="replace")
+
+    def _read(self, reading: int) -> None:
+        with open(reading, "rb") as lines:
+            for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
+                self._tail = (self._tail + line)[-LAST_WORDS_BYTES:]
+                if self._log is not None:
+                    self._log.line(line.decode(errors="backslashreplace"))
+
+
 class Child:
     """One engine process and the socket to it."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, log: RotatedLog | None = None) -> None:
         ours, theirs = socket.socketpair()
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._output = _Output(log)
         environment = {**os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        with theirs:
+        with theirs, open(self._output.writing, "wb") as printed:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.job.engine_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
+                stdout=printed,
+                stderr=printed,
                 env=environment,
                 start_new_session=True,
             )
@@ -107,10 +134,7 @@ class Child:
             self.kill("it no longer answered")
             code = self.process.wait()
         self.connection.close()
-        with self.log:
-            size = self.log.seek(0, os.SEEK_END)
-            self.log.seek(max(0, size - LAST_WORDS_BYTES))
-            words = self.crash.message if self.crash else self.log.read().decode(errors="replace")
+        words = self.crash.message if self.crash else self._output.last()
         return Ended(self._how(code), words.strip()[-LAST_WORDS_BYTES:])
 
     def _how(self, code: int) -> str:

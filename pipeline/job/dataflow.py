@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its native log would speak to the terminal
@@ -121,7 +122,7 @@ class EngineActor:
         else:
             threading.Thread(target=self._report, daemon=True, name="report").start()
             if spot.notice != "off":
-                SpotNotice(spot.notice, lambda: self._leave(spot.drain_s))
+                SpotNotice(spot.notice, lambda: self._leave(spot.drain_s), self._worker.note)
 
     def __call__(self, batch: pa.Table) -> dict[str, list[str]]:
         return {"summary": [json for data in batch["data"] for json in self._process(data.as_py())]}
@@ -174,6 +175,7 @@ class Dataflow:
     def __init__(self, spec: FlowSpec, run_began_us: int) -> None:
         """Starts or joins Ray. `run_began_us`: of this process's clock. Raises EnvironmentFailed."""
         self._spec = spec
+        self.session_logs: Path | None = None
         self._summaries: queue.SimpleQueue[UnitSummary | PipelineError | None] = queue.SimpleQueue()
         self._started_ray = _connect(spec)
         ledger = ray.remote(num_cpus=0)(Ledger)

@@ -6,12 +6,11 @@ The record is replaced as the run goes on, so that a run that is killed has one 
 import json
 import os
 import platform
-import secrets
 import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,11 +22,16 @@ from pipeline.data.parts import PartStore, Progress
 from pipeline.data.records import PartTotals
 from pipeline.data.storage import retry_counts
 from pipeline.job.ledger import ActorState
+from pipeline.job.machine import process_mark
+from pipeline.job.run_id import next_run_id, run_number
 from pipeline.job.stages import UnitSummary
+from pipeline.job.status import Status
+from pipeline.job.telemetry import Telemetry
 from pipeline.metrics import Outcome, RunRecord, SkippedInput
 from pipeline.rowstats import RowStats
 
 RUNS = "_pipeline/runs"
+SKIPPED = "_pipeline/skipped"  # the damaged files that a run left out, written once: there may be many
 STATUS = "_pipeline/status.json"
 REPORT_JSON = "_pipeline/report.json"
 REPORT_MARKDOWN = "_pipeline/report.md"
@@ -43,16 +47,22 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found | {"host": socket.gethostname(), "pid": str(os.getpid())}
+    pid = os.getpid()
+    return found | {"host": socket.gethostname(), "pid": str(pid), "process": process_mark(pid)}
 
 
 class RunLog:
     """One run as it goes: sums what units and actors tell. Used by the driver's main thread."""
 
     def __init__(
-        self, store: PartStore, config_free: Mapping[str, Any], hourly_usd: float | None, resolved: Mapping[str, Any]
+        self,
+        store: PartStore,
+        config_free: Mapping[str, Any],
+        hourly_usd: float | None,
+        resolved: Mapping[str, Any],
+        telemetry: Telemetry,
     ) -> None:
-        self._store = store
+        self._telemetry = telemetry
         self._began_ns = time.monotonic_ns()
         self._free = dict(config_free)
         self._hourly_usd = hourly_usd
@@ -60,8 +70,7 @@ class RunLog:
         self._versions = versions()
         now = datetime.now(UTC)  # for people; the order of runs is their number's
         self.started_at = now.isoformat(timespec="seconds")
-        earlier = [int(name[:4]) for name in store.names(RUNS) if name[:4].isdigit()]
-        self.run_id = f"{max(earlier, default=0) + 1:04d}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        self.run_id = next_run_id(store.names(RUNS), now)
         self.outcome: Outcome = "running"
         self.driver_us: dict[str, int] = {}
         self.actors: list[ActorState] = []
@@ -73,6 +82,7 @@ class RunLog:
         self.write_us = 0
         self.first_errors: list[str] = []  # to show when there are too many
         self.skipped_files: list[SkippedInput] = []
+        self._skipped_told = False
         self.retries_before: dict[str, int] = {}  # of this process, for storage, before this run
 
     @property
@@ -123,53 +133,78 @@ class RunLog:
             self.found_units,
             self.skipped_files,
             dict(self.computed.error_rows),
+            telemetry_failures=self._telemetry.failures,
         )
 
-    def save(self) -> RunRecord:
-        record = self.record()
-        self._store.replace(f"{RUNS}/{self.run_id}.json", json.dumps(record.to_json(), indent=1).encode())
-        return record
+    def save(self) -> None:
+        """Write the record as it is now, beside the run. The list of skipped files is written once."""
+        raw = self.record().to_json()
+        if self.skipped_files:
+            place = f"{SKIPPED}/{self.run_id}.json"
+            if not self._skipped_told:
+                self._telemetry.put(place, json.dumps(raw["skipped_files"]).encode())
+                self._skipped_told = True
+            raw |= {"skipped_files": [], "skipped_files_in": place}
+        self._telemetry.put(f"{RUNS}/{self.run_id}.json", json.dumps(raw, indent=1).encode())
 
 
 def load_runs(store: PartStore) -> list[RunRecord]:
     """The records of all runs, in their order. One that says it runs and whose process is gone from this
     machine was killed."""
     runs = []
-    for name in sorted(store.names(RUNS)):
-        raw = store.read(f"{RUNS}/{name}")
-        if raw is not None:
-            record = RunRecord.from_json(json.loads(raw))
+    for name in sorted(store.names(RUNS), key=lambda name: (run_number(name), name)):
+        data = store.read(f"{RUNS}/{name}")
+        if data is not None:
+            raw = json.loads(data)
+            if "skipped_files_in" in raw:
+                raw["skipped_files"] = json.loads(store.read(raw["skipped_files_in"]) or b"[]")
+            record = RunRecord.from_json(raw)
             if record.outcome == "running" and _is_gone(record.versions):
                 record = RunRecord.from_json({**record.to_json(), "outcome": "killed"})
             runs.append(record)
     return runs
 
 
-def totals_so_far(store: PartStore, done: Progress) -> PartTotals:
+def totals_so_far(runs: Iterable[RunRecord], done: Progress) -> PartTotals:
     """About what the parts hold, without opening one: rows and units from their names, tokens and errors as the runs
     recorded them. Of a killed run the last second or two is missing; what --retry-failed made anew is in it twice."""
     totals = PartTotals()
-    for run in load_runs(store):
+    for run in runs:
         tokens = run.input_tokens, run.cached_tokens, run.generated_tokens
         totals += PartTotals(0, 0, run.error_rows, *tokens)
     return replace(totals, rows=done.num_rows, units=done.num_units)
 
 
 def _is_gone(where: Mapping[str, str]) -> bool:
-    if where.get("host") != socket.gethostname() or sys.platform != "linux":
-        return False
+    """Whether the process that says it runs there does not, as far as this machine can tell. A number alone says
+    little: after a restart of a machine or container another process has it."""
     pid = where.get("pid", "")
-    return pid.isdigit() and int(pid) != os.getpid() and not os.path.exists(f"/proc/{pid}")
+    if where.get("host") != socket.gethostname() or sys.platform != "linux" or not pid.isdigit():
+        return False
+    mark = process_mark(int(pid))
+    return mark != where["process"] if where.get("process") else not mark
 
 
 def make_report(
-    store: PartStore, job_name: str, fingerprint: str, totals: PartTotals, input_rows: int, finished: bool
+    telemetry: Telemetry,
+    job_name: str,
+    fingerprint: str,
+    runs: Sequence[RunRecord],
+    totals: PartTotals,
+    input_rows: int,
+    finished: bool,
 ) -> RunReport:
-    """Build the job's report over its runs and put it in the output folder. `finished`: the output is
-    complete, in whatever way its last run ended."""
-    report = build_report(job_name, fingerprint, load_runs(store), asdict(totals), input_rows)
+    """The job's report over its runs, written beside the run. `finished`: the output is complete, in whatever way its
+    last run ended."""
+    report = build_report(job_name, fingerprint, runs, asdict(totals), input_rows)
     if finished:
         report = replace(report, outcome="finished")
-    store.replace(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())
-    store.replace(REPORT_MARKDOWN, report.to_markdown().encode())
+    telemetry.put(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())
+    telemetry.put(REPORT_MARKDOWN, report.to_markdown().encode())
     return report
+
+
+def put_status(telemetry: Telemetry, status: Status) -> None:
+    """Write what a run shows, with the time of now for people who find it later."""
+    told = replace(status, told_at=datetime.now(UTC).isoformat(timespec="seconds"))
+    telemetry.put(STATUS, json.dumps(told.to_json(), indent=1).encode())

@@ -1,16 +1,15 @@
-"""One run of a job: resume -> execute -> verify -> report. The order in which anything becomes true is here.
+"""One run of a job: resume -> execute -> verify -> publish -> report. The order in which anything becomes true is here.
 
 plan (nothing written) -> the output is ours -> one listing -> the units that are left, through the dataflow
-  -> count -> report -> _SUCCESS
+  -> count -> _SUCCESS -> record, report and status say "finished"
 """
 
 import contextlib
-import json
-import signal
-import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline import errors
@@ -23,25 +22,28 @@ from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooMa
 from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
 from pipeline.job.fingerprint import claim, record_numerics
 from pipeline.job.ledger import ActorState, Order
+from pipeline.job.logs import DRIVER, RAY, LogFolder, RotatedLog, collect_ray_logs
 from pipeline.job.partial import remove_all
 from pipeline.job.plan import Plan, make_plan, what_is_left
-from pipeline.job.record import STATUS, RunLog, make_report, totals_so_far, versions
+from pipeline.job.record import RunLog, load_runs, make_report, put_status, totals_so_far, versions
 from pipeline.job.retry import split_totals, tasks_with_failed
 from pipeline.job.spot import SpotNotice
 from pipeline.job.stages import UnitSummary
 from pipeline.job.status import Status
+from pipeline.job.stop import Stopped, StopSignals
+from pipeline.job.telemetry import Telemetry
 from pipeline.job.verify import read_success, verify, write_empty_part, write_success
 from pipeline.job.worker import Backend
-from pipeline.metrics import SkippedInput
+from pipeline.metrics import RunRecord, SkippedInput
 
 if TYPE_CHECKING:
     from pipeline.job.dataflow import Dataflow
 
 TICK_S = 1.0
 STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
+WRITING_SHARE = 0.05  # of the time, at most, in which a status or record is being written
 RATE_WINDOW_S = 30.0
 GIVE_UP_S = 10.0  # to keep what is finished of open units, at the end of a drain
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Show = Callable[[Status], None]
 
@@ -59,63 +61,109 @@ def run_job(
 
     `retry_failed` computes the error rows of what is there again. `progress` is called about once a second.
     Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call
-    goes on from there. SIGINT and SIGTERM end the run with Interrupted after at most `run.drain_s`, a second one
-    at once (main thread only).
+    goes on from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are
+    computed after at most `run.drain_s`, or at a second one; at any other time at once (`stop.py`).
     """
-    show = progress or (lambda status: None)
-    show(Status(phase="planning"))
-    began = time.monotonic_ns()
-    retries_before = retry_counts()
-    device = resolve_device(config)
-    plan = make_plan(config, device, lambda what: show(Status(phase=f"planning: {what}")))
-    store = PartStore(config.output.path, config.output.storage)
-    claim(store, config.name, plan.fingerprint, accept_numerics, versions())
-    done = store.list(plan.fingerprint.short)
-    tasks = what_is_left(plan, done)
-    failed, before = [], PartTotals()
-    if retry_failed:
-        store.probe_rewrite()
-        failed, before = split_totals(store.parts())
-        tasks = tasks_with_failed(plan, done, failed)
-    if not tasks and SUCCESS in store.names(""):
-        show(
-            Status(
-                phase="already complete",
-                outcome="finished",
-                rows_total=plan.num_rows,
-                rows_done=plan.num_rows,
-                rows_written=plan.num_rows,
-            )
-        )
-        totals = read_success(store) or store.totals()
-        return make_report(store, config.name, plan.fingerprint.digest, totals, plan.num_rows, finished=True)
-    if accept_numerics:
-        record_numerics(store, plan.fingerprint)
-    if not retry_failed:
-        before = totals_so_far(store, done)
-    log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device})
-    log.retries_before = retries_before
-    log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
-    log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
-    run = _Run(plan, store, log, before, show)
-    with run.recorded():
-        store.clean_tmp()
-        if not plan.windows:
-            write_empty_part(plan, store, provenance(plan))
-        run.check_error_rate()
-        if tasks:
-            store.remove(SUCCESS)  # parts are to be replaced, or were removed by hand since
-            run.execute(flow_spec(plan, tuple(tasks), backend or Backend(), retry_failed=bool(failed)))
-        run.say("verifying")
-        started = time.monotonic_ns()
-        totals = verify(plan, store)
-        run.check_error_rate(totals)
-        log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
-    report = make_report(store, config.name, plan.fingerprint.digest, totals, plan.num_rows, finished=True)
+    show = _harmless(progress or (lambda status: None))
+    with StopSignals() as stop:
+        phase = "planning"
+
+        def planning(what: str = "") -> None:
+            show(Status(phase=f"planning: {what}" if what else "planning"))
+
+        try:
+            planning()
+            began = time.monotonic_ns()
+            retries_before = retry_counts()
+            device = resolve_device(config)
+            plan = make_plan(config, device, planning)
+            store = PartStore(config.output.path, config.output.storage)
+            claim(store, config.name, plan.fingerprint, accept_numerics, versions())
+            done = store.list(plan.fingerprint.short)
+            tasks = what_is_left(plan, done)
+            failed, before = [], PartTotals()
+            if retry_failed:
+                store.probe_rewrite()
+                failed, before = split_totals(store.parts())
+                tasks = tasks_with_failed(plan, done, failed)
+            earlier = load_runs(store)
+            if not tasks and SUCCESS in store.names(""):
+                return _already_complete(plan, store, earlier, show)
+            if accept_numerics:
+                record_numerics(store, plan.fingerprint)
+            if not retry_failed:
+                before = totals_so_far(earlier, done)
+            phase = "telling how the run ended"
+            telemetry = Telemetry(store)
+            log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device}, telemetry)
+            log.retries_before = retries_before
+            log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
+            log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
+            run = _Run(plan, store, log, before, earlier, show, stop, telemetry)
+            with run.recorded():
+                store.clean_tmp()
+                if not plan.windows:
+                    write_empty_part(plan, store, provenance(plan))
+                run.check_error_rate()
+                if tasks:
+                    store.remove(SUCCESS)  # parts are to be replaced, or were removed by hand since
+                    spec = flow_spec(plan, tuple(tasks), backend or Backend(), log.run_id, retry_failed=bool(failed))
+                    run.execute(spec)
+                run.publish()
+            return run.report
+        except Stopped:
+            raise _interrupted(stop, phase) from None
+
+
+def _interrupted(stop: StopSignals, phase: str) -> Interrupted:
+    return Interrupted(f"Stopped by {stop.why} while {phase}. The same command goes on from here.")
+
+
+def _already_complete(plan: Plan, store: PartStore, runs: list[RunRecord], show: Show) -> RunReport:
+    """Nothing is left to compute or to count. What tells of the job is written again: a run may have ended between
+    `_SUCCESS` and that."""
+    rows = plan.num_rows
+    status = Status(
+        run_id=runs[-1].run_id if runs else "",
+        phase="already complete",
+        outcome="finished",
+        rows_total=rows,
+        rows_done=rows,
+        rows_written=rows,
+    )
+    show(status)
+    totals = read_success(store) or store.totals()
+    telemetry = Telemetry(store)
+    report = make_report(telemetry, plan.config.name, plan.fingerprint.digest, runs, totals, rows, finished=True)
+    put_status(telemetry, replace(status, phase="finished", units=totals.units, error_rows=totals.num_error_rows))
     remove_all(store)
-    write_success(plan, store, totals)
-    run.say("finished")
+    _tell_failures(telemetry, show, status)
     return report
+
+
+def _tell_failures(telemetry: Telemetry, show: Show, status: Status) -> None:
+    """Wait for what tells of a complete output; what could not be written is said, and the next run writes it."""
+    written = telemetry.close()
+    if not written or telemetry.failures:
+        why = telemetry.last_failure or "the output takes too long to write to"
+        show(replace(status, warning=f"The output is complete, but its report may be an older one: {why}. The same "
+                                     "command writes it again."))  # fmt: skip
+
+
+def _harmless(show: Show) -> Show:
+    """`show`, until the terminal is gone."""
+    gone = False
+
+    def shown(status: Status) -> None:
+        nonlocal gone
+        if gone:
+            return
+        try:
+            show(status)
+        except OSError:
+            gone = True
+
+    return shown
 
 
 def _phase_of(actors: list[ActorState]) -> str:
@@ -159,78 +207,111 @@ class _Stall:
 class _Run:
     """The part of a run that goes on in time. Lives in the driver's main thread."""
 
-    def __init__(self, plan: Plan, store: PartStore, log: RunLog, before: PartTotals, show: Show) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: PartStore,
+        log: RunLog,
+        before: PartTotals,
+        earlier: list[RunRecord],
+        show: Show,
+        stop: StopSignals,
+        telemetry: Telemetry,
+    ) -> None:
         self._plan = plan
         self._store = store
         self._log = log
         self._before = before
+        self._earlier = earlier
         self._show = show
-        self._phase = "starting"
-        self._signals = 0
-        self._why_stopped = "a signal"
+        self._stop = stop
+        self._telemetry = telemetry
+        self.phase = "starting"
+        self.report: RunReport
+        self._counted: PartTotals | None = None  # what the output holds, once every part was looked at
         self._write_every_s = STORE_TICK_S if "://" in plan.config.output.path else 0.0
         self._wrote_at = 0.0
+        self._warning = ""
         self._rates: deque[tuple[float, int, int]] = deque()  # time, tokens in, tokens out
+        self._logs = LogFolder(store, log.run_id)
+        self._logs.prune()
+        self._driver_log = RotatedLog(self._logs.path / DRIVER)
 
     # -- beginning and end
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Around all that may fail: the run's record says how it ended, whatever it was."""
-        with self._handling_signals():
-            try:
-                self._log.save()
-                self.say("starting")
-                yield
-                self._log.outcome = "finished"
-            except TooManyRowErrors:
-                self._log.outcome = "stopped"
-                raise
-            except Interrupted:
-                self._log.outcome = "interrupted"
-                raise
-            except BaseException:
-                self._log.outcome = "failed"
-                raise
-            finally:
-                with contextlib.suppress(PipelineError):  # a full disk must not hide why the run ended
-                    self._log.save()
-                    if self._log.outcome != "finished":
-                        self._report_so_far()
-                        self.say(self._log.outcome)
+        """Around all that may fail: record, report and status say how the run ended, whatever it was. They say
+        "finished" only where `publish` came to its end."""
+        log = self._log
+        self.note(f"run {log.run_id}: {self._plan.num_rows} rows, {self._done().rows} of them written before")
+        try:
+            log.save()
+            self.say("starting")
+            yield
+            log.outcome = "finished"
+        except TooManyRowErrors:
+            log.outcome = "stopped"
+            raise
+        except Interrupted:
+            log.outcome = "interrupted"
+            raise
+        except Stopped:
+            log.outcome = "interrupted"
+            raise _interrupted(self._stop, self.phase) from None
+        except EnvironmentFailed as error:
+            log.outcome = "failed"
+            self.note(str(error))
+            raise EnvironmentFailed(f"{error}\nThe logs of this run: {self._logs.shown()}") from error
+        except BaseException as error:
+            log.outcome = "failed"
+            self.note("".join(traceback.format_exception(error)))
+            raise
+        finally:
+            self.note(f"ended: {log.outcome}")
+            self._tell_the_end()
 
-    def _report_so_far(self) -> None:
-        plan = self._plan
-        make_report(self._store, plan.config.name, plan.fingerprint.digest, self._done(), plan.num_rows, finished=False)
+    def _tell_the_end(self) -> None:
+        log, plan = self._log, self._plan
+        finished = log.outcome == "finished"
+        log.save()
+        runs = [*self._earlier, log.record()]
+        self.report = make_report(
+            self._telemetry, plan.config.name, plan.fingerprint.digest, runs, self._done(), plan.num_rows, finished
+        )
+        self.say(log.outcome)
+        if finished:
+            _tell_failures(self._telemetry, self._show, self._status())
+        else:
+            self._telemetry.close()
+        self._driver_log.close()
+        self._logs.close()
+
+    def publish(self) -> None:
+        """Count every row of the output, and say that it is complete: `_SUCCESS`, and after that all else."""
+        self.say("verifying")
+        started = time.monotonic_ns()
+        totals = verify(self._plan, self._store)
+        self.check_error_rate(totals)
+        self._log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
+        self.say("publishing")
+        try:
+            write_success(self._plan, self._store, totals)
+        except PipelineError as error:
+            raise type(error)(
+                f"All {totals.rows} rows are written, but not _SUCCESS, which says so: {error}"
+            ) from error
+        self._counted = totals
+        with contextlib.suppress(PipelineError):  # rows kept for a next run that will not come
+            remove_all(self._store)
+
+    def note(self, text: str) -> None:
+        """Add a line to the driver's log."""
+        self._driver_log.line(text)
 
     def _done(self) -> PartTotals:
         """What the output holds, as far as this run knows."""
-        return self._before + self._log.written + self._log.lost
-
-    @contextlib.contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        old = {number: signal.getsignal(number) for number in SIGNALS}
-        self._install_handlers()
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-
-    def _install_handlers(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._signals += 1
-
-    def _on_notice(self) -> None:
-        self._why_stopped = "a spot notice: this machine is to be taken away"
-        self._signals += 1
+        return self._counted or self._before + self._log.written + self._log.lost
 
     # -- the dataflow
 
@@ -241,22 +322,35 @@ class _Run:
         self.say("starting Ray")
         started = time.monotonic_ns()
         flow = Dataflow(spec, self._log.began_us)
-        self._install_handlers()  # Ray puts its own handler for SIGTERM in the place of ours
         self._log.driver_us["ray_start"] = (time.monotonic_ns() - started) // 1000
-        self.say("loading the model")
-        cloud = self._plan.config.run.spot_notice
-        notice = None if cloud == "off" else SpotNotice(cloud, self._on_notice)
-        try:
-            self._consume(flow)
-        except EndOfUnits:
-            pass
-        finally:
-            if notice is not None:
-                notice.close()
-            self._log.actors = flow.actors(end=True) or self._log.actors
-            started = time.monotonic_ns()
-            flow.close()
-            self._log.driver_us["ray_stop"] = (time.monotonic_ns() - started) // 1000
+        with self._stop.draining():
+            self._stop.install()  # Ray puts its own handler for SIGTERM in the place of ours
+            self.say("loading the model")
+            cloud = self._plan.config.run.spot_notice
+            notice = None if cloud == "off" else SpotNotice(cloud, self._on_notice, self._warn)
+            try:
+                self._consume(flow)
+            except EndOfUnits:
+                pass
+            except PipelineError:
+                if flow.session_logs is not None:
+                    collect_ray_logs(flow.session_logs, self._logs.path / RAY)
+                raise
+            finally:
+                if notice is not None:
+                    notice.close()
+                self._log.actors = flow.actors(end=True) or self._log.actors
+                started = time.monotonic_ns()
+                flow.close()
+                self._log.driver_us["ray_stop"] = (time.monotonic_ns() - started) // 1000
+
+    def _on_notice(self) -> None:
+        self._stop.ask("a spot notice: this machine is to be taken away")
+
+    def _warn(self, text: str) -> None:
+        """Tell what went wrong without ending the run."""
+        self._warning = text
+        self.note(f"warning: {text}")
 
     def _consume(self, flow: "Dataflow") -> None:
         next_tick = 0.0
@@ -265,7 +359,7 @@ class _Run:
             summary = flow.next(timeout_s=0.2)
             if summary is not None:
                 self._take(summary)
-            if self._signals:
+            if self._stop.count:
                 return self._drain(flow)
             if time.monotonic() >= next_tick:
                 self._tick(flow)
@@ -274,6 +368,7 @@ class _Run:
 
     def _take(self, summary: UnitSummary) -> None:
         if summary.failure_kind is not None:
+            self.note(f"unit {summary.unit} of window {summary.window}: {summary.failure_message}")
             kind = getattr(errors, summary.failure_kind or "PipelineError", PipelineError)
             raise kind(summary.failure_message)
         self._log.add(summary)
@@ -284,7 +379,8 @@ class _Run:
 
         A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if it got to the end.
         """
-        seen = self._signals
+        seen = self._stop.count
+        self.note(f"draining: {self._stop.why}")
         for order, limit_s in (
             (Order.ADMIT_NO_MORE, self._plan.config.run.drain_s),
             (Order.GIVE_UP, GIVE_UP_S),
@@ -293,18 +389,18 @@ class _Run:
             given = time.monotonic()
             heard = 3 * TICK_S if order is Order.ADMIT_NO_MORE else TICK_S  # each actor has reported since
             next_tick = given
-            while self._signals == seen and time.monotonic() < given + limit_s:
+            while self._stop.count == seen and time.monotonic() < given + limit_s:
                 summary = flow.next(timeout_s=0.2)
                 if summary is not None:
                     self._take(summary)
                 if time.monotonic() >= next_tick:
-                    self._phase = "draining"
+                    self.phase = "draining"
                     self._tick(flow)
                     next_tick = time.monotonic() + TICK_S
                     if time.monotonic() > given + heard and not any(a.open_units for a in self._log.actors):
                         break
         raise Interrupted(
-            f"Stopped by {self._why_stopped} with {self._done().rows} of {self._plan.num_rows} rows done. "
+            f"Stopped by {self._stop.why} with {self._done().rows} of {self._plan.num_rows} rows written. "
             "The same command goes on from here."
         )
 
@@ -312,14 +408,15 @@ class _Run:
 
     def _tick(self, flow: "Dataflow") -> None:
         self._log.actors = flow.actors() or self._log.actors
-        if self._phase != "draining":
-            self._phase = _phase_of(self._log.actors)
-        if time.monotonic() < self._wrote_at + self._write_every_s:
+        if self.phase != "draining":
+            self.phase = _phase_of(self._log.actors)
+        every_s = max(self._write_every_s, self._telemetry.last_write_s / WRITING_SHARE)
+        if time.monotonic() < self._wrote_at + every_s:
             self._show(self._status())
             return
         self._wrote_at = time.monotonic()
         self._log.save()
-        self.say(self._phase)
+        self.say(self.phase)
 
     def check_error_rate(self, totals: PartTotals | None = None) -> None:
         """Raise TooManyRowErrors as soon as the limit cannot be kept any more, however the rest goes."""
@@ -338,9 +435,13 @@ class _Run:
             )
 
     def say(self, phase: str) -> None:
-        self._phase = phase
+        if phase != self.phase:
+            self.note(phase)
+        self.phase = phase
+        if self._telemetry.failures and not self._warning:
+            self._warn(f"status and records cannot be written: {self._telemetry.last_failure}")
         status = self._status()
-        self._store.replace(STATUS, json.dumps(status.to_json(), indent=1).encode())
+        put_status(self._telemetry, status)
         self._show(status)
 
     def _eta_s(self, held: PartTotals, tokens_of_run: int, tokens_per_s: float) -> float | None:
@@ -368,7 +469,7 @@ class _Run:
         rates = [(a - b) / span if span > 0 else 0.0 for a, b in zip((read, generated), before, strict=True)]
         return Status(
             run_id=log.run_id,
-            phase=self._phase,
+            phase=self.phase,
             outcome=log.outcome,
             rows_total=self._plan.num_rows,
             rows_done=done,
@@ -382,4 +483,5 @@ class _Run:
             generated_tokens_per_s=rates[1],
             eta_s=self._eta_s(held, read + generated, sum(rates)),
             elapsed_s=log.wall_us / 1e6,
+            warning=self._warning,
         )

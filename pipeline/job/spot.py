@@ -1,12 +1,14 @@
 """Whether the cloud is about to take this machine back: asked of its own metadata service, in a thread.
 
 A notice drains as SIGTERM does: the driver's machine stops the run, an engine actor's machine stops that actor, whose
-units go to others. Where no metadata service answers there is no notice, and nothing else happens: a notice saves
-work, no row depends on it.
+units go to others. Where no metadata service answers that is said once, and nothing else happens: a notice saves work,
+no row depends on it.
 """
 
+import http.client
 import json
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import Literal
@@ -15,22 +17,35 @@ Cloud = Literal["aws", "gcp", "azure"]
 
 POLL_S = 5.0  # AWS gives two minutes, GCP and Azure thirty seconds
 ANSWER_S = 2.0
+MAX_SILENT = 3  # questions in a row without an answer, before that is said
 _AWS = "http://169.254.169.254"
 _GCP = "http://metadata.google.internal"
 _AZURE = "http://169.254.169.254"
 
 
+class _NoAnswer(Exception):
+    """Nobody is there: no connection, or no answer in time. A 404 is an answer."""
+
+
 class SpotNotice:
     """Asks every POLL_S until `close` or the first notice; `came` says whether there was one."""
 
-    def __init__(self, cloud: Cloud, told: Callable[[], None], endpoint: str | None = None) -> None:
-        """`told`: called once, in this object's thread. `endpoint`: in the place of the cloud's own address."""
+    def __init__(
+        self,
+        cloud: Cloud,
+        told: Callable[[], None],
+        warn: Callable[[str], None],
+        endpoint: str | None = None,
+    ) -> None:
+        """`told`: called once, in this object's thread; so is `warn`, with a text, where no service answers.
+        `endpoint`: in the place of the cloud's own address."""
+        self._cloud = cloud
         self._asks = {
             "aws": lambda: _aws(endpoint or _AWS),
             "gcp": lambda: _gcp(endpoint or _GCP),
             "azure": lambda: _azure(endpoint or _AZURE),
         }[cloud]
-        self._told = told
+        self._told, self._warn = told, warn
         self._closed = threading.Event()
         self.came = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="spot notice")
@@ -40,11 +55,21 @@ class SpotNotice:
         self._closed.set()
 
     def _watch(self) -> None:
+        silent = 0
         while not self._closed.is_set():
-            if self._asks():
-                self.came = True
-                self._told()
-                return
+            try:
+                if self._asks():
+                    self.came = True
+                    self._told()
+                    return
+                silent = 0
+            except _NoAnswer as error:
+                silent += 1
+                if silent == MAX_SILENT:
+                    self._warn(
+                        f"run.spot_notice {self._cloud}: no metadata service answers on this machine ({error}), so no "
+                        "spot notice can come. Is this the right cloud? Set it to off elsewhere"
+                    )
             self._closed.wait(POLL_S)
 
 
@@ -75,11 +100,16 @@ def _azure(endpoint: str) -> bool:
 
 
 def _answer(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """The body of a 200, else None. A proxy of the environment is not for the machine's own address."""
+    """The body of a 200, None for another status. A proxy of the environment is not for the machine's own address.
+
+    Raises _NoAnswer.
+    """
     request = urllib.request.Request(url, headers=headers, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=ANSWER_S) as response:
             return response.read(65536).decode(errors="replace") if response.status == 200 else None
-    except (OSError, ValueError):  # URLError is an OSError
+    except urllib.error.HTTPError:
         return None
+    except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
+        raise _NoAnswer(str(error)) from None

@@ -9,7 +9,7 @@ from typing import Any
 class Status:
     """`rows_done` counts rows that are finished, also those of units that are not written yet; `rows_written`
     the others. Tokens and rates are this run's; rates are over the last half minute. `eta_s` is None while
-    unknown."""
+    unknown. `warning` is the last that went wrong without ending the run, `told_at` the wall time, for people."""
 
     run_id: str = ""
     phase: str = "planning"
@@ -26,6 +26,8 @@ class Status:
     generated_tokens_per_s: float = 0.0
     eta_s: float | None = None
     elapsed_s: float = 0.0
+    warning: str = ""
+    told_at: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

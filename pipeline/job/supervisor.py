@@ -17,6 +17,7 @@ from pipeline import errors
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError, RowError
 from pipeline.job.child import Child, Ended, Launch
+from pipeline.job.logs import RotatedLog
 from pipeline.job.machine import now_us
 from pipeline.job.messages import (
     Add,
@@ -33,7 +34,6 @@ from pipeline.metrics import Computed
 MAX_START_DEATHS = 3  # in a row, without a word why
 MAX_DEATHS_ALONE = 2  # one may come from outside: a kill by hand, the kernel's for another process's memory
 MAX_CONVICTIONS = 5  # rows found guilty in a row, without one completion between them: the engine is broken, not they
-LOAD_TIMEOUT_S = 3600.0
 MAX_REASONS = 10  # of restarts, kept for the report
 POLL_S = 0.25
 
@@ -80,8 +80,12 @@ def computed(completions: Iterable[Completion]) -> Computed:
 class Supervisor:
     """Thread-safe. `generate` may be called from several threads, so that units overlap in the engine."""
 
-    def __init__(self, launch: Launch, birth_us: int | None = None) -> None:
+    def __init__(
+        self, launch: Launch, birth_us: int | None = None, log: RotatedLog | None = None, log_place: str = ""
+    ) -> None:
+        """`log` gets what the engine's processes print and how they end; messages name it as `log_place`."""
         self._launch = launch
+        self._log, self._log_place = log, log_place
         self._lock = threading.Lock()  # guards everything below but `_child`'s process
         self._rows: dict[int, _Row] = {}  # open rows by key, in the order they came
         self._waiting: list[int] = []  # not in the process; sent when no trial is on
@@ -177,18 +181,21 @@ class Supervisor:
         start_deaths = 0
         try:
             while not self._closed:
-                child = self._child = Child(self._launch)
+                child = self._child = Child(self._launch, self._log)
+                self._note(f"process {child.process.pid} started for {self._launch.config.model}")
                 try:
                     self._attend(child)
                 finally:
                     ended = child.bury()
+                    if not self._closed:
+                        self._note(f"process {child.process.pid} ended: {ended}")
                 if self._closed:
                     break
                 start_deaths = 0 if child.ready else start_deaths + 1
                 if start_deaths >= MAX_START_DEATHS:
                     raise EnvironmentFailed(
                         f"The engine's process ended {start_deaths} times while it loaded "
-                        f"{self._launch.config.model} ({ended}). Is there enough memory?"
+                        f"{self._launch.config.model} ({ended}). Is there enough memory?{self._see_log()}"
                     )
                 self._after_death(ended)
             raise EnvironmentFailed("The engine was closed.")
@@ -196,6 +203,13 @@ class Supervisor:
             self._fail(error)
         except Exception:
             self._fail(PipelineError(f"The engine's supervisor failed.\n{traceback.format_exc()}"))
+
+    def _note(self, text: str) -> None:
+        if self._log is not None:
+            self._log.line(text)
+
+    def _see_log(self) -> str:
+        return f"\nWhat it printed is in {self._log_place}" if self._log_place else ""
 
     def _attend(self, child: Child) -> None:
         """Read what the process says until it ends."""
@@ -216,12 +230,12 @@ class Supervisor:
     def _is_hung(self, child: Child) -> bool:
         silent_s = (now_us() - child.heard_us) / 1e6
         if not child.ready:
-            return silent_s > LOAD_TIMEOUT_S
+            return silent_s > self._launch.load_timeout_s
         return silent_s > self._launch.step_timeout_s and bool(self._inside)
 
     def _hung(self, child: Child) -> str:
         if not child.ready:
-            return f"not loaded within {LOAD_TIMEOUT_S:g} s"
+            return f"nothing heard while it loaded for run.load_timeout_s, {self._launch.load_timeout_s:g} s"
         return f"no step for run.step_timeout_s, {self._launch.step_timeout_s:g} s"
 
     def _receive(self, child: Child, message: object) -> None:
@@ -321,9 +335,10 @@ class Supervisor:
         if self._convictions >= MAX_CONVICTIONS:
             raise EnvironmentFailed(
                 f"{self._convictions} rows in a row ended the engine's process ({ended}). "
-                "The engine or its device is at fault, not the rows."
+                f"The engine or its device is at fault, not the rows.{self._see_log()}"
             )
         self._convicted_rows += 1
+        self._note("a row ended it each time, also alone: it becomes an error row")
         self._settle(
             group[0],
             Completion(

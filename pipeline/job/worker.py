@@ -6,6 +6,7 @@ rows while another is tokenized or written.
 
 import dataclasses
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from pipeline.errors import PipelineError
 from pipeline.job.checkpoint import resolve_model
 from pipeline.job.engine_process import load_factory
 from pipeline.job.ledger import ActorState
+from pipeline.job.logs import LogFolder, RotatedLog, engine_log
 from pipeline.job.partial import PartialUnits
 from pipeline.job.retry import failed_rows
 from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write
@@ -51,10 +53,12 @@ class WorkSpec:
     chat: Chat | None
     output: str
     storage: Mapping[str, Any] = field(repr=False)
+    run_id: str  # whose logs the actor writes to
     fingerprint: str
     rename: Mapping[str, str]
     metadata: Mapping[str, str]
     step_timeout_s: float
+    load_timeout_s: float
     num_threads: int
     retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
     model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -64,6 +68,9 @@ class WorkSpec:
 def _on_this_machine(folder: str, path: str, storage: Mapping[str, Any]) -> str:
     """The model's folder as the driver found it, if it is here too; else where this machine has `path`."""
     return folder if Path(folder).is_dir() else str(resolve_model(path, storage if "://" in path else {}))
+
+
+LOG_SYNC_S = 3.0  # between looks for log lines that an output in a store does not have yet
 
 
 class Worker:
@@ -77,26 +84,32 @@ class Worker:
         self._delivered = self._doubled = self._kept = Computed()
         self._taken_rows = self._taken_tokens = 0
         self._retries_before = Counter(retry_counts())  # of this process, for storage
+        store = self._store = PartStore(spec.output, spec.storage)
         folder = _on_this_machine(spec.engine.model, spec.model, spec.model_storage)
         draft = None
         if spec.engine.draft is not None and spec.draft is not None:
             draft = _on_this_machine(spec.engine.draft, spec.draft, spec.model_storage)
+        logs = LogFolder(store, spec.run_id)
+        self._log = RotatedLog(logs.path / engine_log(actor))
+        if not logs.is_local:
+            threading.Thread(target=self._upload, args=(logs,), daemon=True, name="upload logs").start()
         threads = str(spec.num_threads)
         self._supervisor = Supervisor(
             Launch(
                 spec.backend.engine,
                 dataclasses.replace(spec.engine, model=folder, draft=draft, num_threads=spec.num_threads),
                 spec.step_timeout_s,
+                spec.load_timeout_s,
                 # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
                 {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
             ),
             birth_us,
+            self._log,
+            logs.shown(engine_log(actor)),
         )
         # While the engine's process starts:
         tokenizer = load_factory(spec.backend.tokenizer)(folder)
         self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
-        store = PartStore(spec.output, spec.storage)
-        self._store = store
         self._retry_failed = spec.retry_failed
         self._partial = PartialUnits(store, spec.fingerprint)
         self._write = Write(
@@ -212,5 +225,15 @@ class Worker:
                 loading=self._supervisor.loading,
             )
 
+    def note(self, text: str) -> None:
+        """Add a line to the actor's log."""
+        self._log.line(text)
+
     def close(self) -> None:
         self._supervisor.close()
+        self._log.close()
+
+    def _upload(self, logs: LogFolder) -> None:
+        while True:
+            time.sleep(LOG_SYNC_S)
+            logs.sync()

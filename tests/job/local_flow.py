@@ -15,6 +15,7 @@ from pipeline.job.worker import Worker
 class LocalFlow:
     """Stands in for `pipeline.job.dataflow.Dataflow`."""
 
+    session_logs = None
     started = 0  # how many were made: a finished job makes none
 
     def __init__(self, spec: FlowSpec, run_began_us: int) -> None:

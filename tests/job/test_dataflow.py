@@ -108,7 +108,7 @@ def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray)
     plan = make_plan(job.config(), "cpu")
     first, *others = what_is_left(plan, Progress())
     half_done = WindowTask(first.window, frozenset({1}), 3)
-    units = units_of(flow_spec(plan, (half_done, *others), FAKES))
+    units = units_of(flow_spec(plan, (half_done, *others), FAKES, "0001-run"))
     blocks = [ray.get(ref) for bundle in units.iter_internal_ref_bundles() for ref in bundle.block_refs]
     names = [(block["window"][0].as_py(), block["unit"][0].as_py()) for block in blocks]
     assert [block.num_rows for block in blocks] == [1] * 17

@@ -5,12 +5,13 @@ import os
 
 import pytest
 
-from pipeline.data.parts import PartName, Progress
+from pipeline.data.parts import PartName, PartStore, Progress
 from pipeline.errors import ModelError, OutputError
 from pipeline.job.checkpoint import FULL_BYTES, model_digest, resolve_model
 from pipeline.job.fingerprint import difference, shown
 from pipeline.job.plan import WindowTask, check_units, make_plan, what_is_left
-from pipeline.job.record import load_runs
+from pipeline.job.record import RunLog, load_runs
+from pipeline.job.telemetry import Telemetry
 
 
 def test_a_model_digest_sees_every_file_that_matters(tmp_path):
@@ -106,19 +107,47 @@ def test_the_fingerprint_follows_what_the_output_depends_on(job):
     assert len({same, *others}) == 7
 
 
-def test_a_run_whose_process_is_gone_was_killed(job, tmp_path):
-    from pipeline.data.parts import PartStore
-    from pipeline.job.record import RunLog
-
+@pytest.fixture
+def started(tmp_path):
+    """started() -> the record of a run that has just begun, as it is in the output."""
     store = PartStore(str(tmp_path / "o"))
     store.probe()
-    first = RunLog(store, {}, None, {})
-    first.save()
-    second = RunLog(store, {}, None, {})
-    second.save()
-    assert [run.outcome for run in load_runs(store)] == ["running", "running"]
+    telemetry = Telemetry(store)
+
+    def start(**versions) -> RunLog:
+        log = RunLog(store, {}, None, {}, telemetry)
+        record = log.record().to_json()
+        record["versions"] |= versions
+        store.replace(f"_pipeline/runs/{log.run_id}.json", json.dumps(record).encode())
+        return log
+
+    start.store = store
+    yield start
+    telemetry.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "outcome"),
+    [
+        ({}, "running"),
+        ({"pid": "4194305"}, "killed"),  # above the largest there can be
+        ({"pid": "1"}, "killed"),  # as in a container that was started again: there, but another process
+        ({"process": "another boot pid:[1] 7"}, "killed"),
+        ({"host": "elsewhere", "pid": "4194305"}, "running"),  # nobody can say from here
+        ({"process": "", "pid": "4194305"}, "killed"),  # as the version before recorded it
+        ({"process": ""}, "running"),
+    ],
+)
+def test_a_run_whose_process_is_gone_was_killed(started, where, outcome):
+    first, second = started(**where), started()
+    assert [run.outcome for run in load_runs(started.store)] == [outcome, "running"]
     assert first.run_id < second.run_id
-    record = first.record().to_json()
-    record["versions"]["pid"] = "4194305"  # above the largest there can be
-    store.replace(f"_pipeline/runs/{first.run_id}.json", json.dumps(record).encode())
-    assert [run.outcome for run in load_runs(store)] == ["killed", "running"]
+
+
+def test_runs_are_in_the_order_of_their_numbers_beyond_9999(started):
+    record = started().record().to_json()
+    for number in ("9999", "10000"):
+        run_id = f"{number}-20260101-000000-abcd"
+        started.store.replace(f"_pipeline/runs/{run_id}.json", json.dumps(record | {"run_id": run_id}).encode())
+    assert [run.run_id.split("-")[0] for run in load_runs(started.store)] == ["0001", "9999", "10000"]
+    assert started().run_id.startswith("10001-")

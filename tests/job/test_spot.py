@@ -68,7 +68,7 @@ def test_fault_51_a_notice_is_told_once_when_it_comes(metadata, cloud, path, not
     told = threading.Event()
     if nothing is not None:
         metadata.answers[path] = nothing
-    watch = SpotNotice(cloud, told.set, metadata.url)
+    watch = SpotNotice(cloud, told.set, pytest.fail, metadata.url)
     assert metadata.asked.wait(5.0) or cloud == "aws"
     assert not told.wait(0.3), "told before there was a notice"
     assert not watch.came
@@ -78,11 +78,21 @@ def test_fault_51_a_notice_is_told_once_when_it_comes(metadata, cloud, path, not
     watch.close()
 
 
-def test_fault_51_where_no_service_answers_there_is_no_notice():
-    told = threading.Event()
-    watch = SpotNotice("aws", told.set, "http://127.0.0.1:9")
+@pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
+def test_fault_51_where_no_service_answers_there_is_no_notice_and_that_is_said_once(cloud, monkeypatch):
+    monkeypatch.setattr(spot, "POLL_S", 0.01)
+    told, warned, warnings = threading.Event(), threading.Event(), []
+
+    def warn(text):
+        warnings.append(text)
+        warned.set()
+
+    watch = SpotNotice(cloud, told.set, warn, "http://127.0.0.1:9")
+    assert warned.wait(10.0)
     assert not told.wait(0.3)
     watch.close()
+    assert len(warnings) == 1
+    assert f"run.spot_notice {cloud}: no metadata service answers" in warnings[0]
 
 
 def test_fault_51_a_spot_notice_drains_the_run_and_the_next_one_goes_on(job, metadata, monkeypatch):

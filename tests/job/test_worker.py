@@ -35,7 +35,7 @@ def start(job):
         model = str(job.folder / "model")
         spec = WorkSpec(
             FAKES, model, EngineConfig(model=model), SamplingParams(max_tokens=6), 0, None, str(job.output), {},
-            "0123abcd", {}, {}, 60.0, 1,
+            "0001-run", "0123abcd", {}, {}, 60.0, 60.0, 1,
         )  # fmt: skip
         started.append(Worker(spec, 0, now_us()))
         return started[-1]

@@ -1,0 +1,33 @@
+"""The console script, and `python -m pipeline`: signals first, then everything else.
+
+Importing the command line takes a quarter of a second. A SIGTERM that comes in that time leaves with 75 as at any
+other, not by the system's default.
+"""
+
+import signal
+import sys
+from types import FrameType
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # as nohup asks
+        signal.signal(number, _interrupt)
+    try:
+        from pipeline.cli import main as command
+
+        command()
+    except KeyboardInterrupt:
+        from pipeline.errors import Interrupted
+
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(Interrupted.exit_code)
+
+
+if __name__ == "__main__":
+    main()

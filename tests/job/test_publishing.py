@@ -1,0 +1,76 @@
+"""Nothing says "finished" before `_SUCCESS` stands; what fails after it is told, and the next run completes it."""
+
+import json
+
+import pytest
+
+from pipeline.data.folder import LocalFolder
+from pipeline.errors import EnvironmentFailed
+from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+
+
+def told(job) -> dict[str, str]:
+    """What record, report and status say became of the run."""
+    place = job.output / "_pipeline"
+    names = {"report": place / "report.json", "status": place / "status.json"}
+    return {name: json.loads(path.read_text())["outcome"] for name, path in names.items()} | {
+        "record": runs(job)[-1]["outcome"]
+    }
+
+
+def test_a_success_that_cannot_be_written_is_no_finished_run(job):
+    job.rows(TEXTS)
+    (job.output / "_SUCCESS").mkdir(parents=True)
+    job.fake()
+    (job.output / "_SUCCESS").rmdir()
+    blocked = []
+
+    def block(status):
+        if status.phase == "verifying" and not blocked:
+            blocked.append((job.output / "_SUCCESS").mkdir())
+
+    with pytest.raises(EnvironmentFailed, match=r"All 50 rows are written, but not _SUCCESS"):
+        run(job, show=block)
+    assert set(told(job).values()) == {"failed"}
+    (job.output / "_SUCCESS").rmdir()
+    report, _ = run(job)
+    job.check(TEXTS)
+    assert report.outcome == "finished"
+    assert set(told(job).values()) == {"finished"}
+
+
+def test_a_report_that_cannot_be_written_is_told_and_the_next_run_writes_it(job, monkeypatch):
+    job.rows(TEXTS)
+    replace, failing = LocalFolder.replace, True
+
+    def broken(self, name, data):
+        if failing and (self.root / "_SUCCESS").exists():
+            raise EnvironmentFailed(f"{name}: no space left")
+        replace(self, name, data)
+
+    monkeypatch.setattr(LocalFolder, "replace", broken)
+    report, statuses = run(job)
+    assert report.outcome == "finished"
+    assert "The output is complete, but its report may be an older one" in statuses[-1].warning
+    assert "no space left" in statuses[-1].warning
+    assert runs(job)[0]["outcome"] == "running", "the last that could be written"
+    failing = False
+    run(job)
+    place = job.output / "_pipeline"
+    assert json.loads((place / "status.json").read_text())["outcome"] == "finished"
+    assert json.loads((place / "report.json").read_text())["outcome"] == "finished"
+
+
+def test_success_stands_before_anything_says_finished(job, monkeypatch):
+    job.rows(TEXTS)
+    replace, order = LocalFolder.replace, []
+
+    def noted(self, name, data):
+        replace(self, name, data)
+        if name == "_SUCCESS" or (name.endswith(".json") and json.loads(data).get("outcome") == "finished"):
+            order.append(name.split("/")[1] if "/" in name else name)
+
+    monkeypatch.setattr(LocalFolder, "replace", noted)
+    run(job)
+    assert order[0] == "_SUCCESS"
+    assert set(order[1:]) == {"runs", "report.json", "status.json"}

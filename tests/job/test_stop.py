@@ -1,0 +1,126 @@
+"""Signals at any moment of a run: it drains or ends with Interrupted, soon, and the next run does the rest."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from pipeline.errors import Interrupted
+from pipeline.job import run as run_module
+from pipeline.job.stop import Stopped, StopSignals
+from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_while_planning_ends_the_run_before_anything_is_written(job, number):
+    job.rows(TEXTS)
+    with pytest.raises(Interrupted, match=f"Stopped by {number.name} while planning"):
+        run(job, [(lambda status: status.phase == "planning", number)])
+    assert not job.output.exists()
+    run(job)
+    job.check(TEXTS)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("what", ["verify", "write_success"])
+def test_a_signal_while_verifying_or_publishing_ends_the_run_at_once(job, monkeypatch, what, number):
+    """As at a million parts in a store, where it takes long."""
+    job.rows(TEXTS)
+    original, entered = getattr(run_module, what), threading.Event()
+
+    def slow(*args):
+        entered.set()
+        threading.Event().wait(30.0)
+        return original(*args)
+
+    monkeypatch.setattr(run_module, what, slow)
+
+    def send():
+        entered.wait()
+        time.sleep(0.2)  # the main thread waits by then
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    phase = {"verify": "verifying", "write_success": "publishing"}[what]
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match=f"Stopped by {number.name} while {phase}"):
+        run(job)
+    assert time.monotonic() - began < 20
+    assert runs(job)[0]["outcome"] == "interrupted"
+    assert not (job.output / "_SUCCESS").exists()
+    monkeypatch.setattr(run_module, what, original)
+    run(job)
+    job.check(TEXTS)
+
+
+def test_a_hangup_drains_as_any_other_signal(job):
+    job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
+    with pytest.raises(Interrupted, match="Stopped by SIGHUP"):
+        run(job, [(lambda status: status.rows_done > 0, signal.SIGHUP)], run={"drain_s": 0.0, "unit_rows": 16})
+    assert list((job.output / "_pipeline" / "partial").iterdir()), "finished rows of open units are kept"
+    run(job, run={"unit_rows": 16})
+    job.check(TEXTS[:16])
+
+
+def test_a_hangup_that_was_ignored_stays_ignored():
+    """As `nohup` asks."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.count == 0
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
+def test_signals_are_counted_while_draining_and_raise_elsewhere():
+    old = {number: signal.getsignal(number) for number in NUMBERS}
+    with StopSignals() as stop, stop.draining():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (stop.count, stop.why) == (2, "SIGTERM")
+    with StopSignals() as stop, pytest.raises(Stopped):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert {number: signal.getsignal(number) for number in NUMBERS} == old
+
+
+@pytest.mark.parametrize(
+    ("body", "signals"),
+    [
+        ("swallow()", 1),  # the timer ends it
+        ("swallow()", 2),  # a second signal does, before the timer
+        ("with stop.draining(): swallow()", 3),  # the first drains, the second ends the drain, the third is enough
+    ],
+)
+def test_a_library_that_swallows_the_stop_cannot_hold_the_process(body, signals):
+    script = f"""
+import sys, time
+from pipeline.job.stop import StopSignals
+def swallow():
+    print("ready", flush=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            time.sleep(0.02)
+        except BaseException:
+            print("swallowed", flush=True)
+with StopSignals(grace_s={0.5 if signals == 1 else 60.0}) as stop:
+    {body}
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == Interrupted.exit_code
+    assert "Stopped by SIGTERM. The same command goes on from here." in said
