@@ -38,6 +38,7 @@ def start(body: str) -> subprocess.Popen:
         ("sys.exit(1)", 1, "", ""),
         ("sys.exit(75)", 75, "", ""),
         ("sys.exit()", 0, "went on\n", ""),
+        ("os._exit(75)", 75, "", ""),  # as a run leaves that a signal ended while something would not let it
         ("os._exit(1)", 3, "", "left with 1, as Ray makes it do"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "ended by SIGKILL. Was there too little memory"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "ended by SIGSEGV"),
@@ -70,6 +71,53 @@ def test_a_signal_to_the_whole_group_reaches_the_command_once():
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate(timeout=10)[0] == "1\nwent on\n"
+
+
+def test_a_hangup_that_is_ignored_is_not_passed_on():
+    """As `nohup` asks."""
+    body = "signal.signal(signal.SIGHUP, lambda n, f: sys.exit(75)); print('ready', flush=True); time.sleep(1)"
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SCRIPT.format(body=body)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate(timeout=10)[0] == "went on\n"
+
+
+def test_a_command_that_does_not_end_after_its_word_is_ended():
+    body = "import pipeline.guard, threading; threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(75)"
+    code = "import pipeline.guard\npipeline.guard.LEAVE_S = 0.5\n" + SCRIPT.format(body=body)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False)
+    assert done.returncode == 75
+    assert time.monotonic() - began < 30
+
+
+def _catches_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3, 0.8])
+def test_a_signal_while_the_command_line_starts_leaves_with_75(tmp_path, number, delay_s):
+    """From the first line of our own: what the interpreter does before that is its own."""
+    (tmp_path / "job.yaml").write_text("name: x\n")
+    script = Path(sys.executable).with_name("pipeline")
+    pipe_in = ["sh", "-c", f"exec {script} generate --input - <&0"]
+    process = subprocess.Popen(pipe_in, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not _catches_sigterm(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    process.send_signal(number)
+    try:
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, said.count("Interrupted.")) == (75, 1), said
 
 
 def test_a_guard_that_is_killed_takes_the_command_with_it():

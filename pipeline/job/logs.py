@@ -94,7 +94,7 @@ class RotatedLog:
     def line(self, text: str) -> None:
         """Add a line, with the time of now; of a text of several lines each gets one."""
         for one in text.splitlines():
-            record = logging.LogRecord("pipeline", logging.INFO, "", 0, "%s", (one,), None)
+            record = logging.LogRecord("pipeline", logging.INFO, "", 0, "%s", (_printable(one),), None)
             try:
                 self._lines.put_nowait(record)
             except queue.Full:
@@ -122,6 +122,10 @@ class RotatedLog:
                 self.dropped += 1
         if handler is not None:
             handler.close()
+
+
+def _printable(line: str) -> str:
+    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)
 
 
 class _Rotated(logging.handlers.RotatingFileHandler):

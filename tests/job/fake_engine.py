@@ -1,9 +1,8 @@
 """An engine and a tokenizer without a model: tokens follow from the prompt and the row's seed alone.
 
-How it behaves is written in the model folder's config.json under "fake": step_s, max_num_seqs, load_s,
-fail_load (a kind of `pipeline.errors`, or a built-in one), and texts that, met in a running prompt, end the
-process (kill), hang it (hang) or raise (crash, out_of_memory). A `once` file path limits the fault to the
-first time.
+How it behaves is written in the model folder's config.json under "fake": step_s, max_num_seqs, load_s, prints (a text),
+fail_load (a kind of `pipeline.errors`, or a built-in one), and texts that, met in a running prompt, end the process
+(kill, segfault), hang it (hang) or raise (crash, out_of_memory). A `once` file path limits the fault to the first time.
 """
 
 import builtins
@@ -51,6 +50,8 @@ class FakeEngine:
         say("reading weights")
         fake = json.loads((Path(config.model) / "config.json").read_text()).get("fake", {})
         self.fake = fake
+        if "prints" in fake:
+            print(fake["prints"], flush=True)
         if "fail_load" in fake:
             kind = getattr(errors, fake["fail_load"], None) or getattr(builtins, fake["fail_load"])
             raise kind(f"{config.model}: fake failure")
@@ -117,7 +118,12 @@ class FakeEngine:
 
     def _maybe_fail(self, prompt: str) -> None:
         fault = next(
-            (kind for kind in ("kill", "hang", "crash", "out_of_memory") if self.fake.get(kind, "\0") in prompt), None
+            (
+                kind
+                for kind in ("kill", "segfault", "hang", "crash", "out_of_memory")
+                if self.fake.get(kind, "\0") in prompt
+            ),
+            None,
         )
         if fault is None or os.path.exists(self.fake.get("cured_by", "")):
             return
@@ -129,6 +135,8 @@ class FakeEngine:
                 return
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if fault == "hang":
             time.sleep(1000)
         raise MemoryError("fake") if fault == "out_of_memory" else RuntimeError("a fake step failed")
