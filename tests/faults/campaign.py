@@ -1,16 +1,19 @@
 """A real job killed at random moments, run again and checked: `python -m tests.faults.campaign --kills 100 --store s3`.
 
 Every few seconds something of the running job gets SIGKILL: the driver, an engine's process, one of Ray's workers, now
-and then Ray's own node process. With `--store s3` input, output and model lie in an object store behind a proxy that
-loses answers, says 503, cuts bodies and resets connections. Whenever the driver is gone the same command is given
-again; when the job is finished its rows are compared with those of a run that nobody disturbed, and a new output is
-begun, until the kills have been done. It ends with an assertion at the first row that is lost, doubled or different.
+and then Ray's own node process; or the driver gets SIGTERM, SIGHUP or SIGINT. It comes in any phase; the short ones
+(planning, starting, verifying, publishing) are waited for. With `--store s3` input, output and model lie in an object
+store behind a proxy that loses answers, says 503, cuts bodies and resets connections. Whenever the driver is gone the
+same command is given again; when the job is finished its rows are compared with those of a run that nobody disturbed,
+and a new output is begun, until the kills have been done. It ends with an assertion at the first row that is lost,
+doubled or different, and at an exit code that is not the documented one.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -30,10 +33,17 @@ from pipeline.demo import demo_model
 from tests.faults.store import Bucket, FaultyStore
 
 ROOT = Path(__file__).parents[2]
-WEIGHTS = {"driver": 35, "engine": 35, "worker": 25, "node": 5}
+WEIGHTS = {"driver": 50, "engine": 25, "worker": 20, "node": 5}
+STOPS = (
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGINT,
+)  # what the driver gets in the place of SIGKILL, in so many cases:
+STOPPED = 0.7
 RESUMABLE = (3, 75)  # exit codes after which the same command goes on
 LONGEST_RUN_S = 900.0
-SOON_AFTER_A_PART = 0.6  # of the kills
+SOON_AFTER_A_PART, IN_A_PHASE = 0.4, 0.4  # of the kills
+PHASES = ("planning", "starting", "loading", "verifying", "publishing")
 PATIENCE_S = 120.0
 BUSY = {"lost_put": 0.05, "slow_down": 0.05, "server_error": 0.02, "conflict": 0.02, "error_body": 0.02,
         "truncated": 0.02, "reset": 0.02, "slow": 0.02}  # fmt: skip
@@ -44,6 +54,7 @@ class Campaign:
     """What happened so far."""
 
     kills: Counter[str] = field(default_factory=Counter)
+    phases: Counter[str] = field(default_factory=Counter)  # in which it was killed
     parts_at_kill: list[int] = field(default_factory=list)
     rounds: int = 0
     rows: int = 0  # of all rounds, each seen once and equal
@@ -56,7 +67,8 @@ class Campaign:
         kinds = ", ".join(f"{n} of {kind}" for kind, n in sorted(self.kills.items()))
         there = sorted(self.parts_at_kill) or [0]
         return (
-            f"{self.kills.total()} kills ({kinds}) in {self.runs} runs of {self.rounds} jobs; parts that stood at a "
+            f"{self.kills.total()} kills ({kinds}) in {self.runs} runs of {self.rounds} jobs, while "
+            f"{', '.join(f'{phase} {n}' for phase, n in self.phases.most_common())}; parts that stood at a "
             f"kill: {there[0]} to {there[-1]}, median {there[len(there) // 2]}; {self.rows} rows: 0 lost, 0 doubled, "
             f"0 different; exit codes {dict(self.ended)}; {self.restarts} engine restarts, at least "
             f"{self.wasted_tokens} generated tokens computed in vain"
@@ -90,7 +102,7 @@ class Place:
                 job[section] |= {"path": self.url(name), "storage": self.bucket.storage}
         job["engine"] = {"dtype": "float32"}
         # one thread: on a machine that others use too, two wait for each other at every step
-        job["run"] = {"unit_rows": 16, "window_rows": 256, "cpus_per_actor": 1}
+        job["run"] = {"unit_rows": 16, "window_rows": 256, "cpus_per_actor": 1, "drain_s": 5}
         path = self.folder / f"{output}.yaml"
         path.write_text(json.dumps(job))  # which is YAML; its own writer would write what is there twice by reference
         return path
@@ -128,7 +140,7 @@ def compare(expected: Mapping[tuple[str, int], tuple], got: Mapping[tuple[str, i
 
 
 def command(job: Path, rows: int) -> list[str]:
-    return [sys.executable, "-m", "pipeline.cli", "run", str(job), "--limit", str(rows), "--json"]
+    return [sys.executable, "-m", "pipeline", "run", str(job), "--limit", str(rows), "--json"]
 
 
 def family(driver: int) -> dict[str, list[int]]:
@@ -164,14 +176,17 @@ def family(driver: int) -> dict[str, list[int]]:
 
 
 def strike(driver: int, draw: random.Random) -> str | None:
-    """Kill one process of the job; what it was. None: there was nothing to kill any more."""
+    """Kill one process of the job, or stop it; what it was. None: there was nothing to kill any more."""
     there = family(driver)
     kind = draw.choices(list(there), [WEIGHTS[kind] for kind in there])[0]
+    pid, number = draw.choice(there[kind]), signal.SIGKILL
+    if kind == "driver" and draw.random() < STOPPED:
+        pid, number = driver, draw.choice(STOPS)
     try:
-        os.kill(draw.choice(there[kind]), signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return None
-    return kind
+    return kind if number == signal.SIGKILL else number.name
 
 
 def run_campaign(
@@ -218,26 +233,30 @@ def _one_job(
     job = place.job(output)
     standing: dict[str, str] = {}
     while True:
-        with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as complaints:
+        with tempfile.TemporaryFile("w+") as told, tempfile.NamedTemporaryFile("w+") as complaints:
             driver = subprocess.Popen(
                 command(job, place.rows), cwd=ROOT, stdout=told, stderr=complaints, env={**os.environ, **environment}
             )
             happened.runs += 1
-            began = time.monotonic()
+            began, struck = time.monotonic(), []
             while driver.poll() is None:
                 assert time.monotonic() - began < LONGEST_RUN_S, f"a run hangs; {_words(complaints)}"
                 if happened.kills.total() >= kills:
                     _wait(driver, 5.0)
-                elif _wait_for_moment(driver, place, output, draw, longest_s):
-                    kind = strike(driver.pid, draw)
+                elif _wait_for_moment(driver, place, output, draw, longest_s, complaints):
+                    phase, kind = _phase(complaints), strike(driver.pid, draw)
                     if kind is not None:
+                        struck.append(kind)
                         happened.kills[kind] += 1
+                        happened.phases[phase] += 1
                         happened.parts_at_kill.append(len(place.parts(output)))
-                        say(f"{time.monotonic() - began:6.1f} s: killed {kind}; {happened.parts_at_kill[-1]} parts")
+                        say(f"{time.monotonic() - began:6.1f} s, {phase}: {kind}; {happened.parts_at_kill[-1]} parts")
             happened.ended[driver.returncode] += 1
             now = place.parts(output)
             assert standing.items() <= now.items(), "a part that stood was written again or removed"
             standing = now
+            if len(struck) == 1 and struck[0] in {number.name for number in STOPS}:
+                assert driver.returncode in (0, 75), f"{struck} gave {driver.returncode}: {_words(complaints)}"
             if driver.returncode == 0:
                 told.seek(0)
                 return json.loads(told.read())
@@ -256,17 +275,31 @@ def _wait(driver: subprocess.Popen, seconds: float) -> bool:
 
 
 def _wait_for_moment(
-    driver: subprocess.Popen, place: Place, output: str, draw: random.Random, longest_s: float
+    driver: subprocess.Popen, place: Place, output: str, draw: random.Random, longest_s: float, complaints
 ) -> bool:
-    """Wait for the next kill: most come soon after a new part stands, the others at any time, in the middle of a start
-    too. Without the first kind a slow machine would never get as far as a part. False: the driver has ended."""
-    if draw.random() < SOON_AFTER_A_PART:
+    """Wait for the next kill: soon after a new part stands, as a phase begins, or at any time. Without the first kind a
+    slow machine would never get as far as a part. False: the driver has ended."""
+    when = draw.random()
+    if when < IN_A_PHASE:
+        phase = draw.choice(PHASES)
+        while _phase(complaints) != phase:
+            if not _wait(driver, 0.02):
+                return False
+        return _wait(driver, draw.uniform(0.0, 0.5))
+    if when < IN_A_PHASE + SOON_AFTER_A_PART:
         stood, deadline = len(place.parts(output)), time.monotonic() + PATIENCE_S
         while len(place.parts(output)) == stood and time.monotonic() < deadline:
             if not _wait(driver, 0.5):
                 return False
         return _wait(driver, draw.uniform(0.0, longest_s / 5))
     return _wait(driver, draw.uniform(0.0, longest_s))
+
+
+def _phase(complaints) -> str:
+    """The first word of what the driver last said on its way; "start" before that."""
+    with open(complaints.name) as said:
+        lines = [line for line in said.read().splitlines() if line.strip()]
+    return re.split(r"[ :]", lines[-1])[0] if lines else "start"
 
 
 def _words(file) -> str:

@@ -25,9 +25,10 @@ def start(tmp_path):
     """start(fake=..., step_timeout_s=...) -> Supervisor over a fake engine."""
     started = []
 
-    def start(step_timeout_s: float = 60.0, **fake) -> Supervisor:
+    def start(step_timeout_s: float = 60.0, load_timeout_s: float = 60.0, **fake) -> Supervisor:
         (tmp_path / "config.json").write_text(json.dumps({"fake": fake}))
-        launch = Launch("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path)), step_timeout_s)
+        config = EngineConfig(model=str(tmp_path))
+        launch = Launch("tests.job.fake_engine:FakeEngine", config, step_timeout_s, load_timeout_s)
         started.append(Supervisor(launch))
         return started[-1]
 
@@ -234,6 +235,12 @@ def test_fault_7_a_bad_model_fails_fast_with_its_own_message(start):
 def test_fault_7_a_process_that_dies_while_loading_is_tried_a_few_times(start):
     supervisor = start(die_loading=True)
     with pytest.raises(EnvironmentFailed, match=r"ended 3 times while it loaded .*exit code 9"):
+        supervisor.generate(requests(["row"]))
+
+
+def test_fault_7_a_load_that_says_nothing_for_too_long_is_ended(start):
+    supervisor = start(load_s=60, load_timeout_s=1.5)
+    with pytest.raises(EnvironmentFailed, match=r"nothing heard while it loaded for run.load_timeout_s, 1.5 s"):
         supervisor.generate(requests(["row"]))
 
 
