@@ -108,6 +108,10 @@ class Controller:
         self._count_passed()
         return self._counts.copy()
 
+    def left(self, slot: int) -> None:
+        """Another sequence may come into this slot."""
+        self.gains.persistence.left(slot)
+
     # -- before a step
 
     def passes(self, num_sequences: int) -> bool:
