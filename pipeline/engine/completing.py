@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.engine.params import Completion, FinishReason
-from pipeline.engine.runner import Runner
 from pipeline.engine.sampling_batch import SamplerOutput
 from pipeline.engine.scheduler import Scheduler
 from pipeline.engine.sequence import Sequence
@@ -31,32 +30,35 @@ class _End(NamedTuple):
 
 
 class Completing:
-    """Of one engine. The runner is asked to clean KV blocks whose content is not to be trusted."""
+    """Of one engine. Who ends leaves a completion with its call. `clean` is given KV blocks whose content is not to be
+    trusted."""
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, runner: Runner) -> None:
-        self._scheduler, self._table, self._tokenizer, self._runner = scheduler, scheduler.table, tokenizer, runner
-        self._is_eos = np.isin(np.arange(runner.vocab_size), sorted(tokenizer.eos_token_ids))
+    def __init__(
+        self, scheduler: Scheduler, tokenizer: Tokenizer, vocab_size: int, clean: Callable[[list[int]], None]
+    ) -> None:
+        self._scheduler, self._table, self._tokenizer, self._clean = scheduler, scheduler.table, tokenizer, clean
+        self._is_eos = np.isin(np.arange(vocab_size), sorted(tokenizer.eos_token_ids))
 
-    def take_verified(self, slot_S: np.ndarray, verified: Verified, now_us: int) -> list[Completion]:
+    def take_verified(self, slot_S: np.ndarray, verified: Verified, now_us: int) -> int:
         """Take accepted drafts and the token behind them, as `take` does: all at once where a sequence goes on behind
-        them, else round by round. The blocks of the other drafts are the caller's to release."""
+        them, else round by round. The blocks of the other drafts are the caller's to release. How many ended."""
         scheduler, goes_on_S = self._scheduler, self._goes_on(slot_S, verified)
         going = np.flatnonzero(goes_on_S)
         if len(going):
             self._take_all(slot_S[going], verified, going, now_us)
         if len(going) == len(slot_S):
-            return []
-        completions: list[Completion] = []
+            return 0
+        num_ended = 0
         left_S = np.where(goes_on_S, -1, verified.num_accepted_S)
         for number in range(verified.num_rounds):
             taking = np.flatnonzero(left_S >= number)
-            if completions:  # nothing follows the end of a sequence
+            if num_ended:  # nothing follows the end of a sequence
                 taking = taking[np.isin(slot_S[taking], scheduler.running)]
             if not len(taking):
                 break
             append = scheduler.accept if number else scheduler.append
-            completions += self.take(slot_S[taking], verified.tokens(taking, number), now_us, append)
-        return completions
+            num_ended += self.take(slot_S[taking], verified.tokens(taking, number), now_us, append)
+        return num_ended
 
     def _goes_on(self, slot_S: np.ndarray, verified: Verified) -> np.ndarray:
         """Which sequences none of their tokens can end, and nobody wants to know more of these than what they are."""
@@ -79,14 +81,13 @@ class Completing:
         self._scheduler.accept_all(slot_G, count_G, verified.output.token_ids[row_N])
         self._scheduler.stats.generated_tokens += len(row_N)
 
-    def take(
-        self, slot_R: np.ndarray, output: SamplerOutput, now_us: int, append: Append | None = None
-    ) -> list[Completion]:
-        """Give each of these sequences its next token, and return the completions of those that end with it."""
-        slot_F, token_F, completions = slot_R, output.token_ids, []
+    def take(self, slot_R: np.ndarray, output: SamplerOutput, now_us: int, append: Append | None = None) -> int:
+        """Give each of these sequences its next token, and say how many end with it."""
+        slot_F, token_F = slot_R, output.token_ids
         if not output.finite.all():
             slot_F, token_F = slot_R[output.finite], token_F[output.finite]
-            completions = [self._non_finite(slot) for slot in slot_R[~output.finite].tolist()]
+            for slot in slot_R[~output.finite].tolist():
+                self._non_finite(slot)
         (append or self._scheduler.append)(slot_F, token_F)
         known_F = self._table.num_known[slot_F]
         self._note_first_tokens(slot_F, known_F, now_us)
@@ -95,16 +96,14 @@ class Completing:
             assert kept is not None
             kept.append(logprobs)
         self._scheduler.stats.generated_tokens += len(slot_F)
-        return completions + self._finish_ended(slot_F, token_F, known_F, now_us)
+        return len(slot_R) - len(slot_F) + self._finish_ended(slot_F, token_F, known_F, now_us)
 
     def _note_first_tokens(self, slot_R: np.ndarray, known_R: np.ndarray, now_us: int) -> None:
         """A sequence knows one token more than its prompt once in its life: preempted, it keeps what it generated."""
         for slot in slot_R[known_R == self._table.num_prompt[slot_R] + 1].tolist():
             self._table.at(slot).first_token_us = now_us
 
-    def _finish_ended(
-        self, slot_R: np.ndarray, token_R: np.ndarray, known_R: np.ndarray, now_us: int
-    ) -> list[Completion]:
+    def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray, known_R: np.ndarray, now_us: int) -> int:
         table = self._table
         length_R = known_R >= table.limit[slot_R]
         stop_R = self._is_eos[token_R]
@@ -120,10 +119,10 @@ class Completing:
                 ends.append(_End(slot, "stop", text))
             elif length_R[r]:
                 ends.append(_End(slot, "length"))
-        if not ends:
-            return []
-        sequences = self._scheduler.finish([end.slot for end in ends])
-        return [self._completion(sequence, end, now_us) for sequence, end in zip(sequences, ends)]
+        if ends:
+            for sequence, end in zip(self._scheduler.finish([end.slot for end in ends]), ends):
+                sequence.call.end(self._completion(sequence, end, now_us))
+        return len(ends)
 
     def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:
         """Whether a stop token id or stop string ends the sequence here, and the text it ends with if a string does."""
@@ -152,31 +151,33 @@ class Completing:
             last_token_us=now_us,
         )
 
-    def _non_finite(self, slot: int) -> Completion:
+    def _non_finite(self, slot: int) -> None:
         """End a sequence whose logits are not numbers; blocks only it holds are cleaned, none stays findable."""
         sequence = self._table.at(slot)
         generated = int(self._table.num_known[slot]) - sequence.num_prompt
         own = self._scheduler.pool.held_once(self._table.blocks_of(slot))
         self._scheduler.drop(slot, keep_blocks=False)
-        self._runner.zero_blocks(own)
-        return failed(
+        self._clean(own)
+        fail(
             sequence,
             RowError.NON_FINITE_LOGITS,
             f"the model gave logits that are not finite numbers after {generated} generated tokens",
         )
 
 
-def failed(sequence: Sequence, error: RowError, message: str) -> Completion:
-    """The completion of a request that ends with an error."""
-    return Completion(
-        row_id=sequence.request.row_id,
-        token_ids=[],
-        text="",
-        finish_reason="error",
-        num_prompt_tokens=sequence.num_prompt,
-        num_cached_tokens=max(sequence.num_cached, 0),
-        error=error.value,
-        error_message=message,
-        queued_us=sequence.queued_us,
-        first_token_us=sequence.first_token_us,
+def fail(sequence: Sequence, error: RowError, message: str) -> None:
+    """End a request, which holds nothing any more, with an error."""
+    sequence.call.end(
+        Completion(
+            row_id=sequence.request.row_id,
+            token_ids=[],
+            text="",
+            finish_reason="error",
+            num_prompt_tokens=sequence.num_prompt,
+            num_cached_tokens=max(sequence.num_cached, 0),
+            error=error.value,
+            error_message=message,
+            queued_us=sequence.queued_us,
+            first_token_us=sequence.first_token_us,
+        )
     )

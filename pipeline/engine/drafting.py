@@ -91,6 +91,7 @@ class Drafting:
 
     def left(self, slot: int, finished: bool) -> None:
         self._shadows.left(slot, finished)
+        self.policy.left(slot)
         for proposer in self.proposers:
             proposer.left(slot, finished)
 

@@ -7,7 +7,7 @@ several engines may live in one process.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import asdict, replace
 from itertools import islice
@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.build import build
+from pipeline.engine.call import Call
 from pipeline.engine.completing import Completing
 from pipeline.engine.detokenizer import StopChecker
 from pipeline.engine.drafting import Drafting
@@ -114,25 +115,35 @@ class Engine:
         self.pool = BlockPool(num_blocks, block_size)
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
-        self._stepping = Stepping(self.scheduler, runner, Completing(self.scheduler, tokenizer, runner))
-        self._landed_early: list[Completion] = []  # finished outside of a step, for the next one to return
+        completing = Completing(self.scheduler, tokenizer, runner.vocab_size, self._clean)
+        self._stepping = Stepping(self.scheduler, runner, completing)
+        self._added = Call()  # of requests that are given one by one
+        self._given_up: list[Call] = []  # whose requests are still to be aborted
+        self._is_stepping = False
         self._order = 0
         self._closed = False
 
     # -- one request at a time
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served."""
+        """Queue a request. Its completion comes from a later `step`, as an error when it cannot be served. Without a
+        seed it takes the engine's and the number of requests that were added before."""
         self._check_open()
+        self._add(request, self._added)
+
+    def _add(self, request: Request, call: Call) -> None:
         seed = request.params.seed
         sequence = Sequence(
             request,
             np.array(request.prompt_token_ids, dtype=np.int32),
             self._order,
-            seed if seed is not None else self.seed + self._order,
+            seed if seed is not None else self.seed + call.num_given,
+            call,
             queued_us=time.monotonic_ns() // 1000,
         )
         self._order += 1
+        call.num_given += 1
+        call.num_open += 1
         if request.params.stop:
             sequence.stop_checker = StopChecker(self.tokenizer, request.params.stop, request.params.min_tokens)
         if request.params.min_tokens > 0:
@@ -150,11 +161,15 @@ class Engine:
             self.scheduler.add(sequence)
 
     def abort(self, row_id: object) -> bool:
-        """Forget a request wherever it is; no completion will come. False when it is not here (any more)."""
-        self._landed_early += (
-            self._stepping.land()
-        )  # what ends with the token that is being drawn for it is too late to abort
-        return self.scheduler.abort(row_id) is not None
+        """Forget the requests with this id wherever they are; no completion will come. False when there is none here
+        (any more): what ends with the token that is being computed for it is too late to abort."""
+        return self._abort(lambda sequence: sequence.request.row_id == row_id)
+
+    def _abort(self, is_meant: Callable[[Sequence], bool]) -> bool:
+        gone = self._stepping.abort(is_meant)
+        for sequence in gone:
+            sequence.call.num_open -= 1
+        return bool(gone)
 
     @property
     def runner(self) -> Runner:
@@ -165,6 +180,9 @@ class Engine:
     def runner(self, runner: Runner) -> None:
         self._stepping.runner = runner
 
+    def _clean(self, blocks: list[int]) -> None:
+        self.runner.zero_blocks(blocks)
+
     @property
     def drafting(self) -> Drafting | None:
         """Who drafts for this engine, and when; None: nobody."""
@@ -172,23 +190,35 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
+        """Requests that have not ended, those of streams too, and completions that the next `step` returns."""
+        return self._num_inside + len(self._added.ended)
+
+    @property
+    def _num_inside(self) -> int:
         scheduler = self.scheduler
-        here = len(scheduler.waiting) + len(scheduler.running)
-        return here + scheduler.num_rejected + self._stepping.num_suspects + len(self._landed_early)
+        return len(scheduler.waiting) + len(scheduler.running) + scheduler.num_rejected + self._stepping.num_suspects
 
     @property
     def has_unfinished(self) -> bool:
         return self.num_unfinished > 0
 
     def step(self) -> list[Completion]:
-        """Compute one step and return the completions that it finished.
+        """Compute one step, and return the completions of added requests that came since the last call.
 
         A step that does not fit the memory is undone, and smaller ones follow. Raises EnvironmentFailed when not even
         single tokens of several sequences fit.
         """
+        self._step()
+        return self._added.take()
+
+    def _step(self) -> None:
         self._check_open()
-        completions, self._landed_early = self._landed_early, []
-        return completions + self._stepping.step()
+        self._is_stepping = True
+        try:
+            self._stepping.step()
+        finally:
+            self._is_stepping = False
+            self._abort_given_up()
 
     # -- many requests
 
@@ -199,7 +229,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete `prompts` (strings or lists of token ids) and return the completions in their order.
 
-        `params` is one SamplingParams for all or one for each. Raises ConfigError when the counts differ.
+        `params` is one SamplingParams for all or one for each. Raises ConfigError when the counts differ. Other
+        requests of the engine go on meanwhile, and keep their completions; when it is interrupted, its own end.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
@@ -215,34 +246,58 @@ class Engine:
         done = {completion.row_id: completion for completion in self.stream(requests)}
         return [done[index] for index in range(len(requests))]
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Yield completions as they finish, pulling requests just fast enough to keep the batch full."""
-        source = iter(requests)
+    def stream(self, requests: Iterable[Request]) -> Generator[Completion, None, None]:
+        """Yield the completions of `requests` as they finish, pulling requests just fast enough to keep the batch full.
+
+        Others' completions never come here: those of added requests come from `step`, and each stream has its own,
+        though any step computes for all. A stream that is closed, given up or interrupted aborts its requests.
+        """
+        source, call, exhausted = iter(requests), Call(), False
         ahead = 2 * self.table.num_slots
-        exhausted = False
-        while True:
-            if not exhausted and self.num_unfinished < ahead:
-                wanted = ahead - self.num_unfinished
-                taken = list(islice(source, wanted))
-                exhausted = len(taken) < wanted
-                for request in taken:
-                    self.add(request)
-            if not self.has_unfinished:
-                return
-            yield from self.step()
+        try:
+            while True:
+                if not exhausted and call.num_open < ahead:
+                    wanted = ahead - call.num_open
+                    taken = list(islice(source, wanted))
+                    exhausted = len(taken) < wanted
+                    for request in taken:
+                        self._check_open()
+                        self._add(request, call)
+                if not call.num_open and not call.ended:
+                    return
+                if not call.ended:  # in others' steps
+                    self._step()
+                yield from call.take()
+        finally:
+            self._given_up.append(call)
+            self._abort_given_up()
+
+    def _abort_given_up(self) -> None:
+        """Not in the middle of a step: there the garbage collector may end a stream that nobody holds any more."""
+        calls = list(self._given_up)
+        if calls and not self._is_stepping:
+            if any(call.num_open for call in calls):
+                self._abort(lambda sequence: sequence.call in calls)
+            del self._given_up[: len(calls)]  # not before: a second Ctrl-C leaves them to the next step
 
     def warm_up(self) -> None:
-        """Run one short request without drafts, so that the first real one does not pay for lazy initialisation."""
+        """Run one short request without drafts, so that the first real one does not pay for lazy initialisation.
+
+        Raises ConfigError when requests are waiting or running: what they would teach the engine is dropped.
+        """
+        self._check_open()
+        if self._num_inside:
+            raise ConfigError(f"warm_up: {self._num_inside} requests are waiting or running; warm up before them")
         self._say(self._warming_up)
         saved, drafting = replace(self.stats), self.drafting
         self.draft_as(None)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
-        self.add(Request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
-        while self.has_unfinished:
-            self.step()
-        self.forget()
-        self.stats = self.scheduler.stats = saved
-        self.draft_as(drafting)
+        try:
+            list(self.stream([Request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True))]))
+        finally:
+            self.forget()
+            self.stats = self.scheduler.stats = saved
+            self.draft_as(drafting)
 
     def forget(self) -> None:
         """Drop the prefixes that are kept for later requests, and what finished ones told of lengths. Nothing may be

@@ -21,8 +21,9 @@ class SamplingParams:
     output tokens, the presence and frequency penalties count output tokens only. `logprobs` None reports none,
     0 the chosen token's, n also those of the n best tokens (of the raw distribution, before temperature and
     penalties). A stop string ends the text just before it; no stop condition acts before `min_tokens` tokens.
-    `seed` None takes the engine's seed and the request's position in the call. One seed draws the same tokens from the
-    same logits in any batch and on any device, but where a number falls within float32's rounding of a border.
+    `seed` None takes the engine's seed plus the request's position: in its call of `generate` or `stream`, or among all
+    that were given to `add`. One seed draws the same tokens from the same logits in any batch and on any device, but
+    where a number falls within float32's rounding of a border.
 
     Raises ConfigError when a value is out of its range.
     """

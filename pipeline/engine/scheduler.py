@@ -19,6 +19,7 @@ only blocks of confirmed tokens become findable.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -75,6 +76,7 @@ class Scheduler:
         self.expectation = Expectation(table, pool.block_size)
         self._num_steps = 0
         self._rejected: list[Rejected] = []
+        self._promise = NO_PROMISE
 
     # -- entering and leaving
 
@@ -143,16 +145,15 @@ class Scheduler:
             sequences.append(table.vacate(slot))
         return sequences
 
-    def abort(self, row_id: object) -> Sequence | None:
-        """Drop a sequence wherever it is; None when it is not here."""
-        for sequence in self.waiting:
-            if sequence.request.row_id == row_id:
-                self.waiting.remove(sequence)
-                return sequence
-        for slot in self.running.tolist():
-            if self.table.at(slot).request.row_id == row_id:
-                return self.drop(slot)
-        return None
+    def abort(self, is_meant: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Drop those sequences wherever they are, and return them."""
+        slots = [slot for slot in self.running.tolist() if is_meant(self.table.at(slot))]
+        gone = self._take_out(slots) + [sequence for sequence in self.waiting if is_meant(sequence)]
+        gone += [sequence for sequence, *_ in self._rejected if is_meant(sequence)]
+        if len(gone) > len(slots):
+            self.waiting = deque(sequence for sequence in self.waiting if not is_meant(sequence))
+            self._rejected = [rejected for rejected in self._rejected if not is_meant(rejected[0])]
+        return gone
 
     # -- a step
 
@@ -227,8 +228,8 @@ class Scheduler:
         """Plan as if each of these sequences, all computed, knew the token that the device is drawing for it and,
         before that, its drafts that are being checked.
 
-        Those that end with the next token by their length are left out. What is returned is for `retract`, which must
-        come before the tokens are appended.
+        Those that end with the next token by their length are left out. `retract` takes it back, which must come before
+        the tokens are appended.
         """
         table = self.table
         goes_on = np.flatnonzero(table.num_known[slot_R] + 1 < table.limit[slot_R])
@@ -237,10 +238,12 @@ class Scheduler:
         table.token_ids[np.repeat(slot_R, count_R), runs(first_R, count_R)] = UNKNOWN_TOKEN
         table.num_known[slot_R] += count_R
         table.num_computed[slot_R] += draft_R
-        return Promise(slot_R, draft_R)
+        self._promise = Promise(slot_R, draft_R)
+        return self._promise
 
-    def retract(self, promise: Promise) -> None:
-        """Take a promise back."""
+    def retract(self) -> None:
+        """Take back what is promised, if anything is."""
+        promise, self._promise = self._promise, NO_PROMISE
         self.table.num_known[promise.slot_P] -= promise.draft_P + 1
         self.table.num_computed[promise.slot_P] -= promise.draft_P
 

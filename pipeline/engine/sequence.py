@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.engine.block_pool import ROOT, chain_hashes
+from pipeline.engine.call import Call
 from pipeline.engine.detokenizer import StopChecker
 from pipeline.engine.params import Request, SamplingParams, TokenLogprobs
 
@@ -65,6 +66,7 @@ class Sequence:
     token_ids: np.ndarray  # int32
     order: int  # of arrival; older sequences are served first
     seed: int = 0  # of its random numbers, with the position
+    call: Call = field(default_factory=Call)  # that gets its completion
     queued_us: int = 0  # when it was added, on the machine's monotonic clock
     first_token_us: int = 0  # when its first token was appended, whatever happened later; 0: not yet
     slot: int = -1  # -1: not running

@@ -1,5 +1,7 @@
 """Steps that do not fit the device's memory: undone, made smaller, and blamed on a sequence only where it is proven."""
 
+from collections.abc import Callable
+
 from pipeline.engine.memory import release_cached_memory
 from pipeline.engine.params import EngineStats
 from pipeline.engine.scheduler import Scheduler
@@ -20,6 +22,12 @@ class Shortage:
     @property
     def num_suspects(self) -> int:
         return len(self._suspects)
+
+    def abort(self, is_meant: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Forget those suspects, and return them."""
+        gone = [sequence for sequence in self._suspects if is_meant(sequence)]
+        self._suspects = [sequence for sequence in self._suspects if not is_meant(sequence)]
+        return gone
 
     def make_smaller(self, plan: StepPlan, stats: EngineStats) -> None:
         """Undo a step that did not fit; a sequence of which one token alone does not fit is taken out."""

@@ -8,21 +8,22 @@ of this one: the plan counts on them (`Scheduler.promise`), and takes that back 
 """
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from pipeline.engine.accounting import classify, record
-from pipeline.engine.completing import Completing, failed
+from pipeline.engine.completing import Completing, fail
 from pipeline.engine.drafting import Drafting, Noted
 from pipeline.engine.drawn import Drawn, draw_on_device
 from pipeline.engine.flight import Flight
 from pipeline.engine.memory import is_out_of_memory
-from pipeline.engine.params import Completion
 from pipeline.engine.penalties import takes_best
 from pipeline.engine.runner import Runner
 from pipeline.engine.sampler import greedy, sample
 from pipeline.engine.sampling_batch import SamplerOutput, SamplingBatch
 from pipeline.engine.scheduler import NO_PROMISE, Promise, Scheduler
+from pipeline.engine.sequence import Sequence
 from pipeline.engine.shortage import Shortage
 from pipeline.engine.step import StepPlan, build_input, runs
 from pipeline.engine.verify import Checked, Verified
@@ -50,65 +51,82 @@ class Stepping:
         self.drafting = self._scheduler.watcher = self.flight = None
         del self.runner, self.completing
 
-    def step(self) -> list[Completion]:
-        """See `Engine.step`."""
+    def step(self) -> None:
+        """See `Engine.step`; completions go to the calls whose they are.
+
+        Where it raises, a Ctrl-C while the model computes for instance, the sequences are as before it, and the step
+        in flight is still there.
+        """
+        try:
+            self._step()
+        except BaseException:
+            self._scheduler.retract()
+            raise
+
+    def abort(self, is_meant: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Forget those sequences wherever they are, and return them. What ends with the token that is being drawn for
+        it has ended."""
+        self.land()
+        return self._scheduler.abort(is_meant) + self._shortage.abort(is_meant)
+
+    def _step(self) -> None:
         start_ns = time.perf_counter_ns()
         stats, pool = self._scheduler.stats, self._scheduler.pool
-        promise, completions = self._promise()
+        promise = self._promise()
         plan = self._scheduler.plan()
         if plan is None:
             self._shortage.convict()
         elif self.drafting is not None:
-            plan, promise, landed = self._with_drafts(plan, promise)
-            completions += landed
-        completions += [failed(*rejected) for rejected in self._scheduler.take_rejected()]
+            plan, promise = self._with_drafts(plan, promise)
+        for rejected in self._scheduler.take_rejected():
+            fail(*rejected)
         if plan is None:
-            return completions + self.land()
+            self.land()
+            return
         slot_R = plan.slot_S[plan.samples_S]
         output = self._compute(plan, slot_R, promise)
         noted = None if self.drafting is None else self.drafting.noted()
+        self._scheduler.retract()
         if output is None:
-            self._scheduler.retract(promise)
-            completions += self.land()
+            self.land()
             self._shortage.make_smaller(plan, stats)
             if self.drafting is not None:
                 self.drafting.undone(plan)
             stats.repeated_us += (time.perf_counter_ns() - start_ns) // 1000
-            return completions
+            return
         self._shortage.convict()
         tokens, num_sequences = classify(plan, self._table), len(plan.slot_S)
         kv_used_ppm = pool.num_held * 1_000_000 // pool.num_blocks
-        self._scheduler.retract(promise)
-        completions += self.land(plan)
+        self.land(plan)
         if len(promise.slot_P):
             plan = self._scheduler.follow_up(plan, promise)
         self._scheduler.advance(plan)
-        completions += self._take(slot_R, output, noted, start_ns)
+        self._take(slot_R, output, noted, start_ns)
         record(stats, tokens, num_sequences, kv_used_ppm, (time.perf_counter_ns() - start_ns) // 1000)
-        return completions
 
-    def _promise(self) -> tuple[Promise, list[Completion]]:
-        """The slots whose next tokens are being drawn and may be counted on; else what ended when they were waited for.
+    def _promise(self) -> Promise:
+        """The slots whose next tokens are being drawn and may be counted on.
 
-        A plan that gives up sequences waits: they leave with all they know.
+        A plan that gives up sequences waits for them: they leave with all they know.
         """
         flight = self.flight
         if flight is None:
-            return NO_PROMISE, []
+            return NO_PROMISE
         promise = self._scheduler.promise(flight.slot_K, flight.draft_K)
         if not self._scheduler.would_preempt():
-            return promise, []
-        self._scheduler.retract(promise)
-        return NO_PROMISE, self.land()
+            return promise
+        self._scheduler.retract()
+        self.land()
+        return NO_PROMISE
 
-    def _with_drafts(self, plan: StepPlan, promise: Promise) -> tuple[StepPlan | None, Promise, list[Completion]]:
+    def _with_drafts(self, plan: StepPlan, promise: Promise) -> tuple[StepPlan | None, Promise]:
         """`plan` with drafts, or as it is. Where the tokens in flight must be known, they are waited for now, after the
-        plan was made; then also what ended with them, and nothing is promised any more.
+        plan was made; then nothing is promised any more.
 
         Who drafts by looking up must know them; and where drafts in flight leave open how many tokens there are, rows
         that depend on that, and kernels that read contexts on the host.
         """
-        drafting, flight, landed = self.drafting, self.flight, []
+        drafting, flight = self.drafting, self.flight
         assert drafting is not None
         proposer, most_queries = drafting.who(plan), None
         if flight is not None:
@@ -118,13 +136,14 @@ class Stepping:
                 follows = follows and int(plan.count_S.max()) <= most_queries
                 follows = follows and bool(takes_best(self._table.sampling[plan.slot_S[plan.samples_S]]).all())
             if not follows:
-                self._scheduler.retract(promise)
-                landed, flight, most_queries = self.land(plan), None, None
+                self._scheduler.retract()
+                self.land(plan)
+                flight, most_queries = None, None
                 plan, promise = self._scheduler.follow_up(plan, promise), NO_PROMISE
                 drafting.landed(plan)
         if proposer is not None and len(plan.slot_S):
             plan = drafting.extend(plan, proposer, flight, most_queries)
-        return plan if len(plan.slot_S) else None, promise, landed
+        return plan if len(plan.slot_S) else None, promise
 
     def _compute(
         self, plan: StepPlan, slot_R: np.ndarray, promise: Promise
@@ -158,27 +177,28 @@ class Stepping:
 
     def _take(
         self, slot_R: np.ndarray, output: SamplerOutput | Verified | Drawn | Checked, noted: Noted | None, begun_ns: int
-    ) -> list[Completion]:
+    ) -> None:
         """Give sequences their tokens, or leave them in flight where the device is still drawing them."""
         if isinstance(output, Drawn | Checked):
             flight = Flight.of(slot_R, output, self._table, self._scheduler.running)
             if len(flight.slot_K):
                 self.flight, self._noted, self._begun_ns = flight, noted, max(begun_ns, self._landed_ns)
-            return []
-        return self._given(slot_R, output, np.ones(len(slot_R), dtype=bool), noted, begun_ns)
+        else:
+            self._give(slot_R, output, np.ones(len(slot_R), dtype=bool), noted, begun_ns)
 
-    def land(self, behind: StepPlan | None = None) -> list[Completion]:
+    def land(self, behind: StepPlan | None = None) -> None:
         """Wait for the step in flight and take its tokens. `behind`: a step that is planned with them already, whose
         blocks are kept."""
-        flight, self.flight = self.flight, None
+        flight = self.flight
         if flight is None:
-            return []
-        output = flight.output()
+            return
+        output = flight.output()  # where that is interrupted, the step is still in flight
+        self.flight = None
         self._landed_ns = time.perf_counter_ns()
         noted, self._noted = self._noted, None
-        return self._given(flight.slot_K, output, flight.kept_S, noted, self._begun_ns, behind)
+        self._give(flight.slot_K, output, flight.kept_S, noted, self._begun_ns, behind)
 
-    def _given(
+    def _give(
         self,
         slot_K: np.ndarray,
         output: SamplerOutput | Verified,
@@ -186,26 +206,25 @@ class Stepping:
         noted: Noted | None,
         begun_ns: int,
         behind: StepPlan | None = None,
-    ) -> list[Completion]:
+    ) -> None:
         """Give the sequences of a step that are still there (kept_S, of all that got tokens) what they get."""
         stats = self._scheduler.stats
         generated_before = stats.generated_tokens
         accepted_S = np.zeros(len(kept_S), dtype=np.int64)
         if isinstance(output, Verified):
-            completions = self.completing.take_verified(slot_K, output, _now_us())
+            num_ended = self.completing.take_verified(slot_K, output, _now_us())
             accepted_S[kept_S] = output.num_accepted_S
             count_of = np.zeros(self._table.num_slots, dtype=np.int64)
             if behind is not None:
                 count_of[behind.slot_S] = behind.count_S
-            here_K = slot_K[np.isin(slot_K, self._scheduler.running)] if completions else slot_K
+            here_K = slot_K[np.isin(slot_K, self._scheduler.running)] if num_ended else slot_K
             self._scheduler.release_draft_blocks(here_K, count_of[here_K])
         else:
-            completions = self.completing.take(slot_K, output, _now_us())
+            self.completing.take(slot_K, output, _now_us())
         if self.drafting is not None and noted is not None:
             num_generated = stats.generated_tokens - generated_before
             step_us = (time.perf_counter_ns() - begun_ns) // 1000
             self.drafting.done(stats, noted, accepted_S, kept_S, num_generated, step_us)
-        return completions
 
     def _sampling_batch(self, plan: StepPlan, slot_S: np.ndarray) -> SamplingBatch:
         """A row behind the known tokens of each sequence and one behind each draft, which sees the drafts before it."""

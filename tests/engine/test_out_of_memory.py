@@ -164,3 +164,18 @@ def test_fault_03_04_the_real_model_gives_the_same_tokens(tmp_path: Path) -> Non
         assert [c.token_ids for c in disturbed] == [c.token_ids for c in undisturbed]
         engine.pool.check()
         assert engine.pool.num_held == 0
+
+
+def test_a_suspect_can_be_aborted() -> None:
+    """A sequence that did not fit alone is neither waiting nor running until another one was computed."""
+    engine = hash_engine(64, 4)
+    fail_where(engine, lambda step: any(7 in context_of(engine, step, s) for s in range(len(step.context_len_S))))
+    engine.add(Request("suspect", [7], SamplingParams(max_tokens=3)))
+    engine.step()
+    assert engine.num_unfinished == 1
+    assert not len(engine.scheduler.running)
+    assert engine.abort("suspect")
+    assert not engine.abort("suspect")
+    assert not engine.has_unfinished
+    assert engine.step() == []
+    assert run(engine, [Request("next", [1], SamplingParams(max_tokens=3, ignore_eos=True))])["next"].error is None  # type: ignore[call-overload]

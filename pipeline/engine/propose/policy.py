@@ -85,6 +85,10 @@ class DraftPolicy(Protocol):
         that."""
         ...
 
+    def left(self, slot: int) -> None:
+        """The sequence leaves the slot, and another one may come into it."""
+        ...
+
     def counters(self) -> dict[str, int]:
         """What it counted for reports, by name; sums over engines mean the same."""
         ...
@@ -115,6 +119,9 @@ class FixedDrafts:
         return False
 
     def foretold(self, foretold: Foretold) -> None:
+        pass
+
+    def left(self, slot: int) -> None:
         pass
 
     def counters(self) -> dict[str, int]:

@@ -86,6 +86,9 @@ class ControlledDrafts:
         self.controller.foretold(candidates, foretold.decided_O, foretold.agreed_O, foretold.is_rest)
         self._host_ns += 1000 * foretold.offer_us + time.perf_counter_ns() - begun_ns
 
+    def left(self, slot: int) -> None:
+        self.controller.left(slot)
+
     def counters(self) -> dict[str, int]:
         return self.controller.counts.flat()
 

@@ -108,6 +108,10 @@ class Controller:
         self._count_passed()
         return self._counts.copy()
 
+    def left(self, slot: int) -> None:
+        """Another sequence may come into this slot."""
+        self.gains.persistence.left(slot)
+
     # -- before a step
 
     def passes(self, num_sequences: int) -> bool:
@@ -415,8 +419,8 @@ class Controller:
     # -- accounts
 
     def _drafted_s(self, batch: Batch, measured_s: float, num_drafts: int, plain_s: float) -> float:
-        """Seconds that a step with drafts took, prompts apart: what those took of it is known too badly to say by the
-        rest what drafts took."""
+        """Seconds that a step with drafts is charged for, prompts apart: those it took, within `TIME_TRUST` of those
+        expected. Beside prompts those expected: what these took of it is known too badly."""
         num = batch.num_sequences
         expected_s = self.cost.step_s(num, batch.kv_tokens, batch.num_prefill, num_drafts)
         if batch.num_prefill:

@@ -32,8 +32,8 @@ class Persistence:
         self._num_steps = 0
 
     def add(self, slot_S: np.ndarray, expected_S: np.ndarray) -> None:
-        """In a step, so many tokens were expected for these sequences if they draft. Who was not there in the last one
-        is a new sequence."""
+        """In a step, so many tokens were expected for these sequences if they draft. Who was not there in the last one,
+        or whose slot was left since, is a new sequence."""
         self._reach(slot_S)
         self._num_steps += 1
         self._sums_7S[:, slot_S[self._seen_at[slot_S] < self._num_steps - 1]] = 0.0
@@ -44,6 +44,11 @@ class Persistence:
         self._sums_7S[STEPS, slot_S] += 1.0
         if self._num_steps % BLOCK_STEPS == 0:
             self._end_block(slot_S)
+
+    def left(self, slot: int) -> None:
+        """The sequence there is gone; another one may be there in the very next step."""
+        if slot < len(self._seen_at):
+            self._seen_at[slot] = -1
 
     def _end_block(self, slot_S: np.ndarray) -> None:
         sums_7S = self._sums_7S

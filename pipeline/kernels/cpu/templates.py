@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 
 from pipeline.kernels.cpu.lookup import BORDER, MAX_MATCH, MIN_MATCH, bits_of, longest, write_keys, write_tail
+from pipeline.kernels.cpu.versions import made_of
 
 COPY, NONE = -3, -1
 PARSED, SYMBOLS, COPY_FROM, COPY_PLACE = 0, 1, 2, 3  # of a slot's state; see `draft`
@@ -25,6 +26,7 @@ _32, _64 = np.uint64(32), np.uint64(64)
 
 
 @njit(cache=True)
+@made_of("lookup.py")
 def learn(text, num_prompt, begin, symbol_N, copy_N4, end_E, known_TQ4):
     """Write down the symbols of the output of this text, a prompt and the output, whose place among the finished
     outputs is `begin`, with a border behind it; index their runs, and remember what is known of the copies."""
@@ -49,6 +51,7 @@ def learn(text, num_prompt, begin, symbol_N, copy_N4, end_E, known_TQ4):
 
 
 @njit(cache=True)
+@made_of("lookup.py")
 def draft(
     tokens,
     slot_S,

@@ -17,7 +17,6 @@ the loops that is optimized and made machine code anew: that took about three ti
 # pyright: reportCallIssue=false
 # It does not see what `intrinsic` makes of a function.
 
-import hashlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,8 @@ from numba import config, get_num_threads, njit, set_num_threads, types
 from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
+
+from pipeline.kernels.cpu.versions import made_of
 
 PARALLEL_ELEMENTS = 1 << 15
 """Elementwise work below this stays on one thread: waking another one would take longer than it saves."""
@@ -44,6 +45,7 @@ _options: dict[str, Any] = {
 }
 # what kernels of other files are made of
 _SHARED = (
+    "../cache.py",
     "compiled_linear.py",
     "key_products.py",
     "numerics.py",
@@ -55,24 +57,14 @@ _SHARED = (
 )
 
 
-def _version() -> str:
-    files = (Path(__file__).with_name(name).read_bytes() for name in _SHARED)
-    return hashlib.sha256(b"".join(files)).hexdigest()[:12]
-
-
-_shared_version = _version()
-
-
 def kernel(**changed: Any) -> Callable[[Callable[..., None]], Dispatcher]:
     """A decorator: compiled by numba when it is first called with arguments of some types, and kept on disk.
 
-    `changed` are options of `njit` other than those of all kernels. numba's cache looks only at the file in which a
-    kernel stands, so its name says which version of the shared files it was made of.
+    `changed` are options of `njit` other than those of all kernels.
     """
 
     def compiled(function: Callable[..., None]) -> Dispatcher:
-        function.__qualname__ += f"-{_shared_version}"
-        return njit(**_options | changed)(function)
+        return njit(**_options | changed)(made_of(*_SHARED)(function))
 
     return compiled
 

@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 
+from pipeline.engine.params import SamplingParams
+from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import StepFacts, StepOutcome
 from pipeline.engine.propose.shadow import Foretold
 from pipeline.engine.speculation.controlled import ControlledDrafts
 from pipeline.engine.speculation.messages import Outcome
+from pipeline.engine.speculation.persistence import BLOCKS, STEPS
+from tests.engine.hash_runner import hash_engine
 from tests.engine.speculation.test_controller import MEMORY_BOUND, K, controller_of
 
 
@@ -63,3 +67,32 @@ def test_what_telling_takes_is_put_to_the_next_proposing(monkeypatch: pytest.Mon
         policy.observe(StepOutcome(facts, 3, 10_000, offer_us, draft_us, none, none))
     assert [round(outcome.lookup_s * 1e6) for outcome in told] == [0, 100, 0]
     assert [round(outcome.propose_s * 1e6) for outcome in told] == [0, 600, 0]
+
+
+def test_a_sequence_in_a_slot_that_was_another_s_has_no_history() -> None:
+    """Short prompts get a token in the step that admits them, and the slots that were left last are given first: so a
+    slot is in each step, with another sequence."""
+    engine = hash_engine(60, 4, memory=2, max_num_seqs=3)
+    policy = ControlledDrafts(controller_of(MEMORY_BOUND))
+    policy.controller.passes = lambda num_sequences: False  # type: ignore[method-assign]
+    policy.controller.wants_candidates = lambda batch: 0  # type: ignore[method-assign]
+    engine.speculate([NgramProposer(engine.table, K)], policy)
+    persistence, orders, reused = policy.controller.gains.persistence, dict[int, int](), 0
+    add = persistence.add
+
+    def add_and_look(slot_S: np.ndarray, expected_S: np.ndarray) -> None:
+        nonlocal reused
+        add(slot_S, expected_S)
+        for slot, order in zip(slot_S.tolist(), engine.table.order[slot_S].tolist()):
+            if orders.get(slot) not in (None, order):
+                reused += 1
+                assert persistence._sums_7S[STEPS, slot] <= 1
+                assert persistence._sums_7S[BLOCKS, slot] <= 0
+            orders[slot] = order
+
+    persistence.add = add_and_look  # type: ignore[method-assign]
+    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 30, 40)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    done = engine.generate([[row, 5] for row in range(40)], params)
+    assert [len(completion.token_ids) for completion in done] == lengths
+    assert reused > 20

@@ -1,0 +1,331 @@
+"""Several calls on one engine: each gets the completions of its own requests, and leaves nothing behind."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.flight import Flight, LateTokens
+from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.propose.ngram import NgramProposer
+from pipeline.engine.propose.policy import FixedDrafts
+from pipeline.engine.step import StepInput
+from pipeline.errors import ConfigError
+from tests.engine.hash_runner import expected_tokens, hash_engine
+from tests.engine.test_flight_drafts import drafting_engine
+from tests.engine.test_scheduler import run
+
+MEMORY = 2  # tokens that the next one depends on, where texts are to repeat themselves
+
+
+def row(row_id: object, first: int, num_tokens: int) -> Request:
+    return Request(row_id, [first, 5, 6], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+
+
+def rows(first: int, count: int, num_tokens: int) -> list[Request]:
+    return [row(n, first + n, num_tokens) for n in range(count)]
+
+
+def check(completions: list[Completion], requests: list[Request], memory: int | None = None) -> None:
+    assert sorted(c.row_id for c in completions) == sorted(r.row_id for r in requests)  # type: ignore[type-var]
+    done = {c.row_id: c.token_ids for c in completions}
+    for each in requests:
+        expected = expected_tokens(each.prompt_token_ids, each.params.max_tokens, 64, False, memory)
+        assert done[each.row_id] == expected, each.row_id
+
+
+def check_empty(engine: Engine) -> None:
+    assert not engine.has_unfinished
+    assert engine.pool.num_held == 0
+    assert engine.table.num_free_slots == engine.table.num_slots
+    engine.pool.check()
+
+
+def generated(engine: Engine, requests: list[Request]) -> list[Completion]:
+    return engine.generate([r.prompt_token_ids for r in requests], [r.params for r in requests])
+
+
+@pytest.mark.parametrize("num_seqs", [2, 4, 16])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_an_abandoned_stream_costs_nothing_more_and_none_of_it_comes_elsewhere(
+    num_seqs: int, is_asynchronous: bool
+) -> None:
+    engine = hash_engine(200, 4, max_num_seqs=num_seqs, is_asynchronous=is_asynchronous)
+    stream = engine.stream([row(0, 1, 2), *rows(10, 20, 40)[1:]])
+    assert next(stream).row_id == 0
+    stream.close()
+    check_empty(engine)
+    assert engine.step() == []
+    ours = rows(50, 3, 6)
+    check(generated(engine, ours), ours)
+    check(list(engine.stream(ours[:1])), ours[:1])
+    check_empty(engine)
+
+
+def test_a_stream_is_over_when_nobody_holds_it_any_more() -> None:
+    engine = hash_engine(200, 4)
+    next(engine.stream([row(0, 1, 2), *rows(10, 20, 40)[1:]]))
+    check_empty(engine)
+    with hash_engine(200, 4) as closed:
+        stream = closed.stream([*rows(10, 3, 40)[1:], row(0, 1, 2)])
+        next(stream)
+    with pytest.raises(ConfigError, match="closed"):
+        next(stream)
+
+
+def test_a_stream_that_the_garbage_collector_ends_in_the_middle_of_a_step_is_aborted_after_it() -> None:
+    engine = hash_engine(200, 4)
+    ours, execute = rows(60, 5, 6), engine.runner.execute
+    held: list[object] = [engine.stream([row(0, 1, 2), *rows(10, 20, 40)[1:]])]
+    held.append(held)  # only the collector can free it
+    next(held[0])  # type: ignore[call-overload]
+    del held
+
+    def execute_and_collect(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        assert engine.scheduler.running.size, "what a step computes is there"
+        gc.collect()
+        return execute(step, late)
+
+    engine.runner.execute = execute_and_collect  # type: ignore[method-assign]
+    check(generated(engine, ours), ours)
+    check_empty(engine)
+
+
+def test_what_ends_while_an_abandoned_stream_is_cleared_away_is_dropped_with_it() -> None:
+    """One that is rejected, and, with a step in flight, one whose last token is there already."""
+    engine = hash_engine(200, 4, is_asynchronous=True)
+    source = iter([row("first", 1, 1), row("next", 2, 2), row("empty", 3, 2)])
+    stream = engine.stream(source)
+    assert next(stream).row_id == "first"
+    engine.add(row("added", 4, 3))
+    stream.close()
+    check(list(run(engine, []).values()), [row("added", 4, 3)])
+    stream = engine.stream([row("first", 1, 1), *rows(10, 12, 4), Request("empty", [], SamplingParams())])
+    next(stream)
+    stream.close()
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_streams_and_added_requests_with_equal_ids_get_their_own(is_asynchronous: bool) -> None:
+    engine = hash_engine(200, 4, is_asynchronous=is_asynchronous)
+    added, first, second = rows(1, 5, 9), rows(20, 30, 7), rows(60, 20, 5)
+    for each in added:
+        engine.add(each)
+    streams = {"first": engine.stream(first), "second": engine.stream(second)}
+    done: dict[str, list[Completion]] = {"first": [], "second": []}
+    while streams:
+        for name in list(streams):
+            completion = next(streams[name], None)
+            if completion is None:
+                del streams[name]
+            else:
+                done[name].append(completion)
+    check(done["first"], first)
+    check(done["second"], second)
+    asked = rows(80, 3, 4)
+    check(generated(engine, asked), asked)
+    assert engine.num_unfinished == len(added), "they are still to be handed over"
+    check(list(run(engine, []).values()), added)
+    check_empty(engine)
+
+
+def test_steps_of_others_lose_nothing_of_a_stream_that_waits() -> None:
+    engine = hash_engine(200, 4)
+    ours = rows(20, 8, 7)
+    stream = engine.stream(ours)
+    done = [next(stream)]
+    while engine.has_unfinished:
+        assert engine.step() == []
+    other = rows(40, 2, 30)
+    check(generated(engine, other), other)
+    num_steps = engine.stats.num_steps
+    check([*done, *stream], ours)
+    assert engine.stats.num_steps == num_steps, "all were there"
+
+
+def test_more_completions_that_nobody_fetches_than_a_stream_keeps_ahead_do_not_stop_it() -> None:
+    engine = hash_engine(200, 4, max_num_seqs=2)
+    added, ours = rows(1, 20, 2), rows(30, 10, 3)
+    for each in added:
+        engine.add(each)
+    check(list(engine.stream(ours)), ours)
+    while engine.num_unfinished > len(engine.step()):
+        pass
+    check(list(engine.stream(ours)), ours)
+
+
+def test_an_added_request_is_aborted_by_its_id_and_one_of_a_stream_too() -> None:
+    engine = hash_engine(200, 4)
+    stream = engine.stream(rows(20, 8, 7))
+    engine.add(row("added", 1, 20))
+    done = [next(stream)]
+    gone = next(n for n in range(8) if n != done[0].row_id and n in {c.request.row_id for c in _running(engine)})
+    assert engine.abort("added")
+    assert engine.abort(gone)
+    check([*done, *stream], [each for each in rows(20, 8, 7) if each.row_id != gone])
+    check_empty(engine)
+
+
+def _running(engine: Engine):
+    return [engine.table.at(slot) for slot in engine.scheduler.running.tolist()]
+
+
+def test_a_rejected_request_can_be_aborted_too() -> None:
+    engine = hash_engine(200, 4)
+    engine.add(Request("empty", [], SamplingParams()))
+    assert engine.abort("empty")
+    assert not engine.has_unfinished
+    assert engine.step() == []
+
+
+def test_a_source_that_fails_leaves_nothing_behind() -> None:
+    engine = hash_engine(200, 4)
+
+    def source():
+        yield from rows(1, 14, 9)
+        raise OSError("the file is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        list(engine.stream(source()))
+    check_empty(engine)
+
+
+class _Interrupt:
+    """KeyboardInterrupt out of one of the calls of a function, before it did its work or after."""
+
+    def __init__(self, function: Callable, at: int, before: bool) -> None:
+        self._function, self._at, self._before = function, at, before
+        self.has_come = False
+
+    def __call__(self, *arguments, **named):
+        self._at -= 1
+        if self._at == 0 and self._before:
+            self.has_come = True
+            raise KeyboardInterrupt
+        result = self._function(*arguments, **named)
+        if self._at == 0:
+            self.has_come = True
+            raise KeyboardInterrupt
+        return result
+
+
+def engines() -> dict[str, tuple[Callable[[], Engine], int | None]]:
+    def looking_up(is_asynchronous: bool) -> Engine:
+        engine = hash_engine(120, 4, memory=MEMORY, is_asynchronous=is_asynchronous, max_num_batched_tokens=64)
+        engine.speculate([NgramProposer(engine.table, 4)], FixedDrafts(4))
+        return engine
+
+    return {
+        "plain": (lambda: hash_engine(120, 4), None),
+        "ahead": (lambda: hash_engine(120, 4, is_asynchronous=True), None),
+        "looking up": (lambda: looking_up(False), MEMORY),
+        "looking up, ahead": (lambda: looking_up(True), MEMORY),
+        "draft model, ahead": (lambda: drafting_engine(4, 0.3), None),
+    }
+
+
+@pytest.mark.parametrize("kind", engines())
+@pytest.mark.parametrize("before", [False, True])
+def test_after_an_interrupted_call_the_next_one_and_added_requests_come_out_right(kind: str, before: bool) -> None:
+    """A Ctrl-C in a notebook comes out of a model's step, or while a device is waited for."""
+    make, memory = engines()[kind]
+    interrupted = 0
+    for at in range(1, 12):
+        for where in ("execute", "output"):
+            engine = make()
+            added, asked, ours = rows(1, 3, 12), rows(40, 9, 30), rows(60, 3, 6)
+            for each in added:
+                engine.add(each)
+            engine.add(Request("empty", [], SamplingParams()))
+            with pytest.MonkeyPatch.context() as patch:
+                if where == "execute":
+                    interrupt = _Interrupt(engine.runner.execute, at, before)
+                    patch.setattr(engine.runner, "execute", interrupt)
+                else:
+                    interrupt = _Interrupt(Flight.output, at, before)
+                    patch.setattr(Flight, "output", lambda flight, interrupt=interrupt: interrupt(flight))
+                try:
+                    generated(engine, asked)
+                except KeyboardInterrupt:
+                    assert engine.num_unfinished == len(added) + 1
+            interrupted += interrupt.has_come
+            check(generated(engine, ours), ours, memory)
+            done = run(engine, [])
+            assert done.pop("empty").error == "empty_prompt"  # type: ignore[call-overload]
+            check(list(done.values()), added, memory)
+            check_empty(engine)
+    assert interrupted >= 11
+
+
+def test_a_warm_up_beside_requests_is_refused_and_loses_none() -> None:
+    engine = hash_engine(200, 4)
+    added = rows(1, 3, 4)
+    for each in added:
+        engine.add(each)
+    with pytest.raises(ConfigError, match="warm_up: 3 requests"):
+        engine.warm_up()
+    check(list(run(engine, []).values()), added)
+    engine.warm_up()
+    check_empty(engine)
+
+
+def test_an_interrupted_warm_up_leaves_the_engine_as_it_was() -> None:
+    engine = hash_engine(120, 4, memory=MEMORY, max_num_batched_tokens=64)
+    engine.speculate([NgramProposer(engine.table, 4)], FixedDrafts(4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "execute", _Interrupt(engine.runner.execute, 2, False))
+        with pytest.raises(KeyboardInterrupt):
+            engine.warm_up()
+    check_empty(engine)
+    assert engine.drafting is not None
+    assert engine.stats.num_steps == 0
+
+
+def test_without_a_seed_the_position_in_the_call_decides() -> None:
+    engine = hash_engine(200, 4)
+    seeds: list[list[int]] = []
+    occupy = engine.table.occupy
+
+    def occupy_and_note(sequence, blocks: list[int]) -> int:
+        seeds[-1].append(sequence.seed)
+        return occupy(sequence, blocks)
+
+    engine.table.occupy = occupy_and_note  # type: ignore[method-assign]
+    for call in (lambda: generated(engine, rows(1, 4, 2)), lambda: list(engine.stream(rows(30, 4, 2)))):
+        for _ in range(2):
+            seeds.append([])
+            call()
+            assert seeds[-1] == [engine.seed + n for n in range(4)]
+    engine.warm_up()
+    for first in (0, 2):
+        seeds.append([])
+        for each in rows(1, 2, 2):
+            engine.add(each)
+        run(engine, [])
+        assert seeds[-1] == [engine.seed + first, engine.seed + first + 1]
+
+
+def test_one_seed_for_an_engine_gives_the_same_drawn_tokens_in_each_call() -> None:
+    engine = hash_engine(200, 4)
+
+    def execute(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        return torch.zeros(len(step.logit_row_R), engine.runner.vocab_size)
+
+    engine.runner.execute = execute  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True)
+    first, second = ([c.token_ids for c in engine.generate([[1, 2], [1, 2]], params)] for _ in range(2))
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_a_runner_that_is_put_in_another_s_place_cleans_the_blocks() -> None:
+    engine = hash_engine(64, 4, bad_token=77)
+    old, new = engine.runner, hash_engine(64, 4, bad_token=77).runner
+    new.cache = old.cache  # type: ignore[attr-defined]
+    engine.runner = new
+    done = run(engine, [Request("bad", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=6, ignore_eos=True))])
+    assert done["bad"].error == "non_finite_logits"  # type: ignore[call-overload]
+    assert (len(old.zeroed), len(new.zeroed)) == (0, 2)  # type: ignore[attr-defined]
