@@ -70,19 +70,16 @@ class ObjectFolder:
         return sorted(posixpath.basename(name.rstrip("/")) for name, _ in entries if name.rstrip("/") != path)
 
     def each_name(self) -> Iterator[str]:
-        pages, found = self._fs.pages(self._root), False
-        while True:
-            with self._reading(""):
-                try:
-                    page = next(pages, None)
-                except FileNotFoundError:
-                    return
-            if page is None:
-                break
+        found = False
+        for page in self._pages() if self._fs.is_s3 else ():
             found = found or bool(page)
             yield from page
         if not found:  # nothing below it: it may be a file
             yield from self.names()
+
+    def _pages(self) -> Iterator[list[str]]:
+        with self._reading(""), suppress(FileNotFoundError):
+            yield from self._fs.pages(self._root)
 
     def has(self, name: str) -> bool:
         with self._reading(name):

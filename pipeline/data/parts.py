@@ -29,8 +29,9 @@ SUCCESS = "_SUCCESS"
 _TAIL_BYTES = 16 * 1024  # holds most parts' footers, so that a part costs one read
 _NOT_DONE = -1  # in place of a unit's rows
 
-_FIVE, _FOUR = r"(\d{5}|[1-9]\d{5,})", r"(\d{4}|[1-9]\d{4,})"  # padded to so many digits, longer where it must be
-_PART = re.compile(rf"part-([0-9a-f]{{8}})-w{_FIVE}-u{_FOUR}of{_FOUR}-n(0|[1-9]\d*)\.parquet", re.ASCII)
+# Padded to so many digits, longer where it must be; a unit's number also says how much `Progress` holds.
+_FIVE, _FOUR = r"(\d{5}|[1-9]\d{5,})", r"(\d{4}|[1-9]\d{4,6})"
+_PART = re.compile(rf"part-([0-9a-f]{{8}})-w{_FIVE}-u{_FOUR}of{_FOUR}-n(0|[1-9]\d{{0,17}})\.parquet", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -148,11 +148,9 @@ class RemoteFilesystem:
         return self._fresh(path, lambda fs: fs.ls(path, detail=True))
 
     def pages(self, path: str) -> Iterator[list[str]]:
-        """The names that lie directly in the folder, as the store lists them: of a folder of a million files fsspec's
-        own listing holds a kilobyte for each. Stores other than S3 give all as one page."""
-        if not self.is_s3:
-            yield [posixpath.basename(entry["name"].rstrip("/")) for entry in self.ls(path)]
-            return
+        """The names that lie directly in a folder of S3, a page at a time: fsspec's own listing holds a kilobyte for
+        each."""
+        assert self.is_s3
         bucket, key = self._fs.split_path(path)[:2]
         prefix = f"{key.strip('/')}/" if key.strip("/") else ""
         request = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
