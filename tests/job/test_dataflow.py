@@ -129,7 +129,7 @@ def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
     job.rows([f"text {i}" for i in range(1000)], per_file=10)  # 100 files, two a window
     plan = make_plan(job.config(), "cpu")
     left = what_is_left(plan, Progress())
-    tasks = Windows(flow_spec(plan, tuple(left), FAKES)).get_read_tasks(1)
+    tasks = Windows(flow_spec(plan, tuple(left), FAKES, "0001-run")).get_read_tasks(1)
     assert len(tasks) == 50
     sizes = set()
     for window, task in zip(left, tasks, strict=True):
@@ -145,7 +145,7 @@ def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
 def test_what_ray_keeps_in_the_driver_does_not_grow_with_the_units(job, local_ray):
     job.rows([f"text {i}" for i in range(300)])
     plan = make_plan(job.config(run={"unit_rows": 1}), "cpu")
-    units = units_of(flow_spec(plan, tuple(what_is_left(plan, Progress())), FAKES))
+    units = units_of(flow_spec(plan, tuple(what_is_left(plan, Progress())), FAKES, "0001-run"))
     seen, kept = 0, []
     for batch in units.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
         seen += batch.num_rows
@@ -169,7 +169,8 @@ def test_a_ray_without_those_statistics_or_callbacks_works_too(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("actors", "tasks", "readers"), [(1, 9, 1), (2, 9, 2), (16, 9, 2), (17, 9, 3), (100, 99, 13), (100, 5, 5), (9, 0, 0)]
+    ("actors", "tasks", "readers"),
+    [(1, 9, 1), (2, 9, 2), (16, 9, 2), (17, 9, 3), (100, 99, 13), (100, 5, 5), (9, 0, 0)],
 )
 def test_readers_follow_the_actors(actors, tasks, readers):
     assert num_readers(SimpleNamespace(actors=actors, tasks=(None,) * tasks)) == readers
@@ -180,7 +181,7 @@ def test_a_local_ray_has_cores_for_the_readers_and_a_cluster_room_for_few(job, m
     monkeypatch.setattr("pipeline.job.dataflow._join", lambda address, cores_: cores.append(cores_))
     job.rows([f"text {i}" for i in range(1000)], per_file=10)
     plan = make_plan(job.config(run={"actors": 40, "cpus_per_actor": 1}), "cpu")
-    spec = flow_spec(plan, tuple(what_is_left(plan, Progress())), FAKES)
+    spec = flow_spec(plan, tuple(what_is_left(plan, Progress())), FAKES, "0001-run")
     _connect(spec)
     assert cores == [max(available_cores(), 40 + 5 + 1)]
     nodes = [{"Alive": True, "Resources": {"CPU": 16.0}}, {"Alive": True, "Resources": {}}, {"Alive": False}]
