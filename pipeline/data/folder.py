@@ -31,12 +31,18 @@ class Folder(Protocol):
     Every operation raises EnvironmentFailed when the disk or the store fails, OutputError when it refuses.
     """
 
+    reads_at_once: int  # small reads that are worth having under way together
+
     def shown(self, name: str = "") -> str:
         """The place as messages name it; without a name, the root, by which it can be opened again."""
         ...
 
     def names(self, folder: str = "") -> list[str]:
         """What lies directly in the folder, sorted; one listing. No folder, no names."""
+        ...
+
+    def each_name(self) -> Iterator[str]:
+        """What lies directly in the root, in any order, of which only some are in memory at a time."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -47,6 +53,10 @@ class Folder(Protocol):
 
     def open(self, name: str) -> IO[bytes]:
         """The file for reading pieces of it. FileNotFoundError where there is none."""
+        ...
+
+    def tail(self, name: str, length: int) -> bytes:
+        """The last `length` bytes of the file, or all of a shorter one. FileNotFoundError where there is none."""
         ...
 
     def create(self, name: str, data: bytes, point: str = "file") -> bool:
@@ -88,6 +98,8 @@ class Folder(Protocol):
 class LocalFolder:
     """A folder of a local disk, or of a network disk that is mounted like one."""
 
+    reads_at_once = 8
+
     def __init__(self, root: str) -> None:
         self.root = Path(os.path.abspath(root))
 
@@ -105,10 +117,18 @@ class LocalFolder:
         _sync_folder(self.root)
 
     def names(self, folder: str = "") -> list[str]:
+        return sorted(self._each(folder))
+
+    def each_name(self) -> Iterator[str]:
+        return self._each("")
+
+    def _each(self, folder: str) -> Iterator[str]:
         try:
-            return sorted(os.listdir(self.path(folder) if folder else self.root))
+            with os.scandir(self.path(folder) if folder else self.root) as entries:
+                for entry in entries:
+                    yield entry.name
         except FileNotFoundError:
-            return []
+            return
         except NotADirectoryError as e:
             raise OutputError(f"{self.root / folder}: is a file, expected a folder") from e
         except OSError as e:
@@ -123,6 +143,11 @@ class LocalFolder:
 
     def open(self, name: str) -> IO[bytes]:
         return open(self.path(name), "rb")
+
+    def tail(self, name: str, length: int) -> bytes:
+        with open(self.path(name), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - length))
+            return file.read()
 
     def create(self, name: str, data: bytes, point: str = "file") -> bool:
         final = self.path(name)

@@ -39,6 +39,8 @@ def open_objects(url: str, options: Mapping[str, Any]) -> "ObjectFolder":
 class ObjectFolder:
     """As `folder.Folder`, over one store that can create exclusively."""
 
+    reads_at_once = 32  # mostly waited for
+
     def __init__(self, fs: RemoteFilesystem, root: str, shown: str) -> None:
         self._fs = fs
         self._root = root
@@ -67,6 +69,18 @@ class ObjectFolder:
         # an empty object named like the folder, as consoles make them, is not in it
         return sorted(posixpath.basename(name.rstrip("/")) for name, _ in entries if name.rstrip("/") != path)
 
+    def each_name(self) -> Iterator[str]:
+        found = False
+        for page in self._pages() if self._fs.is_s3 else ():
+            found = found or bool(page)
+            yield from page
+        if not found:  # nothing below it: it may be a file
+            yield from self.names()
+
+    def _pages(self) -> Iterator[list[str]]:
+        with self._reading(""), suppress(FileNotFoundError):
+            yield from self._fs.pages(self._root)
+
     def has(self, name: str) -> bool:
         with self._reading(name):
             return self._fs.exists(self.path(name))
@@ -86,6 +100,10 @@ class ObjectFolder:
     def open(self, name: str) -> IO[bytes]:
         with self._reading(name, absent=FileNotFoundError):
             return cast(IO[bytes], self._fs.open(self.path(name)))
+
+    def tail(self, name: str, length: int) -> bytes:
+        with self._reading(name, absent=FileNotFoundError):
+            return self._fs.tail(self.path(name), length)
 
     def create(self, name: str, data: bytes, point: str = "file") -> bool:
         for _ in range(_TRIES):

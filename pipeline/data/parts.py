@@ -7,26 +7,31 @@ names.
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from array import array
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.folder import Folder, LocalFolder
+from pipeline.data.footer import metadata_of
 from pipeline.data.objects import open_objects
+from pipeline.data.read_ahead import read_ahead
 from pipeline.data.records import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one
 SUCCESS = "_SUCCESS"
+_TAIL_BYTES = 16 * 1024  # holds most parts' footers, so that a part costs one read
+_NOT_DONE = -1  # in place of a unit's rows
 
-_FIVE, _FOUR = r"(\d{5}|[1-9]\d{5,})", r"(\d{4}|[1-9]\d{4,})"  # padded to so many digits, longer where it must be
-_PART = re.compile(rf"part-([0-9a-f]{{8}})-w{_FIVE}-u{_FOUR}of{_FOUR}-n(0|[1-9]\d*)\.parquet", re.ASCII)
+# Padded to so many digits, longer where it must be; a unit's number also says how much `Progress` holds.
+_FIVE, _FOUR = r"(\d{5}|[1-9]\d{5,})", r"(\d{4}|[1-9]\d{4,6})"
+_PART = re.compile(rf"part-([0-9a-f]{{8}})-w{_FIVE}-u{_FOUR}of{_FOUR}-n(0|[1-9]\d{{0,17}})\.parquet", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,12 @@ class PartName:
 
 
 class Progress:
-    """Which units are done: a bitmap and the number of units per window. `add` keeps it true as parts are
+    """Which units are done and how many rows each holds, at some 8 bytes a unit. `add` keeps it true as parts are
     written."""
 
     def __init__(self) -> None:
         self._units_of: dict[int, int] = {}
-        self._done: dict[int, int] = {}  # window -> bitmap over its units
+        self._rows: dict[int, array[int]] = {}  # window -> rows by unit, _NOT_DONE where its part is not there
         self.num_rows = 0
         self.num_units = 0
         self.fingerprint8: str | None = None  # of the parts there; None while there are none
@@ -81,22 +86,33 @@ class Progress:
             raise OutputError(f"{name}: another part says this window has {of} units")
         if self.is_done(name.window, name.unit):
             return False
-        self._done[name.window] = self._done.get(name.window, 0) | 1 << name.unit
+        rows = self._rows.setdefault(name.window, array("q"))
+        rows.extend([_NOT_DONE] * (name.unit + 1 - len(rows)))
+        rows[name.unit] = name.rows
         self.num_rows += name.rows
         self.num_units += 1
         self.fingerprint8 = name.fingerprint8
         return True
 
     def is_done(self, window: int, unit: int) -> bool:
-        return bool(self._done.get(window, 0) >> unit & 1)
+        rows = self._rows.get(window, ())
+        return unit < len(rows) and rows[unit] != _NOT_DONE
 
     def units_of(self, window: int) -> int | None:
         """How many units the window has; None while none of its parts is there."""
         return self._units_of.get(window)
 
     def complete(self, window: int) -> bool:
-        of = self._units_of.get(window)
-        return of is not None and self._done[window] == (1 << of) - 1
+        rows = self._rows.get(window)
+        return rows is not None and len(rows) == self._units_of[window] and _NOT_DONE not in rows
+
+    def parts(self) -> Iterator[PartName]:
+        """The names that were counted, in the order of windows and units, each made when it is asked for."""
+        for window in sorted(self._rows):
+            assert self.fingerprint8 is not None
+            for unit, rows in enumerate(self._rows[window]):
+                if rows != _NOT_DONE:
+                    yield PartName(self.fingerprint8, window, unit, self._units_of[window], rows)
 
 
 @dataclass(frozen=True)
@@ -146,7 +162,7 @@ class PartStore:
         each other, in any case) or files that are no parts.
         """
         progress = Progress()
-        for file in self.folder.names():
+        for file in self.folder.each_name():
             if file[0] in "_.":
                 continue
             name = PartName.parse(file)
@@ -237,27 +253,33 @@ class PartStore:
         """Remove temporary files whose writers are gone; how many there were."""
         return self.folder.clean_tmp()
 
-    def totals(self) -> PartTotals:
-        """Rows and tokens of all parts. Raises as `parts`."""
-        return reduce(PartTotals.__add__, (totals for _, totals in self.parts()), PartTotals())
+    def totals(self, progress: Progress | None = None) -> PartTotals:
+        """Rows and tokens of these parts (None: of all that are there, by a listing). Raises as `parts`."""
+        total = PartTotals()
+        with closing(self.parts(progress)) as parts:
+            for _, totals in parts:
+                total += totals
+        return total
 
-    def parts(self) -> Iterator[tuple[PartName, PartTotals]]:
-        """Every part with its rows and tokens, from their footers. Raises OutputError naming one that cannot be
-        read."""
-        names = [name for name in map(PartName.parse, self.folder.names()) if name]
-        with ThreadPoolExecutor(max_workers=8) as pool:
-            yield from zip(names, pool.map(self._totals_of, map(str, names)), strict=True)
+    def parts(self, progress: Progress | None = None) -> Generator[tuple[PartName, PartTotals]]:
+        """These parts (None: all that are there, by a listing) with their rows and tokens, from their footers, in
+        the order of windows and units. Raises OutputError naming one that cannot be read, and as `list`.
 
-    def _totals_of(self, file: str) -> PartTotals:
+        What is held does not grow with their number; when the caller stops, nothing that is being read is waited for.
+        """
+        names = (self.list() if progress is None else progress).parts()
+        yield from read_ahead(self._totals_of, names, self.folder.reads_at_once)
+
+    def _totals_of(self, name: PartName) -> PartTotals:
+        file = str(name)
         footer = self._footer(file)
-        name = PartName.parse(file)
         text = (footer.metadata or {}).get(UNIT_KEY)
         if text is None:
             raise OutputError(
                 f"{self.folder.shown(file)}: has no {UNIT_KEY.decode()} metadata: not written by this program"
             )
         totals = PartTotals.from_json(text)
-        if name is None or not totals.rows == footer.num_rows == name.rows:
+        if not totals.rows == footer.num_rows == name.rows:
             raise OutputError(
                 f"{self.folder.shown(file)}: holds {footer.num_rows} rows, its name and metadata say otherwise"
             )
@@ -265,8 +287,13 @@ class PartStore:
 
     def _footer(self, file: str) -> pq.FileMetaData:
         try:
-            with self.folder.open(file) as handle:
-                return pq.read_metadata(handle)
+            tail = self.folder.tail(file, _TAIL_BYTES)
+            length = int.from_bytes(tail[-8:-4], "little") + 8
+            if length > len(tail):
+                tail = self.folder.tail(file, length)
+            return metadata_of(tail[-length:])
+        except FileNotFoundError as e:
+            raise OutputError(f"{self.folder.shown(file)}: this part is not there any more") from e
         except (pa.ArrowException, OSError) as e:
             if isinstance(e, OSError) and e.errno is not None:
                 raise EnvironmentFailed(f"{self.folder.shown(file)}: cannot be read: {e.strerror}") from e

@@ -266,9 +266,10 @@ def _read_files(
     fs, _ = filesystem(source.url, source.storage)
     stored = pa.schema([f for f in schema if f.name not in source.partitions])
 
-    def read_file(stretch: tuple[SourceFile, int, int]) -> list[tuple[SourceFile, Slice, pa.Table | DamagedFile]]:
-        file, start, stop = stretch
-        slices = list(file.slices(start, stop))
+    def read_file(stretch: tuple[int, int, int]) -> list[tuple[SourceFile, Slice, pa.Table | DamagedFile]]:
+        i, start, stop = stretch
+        file = source.files[i]
+        slices = list(file.slices(file.first_row + start, file.first_row + stop))
         out = []
         for piece, read in zip(slices, read_slices(fs, source.base, source.root, file, slices, stored), strict=True):
             if isinstance(read, DamagedFile) and source.on_corrupt == "fail":
@@ -278,18 +279,36 @@ def _read_files(
         return out
 
     with ThreadPoolExecutor(max_workers=1 if is_local(fs) else FILES_AT_ONCE) as pool:
-        yield from chain.from_iterable(pool.map(read_file, _stretches(source, window)))
+        yield from chain.from_iterable(pool.map(read_file, _stretches(_first_rows(source), window)))
 
 
-def _stretches(source: Source, window: Window) -> Iterator[tuple[SourceFile, int, int]]:
-    """The window's files, with the first row of each and the one after its last."""
-    first = [0, *accumulate(f.num_rows for f in source.files)]
-    for i in range(bisect_right(first, window.start) - 1, len(source.files)):
+def narrowed(source: Source, windows: Iterable[Window]) -> Iterator[tuple[tuple[SourceFile, ...], Window]]:
+    """What reading each window needs of a large source: the files and row groups that it lies in, and the window as
+    counted over these. `read_window` of a source with these files gives the same table."""
+    first = _first_rows(source)
+    for window in windows:
+        files, before = [], window.start
+        for i, start, stop in _stretches(first, window):
+            files.append(source.files[i].only(start, stop))
+            if len(files) == 1:
+                before = first[i] + files[0].first_row - source.files[i].first_row
+        yield tuple(files), Window(window.index, window.start - before, window.stop - before)
+
+
+def _first_rows(source: Source) -> list[int]:
+    """Of each file, and one past the last, the row of the dataset that it begins with."""
+    return [0, *accumulate(f.num_rows for f in source.files)]
+
+
+def _stretches(first: list[int], window: Window) -> Iterator[tuple[int, int, int]]:
+    """The window's files by index, with the first row of each and the one after its last, counted over those rows
+    of the file that the source knows. `first`: of `_first_rows`."""
+    for i in range(bisect_right(first, window.start) - 1, len(first) - 1):
         if first[i] >= window.stop:
             break
         start, stop = max(window.start, first[i]), min(window.stop, first[i + 1])
         if start < stop:
-            yield source.files[i], start - first[i], stop - first[i]
+            yield i, start - first[i], stop - first[i]
 
 
 def _column(

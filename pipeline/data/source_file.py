@@ -6,9 +6,11 @@ disk or store that fails: it is still there when the same rows are read again, t
 
 import posixpath
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +32,8 @@ class SourceFile:
     num_rows: int
     group_rows: "array[int]"  # of each row group; arrays, as 10^9 rows may lie in 10^6 row groups
     group_bytes: "array[int]"  # uncompressed, of all columns
+    first_group: int = 0  # of those in the arrays, and how many of the file's rows come before it
+    first_row: int = 0
 
     @classmethod
     def of(cls, relative: str, size: int, footer: Footer) -> "SourceFile":
@@ -40,10 +44,25 @@ class SourceFile:
             relative, size, footer.digest, sum(rows), rows, array("q", (max(0, g.total_byte_size) for g in groups))
         )
 
+    def only(self, start: int, stop: int) -> "SourceFile":
+        """The same file, knowing only the row groups that hold rows start <= i < stop of those it knows."""
+        ends = list(accumulate(self.group_rows))
+        a, b = bisect_right(ends, start), bisect_left(ends, stop) + 1
+        rows = self.group_rows[a:b]
+        before = ends[a] - rows[0]
+        groups, first_row = self.first_group + a, self.first_row + before
+        return SourceFile(
+            self.relative, self.size, self.digest, sum(rows), rows, self.group_bytes[a:b], groups, first_row
+        )
+
+    def rows_of(self, group: int) -> int:
+        """How many rows the file's row group `group` holds."""
+        return self.group_rows[group - self.first_group]
+
     def slices(self, start: int, stop: int) -> Iterator["Slice"]:
         """The rows start <= i < stop of the file, in order."""
-        first = 0
-        for group, count in enumerate(self.group_rows):
+        first = self.first_row
+        for group, count in enumerate(self.group_rows, self.first_group):
             a, b = max(start - first, 0), min(stop - first, count)
             if a < b:
                 yield Slice(group, a, b, first + a)
@@ -74,7 +93,7 @@ def read_slices(
     be read. A slice of a large row group decodes the rows before it too, and drops them batch by batch.
     """
     path, name = posixpath.join(root, file.relative), posixpath.join(shown, file.relative)
-    whole = all(s.num_rows == file.group_rows[s.row_group] for s in slices)
+    whole = all(s.num_rows == file.rows_of(s.row_group) for s in slices)
     with _open(fs, path, name, file, whole) as parquet:
         for piece in slices:
             try:
@@ -87,7 +106,7 @@ def _read_again(
     fs: Any, path: str, name: str, file: SourceFile, piece: Slice, schema: pa.Schema
 ) -> pa.Table | DamagedFile:
     try:
-        with _open(fs, path, name, file, piece.num_rows == file.group_rows[piece.row_group]) as parquet:
+        with _open(fs, path, name, file, piece.num_rows == file.rows_of(piece.row_group)) as parquet:
             return _decode(parquet, piece, file, name, schema)
     except DamagedFile as damage:
         return damage
@@ -124,7 +143,7 @@ def _decode(parquet: pq.ParquetFile, piece: Slice, file: SourceFile, name: str, 
         return pa.table([pa.nulls(piece.num_rows)], names=["none"]).select([])
     place = f"{name}: row group {piece.row_group}"
     with decoding(place):
-        if piece.num_rows == file.group_rows[piece.row_group]:
+        if piece.num_rows == file.rows_of(piece.row_group):
             read = parquet.read_row_group(piece.row_group, columns=schema.names, use_threads=False)
             table = read.select(schema.names).cast(schema)
         else:

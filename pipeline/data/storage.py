@@ -10,12 +10,13 @@ Local filesystems are handed out as they are. No message and no repr shows stora
 
 import hashlib
 import io
+import posixpath
 import random
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -146,6 +147,22 @@ class RemoteFilesystem:
     def ls(self, path: str) -> list[dict[str, Any]]:
         return self._fresh(path, lambda fs: fs.ls(path, detail=True))
 
+    def pages(self, path: str) -> Iterator[list[str]]:
+        """The names that lie directly in a folder of S3, a page at a time: fsspec's own listing holds a kilobyte for
+        each."""
+        assert self.is_s3
+        bucket, key = self._fs.split_path(path)[:2]
+        prefix = f"{key.strip('/')}/" if key.strip("/") else ""
+        request = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
+        while True:
+            page = self.call(path, lambda fs: fs.call_s3("list_objects_v2", **request))
+            keys = [entry["Key"] for entry in page.get("Contents", ())]
+            keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
+            yield [key[len(prefix) :].rstrip("/") for key in keys if key != prefix]
+            if not page.get("IsTruncated"):
+                return
+            request["ContinuationToken"] = page["NextContinuationToken"]
+
     def find(self, path: str, detail: bool = False) -> Any:
         return self._fresh(path, lambda fs: fs.find(path, detail=detail))
 
@@ -189,6 +206,20 @@ class RemoteFilesystem:
             if tag is not None and tag != md5(data) and tag != _tag(fs.info(path)):
                 raise ShortRead("the file was replaced while it was read")
             return data, tag
+
+        return self._fresh(path, read)
+
+    def tail(self, path: str, length: int) -> bytes:
+        """The file's last `length` bytes, or all of a shorter one; on S3 one request where it is no shorter."""
+
+        def read(fs: Any) -> bytes:
+            data = fs.cat_file(path, start=-length) if self.is_s3 else b""
+            if len(data) != length:
+                size = int(fs.info(path)["size"])
+                data = data if self.is_s3 else fs.cat_file(path, start=max(0, size - length), end=size)
+                if len(data) != min(length, size):
+                    raise ShortRead(f"{len(data)} of {min(length, size)} bytes came")
+            return data
 
         return self._fresh(path, read)
 

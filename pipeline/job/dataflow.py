@@ -23,6 +23,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,12 @@ from ray.data import (
 from ray.data.block import BlockMetadata
 
 from pipeline.data import failpoints
-from pipeline.data.source import Source, read_window
+from pipeline.data.source import Source, narrowed, read_window
+from pipeline.data.source_file import SourceFile
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.actors import FlowSpec, Spot
+from pipeline.job.block_stats import forget_blocks
 from pipeline.job.ledger import REPORT_S, ActorState, Ledger, Order
 from pipeline.job.machine import available_cores, now_us
 from pipeline.job.plan import WindowTask, check_units
@@ -60,6 +64,9 @@ from pipeline.job.worker import Worker, WorkSpec
 
 START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own patience of 30 s may not do
 NUM_READERS = 2  # windows read at once; one for a single actor, as each is a process to start
+# More for more actors. A reader was seen to render 16,000 rows of 2,000 characters a second (two shared cores, local
+# disk), some eight million tokens; a store is slower, and no engine reads a tenth of that.
+ACTORS_PER_READER = 8
 BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
 BUFFER_BYTES_PER_UNIT = 8 * 2**20
 _UNIT_SCHEMA = pa.schema([("window", pa.int32()), ("unit", pa.int32()), ("data", pa.large_binary())])
@@ -79,9 +86,19 @@ class Windows(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
         unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-        # The source lists every file of the input: shared through the object store, not sent with each task.
-        shared = ray.put((self._spec.source, self._spec.units, self._spec.work.output))
-        return [ReadTask(lambda task=task: read_units(task, *ray.get(shared)), unknown) for task in self._spec.tasks]
+        source, tasks = self._spec.source, self._spec.tasks
+        # What all tasks share goes through the object store once. The source lists every file of the input, and each
+        # task gets its window's alone: for a large input the list would be most of what reading a window costs.
+        shared = ray.put((replace(source, files=(), skipped=()), self._spec.units, self._spec.work.output))
+        return [
+            ReadTask(partial(_read_task, replace(task, window=window), files, shared), unknown)
+            for task, (files, window) in zip(tasks, narrowed(source, (t.window for t in tasks)), strict=True)
+        ]
+
+
+def _read_task(task: WindowTask, files: tuple[SourceFile, ...], shared: Any) -> Iterator[pa.Table]:
+    source, spec, output = ray.get(shared)
+    return read_units(task, replace(source, files=files), spec, output)
 
 
 def read_units(task: WindowTask, source: Source, spec: UnitSpec, output: str) -> Iterator[pa.Table]:
@@ -245,7 +262,7 @@ def _connect(spec: FlowSpec) -> bool:
     """Start a local Ray or join the cluster; False when the process is in one already."""
     # A local Ray's cores are bookkeeping: enough that readers and the ledger never wait for the engines'
     # share.
-    cores = max(4, available_cores(), int(spec.actors * spec.cpus) + NUM_READERS + 1)
+    cores = max(4, available_cores(), int(spec.actors * spec.cpus) + num_readers(spec) + 1)
     return _join(spec.ray_address, cores)
 
 
@@ -290,15 +307,25 @@ def _context(spec: FlowSpec) -> DataContext:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.max_errored_blocks = 0
+    forget_blocks(context)
     buffer = max(BUFFER_BYTES, BUFFER_BYTES_PER_UNIT * spec.actors * spec.units_in_flight)
     context.execution_options.resource_limits = ExecutionResources(object_store_memory=buffer)
     return context
 
 
+def num_readers(spec: FlowSpec) -> int:
+    """How many windows are read at once, where there is room: one for a single actor, else two, and one for each 8
+    actors."""
+    wanted = max(NUM_READERS, -(-spec.actors // ACTORS_PER_READER))
+    return min(wanted, spec.actors, len(spec.tasks))
+
+
 def units_of(spec: FlowSpec) -> ray.data.Dataset:
     """The reading half of the graph: a row and a block for each unit that is left."""
     with DataContext.current(_context(spec)):
-        readers = min(NUM_READERS, spec.actors, len(spec.tasks))
+        nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
+        # of a cluster's node `cluster_cpus` leaves room for so many beside its actors
+        readers = num_readers(spec) if spec.ray_address is None else min(num_readers(spec), NUM_READERS * max(1, nodes))
         return ray.data.read_datasource(
             Windows(spec),
             num_cpus=1,

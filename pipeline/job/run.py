@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipeline import errors
 from pipeline.config import JobConfig
 from pipeline.cost import RunReport
-from pipeline.data.parts import SUCCESS, PartStore
+from pipeline.data.parts import SUCCESS, PartStore, Progress
 from pipeline.data.records import PartTotals
 from pipeline.data.storage import retry_counts
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
@@ -84,11 +84,11 @@ def run_job(
             failed, before = [], PartTotals()
             if retry_failed:
                 store.probe_rewrite()
-                failed, before = split_totals(store.parts())
+                failed, before = split_totals(store.parts(done))
                 tasks = tasks_with_failed(plan, done, failed)
             earlier = load_runs(store)
             if not tasks and SUCCESS in store.names(""):
-                return _already_complete(plan, store, earlier, show)
+                return _already_complete(plan, store, done, earlier, show)
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
             if not retry_failed:
@@ -99,7 +99,8 @@ def run_job(
             log.retries_before = retries_before
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
-            run = _Run(plan, store, log, before, earlier, show, stop, telemetry)
+            stood = None if retry_failed else done
+            run = _Run(plan, store, log, before, stood, earlier, show, stop, telemetry)
             with run.recorded():
                 store.clean_tmp()
                 if not plan.windows:
@@ -119,7 +120,7 @@ def _interrupted(stop: StopSignals, phase: str) -> Interrupted:
     return Interrupted(f"Stopped by {stop.why} while {phase}. The same command goes on from here.")
 
 
-def _already_complete(plan: Plan, store: PartStore, runs: list[RunRecord], show: Show) -> RunReport:
+def _already_complete(plan: Plan, store: PartStore, done: Progress, runs: list[RunRecord], show: Show) -> RunReport:
     """Nothing is left to compute or to count. What tells of the job is written again: a run may have ended between
     `_SUCCESS` and that."""
     rows = plan.num_rows
@@ -132,7 +133,7 @@ def _already_complete(plan: Plan, store: PartStore, runs: list[RunRecord], show:
         rows_written=rows,
     )
     show(status)
-    totals = read_success(store) or store.totals()
+    totals = read_success(store) or store.totals(done)
     telemetry = Telemetry(store)
     report = make_report(telemetry, plan.config.name, plan.fingerprint.digest, runs, totals, rows, finished=True)
     put_status(telemetry, replace(status, phase="finished", units=totals.units, error_rows=totals.num_error_rows))
@@ -213,15 +214,18 @@ class _Run:
         store: PartStore,
         log: RunLog,
         before: PartTotals,
+        stood: Progress | None,
         earlier: list[RunRecord],
         show: Show,
         stop: StopSignals,
         telemetry: Telemetry,
     ) -> None:
+        """`before`: about what the parts hold that stood at the start, `stood`; None where it is exact."""
         self._plan = plan
         self._store = store
         self._log = log
         self._before = before
+        self._stood = stood
         self._earlier = earlier
         self._show = show
         self._stop = stop
@@ -291,7 +295,7 @@ class _Run:
         """Count every row of the output, and say that it is complete: `_SUCCESS`, and after that all else."""
         self.say("verifying")
         started = time.monotonic_ns()
-        totals = verify(self._plan, self._store)
+        totals = verify(self._plan, self._store, self.say_verified)
         self.check_error_rate(totals)
         self._log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
         self.say("publishing")
@@ -422,10 +426,9 @@ class _Run:
         """Raise TooManyRowErrors as soon as the limit cannot be kept any more, however the rest goes."""
         limit, rows = self._plan.config.run.max_error_rate, self._plan.num_rows
         failed = (totals or self._done()).num_error_rows
-        if totals is None and failed and failed / rows > limit:  # as far as is recorded: now look
-            there = self._store.totals()
-            self._before = there - self._log.written - self._log.lost
-            failed = there.num_error_rows
+        if totals is None and self._stood is not None and failed and failed / rows > limit:  # recorded: now look, once
+            self._before, self._stood = self._store.totals(self._stood), None
+            failed = self._done().num_error_rows
         if failed and failed / rows > limit:
             first = "".join(f"\n  {line}" for line in self._log.first_errors)
             raise TooManyRowErrors(
@@ -433,6 +436,12 @@ class _Run:
                 f"{' The first ones:' + first if first else ' See the error column of the parts.'}\n"
                 "Mend the input or raise the limit; what is done is kept and the same command goes on."
             )
+
+    def say_verified(self, done: int, parts: int) -> None:
+        if time.monotonic() >= self._wrote_at + max(TICK_S, self._write_every_s):
+            self._wrote_at = time.monotonic()
+            self.phase = f"verifying: {done:,} of {parts:,} parts"
+            self.say(self.phase)
 
     def say(self, phase: str) -> None:
         if phase != self.phase:

@@ -2,6 +2,8 @@
 say."""
 
 import json
+from collections.abc import Callable
+from contextlib import closing
 
 from pipeline.data.parts import SUCCESS, PartName, PartStore
 from pipeline.data.records import PartTotals
@@ -14,8 +16,12 @@ def write_empty_part(plan: Plan, store: PartStore, metadata: dict[str, str]) -> 
     store.write(PartName(plan.fingerprint.short, 0, 0, 1, 0), plan.schema.empty_table(), metadata)
 
 
-def verify(plan: Plan, store: PartStore) -> PartTotals:
-    """What the output holds. Raises where it is not exactly the input's rows."""
+def verify(plan: Plan, store: PartStore, say: Callable[[int, int], None] | None = None) -> PartTotals:
+    """What the output holds, from one listing and every part's footer. Raises where it is not exactly the input's
+    rows.
+
+    `say` is called for each part with how many are read and how many there are; what it raises ends the count.
+    """
     progress = store.list(plan.fingerprint.short)
     left = what_is_left(plan, progress)
     if left:
@@ -23,7 +29,12 @@ def verify(plan: Plan, store: PartStore) -> PartTotals:
             f"{store.path}: window {left[0].window.index} and {len(left) - 1} more are not complete "
             "though all units are done; run again to do them"
         )
-    totals = store.totals()
+    totals = PartTotals()
+    with closing(store.parts(progress)) as parts:
+        for _, part in parts:
+            totals += part
+            if say is not None:
+                say(totals.units, progress.num_units)
     if totals.rows != plan.num_rows or progress.num_rows != plan.num_rows:
         raise OutputError(
             f"{store.path}: the parts hold {totals.rows} rows by their footers and {progress.num_rows} by "

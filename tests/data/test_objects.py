@@ -51,6 +51,54 @@ def read(store: PartStore, unit: int = 0) -> pa.Table:
     return store.read_part(name(unit)).table
 
 
+# --- many parts
+
+
+def test_names_come_page_by_page(faulty, store, monkeypatch):
+    for unit in range(5):
+        store.write(name(unit, 5), result(5))
+    store.create("_pipeline/job.json", b"{}")
+    raw, pages = store.folder._fs.raw, []
+    call = raw.call_s3
+
+    def two_at_a_time(method, **request):
+        if method == "list_objects_v2":
+            request["MaxKeys"] = 2
+        answer = call(method, **request)
+        pages.append(answer)
+        return answer
+
+    monkeypatch.setattr(raw, "call_s3", two_at_a_time)
+    assert sorted(store.folder.each_name()) == store.folder.names()
+    assert len(pages) == 3
+    assert store.list(FP).num_rows == 25
+    assert list(opened(faulty, "nothing-here").folder.each_name()) == []
+    with pytest.raises(OutputError, match="is a file, expected a folder"):
+        opened(faulty, f"{store.folder._root.partition('/')[2]}/{name(0, 5)}").list()
+
+
+def test_a_footer_costs_one_request(store, monkeypatch):
+    long = result(2000)
+    ids = pa.array([f"{i * 2654435761 % 2**32:x}" for i in range(2000)])
+    long = long.set_column(1, long.schema.field(1), ids)  # does not compress to less than a tail
+    for unit in range(3):
+        store.write(name(unit, 2000), long)
+    raw, asked = store.folder._fs.raw, []
+    call = raw._call_s3
+
+    async def counted(method, *args, **kwargs):
+        asked.append(method)
+        return await call(method, *args, **kwargs)
+
+    progress = store.list(FP)
+    monkeypatch.setattr(raw, "_call_s3", counted)
+    assert store.totals(progress).rows == 6000
+    assert asked == ["get_object"] * 3
+    with pytest.raises(OutputError, match="not there any more"):
+        progress.add(name(7))
+        store.totals(progress)
+
+
 # --- what local folders do too
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data import failpoints
-from pipeline.data.parts import PartName, PartStore
+from pipeline.data.folder import LocalFolder
+from pipeline.data.parts import PartName, PartStore, Progress
 from pipeline.data.records import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError
 from tests.data.finished_units import FP, name, result
@@ -59,6 +61,9 @@ def test_names_as_people_see_them():
     assert PartName.parse(str(part).replace("u0007", "u0093")) is None
     assert PartName.parse(str(part).replace("w00012", "w000012")) is None
     assert PartName.parse(str(part).replace("89abcdef", "89ABCDEF")) is None
+    # a unit or a count of rows that no job has: what is kept of a listing grows with these
+    assert PartName.parse("part-89abcdef-w00012-u0007of99999999-n256.parquet") is None
+    assert PartName.parse(f"part-89abcdef-w00012-u0007of0093-n{2**64}.parquet") is None
     for other in ("part-0.parquet", f"{part}.tmp", f"x{part}", ""):
         assert PartName.parse(other) is None
 
@@ -77,6 +82,43 @@ def test_progress_from_one_listing(store):
     assert progress.add(name(98, 1, window=7, of=100))
     assert not progress.add(name(98, 1, window=7, of=100))
     assert progress.num_units == 4
+    there = [(0, 0, 2, 5), (0, 1, 2, 6), (7, 98, 100, 1), (7, 99, 100, 7)]
+    assert list(progress.parts()) == [name(unit, rows, window=window, of=of) for window, unit, of, rows in there]
+
+
+def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
+    class Many(LocalFolder):
+        def each_name(self):
+            return (str(name(i % 100, window=i // 100, of=100)) for i in range(20_000))
+
+    store.folder = Many(store.path)
+    tracemalloc.start()
+    progress = store.list(FP)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (progress.num_units, progress.complete(199), progress.complete(200)) == (20_000, True, False)
+    assert peak < 700_000  # the names alone are 2 MB
+
+
+def test_footers_are_read_some_at_a_time(store):
+    store.write(name(), result(50))
+    whole = Path(store.path, str(name())).read_bytes()
+    progress, asked, held = Progress(), 0, []
+    for i in range(1000):
+        progress.add(name(i % 40, window=i // 40))
+
+    class Counting(LocalFolder):
+        def tail(self, name, length):
+            nonlocal asked
+            asked += 1
+            return whole[-length:]
+
+    store.folder = Counting(store.path)
+    for taken, (_, totals) in enumerate(store.parts(progress)):
+        assert totals.rows == 50
+        held.append(asked - taken)
+    assert asked == 1000
+    assert max(held) <= 5 * store.folder.reads_at_once
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.source import cut_windows, open_source, read_window
+from pipeline.data.source import cut_windows, narrowed, open_source, read_window
 from pipeline.errors import EnvironmentFailed, InputError
 
 BIG = 1 << 40
@@ -30,6 +31,10 @@ def rows_of(source, windows, column="text"):
         assert table.num_rows == window.num_rows
         out += zip(*(table.column(c).to_pylist() for c in ("source_file", "source_row", column)), strict=True)
     return out
+
+
+def alone(source, files):
+    return pickle.loads(pickle.dumps(replace(source, files=files)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -51,6 +56,12 @@ def test_windows_cover_every_row_once(layout, max_rows, max_bytes, limit):
         assert all(0 < w.num_rows <= max_rows for w in windows)
         assert [w.index for w in windows] == list(range(len(windows)))
         assert rows_of(source, windows) == (expected if limit is None else expected[:limit])
+        for window, (files, own) in zip(windows, narrowed(source, windows), strict=True):
+            whole, part = (read_window(*asked, ["text"]) for asked in ((source, window), (alone(source, files), own)))
+            assert part.equals(whole, check_metadata=True)
+            read = {(file, r) for file, r, _ in rows_of(source, [window])}
+            assert {f.relative for f in files} == {file for file, _ in read}
+            assert sum(f.num_rows for f in files) < len(read) + 2 * 12  # row groups of 12 rows at most, two cut
 
 
 def test_windows_keep_to_the_bytes_and_join_small_row_groups(write):

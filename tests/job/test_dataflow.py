@@ -1,24 +1,32 @@
 """Jobs through Ray Data, over a fake engine: every row once, whatever ends on the way."""
 
+import gc
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import ray
+from ray.data import DataContext
+from ray.data.block import BlockStats
 
 from pipeline.data.parts import Progress
 from pipeline.data.units import Unit
 from pipeline.errors import EnvironmentFailed, ModelError
 from pipeline.job.actors import flow_spec
-from pipeline.job.dataflow import _join, cluster_cpus, units_of
+from pipeline.job.block_stats import forget_blocks
+from pipeline.job.dataflow import Windows, _connect, _join, cluster_cpus, num_readers, read_units, units_of
+from pipeline.job.machine import available_cores
 from pipeline.job.plan import WindowTask, make_plan, what_is_left
 from pipeline.job.run import run_job
 from tests.job.conftest import FAKES
@@ -115,6 +123,74 @@ def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray)
     assert sorted(names) == [(w, u) for w in range(6) for u in range(3) if (w, u) != (0, 1)]
     unit = Unit.from_bytes(blocks[0]["data"][0].as_py())
     assert (unit.window, unit.index) == names[0]
+
+
+def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
+    job.rows([f"text {i}" for i in range(1000)], per_file=10)  # 100 files, two a window
+    plan = make_plan(job.config(), "cpu")
+    left = what_is_left(plan, Progress())
+    tasks = Windows(flow_spec(plan, tuple(left), FAKES, "0001-run")).get_read_tasks(1)
+    assert len(tasks) == 50
+    sizes = set()
+    for window, task in zip(left, tasks, strict=True):
+        packed = pickle.dumps(task.read_fn)
+        assert packed.count(b".parquet") == 2
+        sizes.add(len(packed))
+        assert list(task()) == list(read_units(window, plan.source, plan.units, ""))
+    assert max(sizes) < 2000  # the driver holds one for each window
+    shared = task.read_fn.args[-1]
+    assert len(pickle.dumps(ray.get(shared))) < 3000
+
+
+def test_what_ray_keeps_in_the_driver_does_not_grow_with_the_units(job, local_ray):
+    job.rows([f"text {i}" for i in range(300)])
+    plan = make_plan(job.config(run={"unit_rows": 1}), "cpu")
+    units = units_of(flow_spec(plan, tuple(what_is_left(plan, Progress())), FAKES, "0001-run"))
+    seen, kept = 0, []
+    for batch in units.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
+        seen += batch.num_rows
+        if seen % 50 == 0:
+            kept.append(sum(isinstance(thing, BlockStats) for thing in gc.get_objects()))
+    assert seen == 300
+    assert max(kept) < 100, kept
+
+
+def test_a_ray_without_those_statistics_or_callbacks_works_too(monkeypatch):
+    forget_blocks(context := DataContext())
+    (callback,) = context.custom_execution_callback_classes
+    for executor in (SimpleNamespace(), SimpleNamespace(_topology=[SimpleNamespace()])):
+        callback().on_execution_step(executor)
+    operator = SimpleNamespace(_output_blocks_stats=[1, 2])
+    callback().on_execution_step(SimpleNamespace(_topology=[operator]))
+    assert operator._output_blocks_stats == []
+    monkeypatch.setitem(sys.modules, "ray.data._internal.execution.execution_callback", None)
+    forget_blocks(context := DataContext())
+    assert context.custom_execution_callback_classes == []
+
+
+@pytest.mark.parametrize(
+    ("actors", "tasks", "readers"),
+    [(1, 9, 1), (2, 9, 2), (16, 9, 2), (17, 9, 3), (100, 99, 13), (100, 5, 5), (9, 0, 0)],
+)
+def test_readers_follow_the_actors(actors, tasks, readers):
+    assert num_readers(SimpleNamespace(actors=actors, tasks=(None,) * tasks)) == readers
+
+
+def test_a_local_ray_has_cores_for_the_readers_and_a_cluster_room_for_few(job, monkeypatch):
+    cores = []
+    monkeypatch.setattr("pipeline.job.dataflow._join", lambda address, cores_: cores.append(cores_))
+    job.rows([f"text {i}" for i in range(1000)], per_file=10)
+    plan = make_plan(job.config(run={"actors": 40, "cpus_per_actor": 1}), "cpu")
+    spec = flow_spec(plan, tuple(what_is_left(plan, Progress())), FAKES, "0001-run")
+    _connect(spec)
+    assert cores == [max(available_cores(), 40 + 5 + 1)]
+    nodes = [{"Alive": True, "Resources": {"CPU": 16.0}}, {"Alive": True, "Resources": {}}, {"Alive": False}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    asked = []
+    monkeypatch.setattr(ray.data, "read_datasource", lambda *_, compute, **__: asked.append(compute.size))
+    units_of(spec)
+    units_of(replace(spec, ray_address="auto"))
+    assert asked == [5, 2]
 
 
 def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local_ray):

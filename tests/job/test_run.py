@@ -6,12 +6,15 @@ import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.parts import PartName, PartStore
+from pipeline.data.folder import LocalFolder
+from pipeline.data.parts import PartName, PartStore, Progress
+from pipeline.data.records import PartTotals
 from pipeline.errors import (
     EnvironmentFailed,
     FingerprintError,
@@ -23,8 +26,13 @@ from pipeline.errors import (
     TooManyRowErrors,
 )
 from pipeline.job.plan import make_plan
-from pipeline.job.run import run_job
+from pipeline.job.record import RunLog
+from pipeline.job.run import _Run, run_job
+from pipeline.job.stages import UnitSummary
+from pipeline.job.stop import StopSignals
+from pipeline.job.telemetry import Telemetry
 from pipeline.job.verify import verify
+from tests.data.finished_units import result
 from tests.job.conftest import FAKES
 from tests.job.local_flow import LocalFlow
 
@@ -114,6 +122,71 @@ def test_the_count_before_success_finds_what_is_missing_or_too_much(job):
     extra.unlink()
     with pytest.raises(PipelineError, match="window 0 and 0 more are not complete"):
         verify(plan, store)
+
+
+def test_the_count_tells_how_far_it_is_and_can_be_ended(job):
+    run(job.rows(TEXTS))
+    plan = make_plan(job.config(), "cpu")
+    store, said = PartStore(str(job.output)), []
+    verify(plan, store, lambda done, parts: said.append((done, parts)))
+    assert said == [(i, len(job.parts())) for i in range(1, len(job.parts()) + 1)]
+
+    def stop(done: int, parts: int) -> None:
+        raise Interrupted(f"{done} of {parts}")
+
+    with pytest.raises(Interrupted, match="1 of"):
+        verify(plan, store, stop)
+
+
+def test_a_signal_ends_the_count_though_reads_hang(job, monkeypatch):
+    run(job.rows(TEXTS))
+    plan = make_plan(job.config(), "cpu")
+    hang, hanging = threading.Event(), []
+
+    def tail(self, name, length):
+        hanging.append(name)
+        hang.wait()
+
+    def interrupt(number, frame):
+        raise Interrupted("a signal")
+
+    monkeypatch.setattr(LocalFolder, "tail", tail)
+    old = signal.signal(signal.SIGALRM, interrupt)
+    started = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            verify(plan, PartStore(str(job.output)))
+    finally:
+        signal.signal(signal.SIGALRM, old)
+        hang.set()
+    assert time.monotonic() - started < 1
+    assert len(hanging) <= LocalFolder.reads_at_once
+
+
+def test_the_parts_are_looked_at_once_for_the_error_rate(job, monkeypatch):
+    """A part may be written before the look and its summary come after it: it is counted once, without another."""
+    store, looks = PartStore(str(job.output)), []
+    stood = Progress()
+    for unit, errors in ((0, 6), (1, 3)):
+        name = PartName("0123abcd", 1, unit, 40, 50)
+        store.write(name, result(50, errors=errors))
+        if unit == 0:
+            stood.add(name)
+    read = PartStore.totals
+    monkeypatch.setattr(PartStore, "totals", lambda self, of=None: looks.append(of) or read(self, of))
+    plan = SimpleNamespace(num_rows=100, config=job.config(run={"max_error_rate": 0.1}))
+    telemetry = Telemetry(store)
+    log = RunLog(store, {}, None, {}, telemetry)
+    told = PartTotals(50, 1, {"null_prompt": 20})  # what runs that were killed have recorded may be wrong
+    going = _Run(plan, store, log, told, stood, [], lambda status: None, StopSignals(), telemetry)
+    going.check_error_rate()
+    log.add(UnitSummary(1, 1, PartTotals(50, 1, {"null_prompt": 3}), written=True))
+    going.check_error_rate()
+    log.add(UnitSummary(1, 2, PartTotals(50, 1, {"null_prompt": 2}), written=True))
+    with pytest.raises(TooManyRowErrors, match="11 error rows of 100 rows"):
+        going.check_error_rate()
+    assert looks == [stood]
 
 
 def test_a_second_run_of_a_finished_job_computes_nothing(job):
@@ -398,7 +471,7 @@ def test_resuming_opens_no_part_before_the_count_at_the_end(job, monkeypatch):
     opened, phase = [], ["planning"]
     monkeypatch.setattr(PartStore, "_footer", _telling(PartStore._footer, lambda: opened.append(phase[0])))
     _, statuses = run(job, show=lambda status: phase.__setitem__(0, status.phase))
-    assert set(opened) == {"verifying"}
+    assert {phase.partition(":")[0] for phase in opened} == {"verifying"}
     assert statuses[1].error_rows == 1, "as the run before recorded it"
     opened.clear()
     report, _ = run(job)
