@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Done:
-    """What became of all prompts together."""
+    """What became of all prompts together. Tokens are those of completed prompts."""
 
     prompts: int
     failed: int
@@ -55,7 +55,9 @@ def complete(
     count: Counter[str] = Counter()
     for answer in answers(config, prompts, say):
         done = answer.completion
-        count.update(failed=done.error is not None, read=done.num_prompt_tokens, generated=len(done.token_ids))
+        completed = done.error is None
+        read = done.num_prompt_tokens if completed else 0
+        count.update(failed=not completed, read=read, generated=len(done.token_ids))
         if saved is None:
             show(answer)
         else:

@@ -120,7 +120,7 @@ def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(t
         "num_input_tokens": len(prompts[0]), "num_cached_tokens": 1, "num_generated_tokens": 2,
         "source_file": "a.parquet", "source_row": 0,
     }  # fmt: skip
-    assert (rows[10]["error"], rows[10]["generated_text"], rows[10]["finish_reason"]) == ("null_prompt", "", "error")
+    assert (rows[10]["error"], rows[10]["generated_text"], rows[10]["finish_reason"]) == ("null_prompt", None, "error")
     assert summary.written
     assert (summary.totals.rows, summary.totals.num_generated_tokens) == (11, 20)
     assert summary.totals.error_rows == {"null_prompt": 1}
