@@ -259,7 +259,7 @@ def generate(
         job_from_flags(flags, sets),
         prompts,
         saved,
-        show=lambda answer: print_result(answer.to_json() if as_json else answer.to_text()),
+        show=lambda answer: print_json(answer.to_json()) if as_json else print_result(answer.to_text()),
         say=say,
     )
     if as_json and saved is not None:

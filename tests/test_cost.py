@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cost import RunReport, Tokens, allocate, build_report
-from pipeline.metrics import PHASES, ActorRecord, Computed, RunRecord, no_phases
+from pipeline.metrics import PHASES, ActorRecord, Computed, RunRecord, SkippedInput, no_phases
 from pipeline.report import bar, markdown, money, seconds, text
 from pipeline.rowstats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
 
@@ -169,6 +169,31 @@ def test_what_people_read():
 def test_a_job_name_cannot_break_the_page():
     built = replace(report(run()), job="a|b\n# c")
     assert markdown(built).splitlines()[0] == "# a\\|b # c"
+
+
+def test_data_is_neither_markdown_nor_html_on_the_page():
+    evil = ErrorExample("a|b\\|[x](y)`.parquet", 1, "<img src=x>\x1b[2J\u202e\n# head")
+    run_of = replace(
+        run(outcome="failed"),
+        row_stats=RowStats(errors={"null_prompt": (evil,)}),
+        skipped_files=[SkippedInput("<b>.parquet", 1, "<i>")],
+        resolved={"device": "<u>"},
+        actors=[replace(actor(), restart_reasons=["signal <s> [x](y)"], restarts=1)],
+    )
+    page = markdown(report(run_of, error_rows={"null_prompt": 1}))
+    for tag in ("<img", "<b>", "<i>", "<u>", "<s>", "\x1b", "\u202e", " [x](y)"):
+        assert tag not in page
+    assert "a\\|b\\\\\\|\\[x](y)\\`.parquet row 1: &lt;img src=x&gt;\\\\x1b\\[2J\\\\u202e # head |" in page
+    assert "| prefill | reading prompts |" in page
+
+
+def test_a_long_message_is_wrapped_and_not_cut():
+    """It says at its end what would have fit."""
+    message = "the prompt has 200032 tokens; with max_model_len = 1024 at most 1023 fit beside one generated token"
+    stats = RowStats(errors={"prompt_too_long": (ErrorExample("in/a-long-name.parquet", 7, message),)})
+    shown = text(report(replace(run(), row_stats=stats)))
+    assert message in " ".join(shown.split())
+    assert all(len(line) <= 100 for line in shown.splitlines())
 
 
 def test_number_formats():
