@@ -417,5 +417,5 @@ def _cell(value: str) -> str:
     """Of a table, or text in a line: data cannot be Markdown or HTML there."""
     if isinstance(value, _Markdown):
         return value
-    shown = escape(printable(" ".join(value.split())))
+    shown = escape(printable(" ".join(value.split())), quote=False)
     return re.sub(r"([\\|\[`])", r"\\\1", shown)

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,11 @@ class Saved:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: bytes as the text they nearly are."""
+    """For JSON: bytes as the text they nearly are, no number for what is none."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return None
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
