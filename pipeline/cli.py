@@ -115,6 +115,7 @@ def _run_here(config: "JobConfig", as_json: bool, accept_numerics: bool, retry_f
     from pipeline.config import without_password
     from pipeline.job.run import run_job
     from pipeline.progress import progress_for
+    from pipeline.report import text
 
     with progress_for() as progress:
         report = run_job(config, accept_numerics=accept_numerics, retry_failed=retry_failed, progress=progress)
@@ -122,7 +123,7 @@ def _run_here(config: "JobConfig", as_json: bool, accept_numerics: bool, retry_f
         print_json(report.to_json())
         return
     output = without_password(config.output.path).rstrip("/")
-    print_result(f"{report.to_text()}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
+    print_result(f"{text(report)}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
 
 
 @cli.command()
@@ -258,7 +259,7 @@ def generate(
         job_from_flags(flags, sets),
         prompts,
         saved,
-        show=lambda answer: print_result(answer.to_json() if as_json else answer.to_text()),
+        show=lambda answer: print_json(answer.to_json()) if as_json else print_result(answer.to_text()),
         say=say,
     )
     if as_json and saved is not None:
@@ -318,12 +319,13 @@ def report(place: str, as_json: bool) -> None:
       pipeline report jobs/summarize.yaml --json
     """
     from pipeline.output import open_output, report_of
+    from pipeline.report import text
 
     told = report_of(open_output(place))
     if as_json:
         print_json(told.to_json())
     else:
-        print_result(told.to_text())
+        print_result(text(told))
 
 
 @cli.command()

@@ -1,19 +1,21 @@
 """What every command has in common: standard output kept for results, errors with their exit codes, `--json`.
 
 Standard output holds results, standard error everything on the way. With `--json` standard output is one JSON object
-and nothing else, also for errors. Exit codes are those of `errors.py`.
+and nothing else, also for errors. Exit codes are those of `errors.py`. What is printed here commands no terminal,
+whatever names and messages are in it (`formatting.py`).
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, NoReturn, TextIO
 
 import click
 
 from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
+from pipeline.formatting import printable_json, printable_lines
 
 json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON object, and nothing else.")
 
@@ -56,7 +58,7 @@ def with_exit_codes(call: Callable[[], None]) -> None:
     except Exception:
         import traceback
 
-        traceback.print_exc()
+        say(traceback.format_exc())
         click.echo("\nThis is a defect of this program, please report it with the lines above.", err=True)
         sys.exit(PipelineError.exit_code)
 
@@ -77,7 +79,11 @@ def _claim_stdout() -> TextIO | None:
 
 
 def print_result(text: str) -> None:
-    """Print a result."""
+    """Print a result for people."""
+    _print_result(printable_lines(text))
+
+
+def _print_result(text: str) -> None:
     results: TextIO | None = click.get_current_context().obj
     try:
         click.echo(text, file=results)
@@ -93,11 +99,12 @@ def _leave_unread(stream: TextIO) -> NoReturn:
 
 def say(text: str) -> None:
     """Say something on the way."""
-    click.echo(text, err=True)
+    click.echo(printable_lines(text), err=True)
 
 
-def print_json(value: dict[str, Any]) -> None:
-    print_result(json.dumps(value, ensure_ascii=False, allow_nan=False))
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print a result as one line of JSON."""
+    _print_result(printable_json(json.dumps(value, ensure_ascii=False, allow_nan=False)))
 
 
 def _error_json(error: PipelineError) -> dict[str, Any]:
@@ -112,6 +119,6 @@ def _error_json(error: PipelineError) -> dict[str, Any]:
 
 def _print_error(error: PipelineError) -> None:
     count = len(getattr(error, "mistakes", ()))
-    click.echo(f"{count} mistakes:\n\n{error}" if count > 1 else f"Error: {error}", err=True)
+    say(f"{count} mistakes:\n\n{error}" if count > 1 else f"Error: {error}")
     if isinstance(error, TooManyRowErrors | EnvironmentFailed | Interrupted):
-        click.echo("Nothing that was written is lost: the same command goes on from there.", err=True)
+        say("Nothing that was written is lost: the same command goes on from there.")

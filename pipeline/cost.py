@@ -6,7 +6,9 @@ out for people. Prices are declared by the job, never looked up. A job without a
 Allocation: reading prompts (prefill) is charged to prompt tokens and writing (decode) to generated tokens.
 All other machine time (start-up, load, repeated work, waiting, the tail) is charged to both in the
 proportion of those two, because it was spent to make them possible. The divisor is what was delivered in the
-output, so that work lost to a killed run makes the delivered tokens dearer.
+output and had to be computed for it: prompt tokens of completed rows without those from cache, and generated ones. So
+work lost to a killed run, or spent on rows that failed, makes the delivered tokens dearer, and a prompt that was
+refused or found in the cache makes none of them cheaper.
 """
 
 from collections import Counter
@@ -21,7 +23,8 @@ from pipeline.speculated import Speculated
 
 METHOD = (
     "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"
-    " both in proportion to those two; divided by the tokens and rows delivered in the output"
+    " both in proportion to those two; divided by what was delivered in the output: prompt tokens computed for"
+    " completed rows (none from cache, none of error rows), generated tokens, rows"
 )
 PERCENTS = (50, 95, 99)
 MAX_REASONS = 10  # of engine restarts that are told
@@ -43,11 +46,21 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Delivered in the output. `cached` is the share of `input` that was served from shared KV blocks."""
+    """Of completed rows: `cached` is the share of `input` that was served from shared KV blocks, the rest was computed.
+    `error_input` are prompt tokens of error rows: delivered in no case, whether an engine had begun them or not.
+
+    What engines computed for rows that failed in them is work that nobody got (`row_failed` in `faultcost.py`).
+    """
 
     input: int
     cached: int
     generated: int
+    error_input: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that had to be computed."""
+        return self.input - self.cached
 
 
 @dataclass(frozen=True)
@@ -152,8 +165,8 @@ class RunReport:
 
     @property
     def input_tokens_per_s(self) -> float:
-        """Delivered prompt tokens per second of machine time, everything included."""
-        return per_second(self.tokens.input, self.machine_us)
+        """Delivered prompt tokens that were computed, per second of machine time, everything included."""
+        return per_second(self.tokens.computed, self.machine_us)
 
     @property
     def generated_tokens_per_s(self) -> float:
@@ -164,6 +177,7 @@ class RunReport:
         """Plain values, ready for json.dumps."""
         raw = asdict(self)
         raw["rows"]["completed"] = self.rows.completed
+        raw["tokens"]["computed"] = self.tokens.computed
         raw["input_tokens_per_s"] = self.input_tokens_per_s
         raw["generated_tokens_per_s"] = self.generated_tokens_per_s
         raw["runs"] = [run.to_json() | {"machine_us": run.machine_us} for run in self.runs]
@@ -174,10 +188,11 @@ class RunReport:
     def from_json(cls, raw: Mapping[str, Any]) -> "RunReport":
         """The report that `to_json` gave, of this version or an earlier one."""
         rows = {key: value for key, value in raw["rows"].items() if key != "completed"}
+        tokens = {key: value for key, value in raw["tokens"].items() if key != "computed"}
         return cls(
             **{key: raw[key] for key in ("job", "fingerprint", "outcome", "machine_us", "wall_us", "write_us")},
             rows=Rows(**rows),
-            tokens=Tokens(**raw["tokens"]),
+            tokens=Tokens(**tokens),
             work=Work(**raw["work"]),
             cost=Cost(**raw["cost"]),
             phases_us=dict(raw["phases_us"]),
@@ -192,33 +207,22 @@ class RunReport:
             speculated=Speculated.from_json(raw["speculated"]) if raw.get("speculated") else None,
         )
 
-    def to_text(self) -> str:
-        """For a terminal."""
-        from pipeline.report import text
-
-        return text(self)
-
-    def to_markdown(self) -> str:
-        """For `report.md`."""
-        from pipeline.report import markdown
-
-        return markdown(self)
-
 
 def build_report(
     job_name: str, fingerprint: str, runs: Sequence[RunRecord], totals: Mapping[str, Any], input_rows: int
 ) -> RunReport:
     """The report over all runs of a job, killed ones included, in the order they ran.
 
-    `totals` is what the output holds: `rows`, `error_rows` (code to rows), `num_input_tokens`,
-    `num_cached_tokens`, `num_generated_tokens`.
+    `totals` is what the output holds, a PartTotals as a dict: `rows`, `error_rows` (code to rows), `num_input_tokens`,
+    `num_cached_tokens`, `num_generated_tokens`, `num_error_input_tokens`.
     """
     phases_us = {phase: sum(run.phase_us(phase) for run in runs) for phase in PHASES}
     machine_us = sum(run.machine_us for run in runs)
     assert sum(phases_us.values()) == machine_us, f"phases {phases_us} do not sum to {machine_us} us"
     errors = {code: count for code, count in sorted(totals["error_rows"].items()) if count}
     rows = Rows(input_rows, totals["rows"], sum(errors.values()), errors)
-    tokens = Tokens(totals["num_input_tokens"], totals["num_cached_tokens"], totals["num_generated_tokens"])
+    counts = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num_error_input_tokens")
+    tokens = Tokens(*(totals.get(name, 0) for name in counts))
     cost = allocate(runs, tokens, rows.written)
     faults = fault_costs(runs, tokens.generated, priced=cost.total_usd is not None)
     stats = sum((run.row_stats for run in reversed(runs)), RowStats())  # rows that were tried again: the last result
@@ -282,9 +286,9 @@ def allocate(runs: Sequence[RunRecord], tokens: Tokens, rows: int) -> Cost:
         total_usd=total,
         prompt_usd=prompt,
         generated_usd=generated,
-        per_1m_prompt_usd=_each(prompt, tokens.input, 1_000_000),
+        per_1m_prompt_usd=_each(prompt, tokens.computed, 1_000_000),
         per_1m_generated_usd=_each(generated, tokens.generated, 1_000_000),
-        per_1m_blended_usd=_each(total, tokens.input + tokens.generated, 1_000_000),
+        per_1m_blended_usd=_each(total, tokens.computed + tokens.generated, 1_000_000),
         per_row_usd=_each(total, rows, 1),
         unpriced_runs=0,
     )

@@ -19,6 +19,7 @@ from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.data.storage import filesystem
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
+from pipeline.formatting import printable
 from pipeline.report import money
 
 MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
@@ -234,7 +235,7 @@ def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
 
 def describe(found: Examined, config: JobConfig) -> str:
     """The facts as a terminal shows them."""
-    head = [f"{found.job}: valid", ""]
+    head = [f"{printable(found.job)}: valid", ""]
     facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found, config)]
     return "\n".join([*head, *facts, "", *_shown_prompt(found.facts["first_prompt"])])
 
@@ -284,11 +285,6 @@ def _shown_prompt(first: dict[str, Any] | None) -> list[str]:
     if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == _MAX_PROMPT_SHOWN:
         lines.append("    | ...")
     return lines
-
-
-def printable(text: str) -> str:
-    """Text from data for a terminal: control characters could command it, so they are spelled out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _plural(count: int, noun: str) -> str:

@@ -158,7 +158,9 @@ class RunRecord:
     """One run of a job, replaced in the output folder as the run goes on.
 
     `rows_written` to `generated_tokens` cover the parts this run wrote; what its engines did is in `actors`,
-    and the difference is work whose part was lost or already there. `config_free` holds the settings that may
+    and the difference is work whose part was lost or already there. `input_tokens` to `generated_tokens` are of
+    completed rows, `error_input_tokens` the prompt tokens of error rows, which a record of an earlier version counted
+    in `input_tokens`. `config_free` holds the settings that may
     change between runs, without secrets. `hourly_usd` is the declared price of one actor's machine for an
     hour, None when not declared. `started_at` is for people only: nothing is decided by it.
     """
@@ -185,6 +187,7 @@ class RunRecord:
     units_found: int = 0  # handed out, but their part was there before any work
     skipped_files: list[SkippedInput] = field(default_factory=list)
     error_rows: dict[str, int] = field(default_factory=dict)  # of `rows_written`, by code
+    error_input_tokens: int = 0
     telemetry_failures: int = 0  # writes of status, record and report that failed
 
     @property

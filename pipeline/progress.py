@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from pipeline.formatting import printable
+
 if TYPE_CHECKING:
     from pipeline.job.status import Status
 
@@ -49,7 +51,7 @@ class PlainProgress:
             self._unsaid = status
 
     def _say(self, status: "Status") -> None:
-        print(status_line(status), file=self._stream, flush=True)
+        print(printable(status_line(status)), file=self._stream, flush=True)
         self._said, self._said_at, self._unsaid = status, self._clock(), None
 
 
@@ -84,7 +86,7 @@ class LiveProgress:
 
         self._bar.update(
             self._task,
-            description=escape(status.phase),
+            description=escape(printable(status.phase)),
             total=status.rows_total if any(_work(status)) else None,  # None: a bar that moves
             completed=status.rows_done,
             line=_counts(status),

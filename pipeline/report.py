@@ -1,20 +1,20 @@
 """Writes a job's report out for people: text for a terminal, Markdown for `report.md`.
 
-Owns number formats and layout; every number comes from `cost.RunReport`.
+Owns number formats and layout; every number comes from `cost.RunReport`. Names and messages in it are data: on a page
+they are escaped, for a terminal spelled out.
 """
 
+import re
+from collections.abc import Sequence
 from html import escape
 from math import floor, log10
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
-from pipeline.metrics import PHASE_MEANING, per_second
+from pipeline.cost import RunReport, Work
+from pipeline.formatting import printable
+from pipeline.metrics import PHASE_MEANING, SkippedInput, per_second
 from pipeline.rowstats import HISTOGRAM_ERROR, ErrorExample
 from pipeline.speculated import Speculated
-
-if TYPE_CHECKING:
-    from pipeline.cost import RunReport, Work
-    from pipeline.metrics import SkippedInput
 
 LATENCY_NOTE = "From when the engine took the row in, its queue included: a batch trades it for throughput"
 LATENCY_ERROR = f"From histograms: off by at most {HISTOGRAM_ERROR * 100:.1f} % of itself"
@@ -38,9 +38,13 @@ _ENDED = {
 }
 
 
-def text(report: "RunReport") -> str:
+class _Markdown(str):
+    """A cell that is Markdown of our own making, not data."""
+
+
+def text(report: RunReport) -> str:
     """The report as a terminal shows it at the end of a run."""
-    lines = [f"{report.job}: {_ENDED.get(report.outcome, report.outcome)}", ""]
+    lines = [f"{printable(report.job)}: {_ENDED.get(report.outcome, report.outcome)}", ""]
     for label, value in _facts(report):
         lines += wrap(value, _WIDTH, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
     lines += ["", "  Where the machine time went"]
@@ -56,10 +60,10 @@ def text(report: "RunReport") -> str:
         lines += [f"    {label:<22}{p50:>9}{p95:>12}{p99:>12}" for label, p50, p95, p99 in latency]
         lines.append(f"    {LATENCY_NOTE}.")
     if report.lengths:
-        lines += ["", f"  By length of prompt{'rows':>11}{'tokens in':>15}{'tokens out':>15}{'time':>10}"]
+        lines += ["", f"  By length of prompt{'rows':>9}{'tokens in':>14}{'from cache':>13}{'out':>13}{'time':>9}"]
         lines += [
-            f"    {label:<17}{rows:>10}{read:>15}{generated:>15}{time:>10}  {bar(share, _NARROW)}".rstrip()
-            for label, rows, read, generated, time, share in _lengths(report)
+            f"    {label:<16}{rows:>9}{read:>14}{cached:>13}{generated:>13}{time:>9}  {bar(share, _NARROW)}".rstrip()
+            for label, rows, read, cached, generated, time, share in _lengths(report)
         ]
     if report.speculated and report.speculated.batches:
         lines += ["", f"  Drafts by sequences at once{'steps':>9}{'with drafts':>14}{'tokens/step':>14}{'saved':>10}"]
@@ -72,7 +76,10 @@ def text(report: "RunReport") -> str:
         lines += ["", "  Error rows"]
         for code, examples in report.examples.items():
             lines.append(f"    {code}: {report.rows.errors_by_code.get(code, 0):,}")
-            lines += [_clipped(f"      {' '.join(_example(e).split())}") for e in examples]
+            for example in examples:
+                lines += wrap(
+                    _example(example), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8, break_on_hyphens=False
+                )
     if report.faults:
         lines += ["", f"  What faults cost, estimated{'times':>24}{'tokens':>14}{'time':>10}{'USD':>15}"]
         lines += [
@@ -88,7 +95,7 @@ def text(report: "RunReport") -> str:
     return "\n".join(lines)
 
 
-def markdown(report: "RunReport") -> str:
+def markdown(report: RunReport) -> str:
     """The report as `report.md` keeps it."""
     lines = [f"# {_cell(report.job)}", "", f"Outcome: **{_ENDED.get(report.outcome, report.outcome)}**", ""]
     lines += _table(["", ""], _facts(report))
@@ -102,10 +109,10 @@ def markdown(report: "RunReport") -> str:
                 PHASE_MEANING[phase],
                 seconds(us),
                 f"{share * 100:.1f} %",
-                f"`{bar(share)}`" if bar(share) else "",
+                _bar_cell(share),
             )
         )
-    phases.append(("**all**", "machine time of all actors", seconds(report.machine_us), "", ""))
+    phases.append((_Markdown("**all**"), "machine time of all actors", seconds(report.machine_us), "", ""))
     lines += _table(["phase", "what it is", "time", "share", ""], phases)
     lines += ["", f"Writing results took {seconds(report.write_us)} beside it."]
     if report.driver_us:
@@ -123,31 +130,25 @@ def markdown(report: "RunReport") -> str:
     if report.speculated and report.speculated.batches:
         lines += ["", "## Drafts by sequences at once", ""]
         head = ["sequences at once", "steps", "with drafts", "tokens a sequence and step", "saved", "on"]
-        rows = [
-            (*told, f"`{bar(on, _NARROW)}`" if bar(on, _NARROW) else "") for *told, on in _drafts(report.speculated)
-        ]
-        lines += _table(head, rows)
+        lines += _table(head, [(*told, _bar_cell(on, _NARROW)) for *told, on in _drafts(report.speculated)])
         lines += ["", f"{DRAFTS_NOTE}."]
     if report.lengths:
         lines += ["", "## Rows by length of prompt", ""]
         lines += _table(
-            ["prompt tokens", "rows", "tokens in", "tokens out", "machine time", "share", ""],
-            [
-                (label, rows, read, generated, time, f"{share * 100:.1f} %", f"`{bar(share)}`" if bar(share) else "")
-                for label, rows, read, generated, time, share in _lengths(report)
-            ],
+            ["prompt tokens", "rows", "tokens in", "of them from cache", "tokens out", "machine time", "share", ""],
+            [(*told, f"{share * 100:.1f} %", _bar_cell(share)) for *told, share in _lengths(report)],
         )
         lines += ["", f"{LENGTHS_NOTE}.{_unseen_rows(report)}"]
     if report.rows.errors_by_code:
         lines += ["", "## Error rows by code", ""]
         shown = [
-            (code, f"{n:,}", "<br>".join(escape(_example(e)) for e in report.examples.get(code, ())))
+            (code, f"{n:,}", _Markdown("<br>".join(_cell(_example(e)) for e in report.examples.get(code, ()))))
             for code, n in report.rows.errors_by_code.items()
         ]
         lines += _table(["code", "rows", "for example"], shown)
     if skipped := _skipped(report):
         lines += ["", "## Damaged files, left out as `input.on_corrupt: skip` asks", ""]
-        lines += _table(["file", "bytes", "why"], [(f.file, f"{f.bytes:,}", escape(f.reason)) for f in skipped])
+        lines += _table(["file", "bytes", "why"], [(f.file, f"{f.bytes:,}", f.reason) for f in skipped])
     if report.faults:
         lines += ["", "## What faults cost, estimated", ""]
         lines += _table(["fault", "times", "tokens", "machine time", "US dollars"], _faults(report))
@@ -157,9 +158,7 @@ def markdown(report: "RunReport") -> str:
             lines += ["", "At least: of a killed run's last second or two, after its last record, nothing is known."]
     if report.work.restart_reasons:
         lines += ["", "How engine processes ended:", ""]
-        lines += [
-            f"- {count:,} times: {escape(_cell(reason))}" for reason, count in report.work.restart_reasons.items()
-        ]
+        lines += [f"- {count:,} times: {_cell(reason)}" for reason, count in report.work.restart_reasons.items()]
     lines += ["", "## Runs", ""]
     lines += _table(
         [
@@ -170,6 +169,8 @@ def markdown(report: "RunReport") -> str:
             "actors",
             "rows written",
             "tokens in",
+            "of them from cache",
+            "in error rows",
             "tokens out",
             "USD per hour",
         ],
@@ -182,6 +183,8 @@ def markdown(report: "RunReport") -> str:
                 str(len(run.actors)),
                 f"{run.rows_written:,}",
                 f"{run.input_tokens:,}",
+                f"{run.cached_tokens:,}",
+                f"{run.error_input_tokens:,}",
                 f"{run.generated_tokens:,}",
                 money(run.hourly_usd),
             )
@@ -221,22 +224,27 @@ def money(usd: float | None) -> str:
     return f"${usd:.{2 - floor(log10(usd))}f}"
 
 
-def _skipped(report: "RunReport") -> "list[SkippedInput]":
+def _skipped(report: RunReport) -> list[SkippedInput]:
     return report.runs[-1].skipped_files if report.runs else []
 
 
-def _facts(report: "RunReport") -> list[tuple[str, str]]:
+def _facts(report: RunReport) -> list[tuple[str, str]]:
     rows, tokens, work = report.rows, report.tokens, report.work
     facts = [("Rows", f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors")]
     if rows.errors_by_code:
         facts.append(("Errors", ", ".join(f"{code} {n:,}" for code, n in rows.errors_by_code.items())))
     if skipped := _skipped(report):
         facts.append(("Left out", f"{len(skipped):,} damaged files, {sum(f.bytes for f in skipped):,} bytes"))
-    facts.append(("Tokens", f"{tokens.input:,} in ({tokens.cached:,} from cache), {tokens.generated:,} out"))
+    counts = (
+        f"{tokens.input:,} in ({tokens.computed:,} computed, {tokens.cached:,} from cache), {tokens.generated:,} out"
+    )
+    if tokens.error_input:
+        counts += f"; {tokens.error_input:,} more in prompts of error rows, not priced"
+    facts.append(("Tokens", counts))
     facts.append(
         (
             "Speed",
-            f"{report.input_tokens_per_s:,.0f} tok/s in, {report.generated_tokens_per_s:,.0f} tok/s"
+            f"{report.input_tokens_per_s:,.0f} tok/s in (computed), {report.generated_tokens_per_s:,.0f} tok/s"
             " out, by machine time",
         )
     )
@@ -260,7 +268,7 @@ def _facts(report: "RunReport") -> list[tuple[str, str]]:
     return facts
 
 
-def _lost(report: "RunReport") -> str:
+def _lost(report: RunReport) -> str:
     """Work that nobody got, with its price; empty where there is none and none can be hidden."""
     work = report.work
     if not (work.wasted_generated_tokens or work.wasted_prompt_tokens or work.wasted_is_lower_bound):
@@ -273,7 +281,7 @@ def _lost(report: "RunReport") -> str:
     )
 
 
-def _counts(work: "Work") -> str:
+def _counts(work: Work) -> str:
     counts = [
         (work.restarts, "engine restarts"),
         (work.convicted_rows, "rows that ended the engine"),
@@ -293,7 +301,7 @@ def _counts(work: "Work") -> str:
     return ", ".join(told)
 
 
-def _latency(report: "RunReport") -> list[tuple[str, str, str, str]]:
+def _latency(report: RunReport) -> list[tuple[str, str, str, str]]:
     """Empty where no row was timed."""
     labels = {
         "first_token_us": "to the first token",
@@ -310,13 +318,14 @@ def _brief(us: int | None) -> str:
     return f"{us / 1e3:.2f} ms" if us < 10_000 else seconds(us)
 
 
-def _lengths(report: "RunReport") -> list[tuple[str, str, str, str, str, float]]:
-    """Label, rows, tokens in and out, time, and its share."""
+def _lengths(report: RunReport) -> list[tuple[str, str, str, str, str, str, float]]:
+    """Label, rows, tokens in, those of them from cache, tokens out, time, and its share."""
     return [
         (
             f"up to {length.longest:,}",
             f"{length.rows.rows:,}",
             f"{length.rows.input_tokens:,}",
+            f"{length.rows.cached_tokens:,}",
             f"{length.rows.generated_tokens:,}",
             seconds(length.machine_us),
             _share(length.machine_us, report.machine_us),
@@ -325,12 +334,12 @@ def _lengths(report: "RunReport") -> list[tuple[str, str, str, str, str, float]]
     ]
 
 
-def _unseen_rows(report: "RunReport") -> str:
+def _unseen_rows(report: RunReport) -> str:
     rows = report.rows.completed - sum(length.rows.rows for length in report.lengths)
     return f" {rows:,} rows that a killed run wrote after its last record are not among them." if rows > 0 else ""
 
 
-def _faults(report: "RunReport") -> list[tuple[str, str, str, str, str]]:
+def _faults(report: RunReport) -> list[tuple[str, str, str, str, str]]:
     """Title, times, tokens, time and money."""
     told = []
     for fault in report.faults:
@@ -372,14 +381,10 @@ def _drafts(speculated: Speculated) -> list[tuple[str, str, str, str, str, float
 
 
 def _example(example: ErrorExample) -> str:
-    return f"{example.source_file} row {example.row}: {example.message}"
+    return printable(" ".join(example.line().split()))
 
 
-def _clipped(line: str) -> str:
-    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
-
-
-def _cost(report: "RunReport") -> list[tuple[str, str]]:
+def _cost(report: RunReport) -> list[tuple[str, str]]:
     cost = report.cost
     if cost.total_usd is None:
         why = f"unpriced ({cost.unpriced_runs} runs without a price)" if cost.unpriced_runs > 1 else "unpriced"
@@ -398,11 +403,19 @@ def _share(us: int, total_us: int) -> float:
     return us / total_us if total_us else 0.0
 
 
-def _table(head: list[str], rows: list) -> list[str]:
+def _bar_cell(share: float, width: int = _BAR_WIDTH) -> str:
+    return _Markdown(f"`{bar(share, width)}`" if bar(share, width) else "")
+
+
+def _table(head: list[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)] + [
         "| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows
     ]
 
 
 def _cell(value: str) -> str:
-    return value.replace("|", "\\|").replace("\n", " ")
+    """Of a table, or text in a line: data cannot be Markdown or HTML there."""
+    if isinstance(value, _Markdown):
+        return value
+    shown = escape(printable(" ".join(value.split())), quote=False)
+    return re.sub(r"([\\|\[`])", r"\\\1", shown)

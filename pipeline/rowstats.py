@@ -135,8 +135,8 @@ class ErrorExample:
     row: int
     message: str
 
-    def line(self, code: str) -> str:
-        return f"{self.source_file} row {self.row}: {code}: {self.message}"
+    def line(self, code: str = "") -> str:
+        return f"{self.source_file} row {self.row}: {f'{code}: ' if code else ''}{self.message}"
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from pipeline.cost import build_report
 from pipeline.data.parts import PartName, PartStore
 from pipeline.data.records import PartTotals, output_schema
 from pipeline.job.status import Status
-from pipeline.metrics import ActorRecord, RunRecord, no_phases
+from pipeline.metrics import ActorRecord, RunRecord, SkippedInput, no_phases
 from pipeline.progress import PlainProgress, eta, progress_for, status_line
+from pipeline.report import markdown, text
+from pipeline.rowstats import ErrorExample, RowStats
 
 JOB = """\
 name: demo
@@ -263,7 +265,7 @@ def test_every_error_has_its_exit_code(work, pipe, job_that, error):
     code, out, err = pipe("run", "job.yaml")
     assert (code, out) == (error.exit_code, "")
     assert "Error: what happened" in err
-    assert ("the same command goes on" in err) == (error.exit_code in (1, 3, 75))
+    assert err.count("the same command goes on") == (error.exit_code in (1, 3, 75))
     code, out, err = pipe("run", "job.yaml", "--json")
     assert code == error.exit_code
     assert json.loads(out)["error"] == {
@@ -425,7 +427,7 @@ def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
     store.replace("_pipeline/report.json", json.dumps(kept.to_json()).encode())
     code, out, _ = pipe("report", "out")
     assert code == 0
-    assert out == kept.to_text() + "\n"
+    assert out == text(kept) + "\n"
     killed = finished_run(run_id="run-2", outcome="killed", started_at="2026-01-02T00:00:00+00:00")
     store.replace("_pipeline/runs/run-2.json", json.dumps(killed.to_json()).encode())
     raw = json.loads(pipe("report", "job.yaml", "--json")[1])
@@ -479,6 +481,55 @@ def test_plain_progress_speaks_at_changes_every_few_seconds_and_seldom_when_noth
     assert "(1 errors)" in lines[-1], "the last state is always told"
 
 
+EVIL = "evil\x1b[31mRED\x1b]0;title\x07\x1b[2J\x9b\u202e"
+
+
+def commands_no_terminal(text: str) -> bool:
+    return all(char.isprintable() for char in text.replace("\n", ""))
+
+
+def test_what_data_is_called_commands_no_terminal(work, pipe, job_that):
+    """A file's name, a row's message, a model folder's name: in every command's words and in its JSON."""
+    (work / "data" / "a.parquet").rename(work / "data" / f"{EVIL}.parquet")
+    (work / EVIL).mkdir()
+    example = ErrorExample(f"{EVIL}.parquet", 2, f"column {EVIL}\nis null")
+    stats = RowStats(errors={"null_prompt": (example,)})
+    run = finished_run(row_stats=stats, skipped_files=[SkippedInput(EVIL, 1, EVIL)])
+    leave_output(work, run, f"finished {EVIL}")
+    kept = build_report(EVIL, "x", [run], PartTotals(3, error_rows={"null_prompt": 1}).__dict__, 3)
+    assert commands_no_terminal(text(kept))
+    assert commands_no_terminal(markdown(kept))
+    (work / "out" / "_pipeline" / "report.json").write_text(json.dumps(kept.to_json()))
+
+    def run_job(*_, progress, **__):
+        progress(Status(phase=f"planning: {EVIL}"))
+        raise errors.TooManyRowErrors(f"2 error rows\n  {example.line('null_prompt')}")
+
+    job_that(run_job)
+    for command in (
+        ["validate", "job.yaml"], ["validate", "job.yaml", "--set", f"model.path=./{EVIL}"], ["report", "out"],
+        ["status", "out"], ["run", "job.yaml"], ["report", EVIL], ["doctor", "--model", f"./{EVIL}"],
+        ["generate", "--model", f"./{EVIL}", "--prompt", "x"],
+    ):  # fmt: skip
+        for more in ([], ["--json"]):
+            code, out, err = pipe(*command, *more)
+            assert code != 70, err
+            assert commands_no_terminal(out + err), (command, out, err)
+            assert "evil" in out + err
+    assert json.loads(pipe("run", "job.yaml", "--json")[1])["error"]["message"].count("\x1b") == 6, "as it is"
+
+
+def test_a_defects_trace_commands_no_terminal(work, pipe, job_that):
+    def broken(*_, **__):
+        raise RuntimeError(EVIL)
+
+    job_that(broken)
+    code, _, err = pipe("run", "job.yaml")
+    assert code == 70
+    assert err.count("\n") > 5
+    assert commands_no_terminal(err)
+
+
 def test_a_status_in_one_line():
     status = Status(phase="running", rows_total=2000, rows_done=1000, error_rows=3, input_tokens_per_s=1234.5,
                     generated_tokens_per_s=99, eta_s=300)  # fmt: skip
@@ -503,3 +554,7 @@ def test_a_live_bar_is_drawn_on_a_terminal(monkeypatch):
     assert "generating [x]" in drawn
     assert "1,000/2,000 rows" in drawn
     assert "5 min left" in drawn
+    with progress_for() as progress:
+        progress(Status(phase=f"reading {EVIL}"))
+    assert "evil\\x1b[31mRED\\x1b]0;title" in terminal.getvalue()
+    assert "\x1b]0;" not in terminal.getvalue()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cost import RunReport, Tokens, allocate, build_report
-from pipeline.metrics import PHASES, ActorRecord, Computed, RunRecord, no_phases
-from pipeline.report import bar, money, seconds
+from pipeline.metrics import PHASES, ActorRecord, Computed, RunRecord, SkippedInput, no_phases
+from pipeline.report import bar, markdown, money, seconds, text
 from pipeline.rowstats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
 
 HOUR = 3_600_000_000
@@ -20,6 +20,7 @@ TOTALS = {
     "num_input_tokens": 2_000_000,
     "num_cached_tokens": 500,
     "num_generated_tokens": 500_000,
+    "num_error_input_tokens": 0,
 }
 
 
@@ -37,9 +38,12 @@ def report(*runs: RunRecord, **totals) -> RunReport:
     return build_report("job", "1a2b3c4d", runs, TOTALS | totals, 200)
 
 
+AN_HOUR = run(prefill=HOUR // 4, decode=HOUR // 2, load=HOUR // 8, tail=HOUR // 8)
+
+
 def test_the_cost_of_an_hour_by_hand():
     """One hour at $1: 15 min prefill, 30 min decode, 15 min of the rest, which follows 1 : 2."""
-    cost = report(run(prefill=HOUR // 4, decode=HOUR // 2, load=HOUR // 8, tail=HOUR // 8)).cost
+    cost = report(AN_HOUR, num_cached_tokens=0).cost
     assert cost.total_usd == pytest.approx(1.0)
     assert cost.prompt_usd == pytest.approx(1 / 3)
     assert cost.generated_usd == pytest.approx(2 / 3)
@@ -47,6 +51,22 @@ def test_the_cost_of_an_hour_by_hand():
     assert cost.per_1m_generated_usd == pytest.approx(2 / 3 * 2)
     assert cost.per_1m_blended_usd == pytest.approx(1 / 2.5)
     assert cost.per_row_usd == pytest.approx(1 / 180)
+
+
+def test_tokens_that_were_refused_or_cached_make_no_token_cheaper():
+    """The hour again, in which 2 million of 6 million prompt tokens were computed; 200 million were refused."""
+    counts = {"num_input_tokens": 6_000_000, "num_cached_tokens": 4_000_000, "num_error_input_tokens": 200_000_000}
+    built = report(AN_HOUR, **counts)
+    assert built.cost.per_1m_prompt_usd == pytest.approx(1 / 3 / 2)
+    assert built.cost.per_1m_blended_usd == pytest.approx(1 / 2.5)
+    assert built.input_tokens_per_s == pytest.approx(2_000_000 / 3600)
+    for page in (text(built), markdown(built)):
+        words = " ".join(page.split())
+        assert "6,000,000 in (2,000,000 computed, 4,000,000 from cache), 500,000 out" in words
+        assert "; 200,000,000 more in prompts of error rows, not priced" in words
+    raw = json.loads(json.dumps(built.to_json()))
+    assert raw["tokens"]["computed"] == 2_000_000
+    assert RunReport.from_json(raw) == built
 
 
 def test_each_run_has_its_own_price_and_actors_add_up():
@@ -78,9 +98,9 @@ def test_no_price_is_null_and_said():
     built = report(run(None, decode=5))
     assert built.cost.total_usd is None
     assert built.to_json()["cost"]["per_row_usd"] is None
-    assert "unpriced" in built.to_text()
-    assert "$" not in built.to_text()
-    assert "Unpriced" in built.to_markdown()
+    assert "unpriced" in text(built)
+    assert "$" not in text(built)
+    assert "Unpriced" in markdown(built)
 
 
 def test_one_unpriced_run_leaves_the_job_unpriced_unless_it_used_nothing():
@@ -93,7 +113,7 @@ def test_nothing_to_divide_by_is_not_a_price_of_zero():
     cost = allocate([run(1.0, load=HOUR)], Tokens(0, 0, 0), rows=0)
     assert cost.total_usd == pytest.approx(1.0)
     assert (cost.prompt_usd, cost.per_1m_prompt_usd, cost.per_1m_blended_usd, cost.per_row_usd) == (None,) * 4
-    assert report(run(1.0, load=HOUR), rows=0, num_input_tokens=0).to_text()
+    assert text(report(run(1.0, load=HOUR), rows=0, num_input_tokens=0))
 
 
 def test_rows_errors_and_lost_work():
@@ -119,8 +139,8 @@ def test_a_job_without_runs():
     built = build_report("job", "00000000", [], TOTALS | {"rows": 0, "error_rows": {}}, 0)
     assert built.machine_us == 0
     assert built.cost.total_usd is None
-    assert built.to_text()
-    assert built.to_markdown()
+    assert text(built)
+    assert markdown(built)
 
 
 def test_json_comes_back():
@@ -133,14 +153,14 @@ def test_json_comes_back():
 
 def test_what_people_read():
     built = report(run(outcome="killed", prefill=HOUR // 4, decode=HOUR * 3 // 4), run(decode=HOUR))
-    shown, page = built.to_text(), built.to_markdown()
-    for text in (shown, page):
-        assert "180 of 200: 178 completed, 2 errors" in text
-        assert "2,000,000 in (500 from cache), 500,000 out" in text
-        assert "prompt_too_long" in text
-        assert "87.5 %" in text
-        assert "█" * 26 in text
-        assert "killed" in text
+    shown, page = text(built), markdown(built)
+    for told in (shown, page):
+        assert "180 of 200: 178 completed, 2 errors" in told
+        assert "2,000,000 in (1,999,500 computed, 500 from cache), 500,000 out" in told
+        assert "prompt_too_long" in told
+        assert "87.5 %" in told
+        assert "█" * 26 in told
+        assert "killed" in told
     assert "| **all** | machine time of all actors | 2 h 00 m |" in page
     assert built.cost.method in page
     assert all(len(line) <= 100 for line in shown.splitlines()), "fits a terminal"
@@ -148,7 +168,32 @@ def test_what_people_read():
 
 def test_a_job_name_cannot_break_the_page():
     built = replace(report(run()), job="a|b\n# c")
-    assert built.to_markdown().splitlines()[0] == "# a\\|b # c"
+    assert markdown(built).splitlines()[0] == "# a\\|b # c"
+
+
+def test_data_is_neither_markdown_nor_html_on_the_page():
+    evil = ErrorExample("a|b\\|[x](y)`.parquet", 1, "<img src=x>\x1b[2J\u202e\n# head")
+    run_of = replace(
+        run(outcome="failed"),
+        row_stats=RowStats(errors={"null_prompt": (evil,)}),
+        skipped_files=[SkippedInput("<b>.parquet", 1, "<i>")],
+        resolved={"device": "<u>"},
+        actors=[replace(actor(), restart_reasons=["signal <s> [x](y)"], restarts=1)],
+    )
+    page = markdown(report(run_of, error_rows={"null_prompt": 1}))
+    for tag in ("<img", "<b>", "<i>", "<u>", "<s>", "\x1b", "\u202e", " [x](y)"):
+        assert tag not in page
+    assert "a\\|b\\\\\\|\\[x](y)\\`.parquet row 1: &lt;img src=x&gt;\\\\x1b\\[2J\\\\u202e # head |" in page
+    assert "| prefill | reading prompts |" in page
+
+
+def test_a_long_message_is_wrapped_and_not_cut():
+    """It says at its end what would have fit."""
+    message = "the prompt has 200032 tokens; with max_model_len = 1024 at most 1023 fit beside one generated token"
+    stats = RowStats(errors={"prompt_too_long": (ErrorExample("in/a-long-name.parquet", 7, message),)})
+    shown = text(report(replace(run(), row_stats=stats)))
+    assert message in " ".join(shown.split())
+    assert all(len(line) <= 100 for line in shown.splitlines())
 
 
 def test_number_formats():
@@ -252,11 +297,11 @@ def test_each_fault_inside_a_run_has_its_own_figures():
     assert built.work.storage_retries == {"timeout": 1, "throttled": 4}
     assert built.work.restart_reasons == {"signal SIGKILL": 2}
     assert (built.work.actors_replaced, built.work.convicted_rows) == (1, 1)
-    for page in (built.to_text(), built.to_markdown()):
+    for page in (text(built), markdown(built)):
         assert "engine restarts 2, rows that ended the engine 1, actors replaced 1, preemptions 5" in page
         assert "(throttled 4, timeout 1)" in page
         assert "unit computed whose part was already there" in page
-    assert "- 2 times: signal SIGKILL" in built.to_markdown()
+    assert "- 2 times: signal SIGKILL" in markdown(built)
 
 
 def test_parts_removed_by_hand_are_lost_work():
@@ -323,15 +368,15 @@ def test_latency_lengths_and_examples_are_of_all_runs_and_shown():
     assert built.latency["first_token_us"].rows == 20
     assert built.lengths[0].rows == LengthBucket(180, 2000, 200, 600)
     assert [len(some) for some in built.examples.values()] == [2]
-    shown, page = built.to_text(), built.to_markdown()
+    shown, page = text(built), markdown(built)
     assert "    to the first token      1.50 ms     1.50 ms     1.50 ms" in shown
     assert "a|b.parquet row 7: <b>no prompt" in shown
     assert "| null_prompt | 5 | a\\|b.parquet row 7: &lt;b&gt;no prompt<br>" in page
     assert "trades it for throughput" in shown
     assert "trades it for throughput" in page
-    assert "| up to 64 | 180 | 2,000 | 600 |" in page
+    assert "| up to 64 | 180 | 2,000 | 200 | 600 |" in page
     assert all(len(line) <= 100 for line in shown.splitlines())
-    short = report(with_stats(), rows=400, error_rows={}).to_markdown()
+    short = markdown(report(with_stats(), rows=400, error_rows={}))
     assert "230 rows that a killed run wrote after its last record are not among them." in short
 
 
@@ -341,7 +386,8 @@ def test_reports_of_earlier_versions_are_read():
         del raw[key]
     for key in list(raw["work"])[11:]:
         del raw["work"][key]
+    del raw["tokens"]["error_input"], raw["tokens"]["computed"]
     old = RunReport.from_json(raw)
     assert (old.latency, old.lengths, old.faults) == ({}, (), ())
-    assert old.to_text()
-    assert old.to_markdown()
+    assert text(old)
+    assert markdown(old)

@@ -14,6 +14,7 @@ import pytest
 from pipeline.engine.params import Completion, EngineConfig
 from pipeline.errors import ConfigError, OutputError
 from pipeline.generate import Saved, is_dataset, read_prompts
+from pipeline.job.stages import failed_row
 from tests.job.fake_engine import FakeTokenizer
 
 
@@ -54,8 +55,11 @@ def test_lines_of_text_come_back_in_order_with_their_line_numbers(pipe, tmp_path
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo {x} <|im_end|>\nthree")
     code, out, err = pipe("--input", "p.txt", "--json")
     assert code == 0, err
-    found = [(r["source_file"], r["source_row"], r["generated_text"]) for r in rows_of(out)]
-    assert found == [("p.txt", 0, "one|256"), ("p.txt", 2, "two {x} <|im_end|>|256"), ("p.txt", 3, "three|256")]
+    found = [(r["source_file"], r["source_line"], r["generated_text"]) for r in rows_of(out)]
+    assert found == [("p.txt", 1, "one|256"), ("p.txt", 3, "two {x} <|im_end|>|256"), ("p.txt", 4, "three|256")]
+    assert [line for line in pipe("--input", "p.txt")[1].splitlines() if line[0:1] == "#"] == [
+        f"# p.txt line {line} (stop, 2 tokens)" for line in (1, 3, 4)
+    ]
     assert "3 prompts; " in err
 
 
@@ -73,9 +77,9 @@ def test_standard_input_is_lines_or_objects(pipe, arguments):
     lines = b'{"id": 1, "text": "a"}\n\n{"id": 2, "text": "b", "n": 5}\n'
     code, out, err = pipe(*arguments, "--json", "--prompt", "Sum: {text}", stdin=lines)
     assert code == 0, err
-    assert [(r["id"], r["generated_text"], r["source_row"]) for r in rows_of(out)] == [
-        (1, "Sum: a|256", 0),
-        (2, "Sum: b|256", 2),
+    assert [(r["id"], r["generated_text"], r["source_line"]) for r in rows_of(out)] == [
+        (1, "Sum: a|256", 1),
+        (2, "Sum: b|256", 3),
     ]
 
 
@@ -100,6 +104,26 @@ def test_the_key_that_is_sent_without_a_template(pipe, line, expected):
     assert rows_of(out)[0]["generated_text"] == f"{expected}|256"
 
 
+def test_what_is_no_number_in_json_is_none(pipe):
+    code, out, err = pipe("--json", stdin=b'{"prompt": "a", "score": NaN, "far": [1.5, Infinity]}')
+    assert code == 0, err
+    row = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (row["score"], row["far"]) == (None, [1.5, None])
+
+
+def test_tokens_of_prompts_that_were_refused_are_not_counted_as_read(pipe, monkeypatch):
+    class Refusing(Echo):
+        def stream(self, requests):
+            for r in requests:
+                yield failed_row(r.row_id, "prompt_too_long", "too long", 200_032)
+
+    monkeypatch.setattr("pipeline.engine.engine.Engine", Refusing)
+    code, out, err = pipe("--json", "--prompt", "x")
+    assert code == 1
+    assert "1 prompt, 1 failed; 0 tokens in, 0 out" in err
+    assert rows_of(out)[0]["num_input_tokens"] == 200_032
+
+
 def test_system_implies_chat(pipe):
     out = pipe("--prompt", "hi", "--system", "Be brief.", "--json")[1]
     assert rows_of(out)[0]["generated_text"] == "[Be brief.]<user>hi|256"
@@ -113,18 +137,24 @@ def test_a_prompt_that_fails_stops_no_other(pipe, tmp_path):
     assert code == 1
     errors = ["null_prompt", "empty_prompt", "invalid_utf8", None, "null_prompt"]
     assert [r["error"] for r in rows_of(out)] == errors
+    assert [r["generated_text"] for r in rows_of(out)] == [None, None, None, "fine|256", None]
     assert rows_of(out)[3]["generated_text"] == "fine|256"
     assert "5 prompts, 4 failed" in err
+    assert pipe("--input", "p.jsonl", "--output", "o.parquet")[0] == 1
+    saved = pq.read_table(tmp_path / "o.parquet")
+    assert saved["generated_text"].to_pylist() == [None, None, None, "fine|256", None]
+    assert saved["source_line"].to_pylist() == [1, 2, 3, 4, 5]
     assert "# p.jsonl line 1 (null_prompt)\ncolumn 'prompt' is null\n" in pipe("--input", "p.jsonl")[1]
 
 
 def test_values_of_mixed_types_and_result_names_in_the_input(pipe, tmp_path):
     (tmp_path / "p.jsonl").write_text(
-        '{"text": "a", "v": 1, "o": {}, "error": "x", "source_file": "y"}\n{"text": "b", "v": [2], "o": {}}\n'
+        '{"text": "a", "v": 1, "o": {}, "error": "x", "source_file": "y", "source_line": 7}\n'
+        '{"text": "b", "v": [2], "o": {}}\n'
     )
     code, _, err = pipe("--input", "p.jsonl", "--prompt", "{text} {v}", "--output", "o.parquet")
     assert code == 0, err
-    assert "results have these names: error, source_file" in err
+    assert "results have these names: error, source_file, source_line" in err
     table = pq.read_table(tmp_path / "o.parquet")
     assert table.column("generated_text").to_pylist() == ["a 1|256", "b [2]|256"]
     assert table.column("o").to_pylist() == ["{}", "{}"]

@@ -8,6 +8,7 @@ import numpy as np
 from pipeline.cost import RunReport, build_report
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.metrics import ActorRecord, RunRecord, no_phases
+from pipeline.report import markdown, text
 from pipeline.speculated import Speculated
 
 
@@ -70,33 +71,33 @@ def test_sums_over_actors_and_runs() -> None:
 
 def test_the_report_shows_it_and_reads_it_back() -> None:
     built = report(run(STATS | COUNTED))
-    text, markdown = built.to_text(), built.to_markdown()
-    words = " ".join(text.split())
+    shown, page = text(built), markdown(built)
+    words = " ".join(shown.split())
     assert "in 40 of 100 steps; 45 of 70 draft tokens accepted, by place 80, 25 %; about 449 ms saved" in words
-    line = next(line for line in text.splitlines() if line.split()[:1] == ["1"] and "█" in line)
+    line = next(line for line in shown.splitlines() if line.split()[:1] == ["1"] and "█" in line)
     assert line.split()[1:5] == ["40", "40", "2.12", "+0.45"]
-    assert "| 32-63 | 60 | 0 |  | -0.00 s |" in markdown
+    assert "| 32-63 | 60 | 0 |  | -0.00 s |" in page
     again = RunReport.from_json(json.loads(json.dumps(built.to_json())))
     assert again.speculated == built.speculated
-    assert again.to_text() == text
+    assert text(again) == shown
 
 
 def test_without_drafts_the_report_says_nothing_of_them() -> None:
     built = report(run({"num_steps": 100}))
     assert built.speculated is None
-    assert "raft" not in built.to_text() + built.to_markdown()
+    assert "raft" not in text(built) + markdown(built)
 
 
 def test_forced_drafts_and_drafts_that_would_not_pay() -> None:
-    assert "forced in every step" in " ".join(report(run(STATS)).to_text().split())
+    assert "forced in every step" in " ".join(text(report(run(STATS))).split())
     never = report(run({"num_steps": 60} | counts(plain_steps={5: 60}, plain_sequences={5: 2000})))
-    assert "none: they would not have paid" in never.to_text()
+    assert "none: they would not have paid" in text(never)
     lost = counts(plain_steps={0: 60}, drafted_steps={0: 40}, spent_us={0: 900_000}, plain_us={0: 500_000})
-    assert "about 400 ms lost" in " ".join(report(run(STATS | lost)).to_text().split())
+    assert "about 400 ms lost" in " ".join(text(report(run(STATS | lost))).split())
 
 
 def test_a_report_of_an_earlier_version_is_read() -> None:
     raw = json.loads(json.dumps(report(run(STATS)).to_json()))
     del raw["speculated"]
     assert RunReport.from_json(raw).speculated is None
-    assert replace(report(run(STATS)), speculated=None).to_text() == RunReport.from_json(raw).to_text()
+    assert text(replace(report(run(STATS)), speculated=None)) == text(RunReport.from_json(raw))

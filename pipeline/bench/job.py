@@ -229,7 +229,7 @@ def _run_job(job_file: Path, output: Path) -> _Run:
     table = pa.concat_tables([pq.read_table(part, columns=columns) for part in output.glob("part-*.parquet")])
     answers = {
         (row["source_file"], row["source_row"]): answer_digest(
-            row["generated_text"], row["num_generated_tokens"], row["finish_reason"]
+            row["generated_text"] or "", row["num_generated_tokens"], row["finish_reason"]
         )
         for row in table.to_pylist()
     }

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline.config import JobConfig
-from pipeline.examine import printable
+from pipeline.formatting import printable
 
 State = Literal["ok", "warning", "failed"]
 

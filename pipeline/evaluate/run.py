@@ -250,8 +250,9 @@ class _Rows:
             told(len(done))
         now = engine.stats
         prefill_us, decode_us = now.prefill_us - before.prefill_us, now.decode_us - before.decode_us
+        cached = now.cached_tokens - before.cached_tokens  # they took none of that time
         return _Outputs(
             [done[i] for i in range(len(rows))],
-            1e6 * (now.prompt_tokens - before.prompt_tokens) / max(1, prefill_us),
+            1e6 * (now.prompt_tokens - before.prompt_tokens - cached) / max(1, prefill_us),
             1e6 * (now.generated_tokens - before.generated_tokens) / max(1, decode_us),
         )

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.config import without_password
 from pipeline.engine.params import Completion
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
-from pipeline.examine import printable
+from pipeline.formatting import printable
 
 _MAX_LINES = 6  # of a prompt
 _MAX_WIDTH = 160
@@ -30,20 +31,20 @@ class Answer:
     completion: Completion
     row: Mapping[str, Any]
 
-    def to_json(self) -> str:
-        return json.dumps(_plain(self.row), ensure_ascii=False)
+    def to_json(self) -> dict[str, Any]:
+        return _plain(self.row)
 
     def to_text(self) -> str:
         """For people: the prompt, quoted and cut, and the whole completion. Nothing of it commands a terminal."""
-        done = self.completion
+        done, where = self.completion, printable(self.where)
         prompt = [] if self.prompt is None else self.prompt.split("\n")
         quoted = [f"> {printable(line[:_MAX_WIDTH])}{'...' * (len(line) > _MAX_WIDTH)}" for line in prompt]
         if len(quoted) > _MAX_LINES:
             quoted[_MAX_LINES - 1 :] = [f"> ... {len(quoted) - _MAX_LINES + 1} more lines"]
         if done.error is not None:
-            lines = [f"# {self.where} ({done.error})", *quoted, printable(done.error_message or "")]
+            lines = [f"# {where} ({done.error})", *quoted, printable(done.error_message or "")]
         else:
-            head = f"# {self.where} ({done.finish_reason}, {len(done.token_ids):,} tokens)"
+            head = f"# {where} ({done.finish_reason}, {len(done.token_ids):,} tokens)"
             lines = [head, *quoted, *map(printable, done.text.strip("\n").split("\n"))]
         return "\n".join([*lines, ""])
 
@@ -74,7 +75,8 @@ class Saved:
                     table = pa.Table.from_pylist([dict(answer.row) for answer in rows], schema=schema)
                     pq.write_table(table, file, compression="zstd", write_page_checksum=True)
                 else:
-                    file.writelines(answer.to_json().encode("utf-8", "replace") + b"\n" for answer in rows)
+                    lines = (json.dumps(answer.to_json(), ensure_ascii=False) for answer in rows)
+                    file.writelines(line.encode("utf-8", "replace") + b"\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
             (os.replace if self._overwrite else os.link)(temporary, self.path)
@@ -88,9 +90,11 @@ class Saved:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: bytes as the text they nearly are."""
+    """For JSON: bytes as the text they nearly are, no number for what is none."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return None
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -21,13 +21,15 @@ from pipeline.job.checkpoint import resolve_draft, resolve_model
 from pipeline.job.stages import Tokenize
 
 SAY_EVERY_S = 5.0
+_RENAME = {"source_row": "source_line"}  # a file of lines is counted as editors do: from 1, empty ones too
+_TAKEN = (*RESULT_NAMES, *_RENAME.values())
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Done:
-    """What became of all prompts together."""
+    """What became of all prompts together. Tokens are those of completed prompts."""
 
     prompts: int
     failed: int
@@ -55,7 +57,9 @@ def complete(
     count: Counter[str] = Counter()
     for answer in answers(config, prompts, say):
         done = answer.completion
-        count.update(failed=done.error is not None, read=done.num_prompt_tokens, generated=len(done.token_ids))
+        completed = done.error is None
+        read = done.num_prompt_tokens if completed else 0
+        count.update(failed=not completed, read=read, generated=len(done.token_ids))
         if saved is None:
             show(answer)
         else:
@@ -136,16 +140,16 @@ class _Told:
 def _schema(prompts: Prompts, say: Say) -> pa.Schema:
     """The columns of a saved result. Keys of the input that have a result's name are left out, aloud."""
     names = prompts.table.schema.names[:-2]
-    clashes = [name for name in names if name in RESULT_NAMES]
+    clashes = [name for name in names if name in _TAKEN]
     if clashes:
         say(f"left out of the output, as results have these names: {', '.join(clashes)}")
     kept = pa.schema([prompts.table.schema.field(i) for i, name in enumerate(names) if name not in clashes])
-    return output_schema(kept, {}, logprobs=False)
+    return output_schema(kept, _RENAME, logprobs=False)
 
 
 def _answer(prompt: str | None, values: dict[str, Any], completion: Completion) -> Answer:
     result = {
-        "generated_text": completion.text,
+        "generated_text": completion.text if completion.error is None else None,
         "finish_reason": completion.finish_reason,
         "error": completion.error,
         "error_message": completion.error_message,
@@ -153,10 +157,10 @@ def _answer(prompt: str | None, values: dict[str, Any], completion: Completion) 
         "num_cached_tokens": completion.num_cached_tokens,
         "num_generated_tokens": len(completion.token_ids),
         "source_file": values["source_file"],
-        "source_row": values["source_row"],
+        "source_line": values["source_row"] + 1,
     }
     where = values["source_file"]
     if where != "--prompt":
-        where += f" line {values['source_row'] + 1}"
-    kept = {name: value for name, value in values.items() if name not in RESULT_NAMES}
+        where += f" line {result['source_line']}"
+    kept = {name: value for name, value in values.items() if name not in _TAKEN}
     return Answer(prompt, where, completion, {**kept, **result})

@@ -28,6 +28,7 @@ from pipeline.job.stages import UnitSummary
 from pipeline.job.status import Status
 from pipeline.job.telemetry import Telemetry
 from pipeline.metrics import Outcome, RunRecord, SkippedInput
+from pipeline.report import markdown
 from pipeline.rowstats import RowStats
 
 RUNS = "_pipeline/runs"
@@ -133,6 +134,7 @@ class RunLog:
             self.found_units,
             self.skipped_files,
             dict(self.computed.error_rows),
+            self.computed.num_error_input_tokens,
             telemetry_failures=self._telemetry.failures,
         )
 
@@ -165,13 +167,19 @@ def load_runs(store: PartStore) -> list[RunRecord]:
     return runs
 
 
-def totals_so_far(runs: Iterable[RunRecord], done: Progress) -> PartTotals:
+def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: Progress) -> PartTotals:
     """About what the parts hold, without opening one: rows and units from their names, tokens and errors as the runs
-    recorded them. Of a killed run the last second or two is missing; what --retry-failed made anew is in it twice."""
+    recorded them. Of a killed run the last second or two is missing.
+
+    Where the runs recorded more rows than there are, parts were removed since, or --retry-failed made rows anew: then
+    from the footers of what is there.
+    """
     totals = PartTotals()
     for run in runs:
-        tokens = run.input_tokens, run.cached_tokens, run.generated_tokens
-        totals += PartTotals(0, 0, run.error_rows, *tokens)
+        tokens = run.input_tokens, run.cached_tokens, run.generated_tokens, run.error_input_tokens
+        totals += PartTotals(run.rows_written, 0, run.error_rows, *tokens)
+    if totals.rows > done.num_rows:
+        return store.totals()
     return replace(totals, rows=done.num_rows, units=done.num_units)
 
 
@@ -200,7 +208,7 @@ def make_report(
     if finished:
         report = replace(report, outcome="finished")
     telemetry.put(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())
-    telemetry.put(REPORT_MARKDOWN, report.to_markdown().encode())
+    telemetry.put(REPORT_MARKDOWN, markdown(report).encode())
     return report
 
 

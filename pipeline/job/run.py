@@ -7,7 +7,6 @@ plan (nothing written) -> the output is ours -> one listing -> the units that ar
 import contextlib
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
 from pipeline.job.fingerprint import claim, record_numerics
 from pipeline.job.ledger import ActorState, Order
 from pipeline.job.logs import DRIVER, RAY, LogFolder, RotatedLog, collect_ray_logs
+from pipeline.job.pace import Pace
 from pipeline.job.partial import remove_all
 from pipeline.job.plan import Plan, make_plan, what_is_left
 from pipeline.job.record import RunLog, load_runs, make_report, put_status, totals_so_far, versions
@@ -34,7 +34,7 @@ from pipeline.job.stop import Stopped, StopSignals
 from pipeline.job.telemetry import Telemetry
 from pipeline.job.verify import read_success, verify, write_empty_part, write_success
 from pipeline.job.worker import Backend
-from pipeline.metrics import RunRecord, SkippedInput
+from pipeline.metrics import Computed, RunRecord, SkippedInput
 
 if TYPE_CHECKING:
     from pipeline.job.dataflow import Dataflow
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 TICK_S = 1.0
 STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
 WRITING_SHARE = 0.05  # of the time, at most, in which a status or record is being written
-RATE_WINDOW_S = 30.0
 GIVE_UP_S = 10.0  # to keep what is finished of open units, at the end of a drain
 
 Show = Callable[[Status], None]
@@ -92,7 +91,7 @@ def run_job(
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
             if not retry_failed:
-                before = totals_so_far(earlier, done)
+                before = totals_so_far(store, earlier, done)
             phase = "telling how the run ended"
             telemetry = Telemetry(store)
             log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device}, telemetry)
@@ -117,7 +116,7 @@ def run_job(
 
 
 def _interrupted(stop: StopSignals, phase: str) -> Interrupted:
-    return Interrupted(f"Stopped by {stop.why} while {phase}. The same command goes on from here.")
+    return Interrupted(f"Stopped by {stop.why} while {phase}.")
 
 
 def _already_complete(plan: Plan, store: PartStore, done: Progress, runs: list[RunRecord], show: Show) -> RunReport:
@@ -236,7 +235,7 @@ class _Run:
         self._write_every_s = STORE_TICK_S if "://" in plan.config.output.path else 0.0
         self._wrote_at = 0.0
         self._warning = ""
-        self._rates: deque[tuple[float, int, int]] = deque()  # time, tokens in, tokens out
+        self._pace = Pace()
         self._logs = LogFolder(store, log.run_id)
         self._logs.prune()
         self._driver_log = RotatedLog(self._logs.path / DRIVER)
@@ -404,8 +403,7 @@ class _Run:
                     if time.monotonic() > given + heard and not any(a.open_units for a in self._log.actors):
                         break
         raise Interrupted(
-            f"Stopped by {self._stop.why} with {self._done().rows} of {self._plan.num_rows} rows written. "
-            "The same command goes on from here."
+            f"Stopped by {self._stop.why} with {self._done().rows} of {self._plan.num_rows} rows written."
         )
 
     # -- what is told
@@ -434,7 +432,7 @@ class _Run:
             raise TooManyRowErrors(
                 f"{failed} error rows of {rows} rows are more than run.max_error_rate {limit:g} allows."
                 f"{' The first ones:' + first if first else ' See the error column of the parts.'}\n"
-                "Mend the input or raise the limit; what is done is kept and the same command goes on."
+                "Mend the input or raise the limit."
             )
 
     def say_verified(self, done: int, parts: int) -> None:
@@ -453,44 +451,27 @@ class _Run:
         put_status(self._telemetry, status)
         self._show(status)
 
-    def _eta_s(self, held: PartTotals, tokens_of_run: int, tokens_per_s: float) -> float | None:
-        """From tokens, since long rows come first: what a written row took on average, for all rows. None until the
-        first unit is written."""
-        if not held.rows or tokens_per_s <= 0:
-            return None
-        per_row = (held.num_input_tokens + held.num_generated_tokens) / held.rows
-        earlier = self._before.num_input_tokens + self._before.num_generated_tokens
-        return max(0.0, per_row * self._plan.num_rows - earlier - tokens_of_run) / tokens_per_s
-
     def _status(self) -> Status:
-        log, now = self._log, time.monotonic()
-        held = self._done()
-        done = min(self._plan.num_rows, held.rows + sum(actor.open_rows_done for actor in log.actors))
-        read, generated = (
-            sum(actor.record.stats.get(name, 0) for actor in log.actors)
-            for name in ("prompt_tokens", "generated_tokens")
-        )
-        self._rates.append((now, read, generated))
-        while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
-            self._rates.popleft()
-        then, *before = self._rates[0]
-        span = now - then
-        rates = [(a - b) / span if span > 0 else 0.0 for a, b in zip((read, generated), before, strict=True)]
+        log, held, goes_on = self._log, self._done(), self._log.outcome == "running"
+        finished = sum(actor.open_rows_done for actor in log.actors) if goes_on else 0  # else lost, or for the next run
+        computed = sum((actor.record.computed for actor in log.actors), Computed())
+        self._pace.add(time.monotonic(), computed)
+        prompt_per_s, generated_per_s = self._pace.per_s()
         return Status(
             run_id=log.run_id,
             phase=self.phase,
             outcome=log.outcome,
             rows_total=self._plan.num_rows,
-            rows_done=done,
+            rows_done=min(self._plan.num_rows, held.rows + finished),
             rows_written=held.rows,
             error_rows=held.num_error_rows,
             units=held.units,
             actors=len(log.actors),
-            input_tokens=read,
-            generated_tokens=generated,
-            input_tokens_per_s=rates[0],
-            generated_tokens_per_s=rates[1],
-            eta_s=self._eta_s(held, read + generated, sum(rates)),
+            input_tokens=computed.prompt,
+            generated_tokens=computed.generated,
+            input_tokens_per_s=prompt_per_s,
+            generated_tokens_per_s=generated_per_s,
+            eta_s=self._pace.eta_s(self._plan.num_rows, held, self._before) if goes_on else None,
             elapsed_s=log.wall_us / 1e6,
             warning=self._warning,
         )

@@ -190,7 +190,7 @@ class Write:
         done = [by_row[i] for i in range(unit.num_rows)]
         kept = unit.kept()
         columns: list[Any] = [
-            [c.text for c in done],
+            [c.text if c.error is None else None for c in done],
             [c.finish_reason for c in done],
             [c.error for c in done],
             [c.error_message for c in done],

@@ -7,9 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Status:
-    """`rows_done` counts rows that are finished, also those of units that are not written yet; `rows_written`
-    the others. Tokens and rates are this run's; rates are over the last half minute. `eta_s` is None while
-    unknown. `warning` is the last that went wrong without ending the run, `told_at` the wall time, for people."""
+    """`rows_done` counts rows that are finished, while the run goes on also those of units that are not written yet;
+    `rows_written` the others. Tokens and rates are what this run computed, prompt tokens without those from cache;
+    rates are over the last half minute. `eta_s` is None while unknown and when nothing is left. `warning` is the last
+    that went wrong without ending the run, `told_at` the wall time, for people."""
 
     run_id: str = ""
     phase: str = "planning"

@@ -52,6 +52,7 @@ def read_success(store: PartStore) -> PartTotals | None:
             counts["parts"],
             dict(counts["errors"]),
             *(counts[name] for name in ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")),
+            counts.get("num_error_input_tokens", 0),  # an earlier version counted them as num_input_tokens
         )
     except (ValueError, KeyError, TypeError):
         return None
@@ -71,6 +72,7 @@ def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:
         "num_input_tokens": totals.num_input_tokens,
         "num_cached_tokens": totals.num_cached_tokens,
         "num_generated_tokens": totals.num_generated_tokens,
+        "num_error_input_tokens": totals.num_error_input_tokens,
         "num_skipped_files": len(skipped),
         "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in skipped],
     }

@@ -1,5 +1,7 @@
 """The output's columns: one schema, clear of the input's names, with sums that survive renaming."""
 
+import json
+
 import pyarrow as pa
 import pytest
 
@@ -54,9 +56,9 @@ def test_rename_takes_result_columns_only():
 
 def test_totals_are_found_under_any_name():
     values = {
-        "error": ["null_prompt", None, None, "null_prompt", "engine_failure"],
-        "num_input_tokens": [None, 3, 4, None, 2],
-        "num_cached_tokens": [None, 1, 0, None, 0],
+        "error": ["null_prompt", None, None, "prompt_too_long", "engine_failure"],
+        "num_input_tokens": [None, 3, 4, 200_032, 2],
+        "num_cached_tokens": [None, 1, 0, None, 1],
         "num_generated_tokens": [None, 7, 8, None, None],
     }
     kept = pa.schema([("num_input_tokens", pa.int64())])
@@ -64,19 +66,31 @@ def test_totals_are_found_under_any_name():
     schema = output_schema(kept, rename, logprobs=False)
     columns = {rename.get(k, k): v for k, v in values.items()} | {"num_input_tokens": [1000] * 5}
     table = pa.table([pa.array(columns.get(f.name, [None] * 5), f.type) for f in schema], schema=schema)
-    expected = PartTotals(5, 1, {"engine_failure": 1, "null_prompt": 2}, 9, 1, 15)
+    expected = PartTotals(5, 1, {"engine_failure": 1, "null_prompt": 1, "prompt_too_long": 1}, 7, 1, 15, 200_034)
     assert PartTotals.of_table(table) == expected
     assert PartTotals.from_json(expected.to_json()) == expected
     assert expected.num_error_rows == 3
     double = expected + expected
-    assert double == PartTotals(10, 2, {"engine_failure": 2, "null_prompt": 4}, 18, 2, 30)
+    assert double == PartTotals(
+        10, 2, {"engine_failure": 2, "null_prompt": 2, "prompt_too_long": 2}, 14, 2, 30, 400_068
+    )
+    assert expected.num_computed_tokens == 7 - 1 + 15
     assert PartTotals.of_table(schema.empty_table()) == PartTotals(units=1)
     with pytest.raises(PipelineError, match="output_schema"):
         result_column(pa.table({"x": [1]}), "error")
 
 
 def test_totals_are_taken_away_again():
-    a = PartTotals(3, 1, {"null_prompt": 2}, 10, 4, 5)
-    b = PartTotals(4, 2, {"null_prompt": 1, "engine_failure": 3}, 20, 6, 7)
+    a = PartTotals(3, 1, {"null_prompt": 2}, 10, 4, 5, 8)
+    b = PartTotals(4, 2, {"null_prompt": 1, "engine_failure": 3}, 20, 6, 7, 9)
     assert a + b - b == a
     assert a - b == PartTotals(error_rows={"null_prompt": 1})
+
+
+def test_footers_of_earlier_and_later_versions_are_read():
+    earlier = {"rows": 2, "units": 1, "error_rows": {"prompt_too_long": 1}, "num_input_tokens": 200_040,
+               "num_cached_tokens": 3, "num_generated_tokens": 5}  # fmt: skip
+    assert PartTotals.from_json(json.dumps(earlier)) == PartTotals(2, 1, {"prompt_too_long": 1}, 200_040, 3, 5)
+    assert PartTotals.from_json(json.dumps(earlier | {"num_audio_tokens": 7})) == PartTotals.from_json(
+        json.dumps(earlier)
+    )

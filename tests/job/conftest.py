@@ -74,7 +74,7 @@ class Job:
             where = (f"f{i // per_file}.parquet", i % per_file)
             assert (row["source_file"], row["source_row"]) == where
             if text is None:
-                assert (row["error"], row["generated_text"], row["finish_reason"]) == ("null_prompt", "", "error")
+                assert (row["error"], row["generated_text"], row["finish_reason"]) == ("null_prompt", None, "error")
                 continue
             if row["error"] is not None:
                 continue

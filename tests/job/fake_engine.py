@@ -1,6 +1,7 @@
 """An engine and a tokenizer without a model: tokens follow from the prompt and the row's seed alone.
 
 How it behaves is written in the model folder's config.json under "fake": step_s, max_num_seqs, load_s, prints (a text),
+max_model_len (longer prompts are refused), cached (tokens at the head of every prompt but the first, from cache),
 fail_load (a kind of `pipeline.errors`, or a built-in one), and texts that, met in a running prompt, end the process
 (kill, segfault), hang it (hang) or raise (crash, out_of_memory). A `once` file path limits the fault to the first time.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from pipeline import errors
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request
+from pipeline.job.stages import failed_row
 
 
 class FakeTokenizer:
@@ -62,6 +64,7 @@ class FakeEngine:
         self.stats = EngineStats()
         self.waiting: list[Request] = []
         self.running: dict[object, tuple[Request, list[int], int]] = {}
+        self.cached: dict[object, int] = {}
         self.queued_us: dict[object, int] = {}
         self.first_token_us: dict[object, int] = {}
 
@@ -81,11 +84,17 @@ class FakeEngine:
 
     def step(self) -> list[Completion]:
         started = time.monotonic_ns() // 1000
+        refused: list[Completion] = []
         while self.waiting and len(self.running) < self.fake.get("max_num_seqs", 8):
             request = self.waiting.pop(0)
+            if len(request.prompt_token_ids) >= self.fake.get("max_model_len", 10**9):
+                refused.append(failed_row(request.row_id, "prompt_too_long", "", len(request.prompt_token_ids)))
+                continue
             ids = answer(request.prompt_token_ids, request.params.seed, request.params.max_tokens)
             self.running[request.row_id] = (request, ids, 0)
+            self.cached[request.row_id] = self.fake.get("cached", 0) if self.stats.prompt_tokens else 0
             self.stats.prompt_tokens += len(request.prompt_token_ids)
+            self.stats.cached_tokens += self.cached[request.row_id]
         prefilled = time.monotonic_ns() // 1000
         for request, _, _ in self.running.values():
             self._maybe_fail(bytes(request.prompt_token_ids).decode(errors="replace"))
@@ -106,6 +115,7 @@ class FakeEngine:
                         text_of(ids),
                         reason,
                         len(request.prompt_token_ids),
+                        self.cached.pop(key),
                         queued_us=self.queued_us.pop(key),
                         first_token_us=first,
                         last_token_us=now,
@@ -114,7 +124,7 @@ class FakeEngine:
         self.stats.num_steps += 1
         self.stats.prefill_us += prefilled - started
         self.stats.decode_us += time.monotonic_ns() // 1000 - prefilled
-        return finished
+        return refused + finished
 
     def _maybe_fail(self, prompt: str) -> None:
         fault = next(

@@ -10,6 +10,7 @@ import pytest
 from pipeline.errors import FingerprintError, InputError
 from pipeline.job.plan import make_plan
 from pipeline.job.run import run_job
+from pipeline.report import text
 from tests.job.conftest import FAKES, Job
 from tests.job.local_flow import LocalFlow
 
@@ -73,7 +74,7 @@ def test_faults_24_25_26_what_is_damaged_is_told_and_the_rest_delivered(job):
     ]
     lost, good = found[35:45], [*found[:35], *found[45:]]
     assert {(r["error"], r["id"], r["generated_text"], r["finish_reason"]) for r in lost} == {
-        ("corrupt_input", None, "", "error")
+        ("corrupt_input", None, None, "error")
     }
     assert all(r["error_message"].startswith("row group 1: damaged: ") for r in lost)
     assert [(r["error"], r["id"]) for r in good] == [(None, i) for i in [*range(35), *range(45, 55)]]
@@ -84,7 +85,7 @@ def test_faults_24_25_26_what_is_damaged_is_told_and_the_rest_delivered(job):
         ("empty.parquet", False, "the file is empty"),
         ("half.parquet", True, "not a Parquet file, or a truncated one"),
     ]
-    assert "2 damaged files" in report.to_text()
+    assert "2 damaged files" in text(report)
     assert "| half.parquet |" in (job.output / "_pipeline" / "report.md").read_text()
     run(job, input=SKIP)
     assert LocalFlow.started == 1

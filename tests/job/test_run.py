@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.cost import Tokens
 from pipeline.data.folder import LocalFolder
 from pipeline.data.parts import PartName, PartStore, Progress
 from pipeline.data.records import PartTotals
@@ -88,6 +89,35 @@ def test_a_finished_job_has_each_row_once_and_its_counts(job):
     for part in job.parts():
         rows = pq.read_table(part).to_pylist()
         assert rows == sorted(rows, key=lambda row: (row["source_file"], row["source_row"]))
+
+
+def test_tokens_refused_computed_and_cached_are_told_apart_everywhere(job):
+    texts = [*TEXTS[:20], "far too long " * 15_000]
+    report, statuses = run(job.fake(max_model_len=1000, cached=4).rows(texts), cost={"hourly_usd": 1.0})
+    refused, lengths = len(f"Say {texts[20]}"), [len(f"Say {text}") for text in texts[:20]]
+    (record,) = runs(job)
+    stats = report.runs[0].stat
+    assert stats("prompt_tokens") == sum(lengths), "the engine does not count what it refuses"
+    computed = stats("prompt_tokens") - stats("cached_tokens")
+    assert report.tokens == Tokens(sum(lengths), stats("cached_tokens"), stats("generated_tokens"), refused)
+    assert (record["input_tokens"], record["cached_tokens"]) == (sum(lengths), stats("cached_tokens"))
+    assert record["error_input_tokens"] == success(job)["num_error_input_tokens"] == refused
+    assert success(job)["num_input_tokens"] == sum(bucket["input_tokens"] for bucket in lengths_of(record))
+    assert report.cost.per_1m_prompt_usd == pytest.approx(report.cost.prompt_usd * 1e6 / computed)
+    assert [status.input_tokens for status in statuses if status.phase == "finished"] == [computed]
+    (row,) = [row for row in job.table().to_pylist() if row["error"]]
+    assert (row["error"], row["num_input_tokens"], row["generated_text"]) == ("prompt_too_long", refused, None)
+    again, _ = run(job)
+    assert again.tokens == report.tokens, "by _SUCCESS"
+
+
+def lengths_of(record):
+    return record["row_stats"]["lengths"].values()
+
+
+def test_an_ended_run_has_no_time_left(job):
+    run(job.fake(step_s=0.01).rows(TEXTS), run={"actors": 2})
+    assert json.loads((job.output / "_pipeline" / "status.json").read_text())["eta_s"] is None
 
 
 def test_phases_of_all_actors_sum_to_their_machine_time(job):
@@ -351,7 +381,7 @@ def test_exactly_the_limit_is_allowed(job):
 def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
     job.fake(step_s=0.1).rows(TEXTS)
     handler = signal.getsignal(number)
-    with pytest.raises(Interrupted, match="The same command goes on"):
+    with pytest.raises(Interrupted, match=r"^Stopped by a signal with \d+ of 50 rows written\.$"):
         run(job, [(lambda status: status.units > 0, number)], run={"units_in_flight": 1})
     assert runs(job)[0]["outcome"] == "interrupted"
     num_parts = len(job.parts())
@@ -396,6 +426,20 @@ def test_a_second_signal_stops_at_once(job):
             run={"drain_s": 300.0},
         )
     assert time.monotonic() - started < 40
+
+
+def test_the_error_and_the_status_of_a_stopped_run_name_one_number_of_rows(job, monkeypatch):
+    """Rows that an engine has finished, in units that are not written, are in neither."""
+    monkeypatch.setattr(LocalFlow, "order", lambda *_: None)  # no actor hears of it before the end
+    job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:40])
+    drained = [(lambda status: status.rows_done > status.rows_written, signal.SIGINT)]
+    drained += [(lambda status: status.phase == "draining", signal.SIGINT)]
+    with pytest.raises(Interrupted, match=r"with (\d+) of 40 rows") as stopped:
+        run(job, drained, run={"drain_s": 300.0, "unit_rows": 20})
+    status = json.loads((job.output / "_pipeline" / "status.json").read_text())
+    assert f"with {status['rows_done']} of 40 rows" in str(stopped.value)
+    assert status["rows_done"] == status["rows_written"]
+    assert status["eta_s"] is None
 
 
 def test_fault_52_two_runs_at_once_deliver_each_row_once(job):
@@ -462,12 +506,26 @@ def test_kept_columns_keep_their_types_and_order(job):
     assert schema.field("b").type == pa.int16()
 
 
+def test_errors_of_parts_that_were_removed_are_not_counted_again(job):
+    job.rows([None, None, *TEXTS[2:]])
+    run(job)
+    for part in job.parts():
+        part.unlink()
+    _, statuses = run(job)
+    assert statuses[1].error_rows == 0
+    assert max(status.error_rows for status in statuses) == statuses[-1].error_rows == 2
+    (ill,) = [part for part in job.parts() if pq.read_table(part)["error"].null_count < pq.read_metadata(part).num_rows]
+    for part in set(job.parts()) - {ill}:
+        part.unlink()
+    _, statuses = run(job)
+    assert {status.error_rows for status in statuses[1:]} == {2}, "the part with the error rows stayed"
+
+
 def test_resuming_opens_no_part_before_the_count_at_the_end(job, monkeypatch):
     """Names say what is there; a million footers would take an hour over a store."""
-    job.rows([None, *TEXTS[1:]])
-    run(job)
-    job.parts()[-1].unlink()
-    (job.output / "_SUCCESS").unlink()
+    job.fake(step_s=0.1).rows([None, *TEXTS[1:]])
+    with pytest.raises(Interrupted):
+        run(job, [(lambda status: status.error_rows > 0, signal.SIGTERM)], run={"units_in_flight": 1})
     opened, phase = [], ["planning"]
     monkeypatch.setattr(PartStore, "_footer", _telling(PartStore._footer, lambda: opened.append(phase[0])))
     _, statuses = run(job, show=lambda status: phase.__setitem__(0, status.phase))

@@ -1,6 +1,6 @@
 """A unit's way through Tokenize and Write."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,10 +10,13 @@ from pipeline.data.parts import PartStore
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.chat import ChatTemplateError
-from pipeline.engine.params import Completion, SamplingParams, TokenLogprobs
+from pipeline.engine.params import Completion, Request, SamplingParams, TokenLogprobs
+from pipeline.job import supervisor
 from pipeline.job.partial import PartialUnits
 from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write, failed_row, row_seed, row_stats
+from pipeline.metrics import Computed
 from pipeline.rowstats import MAX_MESSAGE, Histogram
+from tests.engine.hash_runner import hash_engine
 from tests.job.fake_engine import FakeTokenizer
 
 
@@ -120,7 +123,7 @@ def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(t
         "num_input_tokens": len(prompts[0]), "num_cached_tokens": 1, "num_generated_tokens": 2,
         "source_file": "a.parquet", "source_row": 0,
     }  # fmt: skip
-    assert (rows[10]["error"], rows[10]["generated_text"], rows[10]["finish_reason"]) == ("null_prompt", "", "error")
+    assert (rows[10]["error"], rows[10]["generated_text"], rows[10]["finish_reason"]) == ("null_prompt", None, "error")
     assert summary.written
     assert (summary.totals.rows, summary.totals.num_generated_tokens) == (11, 20)
     assert summary.totals.error_rows == {"null_prompt": 1}
@@ -130,6 +133,25 @@ def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(t
     assert UnitSummary.from_json(summary.to_json()) == summary
     again = write(tmp_path)(unit, completions)
     assert not again.written
+
+
+def test_a_part_counts_as_computed_what_an_engine_computed_for_it(tmp_path):
+    """An engine counts prompts that it found in its cache and no prompt that it refused. What it computed for a row
+    that failed then is in its counters alone: `cost.py` prices no such token, `faultcost.py` calls it lost."""
+    prompts = [[*range(20), row] for row in range(6)] + [[9] * 70, [1, 2, 77, 4]]
+    unit = unit_of({"p": [str(row) for row in range(8)]}, UnitSpec(PromptSpec(column="p")))
+    engine = hash_engine(96, 4, bad_token=77, max_num_batched_tokens=32)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    at = rows_by_source(unit)
+    done = list(engine.stream(Request(at[row], ids, params) for row, ids in enumerate(prompts)))
+    totals = write(tmp_path)(unit, done).totals
+    assert totals.error_rows == {"non_finite_logits": 1, "prompt_too_long": 1}
+    assert totals.num_input_tokens == 6 * 21
+    assert totals.num_cached_tokens == engine.stats.cached_tokens > 0
+    assert totals.num_error_input_tokens == 70 + 4
+    computed = Computed.by(asdict(engine.stats))
+    assert computed.less(supervisor.computed(done)) == Computed(prompt=4)
+    assert totals.num_computed_tokens == computed.all - 4
 
 
 def test_what_the_rows_were_like():

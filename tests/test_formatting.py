@@ -1,0 +1,31 @@
+"""What data may say to a terminal or a page: nothing that is obeyed."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.formatting import printable, printable_json, printable_lines
+
+EVIL = "evil\x1b[31mRED\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\r\n\tx"
+
+
+def test_what_a_terminal_obeys_is_spelled_out():
+    assert printable(EVIL) == ("evil\\x1b[31mRED\\x1b]0;title\\x07\\x1b[2J\\x9b2J\\u202etxt.\\r\\n\\tx")
+    assert printable_lines(EVIL) == printable(EVIL).replace("\\n\\t", "\n\t")
+    assert printable("Zürich 東京 █ naïve 🎉 'x' \\n") == "Zürich 東京 █ naïve 🎉 'x' \\n"
+
+
+@given(st.text())
+def test_nothing_else_is_changed_and_a_second_time_nothing(text: str):
+    assert printable(text).isprintable()
+    assert printable(printable(text)) == printable(text)
+    assert printable_lines(printable_lines(text)) == printable_lines(text)
+    assert not text.isprintable() or printable(text) == text
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_json_means_the_same(text: str):
+    shown = printable_json(json.dumps({text: text}, ensure_ascii=False))
+    assert shown.isprintable()
+    assert json.loads(shown) == {text: text}
