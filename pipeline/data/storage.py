@@ -10,7 +10,6 @@ Local filesystems are handed out as they are. No message and no repr shows stora
 
 import hashlib
 import io
-import posixpath
 import random
 import re
 import threading

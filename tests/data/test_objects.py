@@ -94,8 +94,8 @@ def test_a_footer_costs_one_request(store, monkeypatch):
     monkeypatch.setattr(raw, "_call_s3", counted)
     assert store.totals(progress).rows == 6000
     assert asked == ["get_object"] * 3
+    progress.add(name(7))
     with pytest.raises(OutputError, match="not there any more"):
-        progress.add(name(7))
         store.totals(progress)
 
 
