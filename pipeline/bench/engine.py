@@ -17,7 +17,7 @@ import torch
 from pipeline.bench.contender import GenerateModel, StaticBatches, ThisEngine
 from pipeline.bench.floor import Phase, phases
 from pipeline.bench.lineup import TRIAL, Lineup, Speed
-from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth
+from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth, use_threads
 from pipeline.bench.memory import MemoryTaken, load_measured
 from pipeline.bench.peer import Peer, PeerTask
 from pipeline.bench.shapes import bench_model, dequantized, derived
@@ -139,6 +139,7 @@ def bench_engine(
     """
     if rounds < 1 or any(size < 1 for size in batch_sizes):
         raise ConfigError(f"{rounds} rounds, batches of {list(batch_sizes)}: expected at least 1 of each")
+    use_threads(threads)
     found = bench_model(model, folder, say)
     config = read_config(found.folder)
     work: Work = Workload(requests, prompt_tokens, *output_tokens, config.vocab_size)

@@ -24,7 +24,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, use_threads
 from pipeline.bench.shapes import SHAPES, bench_model, dequantized, in_int8
 from pipeline.bench.workload import Workload
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
@@ -129,6 +129,7 @@ def bench_ladder(
     Raises PipelineError when a rung gives other float32 tokens than the first.
     """
     assert min(requests, batch, rounds) >= 1
+    use_threads(threads)
     machine = machine_facts()
     found = bench_model(
         {"demo": "demo:target-awq"}.get(model, f"{model}-awq" if model in SHAPES else model), folder, say

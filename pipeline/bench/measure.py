@@ -66,6 +66,12 @@ def machine_facts() -> dict[str, str]:
     return facts
 
 
+def use_threads(threads: int | None) -> None:
+    """A benchmark's whole process computes with so many: what it compares an engine with, too. None: torch's choice."""
+    if threads is not None:
+        torch.set_num_threads(min(threads, os.cpu_count() or 1))
+
+
 def facts_to_text(facts: dict[str, str]) -> str:
     return ", ".join(f"{key} {value}" for key, value in facts.items())
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, use_threads
 from pipeline.demo.reports import make_report
 from pipeline.engine.drafting import Drafting
 from pipeline.engine.engine import Engine
@@ -119,6 +119,7 @@ def bench_speculation(
         raise ConfigError(f"text {text!r}: expected one of {', '.join(TEXTS)}")
     if rounds < 1 or max_draft_tokens < 1 or min(batch_sizes, default=0) < 1:
         raise ConfigError(f"{rounds} rounds, batches of {list(batch_sizes)}: expected at least 1 of each")
+    use_threads(threads)
     machine = machine_facts()
     done, resolved = [], ""
     for batch in batch_sizes:

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from pathlib import Path
 
 from pipeline.engine.graphs import CudaCapture
 from pipeline.engine.loaded import LoadedModel
 from pipeline.engine.memory import kv_budget_bytes, return_freed_bytes
 from pipeline.engine.params import EngineConfig
-from pipeline.engine.resolve import Resolved, quantized_on_load, resolve, set_threads
+from pipeline.engine.place import Place
+from pipeline.engine.resolve import Resolved, quantized_on_load, resolve
 from pipeline.engine.runner import ModelRunner
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
-from pipeline.model.config import read_config
+from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.locate import locate_model
 
 PASS_QUERIES = 2  # tokens of a sequence in a draft pass that is captured
@@ -24,6 +24,7 @@ class Built:
     """`num_blocks`: of the KV cache, which the draft model's runner has as well. about: what every `auto` became."""
 
     resolved: Resolved
+    place: Place
     runner: ModelRunner
     draft_runner: ModelRunner | None
     tokenizer: Tokenizer
@@ -40,9 +41,14 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
     folder = locate_model(config.model)
     model = quantized_on_load(read_config(folder), config.quantization)
     resolved = resolve(config, model)
-    threads = set_threads(config.num_threads)
-    if resolved.device.type == "cuda" and resolved.device.index is not None:
-        torch.cuda.set_device(resolved.device)  # Triton launches on the current device: one GPU a process
+    place = Place(config.num_threads, resolved.device)
+    with place:
+        return _built(config, folder, model, resolved, place, say)
+
+
+def _built(
+    config: EngineConfig, folder: Path, model: ModelConfig, resolved: Resolved, place: Place, say: Callable[[str], None]
+) -> Built:
     tokenizer = Tokenizer.from_folder(str(folder))
     say("reading weights")
     target = LoadedModel.load(folder, model, resolved)
@@ -75,10 +81,10 @@ def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
         "num_kv_blocks": num_blocks,
         "weights": target.weights,
         "deterministic": "on" if resolved.deterministic else "off",
-        "num_threads": threads,
+        "num_threads": place.num_threads,
         "speculation": "off" if resolved.speculation is None else str(resolved.speculation),
     } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
-    return Built(resolved, runner, draft_runner, tokenizer, num_blocks, max_model_len, about)
+    return Built(resolved, place, runner, draft_runner, tokenizer, num_blocks, max_model_len, about)
 
 
 def captured_shapes(resolved: Resolved) -> list[tuple[int, int]]:

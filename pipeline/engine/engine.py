@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 
 import numpy as np
+import torch
 
 from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.build import build
@@ -21,6 +22,7 @@ from pipeline.engine.completing import Completing
 from pipeline.engine.detokenizer import StopChecker
 from pipeline.engine.drafting import Drafting
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.engine.place import Place
 from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
@@ -61,10 +63,12 @@ class Engine:
             resolved.max_num_batched_tokens,
             config.enable_prefix_caching,
             config.seed,
+            built.place,
         )
         if resolved.speculation is not None:
             tells_law = not resolved.deterministic
-            self._speculate_as(resolved.speculation, built.draft_runner, built.runner.captured_tokens, tells_law)
+            with self.place:
+                self._speculate_as(resolved.speculation, built.draft_runner, built.runner.captured_tokens, tells_law)
         self.resolved: dict[str, str | int] = built.about
 
     @classmethod
@@ -95,6 +99,7 @@ class Engine:
             max_num_batched_tokens,
             enable_prefix_caching,
             seed,
+            Place(None, torch.device("cpu")),
         )
         return engine
 
@@ -109,7 +114,9 @@ class Engine:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
         seed: int,
+        place: Place,
     ) -> None:
+        self.place = place  # for who computes with `runner` apart from steps
         self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_blocks, block_size)
@@ -166,7 +173,8 @@ class Engine:
         return self._abort(lambda sequence: sequence.request.row_id == row_id)
 
     def _abort(self, is_meant: Callable[[Sequence], bool]) -> bool:
-        gone = self._stepping.abort(is_meant)
+        with self.place:
+            gone = self._stepping.abort(is_meant)
         for sequence in gone:
             sequence.call.num_open -= 1
         return bool(gone)
@@ -215,7 +223,8 @@ class Engine:
         self._check_open()
         self._is_stepping = True
         try:
-            self._stepping.step()
+            with self.place:
+                self._stepping.step()
         finally:
             self._is_stepping = False
             self._abort_given_up()

@@ -108,7 +108,8 @@ class EngineConfig:
     and drafts where that pays; or {"proposer": "ngram" or "draft", "max_draft_tokens": n, "forced": False}: "ngram" is
     looking up in the texts, both are used where none is named, and with `forced` there are drafts in every step. It
     changes how fast tokens come, not which; of drawn ones, with a draft model, how likely they are stays the same.
-    num_threads: CPU threads of torch; None keeps torch's own choice.
+    num_threads: CPU threads of this engine while it computes, at most one for each processor; None: those that torch
+    has then.
     """
 
     model: str

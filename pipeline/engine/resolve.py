@@ -1,6 +1,5 @@
 """From an `EngineConfig` with "auto" in it to the numbers an engine runs with."""
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,15 +102,6 @@ def quantized_on_load(model: ModelConfig, method: str) -> ModelConfig:
             "key out, or take the 16-bit checkpoint"
         )
     return replace(model, quantization=RoundToNearest(method))
-
-
-def set_threads(num_threads: int | None) -> int:
-    """Give torch the cores an engine owns; returns how many it uses."""
-    if num_threads is not None:
-        if num_threads < 1:
-            raise ConfigError(f"num_threads = {num_threads}: expected at least 1")
-        torch.set_num_threads(min(num_threads, os.cpu_count() or 1))
-    return torch.get_num_threads()
 
 
 def _positive(name: str, value: int | None, default: int) -> int:

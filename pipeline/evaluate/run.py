@@ -199,7 +199,8 @@ class _Rows:
     ) -> tuple[Measured, _Outputs]:
         """Of one model, against the reference and what that answered."""
         name, resolved = found.subject.name, resolve(found.engine, found.model)
-        likelihood, apart = self._score(name, engine, reference)
+        with engine.place:  # the reference is in the same one
+            likelihood, apart = self._score(name, engine, reference)
         outputs = self._generate(name, engine)
         measured = Measured(
             name=name,
