@@ -43,16 +43,19 @@ class TimedSteps:
     def measure(self, max_tokens: int, padded_to: Sequence[int], repeats: int) -> None:
         """The smallest steps first, since small batches are where drafts pay: the two smallest in any case, others
         while the budget lasts. Then all of them again in turn, because a disturbance of some milliseconds would else
-        have all repeats of one point; and after a second time what lies where lines between the points are wrong."""
+        have all repeats of one point; and after a second time what lies where lines between the points are wrong.
+
+        It takes the budget and the step in which that ends, at least a step of each of the two smallest sizes."""
         for at, num_tokens in enumerate(token_grid(max_tokens, padded_to)):
             if at < 2 or self._has_time:
-                self._add(num_tokens)
+                self._add(num_tokens, is_needed=at < 2)
         self._again(range(len(self.num_tokens_G)))
         while self._has_time:
             between = next_point(self.num_tokens_G, self.seconds_KCG[DEEP, SHORT], padded_to)
             if between is None:
                 break
-            self._again([self._add(between)])
+            if self._add(between):
+                self._again([self.num_tokens_G.index(between)])
         for _ in range(repeats - 2):
             self._again(range(len(self.num_tokens_G)))
 
@@ -60,15 +63,21 @@ class TimedSteps:
     def _has_time(self) -> bool:
         return self._clock() - self._begun <= self._budget_s
 
-    def _add(self, num_tokens: int) -> int:
-        """A new point; where it is."""
-        g = bisect_left(self.num_tokens_G, num_tokens)
-        self.num_tokens_G.insert(g, num_tokens)
+    def _add(self, num_tokens: int, is_needed: bool = False) -> bool:
+        """Time a new point; false where there was no time for all of its kinds. If it is needed all the same, those
+        take as long as the kind or the context before."""
         seconds_KC = np.zeros((3, 2))
         for kind, context in self._kinds:
-            seconds_KC[kind, context:] = self._time(kind, context, num_tokens)
+            if self._has_time or (is_needed and (kind, context) == (PLAIN, SHORT)):
+                seconds_KC[kind, context:] = self._time(kind, context, num_tokens)
+            elif not is_needed:
+                return False
+            elif context == SHORT:
+                seconds_KC[kind] = seconds_KC[kind - 1]
+        g = bisect_left(self.num_tokens_G, num_tokens)
+        self.num_tokens_G.insert(g, num_tokens)
         self.seconds_KCG = np.insert(self.seconds_KCG, g, seconds_KC, axis=2)
-        return g
+        return True
 
     def _again(self, points: Iterable[int]) -> None:
         for g, (kind, context) in itertools.product(points, self._kinds):
@@ -80,8 +89,10 @@ class TimedSteps:
 
     def _time(self, kind: int, context: int, num_tokens: int) -> float:
         sequences = max(num_tokens // TOKENS_PER_SEQUENCE[kind], 1)
-        begun = 0.0
         for _ in range(2):
             begun = self._clock()
             self._run_step(num_tokens, sequences, self._contexts[context])
-        return max(self._clock() - begun, 1e-9)
+            seconds = max(self._clock() - begun, 1e-9)
+            if not self._has_time:
+                break
+        return seconds

@@ -133,6 +133,20 @@ def test_the_smallest_steps_are_timed_whatever_the_budget_and_the_others_while_i
     assert all(tokens >= sequences for tokens, sequences, _ in generous.ran)
 
 
+@pytest.mark.parametrize("step_s", [0.01, 0.05, 0.2, 0.4, 1.0, 30.0])
+def test_timing_ends_with_its_budget_however_slow_steps_are(step_s: float) -> None:
+    """But for the step in which it ends, and one of each of the two smallest sizes."""
+
+    def slow_s(tokens: int, sequences: int, kv: int) -> float:
+        return step_s * (1.0 + 0.1 * tokens)
+
+    clock, budget_s = Clock(slow_s), 1.5
+    table = StepCost.measure(clock.run_step, 64, CONTEXTS, budget_s=budget_s, clock=clock)
+    longest_s = max(slow_s(tokens, 0, 0) for tokens, *_ in clock.ran)
+    assert clock.now <= budget_s + longest_s + slow_s(2, 0, 0)
+    assert table.step_s(4, 4 * 64, 0, 4) == pytest.approx(slow_s(8, 0, 0), rel=0.02)
+
+
 @pytest.mark.parametrize("first", [0, 13, 60])
 def test_a_disturbance_at_start_up_does_not_have_all_repeats_of_a_point(first: int) -> None:
     calls = itertools.count()
