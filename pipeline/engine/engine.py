@@ -54,16 +54,8 @@ class Engine:
             self._warming_up = "compiling CPU kernels (first time on this machine)"
         resolved = built.resolved
         self._assemble(
-            built.runner,
-            built.tokenizer,
-            built.num_blocks,
-            resolved.block_size,
-            built.max_model_len,
-            resolved.max_num_seqs,
-            resolved.max_num_batched_tokens,
-            config.enable_prefix_caching,
-            config.seed,
-            built.place,
+            *(built.runner, built.tokenizer, built.place, built.num_blocks, resolved.block_size, built.max_model_len),
+            *(resolved.max_num_seqs, resolved.max_num_batched_tokens, config.enable_prefix_caching, config.seed),
         )
         if resolved.speculation is not None:
             tells_law = not resolved.deterministic
@@ -90,16 +82,8 @@ class Engine:
         engine.resolved = {}
         engine._say = _say_nothing
         engine._assemble(
-            runner,
-            tokenizer,
-            num_blocks,
-            block_size,
-            max_model_len,
-            max_num_seqs,
-            max_num_batched_tokens,
-            enable_prefix_caching,
-            seed,
-            Place(None, torch.device("cpu")),
+            *(runner, tokenizer, Place(None, torch.device("cpu")), num_blocks, block_size, max_model_len),
+            *(max_num_seqs, max_num_batched_tokens, enable_prefix_caching, seed),
         )
         return engine
 
@@ -107,6 +91,7 @@ class Engine:
         self,
         runner: Runner,
         tokenizer: Tokenizer,
+        place: Place,
         num_blocks: int,
         block_size: int,
         max_model_len: int,
@@ -114,7 +99,6 @@ class Engine:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
         seed: int,
-        place: Place,
     ) -> None:
         self.place = place  # for who computes with `runner` apart from steps
         self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
