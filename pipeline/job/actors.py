@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Literal
 
 from pipeline.config import JobConfig
@@ -59,7 +60,7 @@ def flow_spec(
         engine,
         config.sampling_params(),
         config.seed,
-        chat_of(config),
+        chat_of(config, plan.fingerprint.date),
         config.output.path if "://" in config.output.path else os.path.abspath(config.output.path),
         dict(config.output.storage),
         run_id,
@@ -89,12 +90,18 @@ def flow_spec(
     )
 
 
-def chat_of(config: JobConfig) -> Chat | None:
-    """How a prompt becomes a chat; None where it is sent as it is."""
+def chat_of(config: JobConfig, now: datetime | None) -> Chat | None:
+    """How a prompt becomes a chat; None where it is sent as it is. `now`: the date, where the job file has none."""
     given = config.prompt.chat
     if given is None:
         return None
-    return Chat(config.prompt.messages is not None, given.system, given.add_generation_prompt, given.template_kwargs)
+    return Chat(
+        config.prompt.messages is not None,
+        given.system,
+        given.add_generation_prompt,
+        given.template_kwargs,
+        now if given.date is None else datetime.fromisoformat(given.date),
+    )
 
 
 def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:
