@@ -18,6 +18,7 @@ from pipeline.engine.params import SamplingParams
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import InputError, RowError
 from pipeline.job.actors import chat_of
+from pipeline.job.machine import wall_time
 from pipeline.job.stages import Tokenize
 
 # Small, so that a few rows of a large dataset cost a few row groups.
@@ -59,7 +60,7 @@ def read_samples(
     source = open_source(config.input.path, config.input.storage, config.input.on_corrupt)
     source.check_columns([*kept, *spec.columns])
     spec.check(source.schema)
-    tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat_of(config))
+    tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat_of(config, wall_time()))
     unit_spec = UnitSpec(spec, kept)
     found: list[tuple[tuple[int, str, int], list[int], str | None]] = []
     left_out: Counter[str] = Counter()

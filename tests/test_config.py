@@ -2,11 +2,13 @@
 
 import json
 import pickle
+from datetime import date, datetime
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import JobConfig, JobFileError, load_job, without_password
+from pipeline.config.sections import PromptSection
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
 
@@ -363,3 +365,23 @@ def test_the_job_files_and_presets_we_ship_are_valid(path: Path, overlay: Path |
 def test_job_file_errors_are_configuration_errors():
     assert issubclass(JobFileError, ConfigError)
     assert JobFileError([]).exit_code == 2
+
+
+def test_the_date_of_a_chat_is_a_date_with_or_without_a_time(job):
+    def date_of(value: str):
+        return job(MINIMAL.replace("column: text", f"column: text, chat: {{date: {value}}}")).prompt.chat.date
+
+    assert date_of("2026-11-23") == date_of("'2026-11-23'") == "2026-11-23T00:00:00"
+    assert date_of("'2026-11-23 14:05'") == date_of("2026-11-23T14:05:00") == "2026-11-23T14:05:00"
+    assert date_of("null") is None
+    given = job(MINIMAL.replace("column: text", "column: text, chat: true"), sets=["prompt.chat.date=2026-11-23"])
+    assert given.prompt.chat.date == "2026-11-23T00:00:00"
+    for value in (date(2026, 11, 23), datetime(2026, 11, 23)):  # what other YAML libraries make of it
+        data = {"column": "text", "chat": {"date": value}}
+        assert PromptSection.model_validate(data).chat.date == "2026-11-23T00:00:00"
+
+
+@pytest.mark.parametrize("value", ["tomorrow", "23.11.2026", "2026", "2026-02-30", "2026-11-23T10:00:00Z", "true"])
+def test_what_is_no_date_of_a_chat(mistakes, value):
+    (said,) = mistakes(text=MINIMAL.replace("column: text", f"column: text, chat: {{date: {value}}}"))
+    assert "prompt.chat.date: expected a date, such as 2026-11-23" in said

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime, timedelta
+from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
@@ -69,6 +71,19 @@ def test_text_output_is_readable_and_commands_no_terminal(pipe, tmp_path):
     assert code == 0
     assert out.startswith("# p.txt line 1 (stop, 2 tokens)\n> red \\x1b[31m\nred \\x1b[31m|256\n\n# p.txt line 2")
     assert "\x1b" not in out
+
+
+def test_all_chats_are_told_one_date_that_of_the_start_or_the_given_one(pipe, tmp_path, monkeypatch):
+    clock = (datetime(2026, 11, 23, 23, 59, 59) + timedelta(seconds=n) for n in count())
+    monkeypatch.setattr("pipeline.generate.run.wall_time", lambda: next(clock))
+    monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, *chat: list(str(chat[-1]).encode()))
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    for given, told in (
+        ([], "2026-11-23 23:59:59|256"),
+        (["--set", "prompt.chat.date=2024-02-29"], "2024-02-29 00:00:00|256"),
+    ):
+        _, out, err = pipe("--input", "p.txt", "--json", "--chat", *given)
+        assert [row["generated_text"] for row in rows_of(out)] == [told] * 2, err
 
 
 @pytest.mark.parametrize("arguments", [["--input", "-"], []])

@@ -1,5 +1,7 @@
 """Texts of a dataset: the first ones or some by a seed, in order, as a job sends them; and the line of progress."""
 
+from datetime import datetime, timedelta
+from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +14,7 @@ from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import InputError
 from pipeline.remaining import Remaining
 from pipeline.samples import read_samples
+from tests.job.fake_engine import FakeTokenizer
 
 
 def text_of(row: int) -> str:
@@ -68,6 +71,15 @@ def test_chats_and_templates_are_sent_as_a_job_sends_them(data, tokenizer):
     )
     [ids] = read_samples(config, tokenizer, 100).token_ids
     assert ids == tokenizer.encode_chat([{"role": "user", "content": "Say row 0"}], "s")
+
+
+def test_chats_are_told_one_date(data, monkeypatch):
+    clock = (datetime(2026, 11, 23, 23, 59, 59) + timedelta(seconds=n) for n in count())
+    monkeypatch.setattr("pipeline.samples.wall_time", lambda: next(clock))
+    told = []
+    monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, *chat: told.append(chat[-1]) or [1])
+    read_samples(config_of(data, prompt__chat={}, input__limit=1500), FakeTokenizer(), 100)  # two windows
+    assert set(told) == {datetime(2026, 11, 23, 23, 59, 59)}
 
 
 def test_texts_that_are_too_long_are_counted_and_none_at_all_is_an_error(data, tokenizer):

@@ -13,7 +13,6 @@ its rows asks for a number of tokens of its own.
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from pipeline.bench.workload import Workload
 from pipeline.data.parts import PartStore
 from pipeline.demo.reports import make_report
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.interpreter import child_environment
 from pipeline.job.machine import available_cores
 from pipeline.job.record import load_runs
 from pipeline.metrics import RunRecord
@@ -223,7 +223,7 @@ def _write_job(place: Path, model: Path, rows: int, dtype: str, budgets: tuple[i
 
 def _run_job(job_file: Path, output: Path) -> _Run:
     command = ["-m", "pipeline.cli", "run", str(job_file), "--set", f"output.path={output}", "--json"]
-    _, whole_s = _measured([sys.executable, *command])
+    _, whole_s = _measured([sys.executable, *command], child_environment())
     run = load_runs(PartStore(str(output)))[0]
     columns = ["source_file", "source_row", "generated_text", "num_generated_tokens", "finish_reason"]
     table = pa.concat_tables([pq.read_table(part, columns=columns) for part in output.glob("part-*.parquet")])
@@ -257,7 +257,7 @@ def _run_engine(job_file: Path) -> _Run:
     threads = str(available_cores())  # what a job of one actor gives its engine
     told, whole_s = _measured(
         [sys.executable, "-m", "pipeline.bench.job_child", str(job_file)],
-        {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
+        child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, NUMBA_NUM_THREADS=threads),
     )
     startup_s = whole_s - told["load_s"] - told["tokenize_s"] - told["work_s"] - told["end_s"]
     rate = told["generated_tokens"] / told["work_s"]
@@ -299,11 +299,10 @@ def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _Ru
 
 
 def _measured(command: list[str], environment: Mapping[str, str] | None = None) -> tuple[dict[str, Any], float]:
-    """What a process says in its last line, as JSON, and its seconds. Raises PipelineError with its last words."""
+    """What a process says in its last line, as JSON, and its seconds. `environment` None is this process's. Raises
+    PipelineError with its last words."""
     began = time.perf_counter()
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **(environment or {})}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     whole_s = time.perf_counter() - began
     if done.returncode != 0:
         raise PipelineError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")

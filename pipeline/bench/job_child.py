@@ -20,7 +20,7 @@ from pipeline.data.units import make_units
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request
 from pipeline.job.actors import chat_of, resolve_device
-from pipeline.job.machine import available_cores
+from pipeline.job.machine import available_cores, wall_time
 from pipeline.job.plan import Plan, make_plan
 from pipeline.job.stages import Tokenize
 
@@ -45,7 +45,7 @@ def main(job: str) -> None:
     engine = Engine(config.engine_config(str(plan.model), plan.draft and str(plan.draft), available_cores()))
     engine.warm_up()
     marks.append(time.perf_counter())
-    tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat_of(config))
+    tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat_of(config, wall_time()))
     requests = list(_requests(plan, tokenize))
     marks.append(time.perf_counter())
     for request in requests:

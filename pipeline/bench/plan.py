@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import PipelineError
+from pipeline.interpreter import child_environment
 
 ROW_GROUPS = 10
 COLUMNS = 8
@@ -151,7 +152,7 @@ def _job_file(folder: Path) -> Path:
 def _measured(job: Path, parts_per_window: int) -> dict[str, float]:
     """What one fresh process says. Raises PipelineError with its last words when it fails."""
     command = [sys.executable, "-m", "pipeline.bench.plan_child", str(job), str(parts_per_window)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
     if done.returncode != 0:
         raise PipelineError(f"the measuring process ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout)

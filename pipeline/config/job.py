@@ -83,14 +83,15 @@ class JobConfig(Section):
         return self.engine.seed if self.sampling.seed is None else self.sampling.seed
 
     def identity(self) -> dict[str, Any]:
-        """What makes two jobs different jobs; the files' and the model's digests are added by the job.
+        """What makes two jobs different jobs; the files' and the model's digests are added by the job, and the date
+        that a chat template is told, where it asks.
 
         Paths are not in it: data copied elsewhere is the same data.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed"})
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
-            "prompt": self.prompt.model_dump(mode="json"),
+            "prompt": self.prompt.model_dump(mode="json", exclude={"chat": {"date"}}),
             "sampling": sampling,
             "seed": self.seed,
             "max_model_len": self.engine.max_model_len,

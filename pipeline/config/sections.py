@@ -15,6 +15,7 @@ from pipeline.config.values import (
     Columns,
     FromColumn,
     IntOrColumn,
+    Moment,
     NumberOrColumn,
     Place,
     StringsOrColumn,
@@ -43,11 +44,15 @@ class InputSection(Section):
 
 
 class ChatSection(Section):
-    """How a prompt becomes a chat for the model's own template."""
+    """How a prompt becomes a chat for the model's own template.
+
+    `date` is what a template that asks for the date is told; null: the local time of the output's first run.
+    """
 
     system: str | None = None
     add_generation_prompt: Switch = True
     template_kwargs: dict[str, Any] = {}
+    date: Moment | None = None
 
 
 class PromptSection(Section):

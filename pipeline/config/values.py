@@ -8,6 +8,7 @@ row's own value.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date, datetime
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
@@ -60,6 +61,19 @@ def _bytes(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise _refuse("a number of bytes, such as 8_000_000 or 8 GiB")
+
+
+def _moment(value: object) -> object:
+    """As ISO text, from such a text or from what YAML libraries make of one; a date alone is its midnight."""
+    try:
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        moment = None
+    if isinstance(moment, date) and not isinstance(moment, datetime):
+        moment = datetime(moment.year, moment.month, moment.day)
+    if not isinstance(moment, datetime) or moment.tzinfo is not None:
+        raise _refuse('a date, such as 2026-11-23, or with a time, "2026-11-23 14:05"; without a time zone')
+    return moment.isoformat()
 
 
 def _listed(value: object) -> object:
@@ -136,6 +150,7 @@ def _column_kind(check: Callable[[Any], Any]) -> tuple[PlainValidator, PlainSeri
 
 Switch = Annotated[bool, BeforeValidator(_switch)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
+Moment = Annotated[str, BeforeValidator(_moment)]  # a local wall time in ISO form
 Place = Annotated[str, Field(min_length=1), AfterValidator(_no_login)]  # a path or an fsspec url
 Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct)]

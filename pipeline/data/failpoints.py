@@ -1,8 +1,9 @@
 """Named places where a test can stop, break or kill the process; they do nothing otherwise.
 
-`hit("part.linked")` marks the place. A test in the same process installs callbacks. A test of another process
-sets PIPELINE_FAILPOINTS="part.linked=kill@3,part.synced=enospc", which acts only where an entry point has
-called `from_environ()`: `name=action@n` acts on the n-th hit (default 1) and on that one only.
+`hit("part.linked")` marks the place. A test in the same process installs callbacks. A test of a run sets
+PIPELINE_FAILPOINTS="part.linked=kill@3,part.synced=enospc", which acts in its engine actors: `name=action@n` acts on
+the n-th hit (default 1) and on that one only. It is nothing without PIPELINE_ALLOW_FAILPOINTS=1, so that no variable
+that was left behind kills a real run.
 """
 
 import errno
@@ -10,6 +11,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 
 Action = Callable[[], None]
@@ -67,10 +69,19 @@ def on_hit(n: int, action: Action) -> Action:
     return counted
 
 
-def from_environ(environ: Mapping[str, str] = os.environ) -> None:
-    """Install what PIPELINE_FAILPOINTS asks for; called once by a process's entry point. ValueError if
-    malformed."""
-    for entry in filter(None, environ.get("PIPELINE_FAILPOINTS", "").split(",")):
+def requested(environ: Mapping[str, str]) -> str:
+    """What PIPELINE_FAILPOINTS asks for. Nothing, with a warning, where PIPELINE_ALLOW_FAILPOINTS is not 1."""
+    asked = environ.get("PIPELINE_FAILPOINTS", "")
+    if asked and environ.get("PIPELINE_ALLOW_FAILPOINTS") != "1":
+        warnings.warn("PIPELINE_FAILPOINTS is ignored: it breaks runs, for tests that set PIPELINE_ALLOW_FAILPOINTS=1 "
+                      "too", stacklevel=2)  # fmt: skip
+        return ""
+    return asked
+
+
+def install_requested(requested: str) -> None:
+    """Install what `requested` returned, in the process that is to break. ValueError if malformed."""
+    for entry in filter(None, requested.split(",")):
         name, _, what = entry.partition("=")
         action, _, n = what.partition("@")
         if action not in ACTIONS:

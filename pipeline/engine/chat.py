@@ -9,7 +9,6 @@ Owns which stretches of the rendered text came from the data. Encoding them is `
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,15 +17,19 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError, UserError
+from pipeline.interpreter import child_environment
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
 CPU_LIMIT_S = 5.0  # for one conversation; real templates take well under a millisecond
 MEMORY_LIMIT_BYTES = 1 << 30
 RENDERED_LIMIT_CHARS = 1 << 25
+# What formats a date (%B, %s) and orders a set is the same for all workers.
+_AMBIENT = {"LC_ALL": "C", "TZ": "UTC", "PYTHONHASHSEED": "0"}
 _MAX_BLANKS = 64  # looked at behind a control token, so that marking stays linear
 
 
@@ -66,18 +69,19 @@ class ChatRenderer:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         literal: re.Pattern[str] | None,
+        now: datetime | None = None,
     ) -> str | list[tuple[str, bool]]:
         """The rendered conversation: one string when no message holds a match of `literal`, else its
         stretches in order, each with whether it is such a match out of a message (True) or anything else
-        (False).
+        (False). `now` is what the template is told when it asks for the date; it is refused when that is None.
 
         Raises ChatTemplateError, or ModelError when the template itself does not parse.
         """
         if literal is None or not any(literal.search(text) for text in _strings(messages)):
-            return self._ask({"messages": messages, "tools": None, "documents": None, **variables})
+            return self._ask({"messages": messages, "tools": None, "documents": None, **variables}, now)
         start, end = _unused_marks([self._template, *_strings(messages), *_strings(variables)])
         marked = _marked(messages, literal, start, end)
-        rendered = self._ask({"messages": marked, "tools": None, "documents": None, **variables})
+        rendered = self._ask({"messages": marked, "tools": None, "documents": None, **variables}, now)
         if any(mark in rendered for mark in (_escaped(start), _escaped(end))):
             raise ChatTemplateError(
                 "the messages hold control-token text and the chat template writes them as escaped JSON, "
@@ -89,9 +93,10 @@ class ChatRenderer:
         with self._lock:
             self._stop()
 
-    def _ask(self, variables: Mapping[str, Any]) -> str:
+    def _ask(self, variables: Mapping[str, Any], now: datetime | None) -> str:
+        message = {"variables": variables, "now": now and now.isoformat()}
         try:
-            request = json.dumps(variables).encode("ascii") + b"\n"
+            request = json.dumps(message).encode("ascii") + b"\n"
         except (TypeError, ValueError) as error:
             raise ChatTemplateError(f"messages must be plain JSON values: {error}") from error
         with self._lock:
@@ -107,13 +112,11 @@ class ChatRenderer:
 
     def _start(self) -> None:
         self._stop()
-        # The child finds jinja2 where this process does; -P keeps this package's file names off its path.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         self._child = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)],
+            [sys.executable, str(_WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=child_environment(**_AMBIENT),
         )
         self._finalizer = weakref.finalize(self, _end, self._child)
         answer = self._exchange(json.dumps(self._hello).encode("ascii") + b"\n")

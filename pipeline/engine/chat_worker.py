@@ -1,23 +1,30 @@
 """The child process that runs a chat template. Started by `chat.py` as a script; imports only jinja2.
 
 Speaks lines of JSON: the first line in holds the template and the limits, each following one the variables of
-a conversation; each is answered by one line, {"text": ...} or {"error": ...}. The kernel ends the process
-when a conversation takes too much CPU time, so that even a single endless operation ends.
+a conversation and the time that it is told; each is answered by one line, {"text": ...} or {"error": ...}. The kernel
+ends the process when a conversation takes too much CPU time, so that even a single endless operation ends.
 
 The environment is the one of transformers' `apply_chat_template` (utils/chat_template_utils.py): same
-sandbox, block trimming, filters and globals.
+sandbox, block trimming, filters and globals. But here a rendered text follows from the template, the variables and the
+time alone: the clock is not read, random numbers begin anew with each conversation, and what has a memory address
+for its text is refused.
 """
 
 import json
+import random
+import re
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_ADDRESS = re.compile(r"<.* at 0x[0-9a-f]+>", re.DOTALL)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -34,8 +41,22 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _strftime_now(now: str | None) -> Callable[[str], str]:
+    """What templates call for the date. `now` None: this caller has none to tell."""
+
+    def strftime_now(form: str) -> str:
+        if now is None:
+            raise jinja2.TemplateError("it asks for the date, and none was given")
+        return datetime.fromisoformat(now).strftime(form)
+
+    return strftime_now
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints. The text of a function or a generator is its address, another one in each process."""
+    if not isinstance(value, str | int | float | list | dict) and _ADDRESS.fullmatch(str(value)):
+        raise jinja2.TemplateError(f"it prints a {type(value).__name__}, not a value (are parentheses missing?)")
+    return value
 
 
 def _tojson(
@@ -50,18 +71,18 @@ def _tojson(
 
 def make_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_shown
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
-def _render(template: jinja2.Template, variables: dict[str, Any], limit: int) -> str:
+def _render(template: jinja2.Template, message: dict[str, Any], limit: int) -> str:
     pieces: list[str] = []
     length = 0
-    for piece in template.generate(**variables):
+    random.seed(0)  # of `lipsum` and the filter `random`
+    for piece in template.generate({"strftime_now": _strftime_now(message["now"])} | message["variables"]):
         pieces.append(piece)
         length += len(piece)
         if length > limit:

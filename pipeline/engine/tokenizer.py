@@ -16,6 +16,7 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +159,16 @@ class Tokenizer:
         system: str | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> list[int]:
         """Token ids of a conversation rendered by the checkpoint's chat template.
 
         `system` becomes the first message of a conversation that does not start with a system message of its
         own. The tokens are those of transformers' `apply_chat_template`, except that control-token text in
         any string of `messages` or in `system` is encoded as text. Keys whose value is None are left out, as
-        there. Raises ChatTemplateError when the template refuses the messages or passes its limits,
-        ModelError when the checkpoint has no template or one that does not parse.
+        there. `now` is what a template that asks for the date is told; without it, such a template is refused.
+        Raises ChatTemplateError when the template refuses the messages or passes its limits, ModelError when the
+        checkpoint has no template or one that does not parse.
         """
         if self._chat_template is None:
             raise ModelError(
@@ -180,7 +183,7 @@ class Tokenizer:
             **(template_kwargs or {}),
             "add_generation_prompt": add_generation_prompt,
         }
-        rendered = self._renderer.render(chat, variables, literal=self._control_re)
+        rendered = self._renderer.render(chat, variables, literal=self._control_re, now=now)
         if isinstance(rendered, str):
             return self._parsing.encode(rendered, add_special_tokens=False).ids
         assert self._control_re is not None

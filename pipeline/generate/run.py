@@ -18,6 +18,7 @@ from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
 from pipeline.job.actors import chat_of
 from pipeline.job.checkpoint import resolve_draft, resolve_model
+from pipeline.job.machine import wall_time
 from pipeline.job.stages import Tokenize
 
 SAY_EVERY_S = 5.0
@@ -78,7 +79,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
 
     A prompt that fails is an answer with an error. Raises ModelError, ConfigError before the first one.
     """
-    prompt, params = config.prompt, config.sampling_params()
+    prompt, params, now = config.prompt, config.sampling_params(), wall_time()
     spec = PromptSpec(prompt.column, prompt.template, prompt.messages, prompt.max_bytes)
     inputs = prompts.table.select(list(range(prompts.table.num_columns - 2)))
     spec.check(inputs.schema)
@@ -97,7 +98,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
 
     draft = resolve_draft(config.draft_model, config.model.storage, say)
     with Engine(config.engine_config(str(folder), draft and str(draft)), say) as engine:
-        tokenize = Tokenize(engine.tokenizer, params, config.seed, chat_of(config))
+        tokenize = Tokenize(engine.tokenizer, params, config.seed, chat_of(config, now))
         rendered: dict[int, str | None] = {}
         requests: list[Request] = []
         done: dict[int, Completion] = {}

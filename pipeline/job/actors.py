@@ -3,9 +3,11 @@
 import json
 import os
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Literal
 
 from pipeline.config import JobConfig
+from pipeline.data import failpoints
 from pipeline.data.source import Source
 from pipeline.data.units import UnitSpec
 from pipeline.job.machine import available_cores
@@ -13,6 +15,8 @@ from pipeline.job.plan import Plan, WindowTask
 from pipeline.job.record import versions
 from pipeline.job.stages import Chat
 from pipeline.job.worker import Backend, WorkSpec
+
+NUM_READERS = 2  # windows read at once; one for a single actor, as each is a process to start
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class FlowSpec:
     units_in_flight: int
     ray_address: str | None = None
     spot: Spot = Spot()
+    failpoints: str = ""  # of tests
 
 
 def flow_spec(
@@ -55,7 +60,7 @@ def flow_spec(
         engine,
         config.sampling_params(),
         config.seed,
-        chat_of(config),
+        chat_of(config, plan.fingerprint.date),
         config.output.path if "://" in config.output.path else os.path.abspath(config.output.path),
         dict(config.output.storage),
         run_id,
@@ -71,24 +76,40 @@ def flow_spec(
     )
     spot = Spot(run.spot_notice, run.drain_s)
     return FlowSpec(
-        plan.source, tasks, plan.units, work, run.actors, cpus, gpus, run.units_in_flight, run.ray_address, spot
+        plan.source,
+        tasks,
+        plan.units,
+        work,
+        run.actors,
+        cpus,
+        gpus,
+        run.units_in_flight,
+        run.ray_address,
+        spot,
+        failpoints.requested(os.environ),
     )
 
 
-def chat_of(config: JobConfig) -> Chat | None:
-    """How a prompt becomes a chat; None where it is sent as it is."""
+def chat_of(config: JobConfig, now: datetime | None) -> Chat | None:
+    """How a prompt becomes a chat; None where it is sent as it is. `now`: the date, where the job file has none."""
     given = config.prompt.chat
     if given is None:
         return None
-    return Chat(config.prompt.messages is not None, given.system, given.add_generation_prompt, given.template_kwargs)
+    return Chat(
+        config.prompt.messages is not None,
+        given.system,
+        given.add_generation_prompt,
+        given.template_kwargs,
+        now if given.date is None else datetime.fromisoformat(given.date),
+    )
 
 
 def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:
     if ray_address is None:
         return max(1, available_cores() // actors)
-    from pipeline.job.dataflow import cluster_cpus
+    from pipeline.job.ray_session import cluster_cpus
 
-    return cluster_cpus(ray_address, gpus)
+    return cluster_cpus(ray_address, gpus, reserved=NUM_READERS)
 
 
 def resolve_device(config: JobConfig) -> str:
@@ -96,7 +117,7 @@ def resolve_device(config: JobConfig) -> str:
     if config.engine.device != "auto":
         return config.engine.device
     if config.run.ray_address is not None:
-        from pipeline.job.dataflow import cluster_has_gpus
+        from pipeline.job.ray_session import cluster_has_gpus
 
         return "cuda" if cluster_has_gpus(config.run.ray_address) else "cpu"
     if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):

@@ -1,13 +1,16 @@
 """The model's folder: where it is, and a digest that tells one model from another without reading all its
 weights."""
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError, PipelineError
 from pipeline.job.model_cache import cache_folder, fetch_model
+from pipeline.model.folder import checked_file
 from pipeline.model.locate import locate_model
 
 FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
@@ -26,6 +29,7 @@ _IDENTITY = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
+_CHAT_TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*.jinja")
 
 
 def resolve_draft(
@@ -70,6 +74,23 @@ def model_digest(folder: Path) -> dict[str, str]:
     """
     files = {file.name: file for pattern in _IDENTITY for file in folder.glob(pattern) if file.is_file()}
     return {name: _file_digest(file) for name, file in sorted(files.items())}
+
+
+def asks_for_date(folder: Path) -> bool:
+    """Whether the model's chat template can ask for the date, which it can by one name alone.
+
+    Raises ModelError for files that are no model's.
+    """
+    files = {file for pattern in _CHAT_TEMPLATES for file in folder.glob(pattern) if file.exists()}
+    return any("strftime_now" in _text_of(checked_file(file, FULL_BYTES)) for file in files)
+
+
+def _text_of(file: Path) -> str:
+    """Of JSON without its escapes, which could hide a name."""
+    text = file.read_text(errors="replace")
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON: refused by who loads it
+        return json.dumps(json.loads(text), ensure_ascii=False)
+    return text
 
 
 def _file_digest(path: Path) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from pipeline.engine.params import EngineConfig
+from pipeline.interpreter import child_environment
 from pipeline.job.logs import RotatedLog
 from pipeline.job.machine import now_us
 from pipeline.job.messages import Crashed, Start, ToEngine
@@ -91,7 +92,6 @@ class Child:
     def __init__(self, launch: Launch, log: RotatedLog | None = None) -> None:
         ours, theirs = socket.socketpair()
         self._output = _Output(log)
-        environment = {**os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         with theirs, open(self._output.writing, "wb") as printed:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.job.engine_process", str(theirs.fileno())],
@@ -99,7 +99,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
-                env=environment,
+                env=child_environment(**launch.environment),
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())

@@ -1,4 +1,4 @@
-"""The Ray Data graph: the only file that imports Ray.
+"""The Ray Data graph, in the Ray that `ray_session.py` starts or joins.
 
     windows that are left -> read tasks: read, render, cut -> one Ray row per unit -> pool of engine actors -> summaries
 
@@ -14,10 +14,8 @@ driver reads it for progress and for the run's record, which therefore also exis
 
 import contextlib
 import logging
-import os
 import pickle
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -27,12 +25,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its native log would speak to the terminal
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES of actors without GPUs
-os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # or a thread that outlives the run would start another Ray
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 any other program starves the engine
 
 import pyarrow as pa
 import ray
@@ -53,18 +45,17 @@ from pipeline.data.source import Source, narrowed, read_window
 from pipeline.data.source_file import SourceFile
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.actors import FlowSpec, Spot
+from pipeline.job.actors import NUM_READERS, FlowSpec, Spot
 from pipeline.job.block_stats import forget_blocks
 from pipeline.job.ledger import REPORT_S, ActorState, Ledger, Order
 from pipeline.job.machine import available_cores, now_us
 from pipeline.job.plan import WindowTask, check_units
+from pipeline.job.ray_session import connect
 from pipeline.job.spot import SpotNotice
 from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker, WorkSpec
 
-START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own patience of 30 s may not do
-NUM_READERS = 2  # windows read at once; one for a single actor, as each is a process to start
-# More for more actors. A reader was seen to render 16,000 rows of 2,000 characters a second (two shared cores, local
+# More readers for more actors. One was seen to render 16,000 rows of 2,000 characters a second (two shared cores, local
 # disk), some eight million tokens; a store is slower, and no engine reads a tenth of that.
 ACTORS_PER_READER = 8
 BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
@@ -115,8 +106,8 @@ class EngineActor:
     """What Ray calls: hands units to a `Worker` and tells the ledger how it goes. Called from several
     threads."""
 
-    def __init__(self, spec: WorkSpec, ledger: Any, spot: Spot) -> None:
-        failpoints.from_environ()
+    def __init__(self, spec: WorkSpec, ledger: Any, spot: Spot, requested: str) -> None:
+        failpoints.install_requested(requested)
         # As bytes: unpacking the handle would load all of Ray Data into the ledger's process, which all wait for.
         me = pickle.dumps(ray.get_runtime_context().current_actor)
         while (entry := ray.get(ledger.register.remote(me))) is None:
@@ -263,41 +254,7 @@ def _connect(spec: FlowSpec) -> bool:
     # A local Ray's cores are bookkeeping: enough that readers and the ledger never wait for the engines'
     # share.
     cores = max(4, available_cores(), int(spec.actors * spec.cpus) + num_readers(spec) + 1)
-    return _join(spec.ray_address, cores)
-
-
-def _join(address: str | None, cores: int = 0) -> bool:
-    if ray.is_initialized():
-        return False
-    where: dict[str, Any] = {"address": address}
-    if address is None:  # without "local" it would join any Ray that runs on this machine
-        where = {"address": "local", "num_cpus": cores, "include_dashboard": False}
-    tries = START_TRIES if address is None else 1
-    for attempt in range(1, tries + 1):
-        try:
-            with _quiet():
-                ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
-            break
-        except Exception as error:  # Ray raises bare ones, for a start that took more than its 30 s among others
-            ray.shutdown()
-            if attempt == tries:
-                place = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
-                raise EnvironmentFailed(f"{place}: {error}") from error
-    return True
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what Ray's native part says about its own log level while it starts off the terminal."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+    return connect(spec.ray_address, cores)
 
 
 def _context(spec: FlowSpec) -> DataContext:
@@ -342,7 +299,7 @@ def _graph(spec: FlowSpec, ledger: Any) -> ray.data.Dataset:
             EngineActor,
             batch_size=1,
             batch_format="pyarrow",
-            fn_constructor_args=(spec.work, ledger, spec.spot),
+            fn_constructor_args=(spec.work, ledger, spec.spot, spec.failpoints),
             num_cpus=spec.cpus,
             num_gpus=spec.gpus or None,
             compute=ActorPoolStrategy(
@@ -368,23 +325,3 @@ def _typed(error: BaseException) -> PipelineError:
         lines = [line for line in str(error).strip().splitlines() if line.strip()]
         return EnvironmentFailed(f"Ray ended the run: {type(error).__name__}: {lines[-1] if lines else ''}")
     return PipelineError("".join(traceback.format_exception(error)))
-
-
-def cluster_has_gpus(address: str) -> bool:
-    """Join the cluster (for the rest of the process) and ask it."""
-    _join(address)
-    return ray.cluster_resources().get("GPU", 0) > 0
-
-
-def cluster_cpus(address: str, gpus: float) -> float:
-    """The CPUs of one actor where the job does not say: with GPUs their share of its node's, else a whole node's;
-    of the node that has the fewest, since an actor must fit anywhere, and with room for the readers beside it.
-    1 while there is no such node."""
-    _join(address)
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    each = [
-        (node["CPU"] - NUM_READERS) * (gpus / node["GPU"] if gpus else 1.0)
-        for node in nodes
-        if node.get("CPU", 0) > 0 and (not gpus or node.get("GPU", 0) >= gpus)
-    ]
-    return max(1.0, float(int(min(each)))) if each else 1.0

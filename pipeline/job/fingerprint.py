@@ -8,7 +8,8 @@ time. `_pipeline/job.json` holds them as the first run of the job had them.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from pipeline.config import JobConfig
@@ -26,9 +27,13 @@ MAX_VALUE_CHARS = 100
 
 @dataclass(frozen=True)
 class Fingerprint:
+    """`needs_date`: the chat template can ask for the date. The one that it is told is in the identity: the job file's,
+    or from `claim` on that of the output's first run."""
+
     identity: dict[str, Any]
     numerics: dict[str, Any]
     free: dict[str, Any]
+    needs_date: bool = False
 
     @property
     def digest(self) -> str:
@@ -40,19 +45,46 @@ class Fingerprint:
         """As in the names of parts."""
         return self.digest[:8]
 
+    @property
+    def date(self) -> datetime | None:
+        """What a chat template that asks is told; None where there is none, or none yet."""
+        date = _date_in(self.identity)
+        return None if date is None else datetime.fromisoformat(date)
 
-def fingerprint(config: JobConfig, source: Source, model: Mapping[str, str], device: str) -> Fingerprint:
-    """`model`: digests by file name; `device`: what `engine.device` became, without an index."""
-    identity = {**config.identity(), "files": _files(source), "model": dict(model)}
-    return Fingerprint(_plain(identity), _plain({**config.numerics(), "device": device}), _plain(config.free()))
+    def with_date(self, date: str | None) -> "Fingerprint":
+        """The same job with this date, where it needs one and the job file has none."""
+        if not self.needs_date or date is None or self.date is not None:
+            return self
+        prompt = self.identity["prompt"]
+        dated = {**prompt, "chat": {**prompt["chat"], "date": date}}
+        return replace(self, identity={**self.identity, "prompt": dated})
+
+
+def fingerprint(
+    config: JobConfig, source: Source, model: Mapping[str, str], device: str, asks_for_date: bool = False
+) -> Fingerprint:
+    """`model`: digests by file name, and whether its chat template can ask for the date; `device`: what `engine.device`
+    became, without an index."""
+    identity = _plain({**config.identity(), "files": _files(source), "model": dict(model)})
+    numerics = _plain({**config.numerics(), "device": device})
+    chat = config.prompt.chat
+    job = Fingerprint(identity, numerics, _plain(config.free()), asks_for_date and chat is not None)
+    return job.with_date(chat and chat.date)
 
 
 def claim(
-    store: PartStore, job_name: str, ours: Fingerprint, accept_numerics: bool, versions: Mapping[str, str]
-) -> None:
+    store: PartStore,
+    job_name: str,
+    ours: Fingerprint,
+    accept_numerics: bool,
+    versions: Mapping[str, str],
+    now: datetime,
+) -> Fingerprint:
     """Make the output folder this job's, or see that it is. Nothing is changed where it is refused.
 
-    Raises FingerprintError when its job differs, OutputError when it holds something else.
+    Returns `ours` with its date: the job file's, else that of the output's first run, else `now`; none where an earlier
+    version of this program began the output and kept none. Raises FingerprintError when its job differs, OutputError
+    when it holds something else.
     """
     raw = store.read(JOB)
     if raw is None:
@@ -63,16 +95,33 @@ def claim(
                 "output of a job of this program; choose a new folder"
             )
         store.probe()
-        head = {"format": FORMAT, "job": job_name, "fingerprint": ours.digest, "versions": dict(versions)}
-        body = {**head, "identity": ours.identity, "numerics": ours.numerics, "free": ours.free}
+        first = ours.with_date(now.isoformat())
+        head = {"format": FORMAT, "job": job_name, "fingerprint": first.digest, "versions": dict(versions)}
+        body = {**head, "identity": first.identity, "numerics": first.numerics, "free": first.free}
         if store.create(JOB, json.dumps(body, indent=1, sort_keys=True).encode()):
-            return
+            return first
         raw = store.read(JOB)  # another run was first: then it is the one to agree with
         assert raw is not None
+        theirs = _parse(store, raw)
+        ours = ours.with_date(theirs["date"])
     else:
-        _agree(store, _parse(store, raw), ours, accept_numerics=True)  # before anything is written
+        theirs = _parse(store, raw)
+        ours = ours.with_date(theirs["date"])
+        _agree(store, theirs, ours, accept_numerics=True)  # before anything is written
         store.probe()
-    _agree(store, _parse(store, raw), ours, accept_numerics)
+    _agree(store, theirs, ours, accept_numerics)
+    return ours
+
+
+def check_dated(store: PartStore, ours: Fingerprint) -> None:
+    """Before rows are computed: raises FingerprintError where it is not known which dates are in the prompts of those
+    that are there, because an earlier version of this program kept none."""
+    if ours.needs_date and ours.date is None:
+        raise FingerprintError(
+            f"output.path {store.path}: the model's chat template asks for the date, and the rows that are there were "
+            "computed by an earlier version of this program, which did not keep the date that it told. The other rows "
+            "cannot be given the same. Choose a new output.path; prompt.chat.date sets the date."
+        )
 
 
 def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
@@ -85,8 +134,11 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
                 f"{place}: format {number}, written by a newer version of this program "
                 f"({theirs.get('versions', {}).get('pipeline', 'unknown')}); this one knows {FORMAT}"
             )
-        return {"identity": theirs["identity"], "numerics": theirs["numerics"]}
-    except (ValueError, KeyError, TypeError) as error:
+        date = _date_in(theirs["identity"])
+        if date is not None:
+            datetime.fromisoformat(date)
+        return {"identity": theirs["identity"], "numerics": theirs["numerics"], "date": date}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{place}: damaged ({error}); was it edited? Choose a new output.path") from error
 
 
@@ -163,6 +215,10 @@ def _files(source: Source) -> dict[str, Any]:
 
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _date_in(identity: dict[str, Any]) -> str | None:
+    return (identity["prompt"].get("chat") or {}).get("date")
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:

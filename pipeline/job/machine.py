@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # of a processor: what its matrix products can use
@@ -12,6 +13,11 @@ VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # of a processor:
 def now_us() -> int:
     """Monotonic, in whole microseconds, the same for all processes of one machine."""
     return time.monotonic_ns() // 1000
+
+
+def wall_time() -> datetime:
+    """What a clock on the wall shows, to the second: local time, without a zone."""
+    return datetime.now().replace(microsecond=0)
 
 
 def available_cores() -> int:

@@ -16,13 +16,14 @@ from pipeline.data.records import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import Unit, UnitSpec
 from pipeline.errors import OutputError
-from pipeline.job.checkpoint import model_digest, resolve_draft, resolve_model
+from pipeline.job.checkpoint import asks_for_date, model_digest, resolve_draft, resolve_model
 from pipeline.job.fingerprint import Fingerprint, fingerprint
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that follows from the job file, the input and the model; nothing of the output."""
+    """All that follows from the job file, the input and the model; nothing of the output, but for the date that a chat
+    template is told."""
 
     config: JobConfig
     source: Source
@@ -74,7 +75,7 @@ def make_plan(config: JobConfig, device: str, say: Callable[[str], None] | None 
         units,
         schema,
         model,
-        fingerprint(config, source, model_digest(model), kind),
+        fingerprint(config, source, model_digest(model), kind, asks_for_date(model)),
         device,
         draft,
     )

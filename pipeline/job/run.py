@@ -19,9 +19,10 @@ from pipeline.data.records import PartTotals
 from pipeline.data.storage import retry_counts
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
-from pipeline.job.fingerprint import claim, record_numerics
+from pipeline.job.fingerprint import check_dated, claim, record_numerics
 from pipeline.job.ledger import ActorState, Order
 from pipeline.job.logs import DRIVER, RAY, LogFolder, RotatedLog, collect_ray_logs
+from pipeline.job.machine import wall_time
 from pipeline.job.pace import Pace
 from pipeline.job.partial import remove_all
 from pipeline.job.plan import Plan, make_plan, what_is_left
@@ -77,7 +78,8 @@ def run_job(
             device = resolve_device(config)
             plan = make_plan(config, device, planning)
             store = PartStore(config.output.path, config.output.storage)
-            claim(store, config.name, plan.fingerprint, accept_numerics, versions())
+            claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time())
+            plan = replace(plan, fingerprint=claimed)
             done = store.list(plan.fingerprint.short)
             tasks = what_is_left(plan, done)
             failed, before = [], PartTotals()
@@ -88,6 +90,8 @@ def run_job(
             earlier = load_runs(store)
             if not tasks and SUCCESS in store.names(""):
                 return _already_complete(plan, store, done, earlier, show)
+            if tasks:
+                check_dated(store, plan.fingerprint)
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
             if not retry_failed:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -44,17 +45,20 @@ class Tokenizer(Protocol):
         system: str | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How a prompt becomes a chat. With `from_messages` the unit's prompts are messages as JSON."""
+    """How a prompt becomes a chat. With `from_messages` the unit's prompts are messages as JSON. `now`: what a template
+    that asks for the date is told."""
 
     from_messages: bool = False
     system: str | None = None
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    now: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,9 @@ class Tokenize:
     def _encode_chat(self, prompt: str, chat: Chat) -> list[int]:
         messages = json.loads(prompt) if chat.from_messages else [{"role": "user", "content": prompt}]
         with self._chat_lock:
-            return self._tokenizer.encode_chat(messages, chat.system, chat.add_generation_prompt, chat.template_kwargs)
+            return self._tokenizer.encode_chat(
+                messages, chat.system, chat.add_generation_prompt, chat.template_kwargs, chat.now
+            )
 
 
 class Write:

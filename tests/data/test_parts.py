@@ -341,7 +341,7 @@ for out, seed, failing in {writers!r}:  # forked: pyarrow is imported once
     answers, answer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        failpoints.from_environ({{"PIPELINE_FAILPOINTS": failing}})
+        failpoints.install_requested(failing)
         os.close(waiting)
         os.read(go, 1)  # all start when the parent closes its end
         for unit in range({units}):
@@ -450,13 +450,20 @@ def test_a_temporary_file_deleted_by_mistake_costs_a_retry(store):
 
 
 def test_failpoints_from_the_environment():
-    failpoints.from_environ({"PIPELINE_FAILPOINTS": "a=enospc@2,b=enospc"})
+    asked = {"PIPELINE_FAILPOINTS": "a=enospc@2,b=enospc"}
+    failpoints.install_requested(failpoints.requested(asked | {"PIPELINE_ALLOW_FAILPOINTS": "1"}))
     failpoints.hit("a")
     for point in ("a", "b"):
         with pytest.raises(OSError, match="No space"):
             failpoints.hit(point)
     failpoints.hit("a")
     failpoints.hit("b")
-    failpoints.from_environ({})
+    assert failpoints.requested({}) == ""
     with pytest.raises(ValueError, match="name=action@n"):
-        failpoints.from_environ({"PIPELINE_FAILPOINTS": "a=explode"})
+        failpoints.install_requested("a=explode")
+
+
+def test_failpoints_left_in_the_environment_are_nothing_without_the_second_switch():
+    for switch in ({}, {"PIPELINE_ALLOW_FAILPOINTS": ""}, {"PIPELINE_ALLOW_FAILPOINTS": "0"}):
+        with pytest.warns(UserWarning, match="PIPELINE_FAILPOINTS is ignored"):
+            assert failpoints.requested({"PIPELINE_FAILPOINTS": "part.linked=kill"} | switch) == ""

@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from datetime import datetime
 
 import pytest
 from hypothesis import given, settings
@@ -250,7 +251,7 @@ def test_the_environment_of_transformers():
         "{% generation %}[{{ m | tojson }}]{% endgeneration %}\n{% break %}{% endfor %}"
         "{{ strftime_now('%Y') | length }}{{ messages | tojson(indent=1) | length }}"
     )
-    got = rendered(one, [{"role": "a"}, {"role": "<é>"}])
+    got = one.render([{"role": "a"}, {"role": "<é>"}], {}, None, datetime(2026, 11, 23))
     assert got == '<é>[{"role": "<é>"}]4' + str(len('[\n {\n  "role": "a"\n },\n {\n  "role": "<é>"\n }\n]'))
 
 
@@ -315,3 +316,49 @@ def test_the_child_ends_with_its_renderer():
     del one
     assert child is not None
     assert child.poll() is not None
+
+
+def test_a_template_is_told_the_date_it_is_given_and_no_other(monkeypatch):
+    one, now = renderer("{{ strftime_now('%d %B %Y %H:%M %c %s %Z') }}"), datetime(2024, 2, 29, 23, 59, 58)
+    told = one.render([user("x")], {}, None, now)
+    assert told == "29 February 2024 23:59 Thu Feb 29 23:59:58 2024 1709251198 "
+    with pytest.raises(ChatTemplateError, match="asks for the date, and none was given"):
+        one.render([user("x")], {}, None)
+    for zone in ("Asia/Tokyo", "America/New_York"):
+        monkeypatch.setenv("TZ", zone)
+        monkeypatch.setenv("LC_ALL", "ja_JP.UTF-8")
+        another = renderer("{{ strftime_now('%d %B %Y %H:%M %c %s %Z') }}")
+        assert another.render([user("x")], {}, None, now) == told
+        another.close()
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ lipsum(n=2) }}",
+        "{{ range(10**5) | random }} {{ 'abcdefghijklm' | random }}",
+        "{{ dict(one=1, two=2, three=3, four=4, five=5, six=6).keys() - ['one'] }}",
+    ],
+    ids=["lipsum", "random", "set"],
+)
+def test_the_same_conversation_is_rendered_the_same_whatever_came_before_and_in_any_process(template):
+    texts = set()
+    for _ in range(3):
+        one = renderer(template)
+        texts |= {rendered(one), rendered(one)}
+        one.close()
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages.count }}", "{{ messages | map('upper') }}", "{{ raise_exception }}", "{{ cycler(1) }}"]
+)
+def test_memory_addresses_are_not_text(template):
+    with pytest.raises(ChatTemplateError, match="not a value"):
+        rendered(renderer(template))
+
+
+def test_what_users_write_is_not_taken_for_an_address():
+    text = "<function f at 0x7f0012345678>"
+    assert rendered(renderer("{{ messages[0].content }} {{ messages[0] }}"), [user(text)]).count(text) == 2

@@ -90,8 +90,8 @@ def job(tmp_path) -> Job:
 def local_ray():
     import ray
 
-    import pipeline.job.dataflow  # noqa: F401 - sets how loud Ray is
+    from pipeline.job.ray_session import connect
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    assert connect(None, cores=8)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()

@@ -27,7 +27,9 @@ class FakeTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
 
-    def encode_chat(self, messages, system=None, add_generation_prompt=True, template_kwargs=None) -> list[int]:
+    def encode_chat(
+        self, messages, system=None, add_generation_prompt=True, template_kwargs=None, now=None
+    ) -> list[int]:
         text = f"[{system}]" if system else ""
         return list((text + "".join(f"<{m['role']}>{m['content']}" for m in messages)).encode())
 
@@ -37,7 +39,7 @@ def load_tokenizer(folder: str) -> FakeTokenizer:
 
 
 def answer(prompt_token_ids: list[int], seed: int | None, max_tokens: int) -> list[int]:
-    digest = hashlib.sha256(bytes(prompt_token_ids) + str(seed).encode()).digest()
+    digest = hashlib.sha256(f"{prompt_token_ids} {seed}".encode()).digest()
     length = 1 + digest[0] % max_tokens
     return [digest[i % 32] for i in range(length)]
 
@@ -97,7 +99,7 @@ class FakeEngine:
             self.stats.cached_tokens += self.cached[request.row_id]
         prefilled = time.monotonic_ns() // 1000
         for request, _, _ in self.running.values():
-            self._maybe_fail(bytes(request.prompt_token_ids).decode(errors="replace"))
+            self._maybe_fail("".join(map(chr, request.prompt_token_ids)))
         time.sleep(self.fake.get("step_s", 0.0))
         finished = []
         for key, (request, ids, num_done) in list(self.running.items()):

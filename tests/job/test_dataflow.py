@@ -22,10 +22,10 @@ from ray.data.block import BlockStats
 
 from pipeline.data.parts import Progress
 from pipeline.data.units import Unit
-from pipeline.errors import EnvironmentFailed, ModelError
+from pipeline.errors import ModelError
 from pipeline.job.actors import flow_spec
 from pipeline.job.block_stats import forget_blocks
-from pipeline.job.dataflow import Windows, _connect, _join, cluster_cpus, num_readers, read_units, units_of
+from pipeline.job.dataflow import Windows, _connect, num_readers, read_units, units_of
 from pipeline.job.machine import available_cores
 from pipeline.job.plan import WindowTask, make_plan, what_is_left
 from pipeline.job.run import run_job
@@ -69,46 +69,6 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
     assert report.tokens.generated == report.work.generated_tokens
     assert record["resolved"]["max_num_seqs"] == 8
     assert {"planning", "starting Ray", "running", "verifying", "finished"} <= {s.phase for s in statuses}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "gpus", "cpus"),
-    [
-        ([{}, {"CPU": 8.0}, {"CPU": 6.0}], 0.0, 4.0),  # the head has none; it must fit on either of the others
-        ([{"CPU": 66.0, "GPU": 8.0}, {"CPU": 16.0}], 1.0, 8.0),
-        ([{"CPU": 14.0, "GPU": 1.0}], 0.5, 6.0),
-        ([{"CPU": 2.0, "GPU": 8.0}], 1.0, 1.0),
-        ([{}], 0.0, 1.0),
-    ],
-)
-def test_an_actor_of_a_cluster_gets_its_share_of_a_node(monkeypatch, nodes, gpus, cpus):
-    monkeypatch.setattr("pipeline.job.dataflow._join", lambda address: True)
-    dead = {"Alive": False, "Resources": {"CPU": 1.0}}
-    monkeypatch.setattr(ray, "nodes", lambda: [dead, *({"Alive": True, "Resources": node} for node in nodes)])
-    assert cluster_cpus("auto", gpus) == cpus
-
-
-def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
-    starts = []
-
-    def init(**options):
-        starts.append(options["address"])
-        if len(starts) <= failures:
-            raise Exception("The current node timed out during startup.")
-
-    for name, stub in {"init": init, "shutdown": lambda: None, "is_initialized": lambda: False}.items():
-        monkeypatch.setattr(ray, name, stub)
-    failures = 2
-    assert _join(None, 4)
-    assert starts == ["local"] * 3
-    starts.clear()
-    failures = 3
-    with pytest.raises(EnvironmentFailed, match=r"cannot be started on this machine: The current node timed out"):
-        _join(None, 4)
-    starts.clear()
-    with pytest.raises(EnvironmentFailed, match=r"Ray at 10\.0\.0\.1:6379 cannot be joined"):
-        _join("10.0.0.1:6379")
-    assert starts == ["10.0.0.1:6379"]
 
 
 def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray):
@@ -178,7 +138,7 @@ def test_readers_follow_the_actors(actors, tasks, readers):
 
 def test_a_local_ray_has_cores_for_the_readers_and_a_cluster_room_for_few(job, monkeypatch):
     cores = []
-    monkeypatch.setattr("pipeline.job.dataflow._join", lambda address, cores_: cores.append(cores_))
+    monkeypatch.setattr("pipeline.job.dataflow.connect", lambda address, cores_: cores.append(cores_))
     job.rows([f"text {i}" for i in range(1000)], per_file=10)
     plan = make_plan(job.config(run={"actors": 40, "cpus_per_actor": 1}), "cpu")
     spec = flow_spec(plan, tuple(what_is_left(plan, Progress())), FAKES, "0001-run")

@@ -1,0 +1,158 @@
+"""The date that a chat template prints: one for a whole output, whenever and by whichever actor a row is computed."""
+
+import json
+from datetime import datetime
+
+import pytest
+
+from pipeline.data.parts import PartStore
+from pipeline.errors import FingerprintError, OutputError
+from pipeline.job.checkpoint import asks_for_date
+from pipeline.job.plan import make_plan
+from pipeline.job.run import run_job
+from pipeline.job.worker import Backend
+from tests.engine import small_tokenizers
+from tests.job.local_flow import LocalFlow
+
+REAL_TOKENIZER = Backend("tests.job.fake_engine:FakeEngine")
+TEXTS = [f"text {i}" for i in range(30)]
+DATED = "{{ strftime_now('%d %B %Y') }}: {{ messages[0].content }}"
+UNDATED = "2026: {{ messages[0].content }}"
+FIRST, LATER = datetime(2026, 11, 23, 23, 59, 58), datetime(2026, 11, 24, 0, 0, 3)
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch):
+    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LocalFlow)
+    monkeypatch.setattr(LocalFlow, "started", 0)
+
+
+@pytest.fixture
+def run(job, monkeypatch):
+    """Runs the job at a time of this machine's clock; the completions by row."""
+
+    def at(now: datetime, date: str | None = None, **sections) -> dict[int, str]:
+        monkeypatch.setattr("pipeline.job.run.wall_time", lambda: now)
+        config = job.config(prompt={"chat": {} if date is None else {"date": date}}, **sections)
+        run_job(config, backend=REAL_TOKENIZER)
+        return {row["id"]: row["generated_text"] for row in job.table().to_pylist()}
+
+    use_template(job, DATED)
+    job.rows(TEXTS)
+    return at
+
+
+def use_template(job, template: str) -> None:
+    small_tokenizers.save_byte_level(job.folder / "model", chat_template=template)
+
+
+def forget(job) -> None:
+    """What a run that was killed early leaves."""
+    for part in job.parts():
+        part.unlink()
+    (job.output / "_SUCCESS").unlink()
+
+
+def identity(job) -> dict:
+    return json.loads((job.output / "_pipeline" / "job.json").read_text())["identity"]
+
+
+def test_a_job_that_goes_on_after_midnight_sends_the_same_prompts(job, run):
+    first = run(FIRST)
+    assert identity(job)["prompt"]["chat"]["date"] == "2026-11-23T23:59:58"
+    forget(job)
+    assert run(LATER, run={"actors": 2}) == first
+    assert LocalFlow.started == 2
+    job.output = job.folder / "other"
+    assert run(LATER, output={"path": str(job.output)}) != first, "the date is in the prompts"
+
+
+def test_the_job_file_names_the_date(job, run):
+    first = run(FIRST)
+    forget(job)
+    with pytest.raises(FingerprintError, match=r'prompt\.chat\.date: "2026-11-23T23:59:58" -> "2026-11-24T00:00:00"'):
+        run(LATER, date="2026-11-24")
+    assert run(LATER, date="2026-11-23 23:59:58") == first
+    job.output = job.folder / "named"
+    given = run(LATER, date="2026-11-23", output={"path": str(job.output)})
+    assert given == first, "only the day is printed"
+    assert identity(job)["prompt"]["chat"]["date"] == "2026-11-23T00:00:00"
+
+
+def test_of_two_first_runs_at_midnight_the_second_takes_the_date_of_the_first(job, run, monkeypatch):
+    first = run(FIRST)
+    forget(job)
+    read, reads = PartStore.read, []
+
+    def blind(store, name):
+        """The first look finds nothing, as the other run has not written yet."""
+        if name.endswith("job.json"):
+            reads.append(name)
+            if len(reads) == 1:
+                return None
+        return read(store, name)
+
+    monkeypatch.setattr(PartStore, "read", blind)
+    assert run(LATER) == first
+    reads.clear()
+    forget(job)
+    with pytest.raises(FingerprintError, match=r"sampling\.max_tokens: 6 -> 7"):
+        run(LATER, sampling={"max_tokens": 7})
+
+
+def test_outputs_of_the_version_before_are_not_mixed(job, run):
+    first = run(FIRST)
+    path = job.output / "_pipeline" / "job.json"
+    body = json.loads(path.read_text())
+    del body["identity"]["prompt"]["chat"]["date"]
+    path.write_text(json.dumps(body))
+    undated = make_plan(job.config(prompt={"chat": {}}), "cpu").fingerprint.short
+    for part in job.parts():
+        part.rename(part.with_name(part.name.replace(part.name.split("-")[1], undated)))
+    assert run(LATER) == first, "a complete one is complete"
+    job.parts()[0].unlink()
+    with pytest.raises(FingerprintError, match="asks for the date, and the rows that are there"):
+        run(LATER)
+    assert LocalFlow.started == 1
+
+
+def test_a_date_that_was_edited_is_damage(job, run):
+    run(FIRST)
+    path = job.output / "_pipeline" / "job.json"
+    path.write_text(path.read_text().replace("2026-11-23T23:59:58", "tomorrow"))
+    with pytest.raises(OutputError, match="damaged"):
+        run(LATER)
+
+
+def test_jobs_without_a_date_in_their_prompts_stay_the_jobs_they_were(job):
+    job.rows(TEXTS)
+
+    def planned(template, **prompt):
+        use_template(job, template)
+        found = make_plan(job.config(prompt=prompt), "cpu").fingerprint
+        return found.needs_date, found.identity["prompt"]["chat"]
+
+    bare = {"system": None, "add_generation_prompt": True, "template_kwargs": {}}
+    assert planned(UNDATED, chat={}) == (False, bare)
+    assert planned(UNDATED, chat={"date": "2026-11-23"}) == (False, bare)
+    assert planned(DATED) == (False, None)
+    assert planned(DATED, chat={}) == (True, bare)
+
+
+def test_where_a_template_may_stand(tmp_path):
+    assert not asks_for_date(tmp_path)
+    escaped = "\\u0073trftime_now('%Y')"
+    for name, text, asks in (
+        ("tokenizer_config.json", json.dumps({"chat_template": DATED}), True),
+        ("tokenizer_config.json", f'{{"chat_template": "{escaped}"}}', True),
+        ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "default", "template": DATED}]}), True),
+        ("tokenizer_config.json", json.dumps({"chat_template": UNDATED}), False),
+        ("tokenizer_config.json", "{strftime_now", True),  # refused by who loads it
+        ("chat_template.jinja", DATED, True),
+        ("chat_template.jinja", UNDATED, False),
+        ("chat_template.json", json.dumps({"chat_template": DATED}), True),
+        ("README.md", DATED, False),
+    ):
+        (tmp_path / name).write_text(text)
+        assert asks_for_date(tmp_path) == asks, (name, text)
+        (tmp_path / name).unlink()
