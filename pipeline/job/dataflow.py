@@ -1,4 +1,4 @@
-"""The Ray Data graph: the only file that imports Ray.
+"""The Ray Data graph: the only file that imports Ray, but for `block_stats`, which keeps its memory in bounds.
 
     windows that are left -> read tasks: read, render, cut -> one Ray row per unit -> pool of engine actors -> summaries
 
