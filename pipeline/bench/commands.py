@@ -27,17 +27,17 @@ def bench() -> None:
     help="How many times --files. May be repeated.",
 )
 @click.option("--files", type=click.IntRange(min=1), default=100, show_default=True, help="Files at scale 1.")
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Fresh processes each.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Fresh processes each.")
 @click.option("--folder", metavar="DIR", help="Where the files are made and removed; else the temporary folder.")
 @json_flag
 @answers
 def plan_of_a_large_job(scales: tuple[int, ...], files: int, repeats: int, folder: str | None, as_json: bool) -> None:
-    """Time and memory to plan a large job, and to find out what is left of it.
+    """Time and memory a large job costs its driver: to plan it, find out what is left, hear of all units, count parts.
 
     \b
     Examples:
       pipeline bench plan
-      pipeline bench plan --scale 1 --repeats 1 --json
+      pipeline bench plan --scale 1 --repeats 3 --json
 
     Makes Parquet files whose footers claim as many rows as large files have, up to 10,000 files of 10^9 rows, and
     removes them again. Takes some minutes, and about 1 GB of disk.

@@ -1,8 +1,9 @@
-"""What it costs to plan a large job and to find out what is left of it: time and memory, at growing sizes.
+"""What a large job costs its driver beside the engines: time and memory, at growing sizes.
 
 The dataset is made for it: real Parquet files, each with a footer of its own, whose row groups claim as many rows
-as large files have but hold one value over and over. The parts are names in memory: resuming looks at names alone,
-and how fast a disk or a store lists them is theirs. Each figure comes from fresh processes (`plan_child`).
+as large files have but hold one value over and over. The parts are names and footers in memory: how fast a disk or a
+store lists and reads them is theirs. Executing is simulated: the summaries of all units, and what Ray keeps of their
+blocks, without Ray. Each figure comes from fresh processes (`plan_child`).
 """
 
 import io
@@ -21,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.bench.plan_child import DOES
 from pipeline.errors import PipelineError
 from pipeline.interpreter import child_environment
 
@@ -42,6 +44,19 @@ class PlanCost:
     plan_bytes: int
     resume_s: float
     resume_bytes: int
+    execute_s: float
+    execute_bytes: int
+    verify_s: float
+    verify_bytes: int
+
+    def spent(self) -> tuple[tuple[float, int], ...]:
+        """Seconds and bytes of each of the four."""
+        return (
+            (self.plan_s, self.plan_bytes),
+            (self.resume_s, self.resume_bytes),
+            (self.execute_s, self.execute_bytes),
+            (self.verify_s, self.verify_bytes),
+        )
 
 
 @dataclass(frozen=True)
@@ -61,20 +76,22 @@ class PlanBench:
         lines = [
             "Planning: footers of all files read, schemas merged, windows cut, the job's fingerprint made.",
             "Resuming: the names of the parts there read, the windows that are left told. No part is opened.",
+            "Executing: the driver's part of it, simulated: read tasks, what Ray keeps of blocks, units' summaries.",
+            "Verifying: the names again, and the footer of every part read and summed.",
             f"Files of {self.rows_per_file:,} rows in {ROW_GROUPS} row groups and {COLUMNS} columns, footers of "
             f"{self.footer_bytes:,} bytes, just written on a local disk (in the page cache).",
-            f"{self.parts_per_window} parts a window, nine windows of ten complete; names made in memory, "
-            "so a listing's own time is not in it.",
+            f"{self.parts_per_window} parts a window, for resuming nine windows of ten complete; names and footers are "
+            "made in memory, so a disk's or a store's own time is not in it.",
             f"Median of {self.repeats} fresh processes each; memory: growth to the peak, imports left out.",
             "  ".join(f"{key} {value}" for key, value in self.machine.items()),
             "",
             f"{'':>5} {'files':>7} {'rows':>14} {'windows':>8} {'parts':>10} "
-            f"{'plan s':>8} {'MB':>7} {'resume s':>9} {'MB':>7}",
+            + " ".join(f"{what:>9} {'MB':>6}" for what in ("plan s", "resume s", "execute s", "verify s")),
         ]
         for c in self.costs:
             lines.append(
                 f"{c.scale:>4}x {c.files:>7,} {c.rows:>14,} {c.windows:>8,} {c.parts:>10,} "
-                f"{c.plan_s:>8.2f} {c.plan_bytes / 1e6:>7.1f} {c.resume_s:>9.2f} {c.resume_bytes / 1e6:>7.1f}"
+                + " ".join(f"{seconds:>9.2f} {size / 1e6:>6.1f}" for seconds, size in c.spent())
             )
         return "\n".join(lines)
 
@@ -84,7 +101,7 @@ def bench_plan(
     files: int = 100,
     rows_per_file: int = 100_000,
     parts_per_window: int = 100,
-    repeats: int = 3,
+    repeats: int = 1,
     folder: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> PlanBench:
@@ -104,8 +121,11 @@ def bench_plan(
             there = scale * files
             runs = []
             for repeat in range(repeats):
-                say(f"{scale}x: planning, {repeat + 1} of {repeats}")
-                runs.append(_measured(job, parts_per_window))
+                say(f"{scale}x: planning, executing, verifying, {repeat + 1} of {repeats}")
+                run: dict[str, float] = {}
+                for what in DOES:
+                    run |= _measured(job, parts_per_window, what)
+                runs.append(run)
             middle = {key: median(run[key] for run in runs) for key in runs[0]}
             costs.append(PlanCost(scale, there, **{k: v if k.endswith("_s") else int(v) for k, v in middle.items()}))
     return PlanBench(
@@ -149,9 +169,9 @@ def _job_file(folder: Path) -> Path:
     return path
 
 
-def _measured(job: Path, parts_per_window: int) -> dict[str, float]:
+def _measured(job: Path, parts_per_window: int, what: str) -> dict[str, float]:
     """What one fresh process says. Raises PipelineError with its last words when it fails."""
-    command = [sys.executable, "-m", "pipeline.bench.plan_child", str(job), str(parts_per_window)]
+    command = [sys.executable, "-m", "pipeline.bench.plan_child", str(job), str(parts_per_window), what]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
     if done.returncode != 0:
         raise PipelineError(f"the measuring process ended with {done.returncode}: {done.stderr.strip()[-2000:]}")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 AHEAD = 4  # reads asked for and not yet taken, for each one at work
 

@@ -1,4 +1,4 @@
-"""The Ray Data graph, in the Ray that `ray_session.py` starts or joins.
+"""The Ray Data graph, in the Ray that `ray_session.py` starts or joins; `block_stats.py` bounds its memory.
 
     windows that are left -> read tasks: read, render, cut -> one Ray row per unit -> pool of engine actors -> summaries
 
@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -50,7 +49,7 @@ from pipeline.job.block_stats import forget_blocks
 from pipeline.job.ledger import REPORT_S, ActorState, Ledger, Order
 from pipeline.job.machine import available_cores, now_us
 from pipeline.job.plan import WindowTask, check_units
-from pipeline.job.ray_session import connect
+from pipeline.job.ray_session import connect, session_logs
 from pipeline.job.spot import SpotNotice
 from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker, WorkSpec
@@ -183,9 +182,9 @@ class Dataflow:
     def __init__(self, spec: FlowSpec, run_began_us: int) -> None:
         """Starts or joins Ray. `run_began_us`: of this process's clock. Raises EnvironmentFailed."""
         self._spec = spec
-        self.session_logs: Path | None = None
         self._summaries: queue.SimpleQueue[UnitSummary | PipelineError | None] = queue.SimpleQueue()
         self._started_ray = _connect(spec)
+        self.session_logs = session_logs()
         ledger = ray.remote(num_cpus=0)(Ledger)
         self._ledger: Any = ledger.remote(spec.actors)
         self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")

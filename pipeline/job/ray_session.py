@@ -8,8 +8,11 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -43,7 +46,9 @@ def connect(address: str | None, cores: int = 0) -> bool:
     for attempt in range(1, tries + 1):
         try:
             with _quiet():
-                ray.init(**where, job_config=_SafePath(), log_to_driver=False, logging_level=logging.ERROR)
+                _beside(
+                    lambda: ray.init(**where, job_config=_SafePath(), log_to_driver=False, logging_level=logging.ERROR)
+                )
             break
         except Exception as error:  # Ray raises bare ones, for a start that took more than its 30 s among others
             ray.shutdown()
@@ -51,6 +56,12 @@ def connect(address: str | None, cores: int = 0) -> bool:
                 place = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
                 raise EnvironmentFailed(f"{place}: {error}") from error
     return True
+
+
+def session_logs() -> Path | None:
+    """Where the processes of a Ray that was started here write their logs; None of a cluster that was joined."""
+    node = ray._private.worker._global_node  # type: ignore[attr-defined]  # it has no public name
+    return Path(node.get_logs_dir_path()) if node is not None and node.is_head() else None
 
 
 def cluster_has_gpus(address: str) -> bool:
@@ -87,6 +98,21 @@ def _source_tree() -> list[str]:
     themselves. Of an installed package none."""
     python = os.path.dirname(os.__file__)
     return [PACKAGE_PARENT] if PACKAGE_PARENT in takewhile(lambda place: place != python, sys.path) else []
+
+
+def _beside(call: Callable[[], object]) -> None:
+    """Call it in another thread and wait. Started in the main thread Ray would put handlers of its own for SIGTERM in
+    the place of the run's; here it cannot, and a signal need not wait until it has started."""
+    ended: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="start Ray").start()
+    ended.result()
 
 
 @contextlib.contextmanager

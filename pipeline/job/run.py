@@ -331,7 +331,6 @@ class _Run:
         flow = Dataflow(spec, self._log.began_us)
         self._log.driver_us["ray_start"] = (time.monotonic_ns() - started) // 1000
         with self._stop.draining():
-            self._stop.install()  # Ray puts its own handler for SIGTERM in the place of ours
             self.say("loading the model")
             cloud = self._plan.config.run.spot_notice
             notice = None if cloud == "off" else SpotNotice(cloud, self._on_notice, self._warn)

@@ -39,7 +39,12 @@ class StopSignals:
         self.why = "a signal"  # of the first
 
     def __enter__(self) -> "StopSignals":
-        self.install()
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                there = signal.getsignal(number)
+                if number != signal.SIGHUP or there != signal.SIG_IGN:
+                    self._old[number] = there
+                    signal.signal(number, self._heard)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,17 +53,6 @@ class StopSignals:
         for number, handler in self._old.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._old.clear()
-
-    def install(self) -> None:
-        """Also puts our handlers back where a library has replaced them."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in SIGNALS:
-            there = signal.getsignal(number)
-            if number == signal.SIGHUP and there == signal.SIG_IGN:
-                continue
-            self._old.setdefault(number, there)
-            signal.signal(number, self._heard)
 
     @contextmanager
     def draining(self) -> Iterator[None]:
