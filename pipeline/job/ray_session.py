@@ -7,10 +7,11 @@ processes that it starts.
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pipeline.errors import EnvironmentFailed
 from pipeline.interpreter import PACKAGE_PARENT
 
 START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own patience of 30 s may not do
+HANDLERS_S = 0.02  # between two looks after the handlers of signals while Ray starts
 _ENVIRONMENT = {
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # its native log would speak to the terminal
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES of actors without GPUs
@@ -101,8 +103,9 @@ def _source_tree() -> list[str]:
 
 
 def _beside(call: Callable[[], object]) -> None:
-    """Call it in another thread and wait. Started in the main thread Ray would put handlers of its own for SIGTERM in
-    the place of the run's; here it cannot, and a signal need not wait until it has started."""
+    """Call it in another thread and wait. Started in the main thread Ray would put a handler of its own for SIGTERM in
+    the place of the run's; here it cannot, and a signal need not wait until it has started. The thread stays: Linux
+    ends Ray's processes with the thread that started them (prctl's PR_SET_PDEATHSIG)."""
     ended: Future[object] = Future()
 
     def run() -> None:
@@ -110,9 +113,22 @@ def _beside(call: Callable[[], object]) -> None:
             ended.set_result(call())
         except BaseException as error:
             ended.set_exception(error)
+        threading.Event().wait()
 
     threading.Thread(target=run, daemon=True, name="start Ray").start()
+    while not wait([ended], timeout=HANDLERS_S).done:
+        _keep_handlers()
+    _keep_handlers()
     ended.result()
+
+
+def _keep_handlers() -> None:
+    """Ray's native part takes signals over as it starts, without Python's knowledge; here Python takes them back."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            handler = signal.getsignal(number)
+            if handler is not None:  # None: it was not Python's before
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -55,3 +55,40 @@ def test_to_import_the_dataflow_changes_no_variable():
     code = "import os, ray.data; before = dict(os.environ); import pipeline.job.dataflow; assert os.environ == before"
     environment = {name: value for name, value in child_environment().items() if not name.startswith("RAY_")}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_a_ray_that_starts_leaves_the_handlers_of_signals_alone_and_lets_them_through():
+    """In a process of its own. Ray's Python part takes SIGTERM over, and its native part beneath that."""
+    script = """
+import os, signal, threading, time
+from pipeline.job import ray_session
+class Stop(BaseException): pass
+def handler(*_): raise Stop
+for number in (signal.SIGTERM, signal.SIGHUP): signal.signal(number, handler)
+began = threading.Event()
+init = ray_session.ray.init
+ray_session.ray.init = lambda **where: (began.set(), init(**where))
+def send():
+    began.wait()
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGHUP)
+threading.Thread(target=send, daemon=True).start()
+try:
+    ray_session.connect(None, 4)
+    print("started")
+except Stop:
+    print("stopped")
+while not ray_session.ray.is_initialized(): time.sleep(0.1)
+ray_session._keep_handlers()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+except Stop:
+    print("stopped again")
+print(ray_session.session_logs())
+ray_session.ray.shutdown()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    first, second, place = done.stdout.split("\n")[:3]
+    assert (first, second) == ("stopped", "stopped again"), done.stdout + done.stderr
+    assert place.endswith("/logs")
