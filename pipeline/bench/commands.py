@@ -27,11 +27,20 @@ def bench() -> None:
     help="How many times --files. May be repeated.",
 )
 @click.option("--files", type=click.IntRange(min=1), default=100, show_default=True, help="Files at scale 1.")
+@click.option(
+    "--parts-per-window",
+    type=click.IntRange(min=1),
+    default=60,
+    show_default=True,
+    help="A million parts at scale 100; 128 are the default unit's.",
+)
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Fresh processes each.")
 @click.option("--folder", metavar="DIR", help="Where the files are made and removed; else the temporary folder.")
 @json_flag
 @answers
-def plan_of_a_large_job(scales: tuple[int, ...], files: int, repeats: int, folder: str | None, as_json: bool) -> None:
+def plan_of_a_large_job(
+    scales: tuple[int, ...], files: int, parts_per_window: int, repeats: int, folder: str | None, as_json: bool
+) -> None:
     """Time and memory a large job costs its driver: to plan it, find out what is left, hear of all units, count parts.
 
     \b
@@ -44,7 +53,9 @@ def plan_of_a_large_job(scales: tuple[int, ...], files: int, repeats: int, folde
     """
     from pipeline.bench.plan import bench_plan
 
-    _print_bench(bench_plan(scales=scales, files=files, repeats=repeats, folder=folder, say=say), as_json)
+    _print_bench(
+        bench_plan(scales, files, parts_per_window=parts_per_window, repeats=repeats, folder=folder, say=say), as_json
+    )
 
 
 def _parse_range(context: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:

@@ -100,7 +100,7 @@ def bench_plan(
     scales: Sequence[int] = (1, 10, 100),
     files: int = 100,
     rows_per_file: int = 100_000,
-    parts_per_window: int = 100,
+    parts_per_window: int = 60,
     repeats: int = 1,
     folder: str | None = None,
     say: Callable[[str], None] = lambda text: None,

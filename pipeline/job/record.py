@@ -179,7 +179,7 @@ def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: Progress) -
         tokens = run.input_tokens, run.cached_tokens, run.generated_tokens, run.error_input_tokens
         totals += PartTotals(run.rows_written, 0, run.error_rows, *tokens)
     if totals.rows > done.num_rows:
-        return store.totals()
+        return store.totals(done)
     return replace(totals, rows=done.num_rows, units=done.num_units)
 
 
