@@ -20,6 +20,7 @@ from pipeline.data.storage import filesystem
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.formatting import printable
+from pipeline.model.locate import why_no_checkpoint
 from pipeline.report import money
 
 MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
@@ -100,8 +101,10 @@ class _Examination:
         """What there is to tell of the checkpoint that `key` names."""
         kind, shown = model_kind(path), without_password(path)
         if kind == "missing":
-            self._mistake(key, f"{path}: no such folder, and not a Hugging Face id (owner/name)")
-        if kind in ("folder", "url"):
+            self._mistake(key, f"{path}: {why_no_checkpoint(path)}")
+        elif kind == "folder" and (reason := why_no_checkpoint(path)):
+            self._mistake(key, f"{shown}: {reason}")
+        elif kind in ("folder", "url"):
             try:
                 absent = missing_model_files(path, storage)
             except PipelineError as error:
@@ -209,8 +212,9 @@ def model_kind(path: str) -> Literal["embedded", "url", "folder", "id", "missing
         return "embedded"
     if "://" in path:
         return "url"
-    if Path(path).expanduser().is_dir():
-        return "folder"
+    place = Path(path).expanduser()
+    if place.exists():
+        return "folder" if place.is_dir() else "missing"
     return "id" if path.count("/") == 1 and not path.startswith((".", "/", "~")) else "missing"
 
 

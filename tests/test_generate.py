@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from datetime import datetime, timedelta
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.demo import demo_model
 from pipeline.engine.params import Completion, EngineConfig
 from pipeline.errors import ConfigError, OutputError
 from pipeline.generate import Saved, is_dataset, read_prompts
@@ -137,6 +139,17 @@ def test_tokens_of_prompts_that_were_refused_are_not_counted_as_read(pipe, monke
     assert code == 1
     assert "1 prompt, 1 failed; 0 tokens in, 0 out" in err
     assert rows_of(out)[0]["num_input_tokens"] == 200_032
+
+
+def test_chat_without_a_template_is_refused_before_weights_are_read(pipe, tmp_path):
+    shutil.copytree(demo_model("target-awq"), tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    Echo.seen.clear()
+    code, _, err = pipe("--prompt", "hi", "--chat", "--model", "./plain")
+    assert code == 2
+    assert "plain: the checkpoint has no chat template" in err
+    assert not Echo.seen
+    assert pipe("--prompt", "hi", "--model", "./plain")[0] == 0
 
 
 def test_system_implies_chat(pipe):

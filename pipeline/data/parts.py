@@ -168,7 +168,8 @@ class PartStore:
             name = PartName.parse(file)
             if name is None:
                 raise OutputError(
-                    f"{self.folder.shown(file)}: not a part; output.path must be a new folder or this job's own"
+                    f"{self.folder.shown(file)}: not a part; output.path must be a new folder or this job's own. A "
+                    "file of yours may stay there under a name that begins with _ or a dot"
                 )
             expected = fingerprint8 or progress.fingerprint8
             if expected is not None and name.fingerprint8 != expected:

@@ -270,6 +270,17 @@ def _messages_from_json(value: bytes | TooLarge | None, name: str, max_bytes: in
     return _messages(parsed, name, max_bytes)
 
 
+def _joined(content: object, where: str) -> object:
+    """OpenAI's content parts as one text, a line for each, as vLLM has it; anything else as it is."""
+    if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
+        return content
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type")
+            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: a content part of type {kind!r}; only text is read")
+    return "\n".join(part["text"] for part in content)
+
+
 def _messages(value: object, name: str, max_bytes: int) -> str:
     """The canonical JSON of a chat: role and content first, keys that are null left out."""
     if value is None:
@@ -283,11 +294,11 @@ def _messages(value: object, name: str, max_bytes: int) -> str:
         where = f"column {name!r}, message {i}"
         if not isinstance(message, dict):
             raise _Refused(RowError.INVALID_MESSAGES, f"{where}: expected an object with role and content")
-        role, content = message.get("role"), message.get("content")
+        role, content = message.get("role"), _joined(message.get("content"), where)
         if not isinstance(role, str) or not role.strip():
             raise _Refused(RowError.INVALID_MESSAGES, f"{where}: role is missing")
         if not isinstance(content, str):
-            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: content is not text")
+            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: content is neither text nor parts of text")
         rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
         messages.append({"role": role, "content": content, **rest})
     if not any(m["content"].strip() for m in messages):

@@ -14,6 +14,7 @@ from pipeline.data.storage import filesystem
 from pipeline.doctor.check import Check, Subject, shown_bytes
 from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.examine import MODEL_FILES, examine, missing_model_files, model_kind
+from pipeline.model.locate import why_no_checkpoint
 
 if TYPE_CHECKING:
     from pipeline.model.config import ModelConfig
@@ -39,7 +40,7 @@ def model(subject: Subject) -> Iterator[Check]:
     path, kind = subject.model, model_kind(subject.model)
     shown = without_password(path)
     if kind == "missing":
-        raise ModelError(f"{shown}: no such folder, and not a Hugging Face id (owner/name)")
+        raise ModelError(f"{shown}: {why_no_checkpoint(path)}")
     if kind == "url":
         absent = missing_model_files(path, subject.model_storage)
         if absent:

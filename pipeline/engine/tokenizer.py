@@ -132,6 +132,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    def check_chat_template(self) -> str:
+        """The template. Raises ModelError where the checkpoint has none."""
+        if self._chat_template is None:
+            raise ModelError(
+                f"{self._name}: the checkpoint has no chat template (chat_template.jinja, or `chat_template` "
+                "in tokenizer_config.json). Use prompt.template or prompt.column instead of messages, and no "
+                "prompt.chat or --chat"
+            )
+        return self._chat_template
+
     @property
     def control_tokens(self) -> Mapping[str, int]:
         """Text of each control token and its id."""
@@ -170,13 +180,8 @@ class Tokenizer:
         Raises ChatTemplateError when the template refuses the messages or passes its limits, ModelError when the
         checkpoint has no template or one that does not parse.
         """
-        if self._chat_template is None:
-            raise ModelError(
-                f"{self._name}: the checkpoint has no chat template (chat_template.jinja, or `chat_template` "
-                "in tokenizer_config.json). Use prompt.template or prompt.column instead of messages"
-            )
         if self._renderer is None:
-            self._renderer = ChatRenderer(self._chat_template, name=self._name)
+            self._renderer = ChatRenderer(self.check_chat_template(), name=self._name)
         chat = with_system(messages, system)
         variables = {
             **self._special_tokens,

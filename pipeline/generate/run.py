@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -94,6 +95,8 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
     )
     say(f"loading {without_password(config.model.path)}")
     folder = resolve_model(config.model.path, config.model.storage, say)
+    if config.prompt.chat is not None:
+        _check_template(folder)
     from pipeline.engine.engine import Engine
 
     draft = resolve_draft(config.draft_model, config.model.storage, say)
@@ -118,6 +121,17 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
                 done[completion.row_id] = completion  # type: ignore[index]
                 told(completion)
             yield _answer(rendered[line], values, done.pop(line))
+
+
+def _check_template(folder: Path) -> None:
+    """Before weights are read. Raises ModelError where the checkpoint has no chat template."""
+    from pipeline.engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(str(folder))
+    try:
+        tokenizer.check_chat_template()
+    finally:
+        tokenizer.close()
 
 
 class _Told:

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.errors import ModelError, PipelineError
 from pipeline.job.model_cache import cache_folder, fetch_model
 from pipeline.model.folder import checked_file
-from pipeline.model.locate import locate_model
+from pipeline.model.locate import locate_model, why_no_checkpoint
 
 FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
 SAMPLE_BYTES = 64 * 2**10
@@ -60,8 +60,8 @@ def resolve_model(
         raise ModelError(f"model.storage: only a url takes options, found {', '.join(sorted(storage))}")
     else:
         folder = locate_model(path)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path {path}: {folder} has no config.json")
+    if reason := why_no_checkpoint(str(folder)):
+        raise ModelError(f"model.path {path}: {reason}")
     return folder.resolve()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,8 @@ MAX_LINE_BYTES = 8192
 SHORT_CHARS = 300
 LAST_BREATH_S = 5.0  # from the end of its socket to the end of the process
 LAST_LINES_S = 1.0  # from the end of the process to the end of what it wrote
+_PLACE = re.compile(r'^ *File "([^"]+)", line (\d+)', re.M)  # of a traceback
+_NO_MEMORY = re.compile(r"^(MemoryError|[\w.]*OutOfMemoryError|std::bad_alloc)\b|std::bad_alloc")
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended, and the last that it wrote or said."""
+    """How a process ended, and the last that it wrote or said. `killed`: by the kernel or a stranger, not by us."""
 
     how: str
     words: str
+    killed: bool = False
 
     def __str__(self) -> str:
         return f"{self.how}{': ' + self.words if self.words else ''}"
@@ -52,6 +56,18 @@ class Ended:
         current = [i for i in heads if lines[i].startswith("Current thread")]  # faulthandler's: that took the signal
         line = lines[(current or heads)[0] + 1] if heads else lines[-1] if lines else ""
         return f"{self.how}{': ' + line if line else ''}"[:SHORT_CHARS]
+
+    def advice(self) -> str:
+        """What to look at, as far as the end tells: at the memory, or at what raised and where. May be empty; begins
+        with a blank else."""
+        last = self.words.rpartition("\n")[2].strip()
+        if self.killed or _NO_MEMORY.search(last):
+            return " Is there enough memory?"
+        places = _PLACE.findall(self.words)
+        if not places or "(most recent call first)" in self.words:
+            return ""
+        file, line = places[-1]
+        return f" It failed in {file}, line {line}: {last}"
 
 
 def oom_kills() -> int | None:
@@ -135,7 +151,8 @@ class Child:
             code = self.process.wait()
         self.connection.close()
         words = self.crash.message if self.crash else self._output.last()
-        return Ended(self._how(code), words.strip()[-LAST_WORDS_BYTES:])
+        killed = code == -signal.SIGKILL and self._why_killed is None
+        return Ended(self._how(code), words.strip()[-LAST_WORDS_BYTES:], killed)
 
     def _how(self, code: int) -> str:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

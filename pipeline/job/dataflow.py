@@ -118,8 +118,8 @@ class EngineActor:
         try:
             if too_many:
                 raise EnvironmentFailed(
-                    f"{number} processes of engine actors have ended on their own. "
-                    "Is there enough memory? Are all machines up?"
+                    f"{number} processes of engine actors have ended on their own; how is not known here. Ray's logs "
+                    "on their machines say it (session_latest/logs): too little memory and lost machines are usual."
                 )
             self._worker: Worker | None = Worker(spec, number, now_us() - age_us)
         except PipelineError as error:  # told with the first unit: a constructor that raises is tried again and again

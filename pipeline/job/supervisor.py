@@ -195,7 +195,7 @@ class Supervisor:
                 if start_deaths >= MAX_START_DEATHS:
                     raise EnvironmentFailed(
                         f"The engine's process ended {start_deaths} times while it loaded "
-                        f"{self._launch.config.model} ({ended}). Is there enough memory?{self._see_log()}"
+                        f"{self._launch.config.model} ({ended}).{ended.advice()}{self._see_log()}"
                     )
                 self._after_death(ended)
             raise EnvironmentFailed("The engine was closed.")

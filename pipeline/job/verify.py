@@ -51,7 +51,9 @@ def read_success(store: PartStore) -> PartTotals | None:
             counts["completed_rows"] + counts["error_rows"],
             counts["parts"],
             dict(counts["errors"]),
-            *(counts[name] for name in ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")),
+            counts["num_input_tokens"],
+            counts["num_cached_tokens"],
+            counts["num_generated_tokens"],
             counts.get("num_error_input_tokens", 0),  # an earlier version counted them as num_input_tokens
         )
     except (ValueError, KeyError, TypeError):

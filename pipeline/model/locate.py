@@ -22,9 +22,32 @@ def locate_model(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(f"model {name!r}: no such folder, and not a Hugging Face id of the form owner/name")
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(f"model {name!r}: {why_no_checkpoint(name)}")
     return _download(name)
+
+
+def why_no_checkpoint(name: str) -> str:
+    """What is at `name`, a local path, in the place of a checkpoint's folder; empty where it may be one."""
+    place = Path(name).expanduser()
+    if not place.exists():
+        return "no such folder, and not a Hugging Face id (owner/name)"
+    if not place.is_dir():
+        kind = "a GGUF file" if place.suffix == ".gguf" else "a file"
+        return f"{kind}; this program reads safetensors checkpoints: give the folder of one"
+    try:
+        names = {file.name for file in place.iterdir()}
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if "config.json" in names:
+        return ""
+    if not names:
+        return "an empty folder, so it has no config.json; give the folder of a safetensors checkpoint"
+    if "adapter_config.json" in names:
+        return "has no config.json but an adapter_config.json: a LoRA adapter; give its base model, or both merged"
+    if any(found.endswith(".gguf") for found in names):
+        return "has no config.json but GGUF files; this program reads safetensors checkpoints"
+    return "has no config.json; give the folder of a safetensors checkpoint"
 
 
 def _download(name: str) -> Path:
@@ -34,7 +57,7 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise ModelError(
-            f"model {name!r}: no such folder, and Hugging Face has it not or cannot be reached{offline}: {error}"
-        ) from None
+        reason = f"and Hugging Face has it not or cannot be reached: {error}"
+        if os.environ.get("HF_HUB_OFFLINE"):
+            reason = "and not in this machine's Hugging Face cache; HF_HUB_OFFLINE is set, so that it is not downloaded"
+        raise ModelError(f"model {name!r}: no such folder, {reason}") from None

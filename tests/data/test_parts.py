@@ -127,6 +127,7 @@ def test_footers_are_read_some_at_a_time(store):
         (str(name(fingerprint8="ffffffff")), "belongs to another job"),
         ("part-00000.parquet", "not a part"),
         ("thesis.docx", "not a part"),
+        ("notes.txt", r"notes\.txt: not a part.* may stay there under a name that begins with _ or a dot"),
         (str(name(rows=51)), "another part holds the same unit"),
         (str(name(1, of=41)), "another part says this window has 40 units"),
     ],

@@ -185,6 +185,30 @@ def test_malformed_messages(value, code):
     assert got[1].startswith('[{"role":"system"')
 
 
+def test_content_parts_of_text_are_joined_by_lines():
+    parts = [{"type": "text", "text": "Hé"}, {"type": "text", "text": "{{x}}", "cache_control": None}]
+    expected = '[{"role":"user","content":"Hé\\n{{x}}"}]'
+    chat = [{"role": "user", "content": parts}]
+    assert prompts({"chat": [chat]}, messages="chat") == [expected]
+    assert prompts({"chat": [json.dumps(chat)]}, messages="chat") == [expected]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        ["x"],
+        [{"type": "text"}],
+        [{"type": "text", "text": 1}],
+        [{"type": "text", "text": "x"}, {"type": "image_url"}],
+    ],
+)
+def test_content_parts_of_anything_else_are_refused(content):
+    assert prompts({"chat": [json.dumps([{"role": "user", "content": content}])]}, messages="chat") == [
+        "invalid_messages"
+    ]
+
+
 def test_malformed_messages_in_structs():
     t = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     column = pa.array([None, [], [None], [{"role": None, "content": "x"}], [{"role": "user", "content": None}]], t)

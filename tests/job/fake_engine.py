@@ -18,7 +18,6 @@ from pathlib import Path
 
 from pipeline import errors
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request
-from pipeline.job.stages import failed_row
 
 
 class FakeTokenizer:
@@ -90,7 +89,8 @@ class FakeEngine:
         while self.waiting and len(self.running) < self.fake.get("max_num_seqs", 8):
             request = self.waiting.pop(0)
             if len(request.prompt_token_ids) >= self.fake.get("max_model_len", 10**9):
-                refused.append(failed_row(request.row_id, "prompt_too_long", "", len(request.prompt_token_ids)))
+                length = len(request.prompt_token_ids)
+                refused.append(Completion(request.row_id, [], "", "error", length, error="prompt_too_long"))
                 continue
             ids = answer(request.prompt_token_ids, request.params.seed, request.params.max_tokens)
             self.running[request.row_id] = (request, ids, 0)

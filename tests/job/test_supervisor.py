@@ -238,6 +238,40 @@ def test_fault_7_a_process_that_dies_while_loading_is_tried_a_few_times(start):
         supervisor.generate(requests(["row"]))
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "/usr/lib/python3.11/tempfile.py", line 44, in <module>
+    from random import Random as _Random
+ImportError: cannot import name 'Random' from 'random' (/home/me/random.py)"""
+
+
+@pytest.mark.parametrize(
+    ("ended", "advice"),
+    [
+        (Ended("signal SIGKILL", "", killed=True), " Is there enough memory?"),
+        (Ended("signal SIGKILL, by us: not loaded within 5 s", ""), ""),
+        (Ended("exit code 1", "Traceback ...\n  File \"a.py\", line 1\nMemoryError"), " Is there enough memory?"),
+        (Ended("exit code 1", "...\ntorch.OutOfMemoryError: CUDA out of memory."), " Is there enough memory?"),
+        (Ended("signal SIGABRT", "terminate called ... what():  std::bad_alloc"), " Is there enough memory?"),
+        (Ended("exit code 1", TRACEBACK),
+         " It failed in /usr/lib/python3.11/tempfile.py, line 44: ImportError: cannot import name 'Random' from "
+         "'random' (/home/me/random.py)"),
+        (Ended("signal SIGSEGV", 'Current thread (most recent call first):\n  File "a.py", line 3 in f'), ""),
+        (Ended("exit code 9", ""), ""),
+    ],
+)  # fmt: skip
+def test_advice_fits_how_a_process_ended(ended, advice):
+    assert ended.advice() == advice
+
+
+def test_an_import_that_fails_is_not_taken_for_too_little_memory(start, tmp_path, monkeypatch):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "queue.py").write_text("from random import nothing\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "broken"))
+    with pytest.raises(EnvironmentFailed, match=r"queue\.py, line 1: ImportError: cannot import") as raised:
+        start().generate(requests(["row"]))
+    assert "enough memory" not in str(raised.value)
+
+
 def test_fault_7_a_load_that_says_nothing_for_too_long_is_ended(start):
     supervisor = start(load_s=60, load_timeout_s=1.5)
     with pytest.raises(EnvironmentFailed, match=r"nothing heard while it loaded for run.load_timeout_s, 1.5 s"):

@@ -1,6 +1,7 @@
 """The loader proves that nothing is missing or left over; what is not served is refused by name."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import ModelError
+from pipeline.job.checkpoint import resolve_model
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
 from pipeline.model.load import checkpoint_files
-from pipeline.model.locate import locate_model
+from pipeline.model.locate import locate_model, why_no_checkpoint
 from tests.checkpoints import VOCAB, Family, write_checkpoint
 
 CONFIG = {
@@ -108,6 +110,40 @@ def test_old_and_new_rope_layouts_mean_the_same(folder: Path) -> None:
     edit_config(folder, rope_parameters=None, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
     assert read_config(folder).rope == new
     assert new.theta == 5e5
+
+
+def test_what_stands_in_the_place_of_a_checkpoint_is_named(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    for name, file in (("empty", None), ("lora", "adapter_config.json"), ("quants", "q4.gguf"), ("data", "a.txt")):
+        (tmp_path / name).mkdir()
+        if file is not None:
+            (tmp_path / name / file).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for name, said in {
+        "m.gguf": "a GGUF file; this program reads safetensors checkpoints",
+        "./m.gguf": "a GGUF file",
+        "lora/adapter_config.json": "a file; this program reads",
+        "empty": "an empty folder, so it has no config.json",
+        "lora": "has no config.json but an adapter_config.json: a LoRA adapter",
+        "quants": "has no config.json but GGUF files",
+        "data": "has no config.json; give",
+        "none": "no such folder, and not a Hugging Face id",
+    }.items():
+        assert why_no_checkpoint(name).startswith(said)
+        with pytest.raises(ModelError, match=re.escape(said)):
+            resolve_model(name)
+    assert why_no_checkpoint(str(folder)) == ""
+
+
+def test_a_model_that_is_not_in_the_cache_is_told_once_to_be_looked_for_offline(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ModelError) as raised:
+        locate_model("nobody/nothing")
+    told = str(raised.value)
+    assert told.count("HF_HUB_OFFLINE") == 1
+    assert "outgoing traffic" not in told
+    assert len(told) < 200
 
 
 def test_what_a_user_writes_for_a_model_is_found_or_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
