@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from typing import Any, NoReturn, TextIO
 
@@ -51,7 +52,7 @@ def with_exit_codes(call: Callable[[], None]) -> None:
         error.show()
         sys.exit(ConfigError.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("Interrupted.", err=True)
+        say("Interrupted.")
         sys.exit(Interrupted.exit_code)
     except BrokenPipeError:
         _leave_unread(sys.stdout)
@@ -59,7 +60,7 @@ def with_exit_codes(call: Callable[[], None]) -> None:
         import traceback
 
         say(traceback.format_exc())
-        click.echo("\nThis is a defect of this program, please report it with the lines above.", err=True)
+        say("\nThis is a defect of this program, please report it with the lines above.")
         sys.exit(PipelineError.exit_code)
 
 
@@ -89,6 +90,8 @@ def _print_result(text: str) -> None:
         click.echo(text, file=results)
     except BrokenPipeError:
         _leave_unread(results or sys.stdout)
+    except OSError:  # the terminal is gone; the exit code still says how it ended
+        return
 
 
 def _leave_unread(stream: TextIO) -> NoReturn:
@@ -98,8 +101,9 @@ def _leave_unread(stream: TextIO) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """Say something on the way."""
-    click.echo(printable_lines(text), err=True)
+    """Say something on the way. Nobody need be there: a terminal may be gone."""
+    with suppress(OSError):
+        click.echo(printable_lines(text), err=True)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

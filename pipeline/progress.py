@@ -7,6 +7,7 @@ standard output holds results alone.
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -45,12 +46,15 @@ class PlainProgress:
     def __call__(self, status: "Status") -> None:
         last = self._said
         wait_s = self._every_s if last is None or _work(status) != _work(last) else self._still_every_s
-        if last is None or status.phase != last.phase or self._clock() >= self._said_at + wait_s:
+        is_new = last is None or (status.phase, status.warning) != (last.phase, last.warning)
+        if is_new or self._clock() >= self._said_at + wait_s:
             self._say(status)
         else:
             self._unsaid = status
 
     def _say(self, status: "Status") -> None:
+        if status.warning and (self._said is None or status.warning != self._said.warning):
+            print(printable(f"warning: {status.warning}"), file=self._stream)
         print(printable(status_line(status)), file=self._stream, flush=True)
         self._said, self._said_at, self._unsaid = status, self._clock(), None
 
@@ -71,6 +75,7 @@ class LiveProgress:
             transient=True,
         )
         self._task = self._bar.add_task("planning", total=None, line="")
+        self._warning = ""
 
     def __enter__(self) -> "LiveProgress":
         self._bar.start()
@@ -79,11 +84,15 @@ class LiveProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        with suppress(OSError):  # the terminal may be gone
+            self._bar.stop()
 
     def __call__(self, status: "Status") -> None:
         from rich.markup import escape
 
+        if status.warning != self._warning:
+            self._warning = status.warning
+            self._bar.console.print(f"warning: {escape(printable(status.warning))}")
         self._bar.update(
             self._task,
             description=escape(printable(status.phase)),

@@ -1,6 +1,8 @@
 """A command in a process of its own: its exit codes are its own, and an end without a word is the environment's."""
 
+import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -138,3 +140,45 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_terminal_that_is_closed_drains_the_run_and_nothing_that_is_printed_ends_it(tmp_path):
+    """As when an ssh connection drops: SIGHUP, and from then on every write to the terminal fails."""
+    script = """
+import sys, time
+import pipeline.job.run
+from pipeline import __main__
+from pipeline.errors import Interrupted
+from pipeline.job.run import _harmless
+from pipeline.job.status import Status
+from pipeline.job.stop import StopSignals
+def run_job(config, *, accept_numerics, retry_failed, progress):
+    show = _harmless(progress)
+    with StopSignals() as stop, stop.draining():
+        for number in range(300):
+            show(Status(phase=f"running {number}", warning=f"warning {number}"))
+            time.sleep(0.05)
+            if stop.count and number > 30:
+                raise Interrupted("stopped")
+pipeline.job.run.run_job = run_job
+sys.argv = ["pipeline", "run", "job.yaml"]
+__main__.main()
+"""
+    job = {"input": {"path": "."}, "prompt": {"column": "text"}, "model": {"path": "demo"}, "output": {"path": "o"}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, "-c", script], {**os.environ, "TERM": "xterm"})
+    shown = b""
+    while b"running" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    deadline = time.monotonic() + 60
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert os.waitstatus_to_exitcode(status) == 75
