@@ -33,12 +33,12 @@ class Fitful(FixedDrafts):
 
     def __init__(self, max_draft_tokens: int, rng: np.random.Generator, num_proposers: int = 1) -> None:
         super().__init__(max_draft_tokens)
-        self.rng, self.num_proposers, self.left, self.on = rng, num_proposers, 0, False
+        self.rng, self.num_proposers, self.steps_left, self.on = rng, num_proposers, 0, False
 
     def proposer(self, facts: StepFacts) -> int | None:
-        if self.left == 0:
-            self.on, self.left = not self.on, int(self.rng.integers(1, 14))
-        self.left -= 1
+        if self.steps_left == 0:
+            self.on, self.steps_left = not self.on, int(self.rng.integers(1, 14))
+        self.steps_left -= 1
         return int(self.rng.integers(0, self.num_proposers)) if self.on else None
 
     def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
