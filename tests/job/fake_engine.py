@@ -99,7 +99,8 @@ class FakeEngine:
             self.stats.cached_tokens += self.cached[request.row_id]
         prefilled = time.monotonic_ns() // 1000
         for request, _, _ in self.running.values():
-            self._maybe_fail("".join(map(chr, request.prompt_token_ids)))
+            text = bytes(token for token in request.prompt_token_ids if token < 256)  # of a real tokenizer's ids: some
+            self._maybe_fail(text.decode(errors="replace"))
         time.sleep(self.fake.get("step_s", 0.0))
         finished = []
         for key, (request, ids, num_done) in list(self.running.items()):
