@@ -299,7 +299,8 @@ def status(place: str, as_json: bool) -> None:
     if as_json:
         print_json({**now.to_json(), "output": store.path, "stale": doubt})
         return
-    print_result(f"{place}: {'stale' if doubt else now.outcome}")
+    believed = now.outcome if doubt is None else "stale" if now.outcome == "running" else "damaged"
+    print_result(f"{place}: {believed}")
     print_result(f"  {status_line(now)}")
     print_result(f"  run {now.run_id}, {now.units:,} units written, {now.actors} actors")
     if doubt:
@@ -318,14 +319,18 @@ def report(place: str, as_json: bool) -> None:
       pipeline report out/summarize
       pipeline report jobs/summarize.yaml --json
     """
-    from pipeline.output import open_output, report_of
+    from pipeline.output import damage_of, open_output, report_of
     from pipeline.report import text
 
-    told = report_of(open_output(place))
+    store = open_output(place)
+    told = report_of(store)
+    doubt = damage_of(store) if told.outcome == "finished" else None
     if as_json:
-        print_json(told.to_json())
-    else:
-        print_result(text(told))
+        print_json({**told.to_json(), "stale": doubt})
+        return
+    print_result(text(told))
+    if doubt:
+        print_result(f"\n  {doubt}")
 
 
 @cli.command()

@@ -45,6 +45,10 @@ class Folder(Protocol):
         """What lies directly in the root, in any order, of which only some are in memory at a time."""
         ...
 
+    def each_size(self) -> Iterator[tuple[str, int]]:
+        """As `each_name`, of files alone, with their bytes."""
+        ...
+
     def has(self, name: str) -> bool: ...
 
     def read(self, name: str) -> bytes | None:
@@ -117,16 +121,21 @@ class LocalFolder:
         _sync_folder(self.root)
 
     def names(self, folder: str = "") -> list[str]:
-        return sorted(self._each(folder))
+        return sorted(entry.name for entry in self._each(folder))
 
     def each_name(self) -> Iterator[str]:
-        return self._each("")
+        return (entry.name for entry in self._each(""))
 
-    def _each(self, folder: str) -> Iterator[str]:
+    def each_size(self) -> Iterator[tuple[str, int]]:
+        for entry in self._each(""):
+            with suppress(FileNotFoundError):  # removed since
+                if entry.is_file():
+                    yield entry.name, entry.stat().st_size
+
+    def _each(self, folder: str) -> Iterator[os.DirEntry[str]]:
         try:
             with os.scandir(self.path(folder) if folder else self.root) as entries:
-                for entry in entries:
-                    yield entry.name
+                yield from entries
         except FileNotFoundError:
             return
         except NotADirectoryError as e:

@@ -57,29 +57,43 @@ class ObjectFolder:
         return f"{self._root}/{name}"
 
     def names(self, folder: str = "") -> list[str]:
-        path = self.path(folder) if folder else self._root
-        with self._reading(folder):
-            try:
-                entries = [(e["name"].lstrip("/"), e["type"]) for e in self._fs.ls(path)]
-            except FileNotFoundError:
-                return []
-        path = path.lstrip("/")
-        if entries == [(path, "file")]:
-            raise OutputError(f"{self.shown(folder)}: is a file, expected a folder")
-        # an empty object named like the folder, as consoles make them, is not in it
-        return sorted(posixpath.basename(name.rstrip("/")) for name, _ in entries if name.rstrip("/") != path)
+        return sorted(name for name, _ in self._listed(folder))
 
     def each_name(self) -> Iterator[str]:
+        return (name for name, _ in self._each())
+
+    def each_size(self) -> Iterator[tuple[str, int]]:
+        return ((name, size) for name, size in self._each() if size is not None)
+
+    def _each(self) -> Iterator[tuple[str, int | None]]:
         found = False
         for page in self._pages() if self._fs.is_s3 else ():
             found = found or bool(page)
             yield from page
         if not found:  # nothing below it: it may be a file
-            yield from self.names()
+            yield from self._listed("")
 
-    def _pages(self) -> Iterator[list[str]]:
+    def _pages(self) -> Iterator[list[tuple[str, int | None]]]:
         with self._reading(""), suppress(FileNotFoundError):
             yield from self._fs.pages(self._root)
+
+    def _listed(self, folder: str) -> list[tuple[str, int | None]]:
+        """Names with their bytes; None: a folder."""
+        path = self.path(folder) if folder else self._root
+        with self._reading(folder):
+            try:
+                entries = self._fs.ls(path)
+            except FileNotFoundError:
+                return []
+        path = path.lstrip("/")
+        if [(e["name"].lstrip("/"), e["type"]) for e in entries] == [(path, "file")]:
+            raise OutputError(f"{self.shown(folder)}: is a file, expected a folder")
+        # an empty object named like the folder, as consoles make them, is not in it
+        return [
+            (posixpath.basename(e["name"].rstrip("/")), int(e["size"]) if e["type"] == "file" else None)
+            for e in entries
+            if e["name"].strip("/") != path
+        ]
 
     def has(self, name: str) -> bool:
         with self._reading(name):

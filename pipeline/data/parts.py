@@ -242,6 +242,13 @@ class PartStore:
         """The files directly in a folder such as `_pipeline/runs`, sorted."""
         return tuple(self.folder.names(folder))
 
+    def sizes(self) -> Iterator[tuple[PartName, int]]:
+        """Each part with its bytes, from one listing, in any order; whatever is no part is left out."""
+        for file, size in self.folder.each_size():
+            name = PartName.parse(file)
+            if name is not None:
+                yield name, size
+
     def remove(self, name: str) -> None:
         """Remove a small file, if it is there."""
         self.folder.remove(name)

@@ -146,18 +146,18 @@ class RemoteFilesystem:
     def ls(self, path: str) -> list[dict[str, Any]]:
         return self._fresh(path, lambda fs: fs.ls(path, detail=True))
 
-    def pages(self, path: str) -> Iterator[list[str]]:
-        """The names that lie directly in a folder of S3, a page at a time: fsspec's own listing holds a kilobyte for
-        each."""
+    def pages(self, path: str) -> Iterator[list[tuple[str, int | None]]]:
+        """The names that lie directly in a folder of S3, with their bytes (None: a folder), a page at a time: fsspec's
+        own listing holds a kilobyte for each."""
         assert self.is_s3
         bucket, key = self._fs.split_path(path)[:2]
         prefix = f"{key.strip('/')}/" if key.strip("/") else ""
         request = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
         while True:
             page = self.call(path, lambda fs: fs.call_s3("list_objects_v2", **request))
-            keys = [entry["Key"] for entry in page.get("Contents", ())]
-            keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
-            yield [key[len(prefix) :].rstrip("/") for key in keys if key != prefix]
+            found = [(entry["Key"], int(entry["Size"])) for entry in page.get("Contents", ())]
+            found += [(entry["Prefix"], None) for entry in page.get("CommonPrefixes", ())]
+            yield [(key[len(prefix) :].rstrip("/"), size) for key, size in found if key != prefix]
             if not page.get("IsTruncated"):
                 return
             request["ContinuationToken"] = page["NextContinuationToken"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pipeline import errors
 from pipeline.config import JobConfig
 from pipeline.cost import RunReport
+from pipeline.data.inventory import what_is_wrong
 from pipeline.data.parts import SUCCESS, PartStore, Progress
 from pipeline.data.records import PartTotals
 from pipeline.data.storage import retry_counts
@@ -89,7 +90,10 @@ def run_job(
                 tasks = tasks_with_failed(plan, done, failed)
             earlier = load_runs(store)
             if not tasks and SUCCESS in store.names(""):
-                return _already_complete(plan, store, done, earlier, show)
+                wrong = what_is_wrong(store)
+                if wrong is None:
+                    return _already_complete(plan, store, done, earlier, show)
+                planning(f"all parts are counted again: {wrong}")
             if tasks:
                 check_dated(store, plan.fingerprint)
             if accept_numerics:
@@ -109,8 +113,8 @@ def run_job(
                 if not plan.windows:
                     write_empty_part(plan, store, provenance(plan))
                 run.check_error_rate()
+                store.remove(SUCCESS)  # it is of the parts as they were: some are to be made or replaced, or damaged
                 if tasks:
-                    store.remove(SUCCESS)  # parts are to be replaced, or were removed by hand since
                     spec = flow_spec(plan, tuple(tasks), backend or Backend(), log.run_id, retry_failed=bool(failed))
                     run.execute(spec)
                 run.publish()

@@ -106,6 +106,7 @@ def test_a_footer_costs_one_request(store, monkeypatch):
 def test_parts_and_small_files(request, kind):
     store = request.getfixturevalue(kind)
     assert store.list(FP).num_units == 0
+    assert dict(store.sizes()) == {}
     assert store.totals() == PartTotals()
     store.probe()
     store.probe()
@@ -115,6 +116,7 @@ def test_parts_and_small_files(request, kind):
     assert not store.write(name(), result(50, seed=2))
     assert store.write(name(1), result(50))
     assert store.has(name())
+    assert dict(store.sizes()) == {unit: len(store.read(str(unit)) or b"") for unit in (name(), name(1))}
     part = store.read_part(name())
     assert part.table.equals(result(50, errors=2))
     assert part.metadata == {"pipeline.model": "demo"}
