@@ -163,7 +163,7 @@ class _Examination:
         import pyarrow as pa
 
         try:
-            fields = [source.schema.field(name) for name in kept]
+            fields = [source.kept.field(name) for name in kept]
             logprobs = self.config.sampling.logprobs is not None
             schema: pa.Schema = output_schema(pa.schema(fields), self.config.output.rename, logprobs)
         except PipelineError as error:

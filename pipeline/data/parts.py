@@ -200,6 +200,10 @@ class PartStore:
         """Whether the part is there."""
         return self.folder.has(str(name))
 
+    def schema(self, name: PartName) -> pa.Schema:
+        """The columns of a part. Raises OutputError when it is damaged or not there."""
+        return self._footer(str(name)).schema.to_arrow_schema()
+
     def read_part(self, name: PartName) -> StoredPart:
         """A part with its page checksums verified. Raises OutputError when it is damaged or not there."""
         there = self.folder.read_tagged(str(name))

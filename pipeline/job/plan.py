@@ -4,7 +4,7 @@ job file -> source -> windows -> fingerprint -> the output is ours -> one listin
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -39,6 +39,19 @@ class Plan:
     def num_rows(self) -> int:
         return sum(window.num_rows for window in self.windows)
 
+    @property
+    def kept_types(self) -> dict[str, pa.DataType]:
+        """Of each kept column, in the output."""
+        return {name: self.schema.field(i).type for i, name in enumerate(self.units.kept)}
+
+    def with_types_of(self, part: pa.Schema) -> "Plan":
+        """This plan with the columns' types of a part that is there: one output has one schema, and versions before
+        this one kept plain types."""
+        if part.names != self.schema.names:
+            return self
+        fields = [f.with_type(there.type) for f, there in zip(self.schema, part, strict=True)]
+        return replace(self, schema=pa.schema(fields))
+
 
 @dataclass(frozen=True)
 class WindowTask:
@@ -62,8 +75,7 @@ def make_plan(config: JobConfig, device: str, say: Callable[[str], None] | None 
     )
     source.check_columns(units.columns)
     prompt.check(source.schema)
-    kept_schema = pa.schema([source.schema.field(name) for name in kept])
-    schema = output_schema(kept_schema, config.output.rename, params.logprobs is not None)
+    schema = output_schema(pa.schema([source.kept.field(name) for name in kept]), config.output.rename, params.logprobs is not None)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     model = resolve_model(config.model.path, config.model.storage, say)
     draft = resolve_draft(config.draft_model, config.model.storage, say)

@@ -100,6 +100,9 @@ def run_job(
                 record_numerics(store, plan.fingerprint)
             if not retry_failed:
                 before = totals_so_far(store, earlier, done)
+            some_part = next(done.parts(), None)
+            if some_part is not None:
+                plan = plan.with_types_of(store.schema(some_part))
             phase = "telling how the run ended"
             telemetry = Telemetry(store)
             log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device}, telemetry)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from pipeline.data.parts import PartStore
 from pipeline.data.records import PartTotals
 from pipeline.data.storage import retry_counts
@@ -63,6 +65,7 @@ class WorkSpec:
     retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
     model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     draft: str | None = None  # the draft model, also as the job file has it
+    kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, where not plain
 
 
 def _on_this_machine(folder: str, path: str, storage: Mapping[str, Any]) -> str:
@@ -118,6 +121,7 @@ class Worker:
             spec.rename,
             spec.params.logprobs is not None,
             spec.metadata,
+            spec.kept_types,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:
