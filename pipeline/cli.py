@@ -112,7 +112,7 @@ def _run(config: "JobConfig", as_json: bool, accept_numerics: bool = False, retr
 
 
 def _run_here(config: "JobConfig", as_json: bool, accept_numerics: bool, retry_failed: bool) -> None:
-    from pipeline.config import without_password
+    from pipeline.data.redaction import shown_url
     from pipeline.job.run import run_job
     from pipeline.progress import progress_for
     from pipeline.report import text
@@ -122,7 +122,7 @@ def _run_here(config: "JobConfig", as_json: bool, accept_numerics: bool, retry_f
     if as_json:
         print_json(report.to_json())
         return
-    output = without_password(config.output.path).rstrip("/")
+    output = shown_url(config.output.path).rstrip("/")
     print_result(f"{text(report)}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
 
 

@@ -14,7 +14,8 @@ from typing import IO, Any, cast
 
 from pipeline.data.failpoints import hit
 from pipeline.data.folder import TMP
-from pipeline.data.storage import RemoteFilesystem, filesystem, md5, protocols, shown_url
+from pipeline.data.redaction import shown_url
+from pipeline.data.storage import RemoteFilesystem, filesystem, md5, protocols
 from pipeline.data.store_errors import PreconditionFailed
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 
@@ -254,19 +255,19 @@ class ObjectFolder:
         try:
             yield
         except FileNotFoundError as e:
-            raise absent(f"{place}: no such bucket or container ({self._fs.said(e)}); make it first") from e
+            raise absent(f"{place}: no such bucket or container ({self._fs.said(e)}); make it first") from None
         except PermissionError as e:
             raise denied(
                 f"{place}: the store denies it ({self._fs.said(e)}); it needs the rights to list, read, write and "
                 "delete below output.path"
-            ) from e
+            ) from None
         except OSError as e:
-            raise EnvironmentFailed(f"{place}: {self._fs.said(e)}; fix it, then run again") from e
+            raise EnvironmentFailed(f"{place}: {self._fs.said(e)}; fix it, then run again") from None
         except Exception as e:
             # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
             if isinstance(e, (PipelineError, PreconditionFailed)) or type(e).__module__ == "builtins":
                 raise
-            raise denied(f"{place}: {self._fs.said(e)}") from e
+            raise denied(f"{place}: {self._fs.said(e)}") from None
 
 
 def _looks_then_writes(fs: Any) -> bool:

@@ -23,8 +23,9 @@ from pipeline.data.columns import did_you_mean, kept_schema, merge_schemas, plai
 from pipeline.data.footer import DamagedFile, read_footer
 from pipeline.data.listing import find_files, is_local
 from pipeline.data.partitions import partition_array, partition_columns
+from pipeline.data.redaction import shown_url
 from pipeline.data.source_file import Slice, SourceFile, read_slices
-from pipeline.data.storage import filesystem, shown_url
+from pipeline.data.storage import filesystem
 from pipeline.errors import InputError
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
@@ -110,7 +111,7 @@ def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt:
     """
     storage = dict(storage or {})
     fs, root, found = find_files(path, storage)
-    shown = fs.unstrip_protocol(root) if not is_local(fs) else root
+    shown = shown_url(fs.unstrip_protocol(root)) if not is_local(fs) else root
     schemas = _Schemas()
 
     def footer(index: int) -> SourceFile | SkippedFile:

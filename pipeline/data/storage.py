@@ -11,7 +11,6 @@ Local filesystems are handed out as they are. No message and no repr shows stora
 import hashlib
 import io
 import random
-import re
 import threading
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pipeline.data.redaction import said, secrets_of, shown_url
 from pipeline.data.store_errors import Fault, PreconditionFailed, ShortRead, client_error, fault_of, status_of
 from pipeline.errors import EnvironmentFailed
 
@@ -79,7 +79,7 @@ def filesystem(
     fs, path = connect()
     if "file" in protocols(fs):
         return fs, path
-    return RemoteFilesystem(fs, lambda: connect()[0], policy or RetryPolicy(), _secrets_of(given)), path
+    return RemoteFilesystem(fs, lambda: connect()[0], policy or RetryPolicy(), secrets_of(given)), path
 
 
 def _open_session(fs: Any) -> None:
@@ -93,6 +93,11 @@ def _open_session(fs: Any) -> None:
         return
 
 
+def secrets_in(fs: Any) -> frozenset[str]:
+    """The storage options of a filesystem that must not be shown; a local one has none."""
+    return fs.secrets if isinstance(fs, RemoteFilesystem) else frozenset()
+
+
 def protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
@@ -100,12 +105,6 @@ def protocols(fs: Any) -> tuple[str, ...]:
 def md5(data: bytes) -> str:
     """What most S3 stores give as the entity tag of a file that came in one PUT."""
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
-def shown_url(url: str) -> str:
-    """The url without a password in it, and without the query of a web address, which may be a signature."""
-    url = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1@", url)
-    return re.sub(r"^(https?://[^?]*)\?.*", r"\1", url)
 
 
 class RemoteFilesystem:
@@ -118,7 +117,7 @@ class RemoteFilesystem:
         self._fs = fs
         self._connect = connect
         self._policy = policy
-        self._secrets = secrets
+        self.secrets = secrets
         self._lock = threading.Lock()
         self.protocol = fs.protocol
         self.is_s3 = _is_s3(fs)
@@ -330,11 +329,7 @@ class RemoteFilesystem:
 
     def said(self, error: BaseException) -> str:
         """What the store said, on one line, without what is secret."""
-        said = client_error(error) or error
-        text = " ".join(f"{type(said).__name__}: {said}".split())
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return re.sub(r"(://[^/@:\s]*):[^/@\s]*@", r"\1@", text)
+        return said(client_error(error) or error, self.secrets)
 
 
 class RemoteFile(io.RawIOBase):
@@ -399,18 +394,3 @@ def _first_key(fs: Any, bucket: str, prefix: str) -> str | None:
 def _tag(info: Mapping[str, Any]) -> str | None:
     tag = info.get("ETag") or info.get("etag")
     return tag.strip('"') if isinstance(tag, str) and tag else None
-
-
-_SECRET = re.compile(r"key|secret|token|passw|credential|sas|sign|connection_string", re.IGNORECASE)
-
-
-def _secrets_of(options: Mapping[str, Any], inside: bool = False) -> frozenset[str]:
-    """The texts among the options that must not be shown."""
-    found: set[str] = set()
-    for name, value in options.items():
-        secret = inside or bool(_SECRET.search(str(name)))
-        if isinstance(value, Mapping):
-            found |= _secrets_of(value, secret)
-        elif secret and isinstance(value, str) and len(value) >= 4:
-            found.add(value)
-    return frozenset(found)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.redaction import shown_url
 from pipeline.errors import ModelError, PipelineError
 from pipeline.job.model_cache import cache_folder, fetch_model
 from pipeline.model.folder import checked_file
@@ -61,7 +62,7 @@ def resolve_model(
     else:
         folder = locate_model(path)
     if reason := why_no_checkpoint(str(folder)):
-        raise ModelError(f"model.path {path}: {reason}")
+        raise ModelError(f"model.path {shown_url(path)}: {reason}")
     return folder.resolve()
 
 

@@ -19,7 +19,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.storage import RemoteFilesystem, filesystem, md5, shown_url
+from pipeline.data.redaction import shown_url
+from pipeline.data.storage import RemoteFilesystem, filesystem, md5
 from pipeline.data.store_errors import is_malformed
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.model.locate import PATTERNS
@@ -258,16 +259,16 @@ def _store(fs: RemoteFilesystem, shown: str) -> Iterator[None]:
     """Turn what the store's library raises into errors of the model, without secrets."""
     try:
         yield
-    except FileNotFoundError as e:
-        raise ModelError(f"model.path {shown}: no such folder in the store") from e
+    except FileNotFoundError:
+        raise ModelError(f"model.path {shown}: no such folder in the store") from None
     except PermissionError as e:
         raise ModelError(
             f"model.path {shown}: the store denies it ({fs.said(e)}); it needs the rights to list and read below it"
-        ) from e
+        ) from None
     except Exception as e:
         # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
         if isinstance(e, PipelineError) or (type(e).__module__ == "builtins" and not isinstance(e, OSError)):
             raise
         if is_malformed(e):
-            raise ModelError(f"model.path {shown}: no place in a store ({fs.said(e)})") from e
-        raise EnvironmentFailed(f"model.path {shown}: {fs.said(e)}; fix it, then run again") from e
+            raise ModelError(f"model.path {shown}: no place in a store ({fs.said(e)})") from None
+        raise EnvironmentFailed(f"model.path {shown}: {fs.said(e)}; fix it, then run again") from None

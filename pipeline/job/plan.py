@@ -75,7 +75,9 @@ def make_plan(config: JobConfig, device: str, say: Callable[[str], None] | None 
     )
     source.check_columns(units.columns)
     prompt.check(source.schema)
-    schema = output_schema(pa.schema([source.kept.field(name) for name in kept]), config.output.rename, params.logprobs is not None)
+    schema = output_schema(
+        pa.schema([source.kept.field(name) for name in kept]), config.output.rename, params.logprobs is not None
+    )
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     model = resolve_model(config.model.path, config.model.storage, say)
     draft = resolve_draft(config.draft_model, config.model.storage, say)
