@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from pipeline.data.failpoints import hit
-from pipeline.errors import EnvironmentFailed, OutputError
+from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 
 TMP = "_pipeline/tmp"
 _TRIES = 5  # how often a vanished temporary file is written anew
@@ -99,6 +99,12 @@ class Folder(Protocol):
         ...
 
 
+def check_name(name: str) -> None:
+    """Raise where a name could lead out of the folder."""
+    if {"", ".", ".."} & set(name.split("/")):
+        raise PipelineError(f"not a file's name: {name!r}")
+
+
 class LocalFolder:
     """A folder of a local disk, or of a network disk that is mounted like one."""
 
@@ -111,9 +117,8 @@ class LocalFolder:
         return str(self.root / name)
 
     def path(self, name: str) -> Path:
-        parts = name.split("/")
-        assert not {"", ".", ".."} & set(parts), f"not a name: {name!r}"
-        return self.root.joinpath(*parts)
+        check_name(name)
+        return self.root.joinpath(*name.split("/"))
 
     def make(self) -> None:
         """Make the root and its place for temporary files. OSError as it comes."""

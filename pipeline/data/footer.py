@@ -138,7 +138,8 @@ def decoding(name: str) -> Iterator[None]:
             yield
         except pa.ArrowMemoryError as e:
             raise EnvironmentFailed(
-                f"{name}: too little memory to decode it ({redacted(str(e))}); lower run.window_bytes or take a larger machine"
+                f"{name}: too little memory to decode it ({redacted(str(e))}); lower run.window_bytes or take a larger "
+                "machine"
             ) from e
         except pa.ArrowException as e:
             raise DamagedFile(name, f"damaged, or not as its schema says: {redacted(str(e))}") from e

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import IO, Any, cast
 
 from pipeline.data.failpoints import hit
-from pipeline.data.folder import TMP
+from pipeline.data.folder import TMP, check_name
 from pipeline.data.redaction import shown_url
 from pipeline.data.storage import RemoteFilesystem, filesystem, md5, protocols
 from pipeline.data.store_errors import PreconditionFailed
@@ -54,7 +54,7 @@ class ObjectFolder:
         return f"{self._shown}/{name}" if name else self._shown
 
     def path(self, name: str) -> str:
-        assert not {"", ".", ".."} & set(name.split("/")), f"not a name: {name!r}"
+        check_name(name)
         return f"{self._root}/{name}"
 
     def names(self, folder: str = "") -> list[str]:

@@ -21,7 +21,7 @@ from pipeline.data.footer import metadata_of
 from pipeline.data.objects import open_objects
 from pipeline.data.read_ahead import read_ahead
 from pipeline.data.records import PartTotals
-from pipeline.errors import EnvironmentFailed, OutputError
+from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one
@@ -45,9 +45,9 @@ class PartName:
     rows: int
 
     def __post_init__(self) -> None:
-        assert re.fullmatch(r"[0-9a-f]{8}", self.fingerprint8), f"expected 8 hex digits: {self.fingerprint8!r}"
-        assert 0 <= self.unit < self.of, self
-        assert min(self.window, self.rows) >= 0, self
+        hex_digits = re.fullmatch(r"[0-9a-f]{8}", self.fingerprint8)
+        if not (hex_digits and 0 <= self.unit < self.of and min(self.window, self.rows) >= 0):
+            raise PipelineError(f"{self!r} names no part")
 
     def __str__(self) -> str:
         unit = f"u{self.unit:04d}of{self.of:04d}"
@@ -188,7 +188,7 @@ class PartStore:
         to it. Raises EnvironmentFailed when the disk fails, OutputError when the part that is there is not
         this unit's.
         """
-        assert table.num_rows == name.rows, f"{name}: the table has {table.num_rows} rows"
+        _check_rows(name, table)
         if self.folder.create(str(name), serialize(table, metadata or {}), "part"):
             return True
         there = self._footer(str(name))
@@ -223,7 +223,7 @@ class PartStore:
 
         Raises OutputError, with nothing changed, when the part is not the one that was read any more.
         """
-        assert table.num_rows == name.rows, f"{name}: the table has {table.num_rows} rows"
+        _check_rows(name, table)
         if not self.folder.swap(str(name), serialize(table, metadata), tag):
             raise OutputError(
                 f"{self.folder.shown(str(name))}: was replaced or removed by another run since it was read; it is "
@@ -315,6 +315,12 @@ class PartStore:
         return OutputError(
             f"{self.folder.shown(file)}: this part is damaged: {error}; remove it and run again to make it anew"
         )
+
+
+def _check_rows(name: PartName, table: pa.Table) -> None:
+    """Before anything is written: a part of fewer rows would pass for its whole unit."""
+    if table.num_rows != name.rows:
+        raise PipelineError(f"{name}: its table has {table.num_rows} rows")
 
 
 def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from pipeline.data.redaction import said, secrets_of, shown_url
 from pipeline.data.store_errors import Fault, PreconditionFailed, ShortRead, client_error, fault_of, status_of
-from pipeline.errors import EnvironmentFailed
+from pipeline.errors import EnvironmentFailed, PipelineError
 
 T = TypeVar("T")
 
@@ -236,7 +236,8 @@ class RemoteFilesystem:
         if self.is_s3:
             extra["chunksize"] = len(data) + 1  # above half the size s3fs sends one PUT
         if if_match is not None:
-            assert self.is_s3, "only S3 is known to replace conditionally"
+            if not self.is_s3:
+                raise PipelineError(f"{self._shown(path)}: only S3 is known to replace conditionally")
             extra["IfMatch"] = if_match
 
         def write(fs: Any) -> str | None:

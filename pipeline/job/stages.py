@@ -21,7 +21,7 @@ from pipeline.data.records import PartTotals, output_schema
 from pipeline.data.units import Unit
 from pipeline.engine.chat import ChatTemplateError
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.errors import ConfigError, RowError
+from pipeline.errors import ConfigError, PipelineError, RowError
 from pipeline.job.retry import patched
 from pipeline.rowstats import (
     MAX_EXAMPLES,
@@ -200,7 +200,11 @@ class Write:
     def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:
         """The part's rows, in the order of the input."""
         by_row = {c.row_id: c for c in completions}
-        assert len(by_row) == len(completions) == unit.num_rows, (unit.num_rows, len(completions), len(by_row))
+        if len(completions) != unit.num_rows or by_row.keys() != set(range(unit.num_rows)):
+            raise PipelineError(
+                f"window {unit.window}, unit {unit.index}: {len(completions)} completions of {len(by_row)} different "
+                f"rows came back for {unit.num_rows} rows; nothing of it is written"
+            )
         done = [by_row[i] for i in range(unit.num_rows)]
         kept = unit.kept()
         kept = kept.cast(pa.schema([f.with_type(self._kept_types.get(f.name, f.type)) for f in kept.schema]))

@@ -137,7 +137,7 @@ def test_parts_and_small_files(request, kind):
     store.success(b"{}")
     assert store.read("_SUCCESS") == b"{}"
     assert store.clean_tmp() == 0
-    with pytest.raises(AssertionError):
+    with pytest.raises(PipelineError, match="not a file's name"):
         store.read("../secret")
 
 
