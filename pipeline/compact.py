@@ -300,8 +300,8 @@ def _verify(source: PartStore, target: PartStore, plan: Plan, counts: dict[str, 
         held = PartTotals.from_json((footer.metadata or {})[UNIT_KEY])
         if not footer.num_rows == held.rows == stop - start:
             raise OutputError(
-                f"{target.folder.shown(name)}: holds {footer.num_rows} rows, its name says {stop - start}; remove it and "
-                "compact again"
+                f"{target.folder.shown(name)}: holds {footer.num_rows} rows, its name says {stop - start}; remove it "
+                "and compact again"
             )
         totals += held
     found = (totals.rows, totals.num_error_rows, totals.num_generated_tokens)

@@ -12,13 +12,15 @@ from typing import Any
 
 from pipeline.data.footer import reading
 from pipeline.data.redaction import said, secrets_of, shown_url
-from pipeline.data.storage import filesystem, protocols
+from pipeline.data.storage import RetryCounts, filesystem, protocols
 from pipeline.errors import InputError
 
 _MAGIC = "*?["  # what makes a path a glob
 
 
-def find_files(path: str, storage: dict[str, Any]) -> tuple[Any, str, list[tuple[str, int]]]:
+def find_files(
+    path: str, storage: dict[str, Any], retries: RetryCounts | None = None
+) -> tuple[Any, str, list[tuple[str, int]]]:
     """The fsspec filesystem, the root on it, and (path relative to the root, size) of each file, sorted.
 
     Raises InputError when there is nothing to read, EnvironmentFailed when it cannot be listed.
@@ -32,7 +34,7 @@ def find_files(path: str, storage: dict[str, Any]) -> tuple[Any, str, list[tuple
     secrets = secrets_of(storage)
     try:
         with reading(name, secrets):
-            fs, full = filesystem(path, storage)
+            fs, full = filesystem(path, storage, retries=retries)
             root, sizes = _local(full, name) if is_local(fs) else _remote(fs, full, name)
     except (ImportError, ValueError, TypeError) as e:  # no such protocol, or options it does not take
         raise InputError(f"{name}: cannot be opened with these input.storage options: {said(e, secrets)}") from None

@@ -15,20 +15,20 @@ from typing import IO, Any, cast
 from pipeline.data.failpoints import hit
 from pipeline.data.folder import TMP, check_name
 from pipeline.data.redaction import shown_url
-from pipeline.data.storage import RemoteFilesystem, filesystem, md5, protocols
+from pipeline.data.storage import RemoteFilesystem, RetryCounts, filesystem, md5, protocols
 from pipeline.data.store_errors import PreconditionFailed
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 
 _TRIES = 3  # how often a file is written anew that the store took and then has not, or has otherwise
 
 
-def open_objects(url: str, options: Mapping[str, Any]) -> "ObjectFolder":
+def open_objects(url: str, options: Mapping[str, Any], retries: RetryCounts | None = None) -> "ObjectFolder":
     """The folder of a url. No request is made. Raises OutputError when there cannot be one."""
     shown = shown_url(url).rstrip("/")
     if "::" in url:
         raise OutputError(f"output.path {shown}: a chain of filesystems cannot create files exclusively; give one url")
     try:
-        fs, root = filesystem(url, options)
+        fs, root = filesystem(url, options, retries=retries)
     except (ImportError, ValueError, TypeError) as e:
         raise OutputError(
             f"output.path {shown}: cannot be opened ({type(e).__name__}); is {url.partition('://')[0]}:// right, its "

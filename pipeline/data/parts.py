@@ -21,6 +21,7 @@ from pipeline.data.footer import metadata_of
 from pipeline.data.objects import open_objects
 from pipeline.data.read_ahead import read_ahead
 from pipeline.data.records import PartTotals
+from pipeline.data.storage import RetryCounts
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
@@ -128,12 +129,13 @@ class PartStore:
     """The output folder. Safe for any number of writers, threads and processes; holds no state but the
     place."""
 
-    def __init__(self, path: str, storage: Mapping[str, Any] | None = None) -> None:
-        """A local path, or a url with its fsspec options in `storage`. Raises OutputError when it cannot be one."""
+    def __init__(self, path: str, storage: Mapping[str, Any] | None = None, retries: RetryCounts | None = None) -> None:
+        """A local path, or a url with its fsspec options in `storage`. `retries`: counts requests tried again. Raises
+        OutputError when it cannot be one."""
         path = path.removeprefix("file://")
         self.folder: Folder
         if "://" in path:
-            self.folder = open_objects(path, storage or {})
+            self.folder = open_objects(path, storage or {}, retries)
         elif storage:
             raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")
         else:

@@ -25,7 +25,7 @@ from pipeline.data.listing import find_files, is_local
 from pipeline.data.partitions import partition_array, partition_columns
 from pipeline.data.redaction import shown_url
 from pipeline.data.source_file import Slice, SourceFile, read_slices
-from pipeline.data.storage import filesystem
+from pipeline.data.storage import RetryCounts, filesystem
 from pipeline.errors import InputError
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
@@ -101,16 +101,22 @@ class Source:
                 raise InputError(f"{first}: has no column {name!r}{did_you_mean(name, known)}")
 
 
-def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt: OnCorrupt = "fail") -> Source:
+def open_source(
+    path: str,
+    storage: Mapping[str, Any] | None = None,
+    on_corrupt: OnCorrupt = "fail",
+    retries: RetryCounts | None = None,
+) -> Source:
     """Find the Parquet files of a file, folder (read whole, recursively) or glob, local or an fsspec url.
 
     In folders and globs, names that start with `_` or `.` are passed by, and folders named `column=value` below
     the root (of a glob: below the part before its first pattern) are columns. Where every file holds a column of
     that name, the files' own is taken. Reads every file's footer, in parallel. Raises InputError naming what is
     missing, empty, damaged or no Parquet file; under `on_corrupt` skip such files are in `Source.skipped`.
+    `retries` counts requests to a store that are tried again.
     """
     storage = dict(storage or {})
-    fs, root, found = find_files(path, storage)
+    fs, root, found = find_files(path, storage, retries)
     shown = shown_url(fs.unstrip_protocol(root)) if not is_local(fs) else root
     schemas = _Schemas()
 

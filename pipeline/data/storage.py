@@ -41,28 +41,33 @@ class RetryPolicy:
         return self.random() * min(self.max_wait_s, self.first_wait_s * 2**tries)
 
 
-_counts: Counter[str] = Counter()
-_counts_lock = threading.Lock()
+class RetryCounts:
+    """How often requests to stores were tried again, by `Fault`. Who wants to know makes one and hands it to what opens
+    filesystems, which count into it. Safe for threads."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
 
-def retry_counts() -> dict[str, int]:
-    """How often this process has tried a request to a store again, by `Fault`."""
-    with _counts_lock:
-        return dict(_counts)
+    def add(self, fault: Fault) -> None:
+        with self._lock:
+            self._counts[fault.value] += 1
 
-
-def _count(fault: Fault) -> None:
-    with _counts_lock:
-        _counts[fault.value] += 1
+    def counted(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
 
 
 def filesystem(
-    url: str, options: Mapping[str, Any] | None = None, policy: RetryPolicy | None = None
+    url: str,
+    options: Mapping[str, Any] | None = None,
+    policy: RetryPolicy | None = None,
+    retries: RetryCounts | None = None,
 ) -> tuple[Any, str]:
     """The filesystem of a url and the path on it: fsspec's own where that is local, a `RemoteFilesystem` elsewhere.
 
-    No request is made. Raises ImportError, ValueError or TypeError as fsspec does: no such protocol, or options it
-    does not take.
+    retries: counts what is tried again. No request is made. Raises ImportError, ValueError or TypeError as fsspec does:
+    no such protocol, or options it does not take.
     """
     import fsspec.core
 
@@ -79,7 +84,7 @@ def filesystem(
     fs, path = connect()
     if "file" in protocols(fs):
         return fs, path
-    return RemoteFilesystem(fs, lambda: connect()[0], policy or RetryPolicy(), secrets_of(given)), path
+    return RemoteFilesystem(fs, lambda: connect()[0], policy or RetryPolicy(), secrets_of(given), retries), path
 
 
 def _open_session(fs: Any) -> None:
@@ -113,11 +118,19 @@ class RemoteFilesystem:
     Anything else of fsspec is left out on purpose: it would be a request without retries.
     """
 
-    def __init__(self, fs: Any, connect: Callable[[], Any], policy: RetryPolicy, secrets: frozenset[str]) -> None:
+    def __init__(
+        self,
+        fs: Any,
+        connect: Callable[[], Any],
+        policy: RetryPolicy,
+        secrets: frozenset[str],
+        retries: RetryCounts | None = None,
+    ) -> None:
         self._fs = fs
         self._connect = connect
         self._policy = policy
         self.secrets = secrets
+        self.retries = retries or RetryCounts()
         self._lock = threading.Lock()
         self.protocol = fs.protocol
         self.is_s3 = _is_s3(fs)
@@ -305,7 +318,7 @@ class RemoteFilesystem:
                             "command again, it goes on where it stopped"
                         ) from None
                     renewed = True
-                    _count(fault)
+                    self.retries.add(fault)
                     self._renew(fs)
                     continue
                 wait = policy.wait_s(tries - 1)
@@ -315,7 +328,7 @@ class RemoteFilesystem:
                         f"{self._shown(path)}: given up after {tries} tries in {spent:.0f} s ({fault.value}); the "
                         f"last answer: {self.said(e)}. When the store answers again, run the same command"
                     ) from None
-                _count(fault)
+                self.retries.add(fault)
             policy.sleep(wait)
 
     def _renew(self, expired: Any) -> None:

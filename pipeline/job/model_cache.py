@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.redaction import shown_url
-from pipeline.data.storage import RemoteFilesystem, filesystem, md5
+from pipeline.data.storage import RemoteFilesystem, RetryCounts, filesystem, md5
 from pipeline.data.store_errors import is_malformed
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.model.locate import PATTERNS
@@ -52,7 +52,14 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return (Path(root).expanduser() if root else Path.home() / ".cache" / "parquet-batch-inference") / "models"
 
 
-def fetch_model(url: str, storage: Mapping[str, Any], cache: Path, digest: Digest, say: Say) -> Path:
+def fetch_model(
+    url: str,
+    storage: Mapping[str, Any],
+    cache: Path,
+    digest: Digest,
+    say: Say,
+    retries: RetryCounts | None = None,
+) -> Path:
     """The local folder with the model's files: from the cache where they are whole there, else downloaded.
 
     digest: of one local file; it is recorded, and compared whenever the entry is used. Raises ModelError when the
@@ -60,7 +67,7 @@ def fetch_model(url: str, storage: Mapping[str, Any], cache: Path, digest: Diges
     """
     shown = shown_url(url)
     try:
-        fs, root = filesystem(url, storage)
+        fs, root = filesystem(url, storage, retries=retries)
     except (ImportError, ValueError, TypeError) as e:
         raise ModelError(
             f"model.path {shown}: cannot be opened ({type(e).__name__}); is {url.partition('://')[0]}:// right, its "

@@ -17,7 +17,7 @@ from pipeline.cost import RunReport
 from pipeline.data.inventory import what_is_wrong
 from pipeline.data.parts import SUCCESS, PartStore, Progress
 from pipeline.data.records import PartTotals
-from pipeline.data.storage import retry_counts
+from pipeline.data.storage import RetryCounts
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
 from pipeline.job.fingerprint import check_dated, claim, record_numerics
@@ -75,10 +75,10 @@ def run_job(
         try:
             planning()
             began = time.monotonic_ns()
-            retries_before = retry_counts()
+            retries = RetryCounts()
             device = resolve_device(config)
-            plan = make_plan(config, device, planning)
-            store = PartStore(config.output.path, config.output.storage)
+            plan = make_plan(config, device, planning, retries)
+            store = PartStore(config.output.path, config.output.storage, retries)
             claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time())
             plan = replace(plan, fingerprint=claimed)
             done = store.list(plan.fingerprint.short)
@@ -105,8 +105,7 @@ def run_job(
                 plan = plan.with_types_of(store.schema(some_part))
             phase = "telling how the run ended"
             telemetry = Telemetry(store)
-            log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device}, telemetry)
-            log.retries_before = retries_before
+            log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device}, telemetry, retries)
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
             stood = None if retry_failed else done

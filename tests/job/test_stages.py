@@ -205,7 +205,7 @@ def test_a_missing_or_doubled_completion_is_never_written(tmp_path):
     requests, _ = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
     done = complete(requests)
     for wrong in (done[:1], [done[0], done[0]], [*done, done[0]]):
-        with pytest.raises(PipelineError, match="completions of .* came back for 2 rows"):
+        with pytest.raises(PipelineError, match=r"completions of .* came back for 2 rows"):
             write(tmp_path)(unit, wrong)
     assert not list((tmp_path / "out").glob("part-*"))
 
