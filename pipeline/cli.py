@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from pipeline import __version__
+from pipeline.audit_command import verify_command
 from pipeline.bench.commands import bench
 from pipeline.checkpoint_commands import eval_command, quantize_command
 from pipeline.console import answer_of, answers, json_flag, print_json, print_result, say, with_exit_codes
@@ -425,6 +426,7 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
 cli.add_command(bench)
 cli.add_command(eval_command)
 cli.add_command(quantize_command)
+cli.add_command(verify_command)
 
 
 def main() -> None:

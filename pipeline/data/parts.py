@@ -202,9 +202,9 @@ class PartStore:
         """Whether the part is there."""
         return self.folder.has(str(name))
 
-    def schema(self, name: PartName) -> pa.Schema:
-        """The columns of a part. Raises OutputError when it is damaged or not there."""
-        return self._footer(str(name)).schema.to_arrow_schema()
+    def footer(self, name: PartName) -> pq.FileMetaData:
+        """What a part says of itself. Raises OutputError when it is damaged or not there."""
+        return self._footer(str(name))
 
     def read_part(self, name: PartName) -> StoredPart:
         """A part with its page checksums verified. Raises OutputError when it is damaged or not there."""
@@ -285,8 +285,11 @@ class PartStore:
         yield from read_ahead(self._totals_of, names, self.folder.reads_at_once)
 
     def _totals_of(self, name: PartName) -> PartTotals:
+        return self.totals_in(name, self._footer(str(name)))
+
+    def totals_in(self, name: PartName, footer: pq.FileMetaData) -> PartTotals:
+        """The part's rows and tokens, of its footer. Raises OutputError where it contradicts the name or itself."""
         file = str(name)
-        footer = self._footer(file)
         text = (footer.metadata or {}).get(UNIT_KEY)
         if text is None:
             raise OutputError(

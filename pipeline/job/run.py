@@ -102,7 +102,7 @@ def run_job(
                 before = totals_so_far(store, earlier, done)
             some_part = next(done.parts(), None)
             if some_part is not None:
-                plan = plan.with_types_of(store.schema(some_part))
+                plan = plan.with_types_of(store.footer(some_part).schema.to_arrow_schema())
             phase = "telling how the run ended"
             telemetry = Telemetry(store)
             log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device}, telemetry, retries)

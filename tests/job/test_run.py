@@ -16,6 +16,7 @@ from pipeline.cost import Tokens
 from pipeline.data.folder import LocalFolder
 from pipeline.data.parts import PartName, PartStore, Progress
 from pipeline.data.records import PartTotals
+from pipeline.data.storage import RetryCounts
 from pipeline.errors import (
     EnvironmentFailed,
     FingerprintError,
@@ -207,7 +208,7 @@ def test_the_parts_are_looked_at_once_for_the_error_rate(job, monkeypatch):
     monkeypatch.setattr(PartStore, "totals", lambda self, of=None: looks.append(of) or read(self, of))
     plan = SimpleNamespace(num_rows=100, config=job.config(run={"max_error_rate": 0.1}))
     telemetry = Telemetry(store)
-    log = RunLog(store, {}, None, {}, telemetry)
+    log = RunLog(store, {}, None, {}, telemetry, RetryCounts())
     told = PartTotals(50, 1, {"null_prompt": 20})  # what runs that were killed have recorded may be wrong
     going = _Run(plan, store, log, told, stood, [], lambda status: None, StopSignals(), telemetry)
     going.check_error_rate()
