@@ -8,7 +8,7 @@ follow each other, and some parts being read.
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -69,14 +69,15 @@ class Audit:
 class _Part:
     """One part as it was looked at; `problem` where it cannot be read or contradicts itself."""
 
-    totals: PartTotals = PartTotals()
+    totals: PartTotals = field(default_factory=PartTotals)
     schema: pa.Schema | None = None
     places: pa.Table | None = None  # `file` and `row` of its rows, where they were read
     problem: str | None = None
 
 
 def audit(store: PartStore, deep: bool, say: Callable[[str], None]) -> Audit:
-    """Look at all of an output. Raises OutputError where it is no job's, EnvironmentFailed when a disk or store fails."""
+    """Look at all of an output. Raises OutputError where it is no job's, EnvironmentFailed when a disk or store
+    fails."""
     return _Auditor(store, deep, _fingerprint(store)).run(say)
 
 

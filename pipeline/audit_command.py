@@ -21,8 +21,9 @@ def verify_command(place: str, deep: bool, as_json: bool) -> None:
       pipeline verify out/summarize
       pipeline verify jobs/summarize.yaml --deep
 
-    Compares names and sizes of the parts with what _SUCCESS counts, and reads every footer. --deep reads the parts whole,
-    with the checksum of each page, and sees that their rows follow each other without a gap and without one twice.
+    Compares names and sizes of the parts with what _SUCCESS counts, and reads every footer. --deep reads the parts
+    whole, with the checksum of each page, and sees that their rows follow each other without a gap and without one
+    twice.
 
     Changes nothing. Leaves with 0 when the output is finished and sound, with 2 when something is missing or damaged.
     An s3:// output takes its options from the job file, or from the environment.

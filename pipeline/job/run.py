@@ -98,11 +98,9 @@ def run_job(
                 check_dated(store, plan.fingerprint)
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
+            store.remove(SUCCESS)  # it is of the parts as they were: some are to be made or replaced, or are damaged
             if not retry_failed:
                 before = totals_so_far(store, earlier, done)
-            some_part = next(done.parts(), None)
-            if some_part is not None:
-                plan = plan.with_types_of(store.footer(some_part).schema.to_arrow_schema())
             phase = "telling how the run ended"
             telemetry = Telemetry(store)
             log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device}, telemetry, retries)
@@ -115,8 +113,10 @@ def run_job(
                 if not plan.windows:
                     write_empty_part(plan, store, provenance(plan))
                 run.check_error_rate()
-                store.remove(SUCCESS)  # it is of the parts as they were: some are to be made or replaced, or damaged
                 if tasks:
+                    some_part = next(done.parts(), None)
+                    if some_part is not None:
+                        plan = plan.with_types_of(store.footer(some_part).schema.to_arrow_schema())
                     spec = flow_spec(plan, tuple(tasks), backend or Backend(), log.run_id, retry_failed=bool(failed))
                     run.execute(spec)
                 run.publish()

@@ -120,7 +120,7 @@ def test_a_row_twice_and_one_left_out(finished):
     place = pq.read_schema(part).names.index("source_row")
 
     def doubled(table: pa.Table) -> pa.Table:
-        first, second, *rest = table["source_row"].to_pylist()
+        _, second, *rest = table["source_row"].to_pylist()
         return table.set_column(place, table.schema.field(place), pa.array([second, second, *rest]))
 
     changed(part, doubled)

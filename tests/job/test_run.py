@@ -531,7 +531,7 @@ def test_resuming_opens_one_part_before_the_count_at_the_end(job, monkeypatch):
     monkeypatch.setattr(PartStore, "_footer", _telling(PartStore._footer, lambda: opened.append(phase[0])))
     _, statuses = run(job, show=lambda status: phase.__setitem__(0, status.phase))
     first, *rest = opened
-    assert first == "planning"
+    assert first == "starting"
     assert {phase.partition(":")[0] for phase in rest} == {"verifying"}
     assert statuses[1].error_rows == 1, "as the run before recorded it"
     opened.clear()
