@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from pipeline import __version__
+from pipeline.audit_command import verify_command
 from pipeline.bench.commands import bench
 from pipeline.checkpoint_commands import eval_command, quantize_command
 from pipeline.console import answer_of, answers, json_flag, print_json, print_result, say, with_exit_codes
@@ -112,7 +113,7 @@ def _run(config: "JobConfig", as_json: bool, accept_numerics: bool = False, retr
 
 
 def _run_here(config: "JobConfig", as_json: bool, accept_numerics: bool, retry_failed: bool) -> None:
-    from pipeline.config import without_password
+    from pipeline.data.redaction import shown_url
     from pipeline.job.run import run_job
     from pipeline.progress import progress_for
     from pipeline.report import text
@@ -122,7 +123,7 @@ def _run_here(config: "JobConfig", as_json: bool, accept_numerics: bool, retry_f
     if as_json:
         print_json(report.to_json())
         return
-    output = without_password(config.output.path).rstrip("/")
+    output = shown_url(config.output.path).rstrip("/")
     print_result(f"{text(report)}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
 
 
@@ -299,7 +300,8 @@ def status(place: str, as_json: bool) -> None:
     if as_json:
         print_json({**now.to_json(), "output": store.path, "stale": doubt})
         return
-    print_result(f"{place}: {'stale' if doubt else now.outcome}")
+    believed = now.outcome if doubt is None else "stale" if now.outcome == "running" else "damaged"
+    print_result(f"{place}: {believed}")
     print_result(f"  {status_line(now)}")
     print_result(f"  run {now.run_id}, {now.units:,} units written, {now.actors} actors")
     if doubt:
@@ -318,14 +320,18 @@ def report(place: str, as_json: bool) -> None:
       pipeline report out/summarize
       pipeline report jobs/summarize.yaml --json
     """
-    from pipeline.output import open_output, report_of
+    from pipeline.output import damage_of, open_output, report_of
     from pipeline.report import text
 
-    told = report_of(open_output(place))
+    store = open_output(place)
+    told = report_of(store)
+    doubt = damage_of(store) if told.outcome == "finished" else None
     if as_json:
-        print_json(told.to_json())
-    else:
-        print_result(text(told))
+        print_json({**told.to_json(), "stale": doubt})
+        return
+    print_result(text(told))
+    if doubt:
+        print_result(f"\n  {doubt}")
 
 
 @cli.command()
@@ -420,6 +426,7 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
 cli.add_command(bench)
 cli.add_command(eval_command)
 cli.add_command(quantize_command)
+cli.add_command(verify_command)
 
 
 def main() -> None:

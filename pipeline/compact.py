@@ -138,12 +138,15 @@ def _refuse_inside(source: PartStore, target: PartStore) -> None:
 def _counts(source: PartStore, raw: bytes) -> dict[str, Any]:
     try:
         counts = json.loads(raw)
-        assert all(isinstance(counts[name], int) for name in ("completed_rows", "error_rows", "num_generated_tokens"))
-        assert all(isinstance(counts[name], str) for name in ("job", "fingerprint"))
-    except (ValueError, KeyError, TypeError, AssertionError):
+        numbers = [counts[name] for name in ("completed_rows", "error_rows", "num_generated_tokens")]
+        texts = [counts[name] for name in ("job", "fingerprint")]
+        known = all(isinstance(n, int) for n in numbers) and all(isinstance(t, str) for t in texts)
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
         raise OutputError(
             f"{source.path}/{SUCCESS}: not what a job of this program writes; is this the output of `pipeline run`?"
-        ) from None
+        )
     return counts
 
 
@@ -285,17 +288,21 @@ def _in_order(table: pa.Table) -> pa.Table:
 
 def _verify(source: PartStore, target: PartStore, plan: Plan, counts: dict[str, Any]) -> PartTotals:
     """The new folder's totals, from the footers of its files, which must be what the job counted."""
-    expected = {plan.name(file) for file in range(plan.num_files)}
+    expected = {plan.name(file): plan.bounds(file) for file in range(plan.num_files)}
     there = {name for name in target.names("") if name[0] not in "_."}
-    if there != expected:
-        odd = sorted(there ^ expected)[0]
+    if there != expected.keys():
+        odd = sorted(there ^ expected.keys())[0]
         raise OutputError(f"{target.path}: {odd} is {'not expected there' if odd in there else 'gone again'}")
     totals = PartTotals()
-    for name in sorted(expected):
+    for name, (start, stop) in sorted(expected.items()):
         with target.folder.open(name) as file:
             footer = pq.read_metadata(file)
         held = PartTotals.from_json((footer.metadata or {})[UNIT_KEY])
-        assert footer.num_rows == held.rows, (name, footer.num_rows, held)
+        if not footer.num_rows == held.rows == stop - start:
+            raise OutputError(
+                f"{target.folder.shown(name)}: holds {footer.num_rows} rows, its name says {stop - start}; remove it "
+                "and compact again"
+            )
         totals += held
     found = (totals.rows, totals.num_error_rows, totals.num_generated_tokens)
     if found != (plan.rows, counts["error_rows"], counts["num_generated_tokens"]):

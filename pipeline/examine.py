@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config import EMBEDDED_MODELS, FromColumn, JobConfig, Mistake, without_password
+from pipeline.config import EMBEDDED_MODELS, FromColumn, JobConfig, Mistake
 from pipeline.data.columns import is_text
 from pipeline.data.parts import PartStore
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.records import output_schema
+from pipeline.data.redaction import shown_url
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.data.storage import filesystem
 from pipeline.data.units import UnitSpec, make_units
@@ -99,7 +100,7 @@ class _Examination:
 
     def _checkpoint(self, key: str, path: str, storage: Mapping[str, Any]) -> dict[str, str]:
         """What there is to tell of the checkpoint that `key` names."""
-        kind, shown = model_kind(path), without_password(path)
+        kind, shown = model_kind(path), shown_url(path)
         if kind == "missing":
             self._mistake(key, f"{path}: {why_no_checkpoint(path)}")
         elif kind == "folder" and (reason := why_no_checkpoint(path)):
@@ -163,7 +164,7 @@ class _Examination:
         import pyarrow as pa
 
         try:
-            fields = [source.schema.field(name) for name in kept]
+            fields = [source.kept.field(name) for name in kept]
             logprobs = self.config.sampling.logprobs is not None
             schema: pa.Schema = output_schema(pa.schema(fields), self.config.output.rename, logprobs)
         except PipelineError as error:
@@ -197,7 +198,7 @@ class _Examination:
 
     def _output(self) -> None:
         output = self.config.output
-        facts: dict[str, Any] = {"path": without_password(output.path)}
+        facts: dict[str, Any] = {"path": shown_url(output.path)}
         try:
             done = PartStore(output.path, output.storage).list()
             facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
@@ -222,7 +223,7 @@ def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
     """Which of MODEL_FILES are not in a folder or at an fsspec url. Raises ModelError, EnvironmentFailed."""
     if "://" not in path:
         return [name for name in MODEL_FILES if not (Path(path).expanduser() / name).is_file()]
-    shown = without_password(path)
+    shown = shown_url(path)
     try:
         fs, root = filesystem(path, storage)
         return [name for name in MODEL_FILES if not fs.exists(posixpath.join(root, name))]
@@ -260,7 +261,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
     names = ", ".join(f"{f['file']} ({f['reason']})" for f in skipped[:_MAX_SKIPPED_SHOWN])
     return [
-        ("Input", f"{without_password(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
+        ("Input", f"{shown_url(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
         *([("Skipped", f"{_plural(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
         ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),

@@ -108,7 +108,7 @@ class ActorRecord:
     died: Computed = field(default_factory=Computed)  # of rows that were in an engine process when it ended
     taken_rows: int = 0  # rows that an earlier run had kept, delivered in parts of this one
     taken_generated_tokens: int = 0  # of these
-    storage_retries: dict[str, int] = field(default_factory=dict)  # of its process, by kind
+    storage_retries: dict[str, int] = field(default_factory=dict)  # of its requests to stores, by kind
     replaces: int | None = None  # the actor whose process had ended
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class RunRecord:
     hourly_usd: float | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
     row_stats: RowStats = field(default_factory=RowStats)  # of the rows it wrote
-    storage_retries: dict[str, int] = field(default_factory=dict)  # of the driver's process, by kind
+    storage_retries: dict[str, int] = field(default_factory=dict)  # of the driver's requests to stores, by kind
     units_found: int = 0  # handed out, but their part was there before any work
     skipped_files: list[SkippedInput] = field(default_factory=list)
     error_rows: dict[str, int] = field(default_factory=dict)  # of `rows_written`, by code

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.config import load_job
 from pipeline.cost import RunReport, build_report
+from pipeline.data.inventory import what_is_wrong
 from pipeline.data.parts import PartStore
 from pipeline.errors import OutputError
 from pipeline.job.fingerprint import JOB
@@ -46,7 +47,10 @@ def status_of(store: PartStore) -> Status:
 
 
 def doubt_of(store: PartStore, now: Status) -> str | None:
-    """Why a status that says `running` is not to be believed: its process on this machine is gone."""
+    """Why a status is not to be believed, in one line: one that says `running`, when its process on this machine is
+    gone; one that says `finished`, when its parts are not what it left."""
+    if now.outcome == "finished":
+        return damage_of(store)
     if now.outcome != "running":
         return None
     run = next((run for run in load_runs(store) if run.run_id == now.run_id), None)
@@ -54,6 +58,17 @@ def doubt_of(store: PartStore, now: Status) -> str | None:
         return None
     pid = run.versions.get("pid", "unknown")
     return f"Its process, {pid} on this machine, is gone. `pipeline run` goes on from what is written."
+
+
+def damage_of(store: PartStore) -> str | None:
+    """What is wrong with a finished output and what to do, from one listing; None where nothing is seen."""
+    wrong = what_is_wrong(store)
+    if wrong is None:
+        return None
+    return (
+        f"The output is not as it was when it was finished: {wrong}. `pipeline verify` lists what is damaged; "
+        "`pipeline run` makes what is missing."
+    )
 
 
 def report_of(store: PartStore) -> RunReport:

@@ -87,6 +87,8 @@ def leave_output(root: Path, run: RunRecord, outcome: str, rows: int = 2) -> Par
     store.replace("_pipeline/runs/run-1.json", json.dumps(run.to_json()).encode())
     status = Status("run-1", "generating", outcome, rows_total=3, rows_done=2, eta_s=30.0)
     store.replace("_pipeline/status.json", json.dumps(status.to_json()).encode())
+    if outcome == "finished":
+        store.success(json.dumps({"parts": 1, "completed_rows": rows, "error_rows": 0}).encode())
     return store
 
 
@@ -96,7 +98,7 @@ def test_help_teaches_with_examples(pipe):
     assert "pipeline run jobs/summarize.yaml" in out
     assert "75  interrupted" in out
     benchmarks = ("bench engine", "bench job", "bench scheduler", "bench ladder", "bench plan")
-    for command in ("run", "validate", "generate", "status", "report", "compact", "doctor", *benchmarks):
+    for command in ("run", "validate", "generate", "status", "report", "verify", "compact", "doctor", *benchmarks):
         code, out, _ = pipe(*command.split(), "--help")
         assert code == 0
         assert f"Examples:\n    pipeline {command}" in out
@@ -450,6 +452,17 @@ def test_places_without_a_job(work, pipe, command: str, place: str, expected: st
     code, out, err = pipe(command, place)
     assert (code, out) == (2, "")
     assert expected in err
+
+
+def test_a_finished_output_without_its_parts_is_told(work, pipe):
+    store = leave_output(work, finished_run(), "finished")
+    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3).__dict__, 3)
+    store.replace("_pipeline/report.json", json.dumps({**kept.to_json(), "outcome": "finished"}).encode())
+    next(Path(store.path).glob("part-*")).unlink()
+    assert "out: damaged\n" in pipe("status", "out")[1]
+    for command in ("status", "report"):
+        assert "it holds 0 parts, _SUCCESS counts 1" in pipe(command, "out")[1]
+        assert "0 parts" in json.loads(pipe(command, "out", "--json")[1])["stale"]
 
 
 def test_an_edited_status_is_told(work, pipe):

@@ -249,3 +249,18 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys):
     assert "is complete already" in out
     assert call("out", "--to", "m2", "--target-size", "huge")[0] == 2
     assert call("nowhere", "--to", "m2")[0] == 2
+
+
+def test_files_that_changed_places_are_refused(places):
+    source, target = places
+    finish_job(source, rows=31)
+    run(source, target, size=20_000)
+    files = [name for name in target.names("") if name[0] not in "_."]
+    first, last = files[0], files[-1]
+    a, b = target.read(first), target.read(last)
+    assert first.rpartition("-")[2] != last.rpartition("-")[2], "not of as many rows"
+    target.replace(first, b or b"")
+    target.replace(last, a or b"")
+    target.remove("_SUCCESS")
+    with pytest.raises(OutputError, match="its name says"):
+        run(source, target, size=20_000)

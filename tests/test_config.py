@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import JobConfig, JobFileError, load_job, without_password
+from pipeline.config import JobConfig, JobFileError, load_job
 from pipeline.config.sections import PromptSection
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
@@ -234,8 +234,6 @@ def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
     assert "hunter2" not in found
     for setting in ("output.storage.secret hunter2", "output.storage.=hunter2", "output.storage={secret: [hunter2}"):
         assert "hunter2" not in "\n".join(mistakes(text=text, sets=[setting]))
-    assert without_password("s3://u:p@bucket/a") == "s3://bucket/a"
-    assert without_password("/local/a@b") == "/local/a@b"
 
 
 def test_settings_overlays_and_limit_in_this_order(job, tmp_path, mistakes):

@@ -4,7 +4,7 @@ told all at once with the line, the key and what to write (`mistakes.py`).
 Owns the shape of a job and what makes two jobs different; looks at no dataset, model or output.
 """
 
-from pipeline.config.job import JobConfig, without_password
+from pipeline.config.job import JobConfig
 from pipeline.config.jobfile import JobFileError, Mistake
 from pipeline.config.load import job_from_flags, load_job
 from pipeline.config.sections import EMBEDDED_MODELS
@@ -19,5 +19,4 @@ __all__ = [
     "job_from_flags",
     "load_job",
     "parse_bytes",
-    "without_password",
 ]

@@ -6,7 +6,6 @@ change a token by rounding. *Free* may change from run to run.
 
 from dataclasses import fields
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, PrivateAttr
 
@@ -24,6 +23,7 @@ from pipeline.config.sections import (
     SpeculationSection,
 )
 from pipeline.config.values import FromColumn
+from pipeline.data.redaction import shown_url
 from pipeline.engine.params import EngineConfig, SamplingParams
 
 _CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: what the parts are made of
@@ -121,22 +121,14 @@ class JobConfig(Section):
         engine = self.engine.model_dump(exclude={"max_model_len", "seed", "deterministic", *self.numerics()})
         return {
             "name": self.name,
-            "input": {"path": without_password(self.input.path), "on_corrupt": self.input.on_corrupt},
+            "input": {"path": shown_url(self.input.path), "on_corrupt": self.input.on_corrupt},
             "model": self.model.model_dump(exclude={"storage", "quantization"})
-            | {"path": without_password(self.model.path), "draft": self._shown_draft()},
+            | {"path": shown_url(self.model.path), "draft": self._shown_draft()},
             "engine": {"device": self.engine.device, **engine},
-            "output": {"path": without_password(self.output.path)},
+            "output": {"path": shown_url(self.output.path)},
             "run": self.run.model_dump(exclude=_CUT),
             "cost": self.cost.model_dump(),
         }
 
     def _shown_draft(self) -> str | None:
-        return None if self.model.draft is None else without_password(self.model.draft)
-
-
-def without_password(url: str) -> str:
-    """A path or url as it may be shown: user and password taken out."""
-    if "://" not in url:
-        return url
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        return None if self.model.draft is None else shown_url(self.model.draft)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from pipeline.data.failpoints import hit
-from pipeline.errors import EnvironmentFailed, OutputError
+from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 
 TMP = "_pipeline/tmp"
 _TRIES = 5  # how often a vanished temporary file is written anew
@@ -43,6 +43,10 @@ class Folder(Protocol):
 
     def each_name(self) -> Iterator[str]:
         """What lies directly in the root, in any order, of which only some are in memory at a time."""
+        ...
+
+    def each_size(self) -> Iterator[tuple[str, int]]:
+        """As `each_name`, of files alone, with their bytes."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -95,6 +99,12 @@ class Folder(Protocol):
         ...
 
 
+def check_name(name: str) -> None:
+    """Raise where a name could lead out of the folder."""
+    if {"", ".", ".."} & set(name.split("/")):
+        raise PipelineError(f"not a file's name: {name!r}")
+
+
 class LocalFolder:
     """A folder of a local disk, or of a network disk that is mounted like one."""
 
@@ -107,9 +117,8 @@ class LocalFolder:
         return str(self.root / name)
 
     def path(self, name: str) -> Path:
-        parts = name.split("/")
-        assert not {"", ".", ".."} & set(parts), f"not a name: {name!r}"
-        return self.root.joinpath(*parts)
+        check_name(name)
+        return self.root.joinpath(*name.split("/"))
 
     def make(self) -> None:
         """Make the root and its place for temporary files. OSError as it comes."""
@@ -117,16 +126,21 @@ class LocalFolder:
         _sync_folder(self.root)
 
     def names(self, folder: str = "") -> list[str]:
-        return sorted(self._each(folder))
+        return sorted(entry.name for entry in self._each(folder))
 
     def each_name(self) -> Iterator[str]:
-        return self._each("")
+        return (entry.name for entry in self._each(""))
 
-    def _each(self, folder: str) -> Iterator[str]:
+    def each_size(self) -> Iterator[tuple[str, int]]:
+        for entry in self._each(""):
+            with suppress(FileNotFoundError):  # removed since
+                if entry.is_file():
+                    yield entry.name, entry.stat().st_size
+
+    def _each(self, folder: str) -> Iterator[os.DirEntry[str]]:
         try:
             with os.scandir(self.path(folder) if folder else self.root) as entries:
-                for entry in entries:
-                    yield entry.name
+                yield from entries
         except FileNotFoundError:
             return
         except NotADirectoryError as e:

@@ -14,7 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.store_errors import is_malformed
+from pipeline.data.redaction import redacted, said
+from pipeline.data.storage import secrets_in
+from pipeline.data.store_errors import client_error, is_malformed
 from pipeline.errors import EnvironmentFailed, InputError, PipelineError
 
 _TAIL_BYTES = 64 * 1024  # holds most footers, so that most files cost one read
@@ -59,7 +61,7 @@ def read_footer(fs: Any, path: str, size: int, name: str) -> Footer:
             raise DamagedFile(name, "the Parquet footer is damaged: its row counts do not add up")
         data_end = _data_end(file, handle) if rows and rows[-1] and len(schema) else 0
     except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-        raise DamagedFile(name, f"the Parquet footer is damaged: {e}") from e
+        raise DamagedFile(name, f"the Parquet footer is damaged: {redacted(str(e))}") from e
     if data_end > size - len(tail):
         raise DamagedFile(
             name, f"truncated: its footer speaks of {data_end} bytes of data, it holds {size - len(tail)}"
@@ -94,7 +96,7 @@ def footer_bytes(fs: Any, path: str, size: int, name: str) -> bytes:
 
 
 def _read_tail(fs: Any, path: str, size: int, length: int, name: str) -> bytes:
-    with reading(name):
+    with reading(name, secrets_in(fs)):
         data = fs.cat_file(path, start=size - length, end=size)
     if len(data) != length:
         raise EnvironmentFailed(f"{name}: short read: {len(data)} of {length} bytes; has the file changed?")
@@ -102,23 +104,30 @@ def _read_tail(fs: Any, path: str, size: int, length: int, name: str) -> bytes:
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Turn what disks and stores say while `name` is read into InputError or EnvironmentFailed."""
+def reading(name: str, secrets: frozenset[str] = frozenset()) -> Iterator[None]:
+    """Turn what disks and stores say while `name` is read into InputError or EnvironmentFailed, without `secrets`.
+
+    What they said is not kept as the cause: a log would show it whole.
+    """
+
+    def told(error: BaseException) -> str:
+        return said(client_error(error) or error, secrets)
+
     try:
         yield
-    except FileNotFoundError as e:
-        raise InputError(f"{name}: does not exist, or does no longer") from e
+    except FileNotFoundError:
+        raise InputError(f"{name}: does not exist, or does no longer") from None
     except PermissionError as e:
-        raise InputError(f"{name}: permission denied: {e}") from e
+        raise InputError(f"{name}: permission denied: {told(e)}") from None
     except OSError as e:
-        raise EnvironmentFailed(f"{name}: cannot be read: {e}") from e
+        raise EnvironmentFailed(f"{name}: cannot be read: {told(e)}") from None
     except Exception as e:
         # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
         if isinstance(e, PipelineError) or type(e).__module__ == "builtins":
             raise
         if is_malformed(e):
-            raise InputError(f"{name}: no place in a store: {e}") from e
-        raise EnvironmentFailed(f"{name}: cannot be read: {type(e).__name__}: {e}") from e
+            raise InputError(f"{name}: no place in a store: {told(e)}") from None
+        raise EnvironmentFailed(f"{name}: cannot be read: {told(e)}") from None
 
 
 @contextmanager
@@ -129,14 +138,15 @@ def decoding(name: str) -> Iterator[None]:
             yield
         except pa.ArrowMemoryError as e:
             raise EnvironmentFailed(
-                f"{name}: too little memory to decode it ({e}); lower run.window_bytes or take a larger machine"
+                f"{name}: too little memory to decode it ({redacted(str(e))}); lower run.window_bytes or take a larger "
+                "machine"
             ) from e
         except pa.ArrowException as e:
-            raise DamagedFile(name, f"damaged, or not as its schema says: {e}") from e
+            raise DamagedFile(name, f"damaged, or not as its schema says: {redacted(str(e))}") from e
         except OSError as e:
             if e.errno is not None:  # the system's
                 raise
-            raise DamagedFile(name, f"damaged: {e}") from e  # so Arrow reports a damaged page
+            raise DamagedFile(name, f"damaged: {redacted(str(e))}") from e  # so Arrow reports a damaged page
 
 
 class _FooterAlone(io.RawIOBase):

@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.data.footer import reading
-from pipeline.data.storage import filesystem, protocols, shown_url
+from pipeline.data.redaction import said, secrets_of, shown_url
+from pipeline.data.storage import RetryCounts, filesystem, protocols
 from pipeline.errors import InputError
 
 _MAGIC = "*?["  # what makes a path a glob
 
 
-def find_files(path: str, storage: dict[str, Any]) -> tuple[Any, str, list[tuple[str, int]]]:
+def find_files(
+    path: str, storage: dict[str, Any], retries: RetryCounts | None = None
+) -> tuple[Any, str, list[tuple[str, int]]]:
     """The fsspec filesystem, the root on it, and (path relative to the root, size) of each file, sorted.
 
     Raises InputError when there is nothing to read, EnvironmentFailed when it cannot be listed.
@@ -28,12 +31,13 @@ def find_files(path: str, storage: dict[str, Any]) -> tuple[Any, str, list[tuple
             f"{name}: a web address with a ? cannot be an input: what follows may be a signature, and the files' names "
             "stand in the output; download the file, or give the store's own url"
         )
+    secrets = secrets_of(storage)
     try:
-        with reading(name):
-            fs, full = filesystem(path, storage)
+        with reading(name, secrets):
+            fs, full = filesystem(path, storage, retries=retries)
             root, sizes = _local(full, name) if is_local(fs) else _remote(fs, full, name)
     except (ImportError, ValueError, TypeError) as e:  # no such protocol, or options it does not take
-        raise InputError(f"{name}: cannot be opened with these input.storage options: {e}") from e
+        raise InputError(f"{name}: cannot be opened with these input.storage options: {said(e, secrets)}") from None
     if [posixpath.join(root, f) for f in sizes] == [full]:
         return fs, root, list(sizes.items())  # a file named by the user, whatever its name
     found = sorted((f, n) for f, n in sizes.items() if not any(part[0] in "_." for part in f.split("/")))

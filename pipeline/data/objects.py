@@ -13,21 +13,22 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import IO, Any, cast
 
 from pipeline.data.failpoints import hit
-from pipeline.data.folder import TMP
-from pipeline.data.storage import RemoteFilesystem, filesystem, md5, protocols, shown_url
+from pipeline.data.folder import TMP, check_name
+from pipeline.data.redaction import shown_url
+from pipeline.data.storage import RemoteFilesystem, RetryCounts, filesystem, md5, protocols
 from pipeline.data.store_errors import PreconditionFailed
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 
 _TRIES = 3  # how often a file is written anew that the store took and then has not, or has otherwise
 
 
-def open_objects(url: str, options: Mapping[str, Any]) -> "ObjectFolder":
+def open_objects(url: str, options: Mapping[str, Any], retries: RetryCounts | None = None) -> "ObjectFolder":
     """The folder of a url. No request is made. Raises OutputError when there cannot be one."""
     shown = shown_url(url).rstrip("/")
     if "::" in url:
         raise OutputError(f"output.path {shown}: a chain of filesystems cannot create files exclusively; give one url")
     try:
-        fs, root = filesystem(url, options)
+        fs, root = filesystem(url, options, retries=retries)
     except (ImportError, ValueError, TypeError) as e:
         raise OutputError(
             f"output.path {shown}: cannot be opened ({type(e).__name__}); is {url.partition('://')[0]}:// right, its "
@@ -53,33 +54,47 @@ class ObjectFolder:
         return f"{self._shown}/{name}" if name else self._shown
 
     def path(self, name: str) -> str:
-        assert not {"", ".", ".."} & set(name.split("/")), f"not a name: {name!r}"
+        check_name(name)
         return f"{self._root}/{name}"
 
     def names(self, folder: str = "") -> list[str]:
-        path = self.path(folder) if folder else self._root
-        with self._reading(folder):
-            try:
-                entries = [(e["name"].lstrip("/"), e["type"]) for e in self._fs.ls(path)]
-            except FileNotFoundError:
-                return []
-        path = path.lstrip("/")
-        if entries == [(path, "file")]:
-            raise OutputError(f"{self.shown(folder)}: is a file, expected a folder")
-        # an empty object named like the folder, as consoles make them, is not in it
-        return sorted(posixpath.basename(name.rstrip("/")) for name, _ in entries if name.rstrip("/") != path)
+        return sorted(name for name, _ in self._listed(folder))
 
     def each_name(self) -> Iterator[str]:
+        return (name for name, _ in self._each())
+
+    def each_size(self) -> Iterator[tuple[str, int]]:
+        return ((name, size) for name, size in self._each() if size is not None)
+
+    def _each(self) -> Iterator[tuple[str, int | None]]:
         found = False
         for page in self._pages() if self._fs.is_s3 else ():
             found = found or bool(page)
             yield from page
         if not found:  # nothing below it: it may be a file
-            yield from self.names()
+            yield from self._listed("")
 
-    def _pages(self) -> Iterator[list[str]]:
+    def _pages(self) -> Iterator[list[tuple[str, int | None]]]:
         with self._reading(""), suppress(FileNotFoundError):
             yield from self._fs.pages(self._root)
+
+    def _listed(self, folder: str) -> list[tuple[str, int | None]]:
+        """Names with their bytes; None: a folder."""
+        path = self.path(folder) if folder else self._root
+        with self._reading(folder):
+            try:
+                entries = self._fs.ls(path)
+            except FileNotFoundError:
+                return []
+        path = path.lstrip("/")
+        if [(e["name"].lstrip("/"), e["type"]) for e in entries] == [(path, "file")]:
+            raise OutputError(f"{self.shown(folder)}: is a file, expected a folder")
+        # an empty object named like the folder, as consoles make them, is not in it
+        return [
+            (posixpath.basename(e["name"].rstrip("/")), int(e["size"]) if e["type"] == "file" else None)
+            for e in entries
+            if e["name"].strip("/") != path
+        ]
 
     def has(self, name: str) -> bool:
         with self._reading(name):
@@ -240,19 +255,19 @@ class ObjectFolder:
         try:
             yield
         except FileNotFoundError as e:
-            raise absent(f"{place}: no such bucket or container ({self._fs.said(e)}); make it first") from e
+            raise absent(f"{place}: no such bucket or container ({self._fs.said(e)}); make it first") from None
         except PermissionError as e:
             raise denied(
                 f"{place}: the store denies it ({self._fs.said(e)}); it needs the rights to list, read, write and "
                 "delete below output.path"
-            ) from e
+            ) from None
         except OSError as e:
-            raise EnvironmentFailed(f"{place}: {self._fs.said(e)}; fix it, then run again") from e
+            raise EnvironmentFailed(f"{place}: {self._fs.said(e)}; fix it, then run again") from None
         except Exception as e:
             # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
             if isinstance(e, (PipelineError, PreconditionFailed)) or type(e).__module__ == "builtins":
                 raise
-            raise denied(f"{place}: {self._fs.said(e)}") from e
+            raise denied(f"{place}: {self._fs.said(e)}") from None
 
 
 def _looks_then_writes(fs: Any) -> bool:

@@ -21,7 +21,8 @@ from pipeline.data.footer import metadata_of
 from pipeline.data.objects import open_objects
 from pipeline.data.read_ahead import read_ahead
 from pipeline.data.records import PartTotals
-from pipeline.errors import EnvironmentFailed, OutputError
+from pipeline.data.storage import RetryCounts
+from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one
@@ -45,9 +46,9 @@ class PartName:
     rows: int
 
     def __post_init__(self) -> None:
-        assert re.fullmatch(r"[0-9a-f]{8}", self.fingerprint8), f"expected 8 hex digits: {self.fingerprint8!r}"
-        assert 0 <= self.unit < self.of, self
-        assert min(self.window, self.rows) >= 0, self
+        hex_digits = re.fullmatch(r"[0-9a-f]{8}", self.fingerprint8)
+        if not (hex_digits and 0 <= self.unit < self.of and min(self.window, self.rows) >= 0):
+            raise PipelineError(f"{self!r} names no part")
 
     def __str__(self) -> str:
         unit = f"u{self.unit:04d}of{self.of:04d}"
@@ -128,12 +129,13 @@ class PartStore:
     """The output folder. Safe for any number of writers, threads and processes; holds no state but the
     place."""
 
-    def __init__(self, path: str, storage: Mapping[str, Any] | None = None) -> None:
-        """A local path, or a url with its fsspec options in `storage`. Raises OutputError when it cannot be one."""
+    def __init__(self, path: str, storage: Mapping[str, Any] | None = None, retries: RetryCounts | None = None) -> None:
+        """A local path, or a url with its fsspec options in `storage`. `retries`: counts requests tried again. Raises
+        OutputError when it cannot be one."""
         path = path.removeprefix("file://")
         self.folder: Folder
         if "://" in path:
-            self.folder = open_objects(path, storage or {})
+            self.folder = open_objects(path, storage or {}, retries)
         elif storage:
             raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")
         else:
@@ -188,7 +190,7 @@ class PartStore:
         to it. Raises EnvironmentFailed when the disk fails, OutputError when the part that is there is not
         this unit's.
         """
-        assert table.num_rows == name.rows, f"{name}: the table has {table.num_rows} rows"
+        _check_rows(name, table)
         if self.folder.create(str(name), serialize(table, metadata or {}), "part"):
             return True
         there = self._footer(str(name))
@@ -199,6 +201,10 @@ class PartStore:
     def has(self, name: PartName) -> bool:
         """Whether the part is there."""
         return self.folder.has(str(name))
+
+    def footer(self, name: PartName) -> pq.FileMetaData:
+        """What a part says of itself. Raises OutputError when it is damaged or not there."""
+        return self._footer(str(name))
 
     def read_part(self, name: PartName) -> StoredPart:
         """A part with its page checksums verified. Raises OutputError when it is damaged or not there."""
@@ -219,7 +225,7 @@ class PartStore:
 
         Raises OutputError, with nothing changed, when the part is not the one that was read any more.
         """
-        assert table.num_rows == name.rows, f"{name}: the table has {table.num_rows} rows"
+        _check_rows(name, table)
         if not self.folder.swap(str(name), serialize(table, metadata), tag):
             raise OutputError(
                 f"{self.folder.shown(str(name))}: was replaced or removed by another run since it was read; it is "
@@ -241,6 +247,13 @@ class PartStore:
     def names(self, folder: str) -> tuple[str, ...]:
         """The files directly in a folder such as `_pipeline/runs`, sorted."""
         return tuple(self.folder.names(folder))
+
+    def sizes(self) -> Iterator[tuple[PartName, int]]:
+        """Each part with its bytes, from one listing, in any order; whatever is no part is left out."""
+        for file, size in self.folder.each_size():
+            name = PartName.parse(file)
+            if name is not None:
+                yield name, size
 
     def remove(self, name: str) -> None:
         """Remove a small file, if it is there."""
@@ -272,8 +285,11 @@ class PartStore:
         yield from read_ahead(self._totals_of, names, self.folder.reads_at_once)
 
     def _totals_of(self, name: PartName) -> PartTotals:
+        return self.totals_in(name, self._footer(str(name)))
+
+    def totals_in(self, name: PartName, footer: pq.FileMetaData) -> PartTotals:
+        """The part's rows and tokens, of its footer. Raises OutputError where it contradicts the name or itself."""
         file = str(name)
-        footer = self._footer(file)
         text = (footer.metadata or {}).get(UNIT_KEY)
         if text is None:
             raise OutputError(
@@ -304,6 +320,12 @@ class PartStore:
         return OutputError(
             f"{self.folder.shown(file)}: this part is damaged: {error}; remove it and run again to make it anew"
         )
+
+
+def _check_rows(name: PartName, table: pa.Table) -> None:
+    """Before anything is written: a part of fewer rows would pass for its whole unit."""
+    if table.num_rows != name.rows:
+        raise PipelineError(f"{name}: its table has {table.num_rows} rows")
 
 
 def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:

@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from pipeline.data.columns import did_you_mean, merge_schemas, plain_schema
+from pipeline.data.columns import did_you_mean, kept_schema, merge_schemas, plain_schema
 from pipeline.data.footer import DamagedFile, read_footer
 from pipeline.data.listing import find_files, is_local
 from pipeline.data.partitions import partition_array, partition_columns
+from pipeline.data.redaction import shown_url
 from pipeline.data.source_file import Slice, SourceFile, read_slices
-from pipeline.data.storage import filesystem, shown_url
+from pipeline.data.storage import RetryCounts, filesystem
 from pipeline.errors import InputError
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
@@ -66,6 +67,7 @@ class Source:
     base: str  # the root on the url's filesystem
     files: tuple[SourceFile, ...]  # sorted by relative path
     schema: pa.Schema  # plain types, of all columns that all files agree on, those of folder names last
+    kept: pa.Schema  # the same columns, with the types that they have in the output
     missing: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: first file without it
     conflicts: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: which file, and why
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -99,17 +101,23 @@ class Source:
                 raise InputError(f"{first}: has no column {name!r}{did_you_mean(name, known)}")
 
 
-def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt: OnCorrupt = "fail") -> Source:
+def open_source(
+    path: str,
+    storage: Mapping[str, Any] | None = None,
+    on_corrupt: OnCorrupt = "fail",
+    retries: RetryCounts | None = None,
+) -> Source:
     """Find the Parquet files of a file, folder (read whole, recursively) or glob, local or an fsspec url.
 
     In folders and globs, names that start with `_` or `.` are passed by, and folders named `column=value` below
     the root (of a glob: below the part before its first pattern) are columns. Where every file holds a column of
     that name, the files' own is taken. Reads every file's footer, in parallel. Raises InputError naming what is
     missing, empty, damaged or no Parquet file; under `on_corrupt` skip such files are in `Source.skipped`.
+    `retries` counts requests to a store that are tried again.
     """
     storage = dict(storage or {})
-    fs, root, found = find_files(path, storage)
-    shown = fs.unstrip_protocol(root) if not is_local(fs) else root
+    fs, root, found = find_files(path, storage, retries)
+    shown = shown_url(fs.unstrip_protocol(root)) if not is_local(fs) else root
     schemas = _Schemas()
 
     def footer(index: int) -> SourceFile | SkippedFile:
@@ -146,12 +154,14 @@ def open_source(path: str, storage: Mapping[str, Any] | None = None, on_corrupt:
             )
             schema = schema.remove(schema.get_field_index(column.name))
     missing |= {f.name: posixpath.join(shown, outside[f.name]) for f in partitions if f.name in outside}
+    kept = pa.schema([*schema, *partitions])
     return Source(
         shown,
         path,
         root,
         files,
-        pa.schema([*schema, *partitions]),
+        plain_schema(kept),
+        kept,
         missing,
         conflicts,
         storage,
@@ -166,23 +176,23 @@ class _Schemas:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plain: dict[bytes, pa.Schema] = {}  # by a digest of what is stored
+        self._kept: dict[bytes, pa.Schema] = {}  # by a digest of what is stored
         self._first: dict[bytes, int] = {}
 
     def add(self, index: int, name: str, stored: pa.Schema) -> None:
         """Count the schema of file `index`, called `name`. Raises DamagedFile where it cannot be one."""
         key = hashlib.sha256(stored.remove_metadata().serialize()).digest()
         with self._lock:
-            if key not in self._plain:
+            if key not in self._kept:
                 try:
-                    self._plain[key] = plain_schema(stored)
+                    self._kept[key] = kept_schema(stored)
                 except UnicodeDecodeError as e:
                     raise DamagedFile(name, "the Parquet footer is damaged: a column's name is not UTF-8") from e
             self._first[key] = min(index, self._first.get(key, index))
 
     def by_first_file(self, names: list[str]) -> list[tuple[str, pa.Schema]]:
         """In the files' order, whatever the order in which they were read."""
-        return [(names[i], self._plain[key]) for key, i in sorted(self._first.items(), key=lambda item: item[1])]
+        return [(names[i], self._kept[key]) for key, i in sorted(self._first.items(), key=lambda item: item[1])]
 
 
 def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None = None) -> tuple[Window, ...]:

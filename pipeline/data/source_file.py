@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.footer import DamagedFile, Footer, decoding, digest, footer_bytes, metadata_of, reading
 from pipeline.data.listing import is_local
-from pipeline.data.storage import RemoteFile
+from pipeline.data.storage import RemoteFile, secrets_in
 from pipeline.errors import InputError
 
 _BATCH_ROWS = 4096  # of a row group too large for a window, decoded at a time
@@ -114,7 +114,7 @@ def _read_again(
 
 @contextmanager
 def _open(fs: Any, path: str, name: str, file: SourceFile, whole: bool) -> Iterator[pq.ParquetFile]:
-    with reading(name):
+    with reading(name, secrets_in(fs)):
         size = int(fs.info(path)["size"])
         try:
             footer = footer_bytes(fs, path, size, name)
@@ -176,5 +176,5 @@ class _Ranges(RemoteFile):
         self._name = name
 
     def readinto(self, buffer: Any) -> int:
-        with reading(self._name):
+        with reading(self._name, self._fs.secrets):
             return super().readinto(buffer)

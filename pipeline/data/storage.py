@@ -11,7 +11,6 @@ Local filesystems are handed out as they are. No message and no repr shows stora
 import hashlib
 import io
 import random
-import re
 import threading
 import time
 from collections import Counter
@@ -19,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pipeline.data.redaction import said, secrets_of, shown_url
 from pipeline.data.store_errors import Fault, PreconditionFailed, ShortRead, client_error, fault_of, status_of
-from pipeline.errors import EnvironmentFailed
+from pipeline.errors import EnvironmentFailed, PipelineError
 
 T = TypeVar("T")
 
@@ -41,28 +41,33 @@ class RetryPolicy:
         return self.random() * min(self.max_wait_s, self.first_wait_s * 2**tries)
 
 
-_counts: Counter[str] = Counter()
-_counts_lock = threading.Lock()
+class RetryCounts:
+    """How often requests to stores were tried again, by `Fault`. Who wants to know makes one and hands it to what opens
+    filesystems, which count into it. Safe for threads."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
 
-def retry_counts() -> dict[str, int]:
-    """How often this process has tried a request to a store again, by `Fault`."""
-    with _counts_lock:
-        return dict(_counts)
+    def add(self, fault: Fault) -> None:
+        with self._lock:
+            self._counts[fault.value] += 1
 
-
-def _count(fault: Fault) -> None:
-    with _counts_lock:
-        _counts[fault.value] += 1
+    def counted(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
 
 
 def filesystem(
-    url: str, options: Mapping[str, Any] | None = None, policy: RetryPolicy | None = None
+    url: str,
+    options: Mapping[str, Any] | None = None,
+    policy: RetryPolicy | None = None,
+    retries: RetryCounts | None = None,
 ) -> tuple[Any, str]:
     """The filesystem of a url and the path on it: fsspec's own where that is local, a `RemoteFilesystem` elsewhere.
 
-    No request is made. Raises ImportError, ValueError or TypeError as fsspec does: no such protocol, or options it
-    does not take.
+    retries: counts what is tried again. No request is made. Raises ImportError, ValueError or TypeError as fsspec does:
+    no such protocol, or options it does not take.
     """
     import fsspec.core
 
@@ -79,7 +84,7 @@ def filesystem(
     fs, path = connect()
     if "file" in protocols(fs):
         return fs, path
-    return RemoteFilesystem(fs, lambda: connect()[0], policy or RetryPolicy(), _secrets_of(given)), path
+    return RemoteFilesystem(fs, lambda: connect()[0], policy or RetryPolicy(), secrets_of(given), retries), path
 
 
 def _open_session(fs: Any) -> None:
@@ -93,6 +98,11 @@ def _open_session(fs: Any) -> None:
         return
 
 
+def secrets_in(fs: Any) -> frozenset[str]:
+    """The storage options of a filesystem that must not be shown; a local one has none."""
+    return fs.secrets if isinstance(fs, RemoteFilesystem) else frozenset()
+
+
 def protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
@@ -102,23 +112,25 @@ def md5(data: bytes) -> str:
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-def shown_url(url: str) -> str:
-    """The url without a password in it, and without the query of a web address, which may be a signature."""
-    url = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1@", url)
-    return re.sub(r"^(https?://[^?]*)\?.*", r"\1", url)
-
-
 class RemoteFilesystem:
     """The operations of an fsspec filesystem that this program uses, each with retries. Safe for threads.
 
     Anything else of fsspec is left out on purpose: it would be a request without retries.
     """
 
-    def __init__(self, fs: Any, connect: Callable[[], Any], policy: RetryPolicy, secrets: frozenset[str]) -> None:
+    def __init__(
+        self,
+        fs: Any,
+        connect: Callable[[], Any],
+        policy: RetryPolicy,
+        secrets: frozenset[str],
+        retries: RetryCounts | None = None,
+    ) -> None:
         self._fs = fs
         self._connect = connect
         self._policy = policy
-        self._secrets = secrets
+        self.secrets = secrets
+        self.retries = retries or RetryCounts()
         self._lock = threading.Lock()
         self.protocol = fs.protocol
         self.is_s3 = _is_s3(fs)
@@ -146,18 +158,18 @@ class RemoteFilesystem:
     def ls(self, path: str) -> list[dict[str, Any]]:
         return self._fresh(path, lambda fs: fs.ls(path, detail=True))
 
-    def pages(self, path: str) -> Iterator[list[str]]:
-        """The names that lie directly in a folder of S3, a page at a time: fsspec's own listing holds a kilobyte for
-        each."""
+    def pages(self, path: str) -> Iterator[list[tuple[str, int | None]]]:
+        """The names that lie directly in a folder of S3, with their bytes (None: a folder), a page at a time: fsspec's
+        own listing holds a kilobyte for each."""
         assert self.is_s3
         bucket, key = self._fs.split_path(path)[:2]
         prefix = f"{key.strip('/')}/" if key.strip("/") else ""
         request = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
         while True:
             page = self.call(path, lambda fs: fs.call_s3("list_objects_v2", **request))
-            keys = [entry["Key"] for entry in page.get("Contents", ())]
-            keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
-            yield [key[len(prefix) :].rstrip("/") for key in keys if key != prefix]
+            found = [(entry["Key"], int(entry["Size"])) for entry in page.get("Contents", ())]
+            found += [(entry["Prefix"], None) for entry in page.get("CommonPrefixes", ())]
+            yield [(key[len(prefix) :].rstrip("/"), size) for key, size in found if key != prefix]
             if not page.get("IsTruncated"):
                 return
             request["ContinuationToken"] = page["NextContinuationToken"]
@@ -237,7 +249,8 @@ class RemoteFilesystem:
         if self.is_s3:
             extra["chunksize"] = len(data) + 1  # above half the size s3fs sends one PUT
         if if_match is not None:
-            assert self.is_s3, "only S3 is known to replace conditionally"
+            if not self.is_s3:
+                raise PipelineError(f"{self._shown(path)}: only S3 is known to replace conditionally")
             extra["IfMatch"] = if_match
 
         def write(fs: Any) -> str | None:
@@ -305,7 +318,7 @@ class RemoteFilesystem:
                             "command again, it goes on where it stopped"
                         ) from None
                     renewed = True
-                    _count(fault)
+                    self.retries.add(fault)
                     self._renew(fs)
                     continue
                 wait = policy.wait_s(tries - 1)
@@ -315,7 +328,7 @@ class RemoteFilesystem:
                         f"{self._shown(path)}: given up after {tries} tries in {spent:.0f} s ({fault.value}); the "
                         f"last answer: {self.said(e)}. When the store answers again, run the same command"
                     ) from None
-                _count(fault)
+                self.retries.add(fault)
             policy.sleep(wait)
 
     def _renew(self, expired: Any) -> None:
@@ -330,11 +343,7 @@ class RemoteFilesystem:
 
     def said(self, error: BaseException) -> str:
         """What the store said, on one line, without what is secret."""
-        said = client_error(error) or error
-        text = " ".join(f"{type(said).__name__}: {said}".split())
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return re.sub(r"(://[^/@:\s]*):[^/@\s]*@", r"\1@", text)
+        return said(client_error(error) or error, self.secrets)
 
 
 class RemoteFile(io.RawIOBase):
@@ -399,18 +408,3 @@ def _first_key(fs: Any, bucket: str, prefix: str) -> str | None:
 def _tag(info: Mapping[str, Any]) -> str | None:
     tag = info.get("ETag") or info.get("etag")
     return tag.strip('"') if isinstance(tag, str) and tag else None
-
-
-_SECRET = re.compile(r"key|secret|token|passw|credential|sas|sign|connection_string", re.IGNORECASE)
-
-
-def _secrets_of(options: Mapping[str, Any], inside: bool = False) -> frozenset[str]:
-    """The texts among the options that must not be shown."""
-    found: set[str] = set()
-    for name, value in options.items():
-        secret = inside or bool(_SECRET.search(str(name)))
-        if isinstance(value, Mapping):
-            found |= _secrets_of(value, secret)
-        elif secret and isinstance(value, str) and len(value) >= 4:
-            found.add(value)
-    return frozenset(found)

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import without_password
 from pipeline.data.parts import PartStore
+from pipeline.data.redaction import shown_url
 from pipeline.data.source import open_source
 from pipeline.data.storage import filesystem
 from pipeline.doctor.check import Check, Subject, shown_bytes
@@ -38,7 +38,7 @@ def model(subject: Subject) -> Iterator[Check]:
     if subject.model is None:
         return
     path, kind = subject.model, model_kind(subject.model)
-    shown = without_password(path)
+    shown = shown_url(path)
     if kind == "missing":
         raise ModelError(f"{shown}: {why_no_checkpoint(path)}")
     if kind == "url":
@@ -189,13 +189,13 @@ def input(subject: Subject) -> Iterator[Check]:
         return
     source = open_source(subject.input, subject.input_storage)
     found = f"{len(source.files):,} files, {source.num_rows:,} rows, {shown_bytes(source.num_bytes)}"
-    yield Check("input", without_password(subject.input), "ok", found)
+    yield Check("input", shown_url(subject.input), "ok", found)
 
 
 def output(subject: Subject) -> Iterator[Check]:
     if subject.output is None:
         return
-    store, name = PartStore(subject.output, subject.output_storage), without_password(subject.output)
+    store, name = PartStore(subject.output, subject.output_storage), shown_url(subject.output)
     with _left_as_found(subject.output):
         store.probe()
         yield Check("output", name, "ok", "files are created, and never over another; they read back")

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.config import JobConfig, without_password
+from pipeline.config import JobConfig
+from pipeline.data.redaction import shown_url
 from pipeline.engine.engine import Engine
 from pipeline.engine.memory import weight_bytes
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
@@ -43,7 +44,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        shown = without_password(self.path)
+        shown = shown_url(self.path)
         if self.quantization != "none":
             shown += f", {self.quantization} on load"
         if self.activation_dtype != "auto":
@@ -108,7 +109,7 @@ def evaluate(
                 device = str(engine.resolved["device"])
                 measured.append(rows.measure(each, engine, kept, outputs)[0])
     return Evaluation(
-        without_password(config.input.path),
+        shown_url(config.input.path),
         len(samples.token_ids),
         samples.num_tokens,
         samples.left_out,
@@ -134,7 +135,7 @@ def _prepare(
             longest = min(longest, config.engine.max_model_len)
         if longest <= params.max_tokens:
             raise ConfigError(f"--max-tokens {params.max_tokens}: no room beside them in a context of {longest} tokens")
-        say(f"reading {without_password(config.input.path)}")
+        say(f"reading {shown_url(config.input.path)}")
         samples = read_samples(config, tokenizer, longest - params.max_tokens, expected=expected)
     finally:
         tokenizer.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config import without_password
+from pipeline.data.redaction import shown_url
 from pipeline.engine.params import Completion
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 from pipeline.formatting import printable
@@ -56,7 +56,7 @@ class Saved:
         """Raises ConfigError, OutputError before any work is done for it."""
         self.path, self._overwrite = Path(path).expanduser(), overwrite
         if "://" in path:
-            raise OutputError(f"--output {without_password(path)}: expected a local .jsonl or .parquet file")
+            raise OutputError(f"--output {shown_url(path)}: expected a local .jsonl or .parquet file")
         if self.path.suffix not in (".jsonl", ".ndjson", ".parquet"):
             raise ConfigError(f"--output {path}: expected a file that ends in .jsonl or .parquet")
         if self.path.exists() and not overwrite:

@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config import without_password
 from pipeline.data.prompts import template_columns
+from pipeline.data.redaction import shown_url
 from pipeline.data.source import open_source
 from pipeline.errors import ConfigError, InputError
 
@@ -54,7 +54,7 @@ def prompt_of_dataset(path: str, template: str | None) -> dict[str, tuple[str, s
     """The key that makes a Parquet input's prompts: the template, else the column that is called like one."""
     if template is not None:
         return {"prompt.template": (template, "--prompt")}
-    return _default_key(without_password(path), open_source(path).schema.names)
+    return _default_key(shown_url(path), open_source(path).schema.names)
 
 
 def read_prompts(place: str | None, template: str | None, limit: int | None = None) -> Prompts:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.config import JobConfig, without_password
+from pipeline.config import JobConfig
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.records import RESULT_NAMES, output_schema
+from pipeline.data.redaction import shown_url
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import ConfigError
@@ -93,7 +94,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
         UnitSpec(spec, (), config.sampling_columns(), params.max_tokens, run.unit_tokens, run.unit_rows),
         window=0,
     )
-    say(f"loading {without_password(config.model.path)}")
+    say(f"loading {shown_url(config.model.path)}")
     folder = resolve_model(config.model.path, config.model.storage, say)
     if config.prompt.chat is not None:
         _check_template(folder)

@@ -73,6 +73,7 @@ def flow_spec(
         retry_failed,
         dict(config.model.storage),
         config.model.draft,
+        plan.kept_types,
     )
     spot = Spot(run.spot_notice, run.drain_s)
     return FlowSpec(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.redaction import shown_url
+from pipeline.data.storage import RetryCounts
 from pipeline.errors import ModelError, PipelineError
 from pipeline.job.model_cache import cache_folder, fetch_model
 from pipeline.model.folder import checked_file
@@ -33,35 +35,42 @@ _CHAT_TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_
 
 
 def resolve_draft(
-    path: str | None, storage: Mapping[str, Any], say: Callable[[str], None] | None = None
+    path: str | None,
+    storage: Mapping[str, Any],
+    say: Callable[[str], None] | None = None,
+    retries: RetryCounts | None = None,
 ) -> Path | None:
     """The local folder of `model.draft`, if there is one; a url takes the model's storage options. Raises as
     `resolve_model` does, in its own name."""
     if path is None:
         return None
     try:
-        return resolve_model(path, storage if "://" in path else None, say)
+        return resolve_model(path, storage if "://" in path else None, say, retries)
     except PipelineError as error:
         raise type(error)(str(error).replace("model.path", "model.draft", 1)) from error
 
 
 def resolve_model(
-    path: str, storage: Mapping[str, Any] | None = None, say: Callable[[str], None] | None = None
+    path: str,
+    storage: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] | None = None,
+    retries: RetryCounts | None = None,
 ) -> Path:
     """The local folder of `model.path`. A url is downloaded once per machine (`model_cache`); a Hugging Face id is
     fetched into its own cache, or only looked up there with HF_HUB_OFFLINE=1.
 
-    storage: fsspec options of a url. say: told what is being downloaded. Raises ModelError, and EnvironmentFailed
+    storage: fsspec options of a url. say: told what is being downloaded. retries: counts requests
+    to a store that are tried again. Raises ModelError, and EnvironmentFailed
     when a store or the disk fails.
     """
     if "://" in path:
-        folder = fetch_model(path, storage or {}, cache_folder(), _file_digest, say or (lambda text: None))
+        folder = fetch_model(path, storage or {}, cache_folder(), _file_digest, say or (lambda text: None), retries)
     elif storage:
         raise ModelError(f"model.storage: only a url takes options, found {', '.join(sorted(storage))}")
     else:
         folder = locate_model(path)
     if reason := why_no_checkpoint(str(folder)):
-        raise ModelError(f"model.path {path}: {reason}")
+        raise ModelError(f"model.path {shown_url(path)}: {reason}")
     return folder.resolve()
 
 

@@ -19,7 +19,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.storage import RemoteFilesystem, filesystem, md5, shown_url
+from pipeline.data.redaction import shown_url
+from pipeline.data.storage import RemoteFilesystem, RetryCounts, filesystem, md5
 from pipeline.data.store_errors import is_malformed
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.model.locate import PATTERNS
@@ -51,7 +52,14 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return (Path(root).expanduser() if root else Path.home() / ".cache" / "parquet-batch-inference") / "models"
 
 
-def fetch_model(url: str, storage: Mapping[str, Any], cache: Path, digest: Digest, say: Say) -> Path:
+def fetch_model(
+    url: str,
+    storage: Mapping[str, Any],
+    cache: Path,
+    digest: Digest,
+    say: Say,
+    retries: RetryCounts | None = None,
+) -> Path:
     """The local folder with the model's files: from the cache where they are whole there, else downloaded.
 
     digest: of one local file; it is recorded, and compared whenever the entry is used. Raises ModelError when the
@@ -59,7 +67,7 @@ def fetch_model(url: str, storage: Mapping[str, Any], cache: Path, digest: Diges
     """
     shown = shown_url(url)
     try:
-        fs, root = filesystem(url, storage)
+        fs, root = filesystem(url, storage, retries=retries)
     except (ImportError, ValueError, TypeError) as e:
         raise ModelError(
             f"model.path {shown}: cannot be opened ({type(e).__name__}); is {url.partition('://')[0]}:// right, its "
@@ -258,16 +266,16 @@ def _store(fs: RemoteFilesystem, shown: str) -> Iterator[None]:
     """Turn what the store's library raises into errors of the model, without secrets."""
     try:
         yield
-    except FileNotFoundError as e:
-        raise ModelError(f"model.path {shown}: no such folder in the store") from e
+    except FileNotFoundError:
+        raise ModelError(f"model.path {shown}: no such folder in the store") from None
     except PermissionError as e:
         raise ModelError(
             f"model.path {shown}: the store denies it ({fs.said(e)}); it needs the rights to list and read below it"
-        ) from e
+        ) from None
     except Exception as e:
         # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
         if isinstance(e, PipelineError) or (type(e).__module__ == "builtins" and not isinstance(e, OSError)):
             raise
         if is_malformed(e):
-            raise ModelError(f"model.path {shown}: no place in a store ({fs.said(e)})") from e
-        raise EnvironmentFailed(f"model.path {shown}: {fs.said(e)}; fix it, then run again") from e
+            raise ModelError(f"model.path {shown}: no place in a store ({fs.said(e)})") from None
+        raise EnvironmentFailed(f"model.path {shown}: {fs.said(e)}; fix it, then run again") from None

@@ -4,7 +4,7 @@ job file -> source -> windows -> fingerprint -> the output is ours -> one listin
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ from pipeline.data.parts import PartStore, Progress
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.records import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
+from pipeline.data.storage import RetryCounts
 from pipeline.data.units import Unit, UnitSpec
 from pipeline.errors import OutputError
 from pipeline.job.checkpoint import asks_for_date, model_digest, resolve_draft, resolve_model
@@ -39,6 +40,19 @@ class Plan:
     def num_rows(self) -> int:
         return sum(window.num_rows for window in self.windows)
 
+    @property
+    def kept_types(self) -> dict[str, pa.DataType]:
+        """Of each kept column, in the output."""
+        return {name: self.schema.field(i).type for i, name in enumerate(self.units.kept)}
+
+    def with_types_of(self, part: pa.Schema) -> "Plan":
+        """This plan with the columns' types of a part that is there: one output has one schema, and versions before
+        this one kept plain types."""
+        if part.names != self.schema.names:
+            return self
+        fields = [f.with_type(there.type) for f, there in zip(self.schema, part, strict=True)]
+        return replace(self, schema=pa.schema(fields))
+
 
 @dataclass(frozen=True)
 class WindowTask:
@@ -49,10 +63,15 @@ class WindowTask:
     units_of: int | None  # as the parts that are there say
 
 
-def make_plan(config: JobConfig, device: str, say: Callable[[str], None] | None = None) -> Plan:
+def make_plan(
+    config: JobConfig,
+    device: str,
+    say: Callable[[str], None] | None = None,
+    retries: RetryCounts | None = None,
+) -> Plan:
     """Read footers and model files. `device`: what `engine.device` became. `say`: told of a model's download.
-    Raises UserError's kinds."""
-    source = open_source(config.input.path, config.input.storage, config.input.on_corrupt)
+    `retries`: counts requests to stores that are tried again. Raises UserError's kinds."""
+    source = open_source(config.input.path, config.input.storage, config.input.on_corrupt, retries)
     everything = (*source.schema.names, *source.conflicts)  # a column that cannot be kept is refused, not left out
     kept = everything if config.input.columns is None else tuple(config.input.columns)
     prompt = PromptSpec(config.prompt.column, config.prompt.template, config.prompt.messages, config.prompt.max_bytes)
@@ -62,11 +81,12 @@ def make_plan(config: JobConfig, device: str, say: Callable[[str], None] | None 
     )
     source.check_columns(units.columns)
     prompt.check(source.schema)
-    kept_schema = pa.schema([source.schema.field(name) for name in kept])
-    schema = output_schema(kept_schema, config.output.rename, params.logprobs is not None)
+    schema = output_schema(
+        pa.schema([source.kept.field(name) for name in kept]), config.output.rename, params.logprobs is not None
+    )
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
-    model = resolve_model(config.model.path, config.model.storage, say)
-    draft = resolve_draft(config.draft_model, config.model.storage, say)
+    model = resolve_model(config.model.path, config.model.storage, say, retries)
+    draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
     kind = device.partition(":")[0]
     return Plan(
         config,

@@ -9,7 +9,6 @@ import platform
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ import pipeline
 from pipeline.cost import RunReport, build_report
 from pipeline.data.parts import PartStore, Progress
 from pipeline.data.records import PartTotals
-from pipeline.data.storage import retry_counts
+from pipeline.data.storage import RetryCounts
 from pipeline.job.ledger import ActorState
 from pipeline.job.machine import process_mark
 from pipeline.job.run_id import next_run_id, run_number
@@ -62,8 +61,10 @@ class RunLog:
         hourly_usd: float | None,
         resolved: Mapping[str, Any],
         telemetry: Telemetry,
+        retries: RetryCounts,
     ) -> None:
         self._telemetry = telemetry
+        self._retries = retries  # of this run, for storage
         self._began_ns = time.monotonic_ns()
         self._free = dict(config_free)
         self._hourly_usd = hourly_usd
@@ -84,7 +85,6 @@ class RunLog:
         self.first_errors: list[str] = []  # to show when there are too many
         self.skipped_files: list[SkippedInput] = []
         self._skipped_told = False
-        self.retries_before: dict[str, int] = {}  # of this process, for storage, before this run
 
     @property
     def began_us(self) -> int:
@@ -130,7 +130,7 @@ class RunLog:
             self._hourly_usd,
             resolved,
             self.row_stats,
-            dict(Counter(retry_counts()) - Counter(self.retries_before)),
+            self._retries.counted(),
             self.found_units,
             self.skipped_files,
             dict(self.computed.error_rows),

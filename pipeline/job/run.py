@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from pipeline import errors
 from pipeline.config import JobConfig
 from pipeline.cost import RunReport
+from pipeline.data.inventory import what_is_wrong
 from pipeline.data.parts import SUCCESS, PartStore, Progress
 from pipeline.data.records import PartTotals
-from pipeline.data.storage import retry_counts
+from pipeline.data.storage import RetryCounts
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
 from pipeline.job.fingerprint import check_dated, claim, record_numerics
@@ -74,10 +75,10 @@ def run_job(
         try:
             planning()
             began = time.monotonic_ns()
-            retries_before = retry_counts()
+            retries = RetryCounts()
             device = resolve_device(config)
-            plan = make_plan(config, device, planning)
-            store = PartStore(config.output.path, config.output.storage)
+            plan = make_plan(config, device, planning, retries)
+            store = PartStore(config.output.path, config.output.storage, retries)
             claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time())
             plan = replace(plan, fingerprint=claimed)
             done = store.list(plan.fingerprint.short)
@@ -89,17 +90,20 @@ def run_job(
                 tasks = tasks_with_failed(plan, done, failed)
             earlier = load_runs(store)
             if not tasks and SUCCESS in store.names(""):
-                return _already_complete(plan, store, done, earlier, show)
+                wrong = what_is_wrong(store)
+                if wrong is None:
+                    return _already_complete(plan, store, done, earlier, show)
+                planning(f"all parts are counted again: {wrong}")
             if tasks:
                 check_dated(store, plan.fingerprint)
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
+            store.remove(SUCCESS)  # it is of the parts as they were: some are to be made or replaced, or are damaged
             if not retry_failed:
                 before = totals_so_far(store, earlier, done)
             phase = "telling how the run ended"
             telemetry = Telemetry(store)
-            log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device}, telemetry)
-            log.retries_before = retries_before
+            log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": device}, telemetry, retries)
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
             stood = None if retry_failed else done
@@ -110,7 +114,9 @@ def run_job(
                     write_empty_part(plan, store, provenance(plan))
                 run.check_error_rate()
                 if tasks:
-                    store.remove(SUCCESS)  # parts are to be replaced, or were removed by hand since
+                    some_part = next(done.parts(), None)
+                    if some_part is not None:
+                        plan = plan.with_types_of(store.footer(some_part).schema.to_arrow_schema())
                     spec = flow_spec(plan, tuple(tasks), backend or Backend(), log.run_id, retry_failed=bool(failed))
                     run.execute(spec)
                 run.publish()

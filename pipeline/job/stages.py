@@ -21,7 +21,7 @@ from pipeline.data.records import PartTotals, output_schema
 from pipeline.data.units import Unit
 from pipeline.engine.chat import ChatTemplateError
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.errors import ConfigError, RowError
+from pipeline.errors import ConfigError, PipelineError, RowError
 from pipeline.job.retry import patched
 from pipeline.rowstats import (
     MAX_EXAMPLES,
@@ -147,13 +147,21 @@ class Write:
     """Turns a unit's completions into its part. Thread-safe."""
 
     def __init__(
-        self, store: PartStore, fingerprint: str, rename: Mapping[str, str], logprobs: bool, metadata: Mapping[str, str]
+        self,
+        store: PartStore,
+        fingerprint: str,
+        rename: Mapping[str, str],
+        logprobs: bool,
+        metadata: Mapping[str, str],
+        kept_types: Mapping[str, pa.DataType] | None = None,
     ) -> None:
+        """kept_types: of kept columns in a part; those that are not named stay as they are in a unit."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
         self._logprobs = logprobs
         self._metadata = dict(metadata)
+        self._kept_types = dict(kept_types or {})
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         """Commit the unit. `completions` holds each of its rows once, in any order."""
@@ -192,9 +200,14 @@ class Write:
     def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:
         """The part's rows, in the order of the input."""
         by_row = {c.row_id: c for c in completions}
-        assert len(by_row) == len(completions) == unit.num_rows, (unit.num_rows, len(completions), len(by_row))
+        if len(completions) != unit.num_rows or by_row.keys() != set(range(unit.num_rows)):
+            raise PipelineError(
+                f"window {unit.window}, unit {unit.index}: {len(completions)} completions of {len(by_row)} different "
+                f"rows came back for {unit.num_rows} rows; nothing of it is written"
+            )
         done = [by_row[i] for i in range(unit.num_rows)]
         kept = unit.kept()
+        kept = kept.cast(pa.schema([f.with_type(self._kept_types.get(f.name, f.type)) for f in kept.schema]))
         columns: list[Any] = [
             [c.text if c.error is None else None for c in done],
             [c.finish_reason for c in done],

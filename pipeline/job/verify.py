@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from contextlib import closing
 
+from pipeline.data.inventory import Inventory
 from pipeline.data.parts import SUCCESS, PartName, PartStore
 from pipeline.data.records import PartTotals
 from pipeline.errors import OutputError, PipelineError
@@ -63,6 +64,7 @@ def read_success(store: PartStore) -> PartTotals | None:
 def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:
     """The last thing a job does."""
     skipped = plan.source.skipped
+    there = Inventory.of(store)
     counts = {
         "job": plan.config.name,
         "fingerprint": plan.fingerprint.digest,
@@ -71,6 +73,8 @@ def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:
         "error_rows": totals.num_error_rows,
         "errors": dict(totals.error_rows),
         "parts": totals.units,
+        "parts_bytes": there.parts_bytes,
+        "parts_digest": there.parts_digest,
         "num_input_tokens": totals.num_input_tokens,
         "num_cached_tokens": totals.num_cached_tokens,
         "num_generated_tokens": totals.num_generated_tokens,

@@ -8,15 +8,16 @@ import dataclasses
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from pipeline.data.parts import PartStore
 from pipeline.data.records import PartTotals
-from pipeline.data.storage import retry_counts
+from pipeline.data.storage import RetryCounts
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.errors import PipelineError
@@ -63,11 +64,14 @@ class WorkSpec:
     retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
     model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     draft: str | None = None  # the draft model, also as the job file has it
+    kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, where not plain
 
 
-def _on_this_machine(folder: str, path: str, storage: Mapping[str, Any]) -> str:
+def _on_this_machine(folder: str, path: str, storage: Mapping[str, Any], retries: RetryCounts) -> str:
     """The model's folder as the driver found it, if it is here too; else where this machine has `path`."""
-    return folder if Path(folder).is_dir() else str(resolve_model(path, storage if "://" in path else {}))
+    return (
+        folder if Path(folder).is_dir() else str(resolve_model(path, storage if "://" in path else {}, retries=retries))
+    )
 
 
 LOG_SYNC_S = 3.0  # between looks for log lines that an output in a store does not have yet
@@ -83,12 +87,12 @@ class Worker:
         self._open_units = 0
         self._delivered = self._doubled = self._kept = Computed()
         self._taken_rows = self._taken_tokens = 0
-        self._retries_before = Counter(retry_counts())  # of this process, for storage
-        store = self._store = PartStore(spec.output, spec.storage)
-        folder = _on_this_machine(spec.engine.model, spec.model, spec.model_storage)
+        self._retries = RetryCounts()  # of this actor, for storage
+        store = self._store = PartStore(spec.output, spec.storage, self._retries)
+        folder = _on_this_machine(spec.engine.model, spec.model, spec.model_storage, self._retries)
         draft = None
         if spec.engine.draft is not None and spec.draft is not None:
-            draft = _on_this_machine(spec.engine.draft, spec.draft, spec.model_storage)
+            draft = _on_this_machine(spec.engine.draft, spec.draft, spec.model_storage, self._retries)
         logs = LogFolder(store, spec.run_id)
         self._log = RotatedLog(logs.path / engine_log(actor))
         if not logs.is_local:
@@ -118,6 +122,7 @@ class Worker:
             spec.rename,
             spec.params.logprobs is not None,
             spec.metadata,
+            spec.kept_types,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:
@@ -215,7 +220,7 @@ class Worker:
                 deaths.lost,
                 self._taken_rows,
                 self._taken_tokens,
-                storage_retries=dict(Counter(retry_counts()) - self._retries_before),
+                storage_retries=self._retries.counted(),
             )
             return ActorState(
                 record,

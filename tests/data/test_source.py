@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.columns import plain_type
 from pipeline.data.source import cut_windows, narrowed, open_source, read_window
 from pipeline.errors import EnvironmentFailed, InputError
 
 BIG = 1 << 40
+_DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 
 
 def texts(n: int, start: int = 0) -> dict:
@@ -284,3 +286,23 @@ def test_what_is_kept_of_a_file_does_not_grow_with_its_columns_and_hardly_with_i
 
     assert abs(kept(40, 2) - kept(2, 2)) < 10
     assert kept(2, 300) - kept(2, 2) < 298 * 20  # two integers for each
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kept"),
+    [
+        (pa.large_string(), pa.large_string(), pa.large_string()),
+        (pa.large_string(), pa.null(), pa.large_string()),
+        (pa.large_string(), pa.string(), pa.string()),
+        (pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int16(), pa.string()), _DICTIONARY),
+        (_DICTIONARY, pa.string(), pa.string()),
+        (pa.int16(), pa.int16(), pa.int16()),
+        (pa.int16(), pa.int32(), pa.int32()),
+        (pa.json_(pa.large_string()), pa.json_(pa.large_string()), pa.json_(pa.large_string())),
+    ],
+)
+def test_kept_columns_keep_a_type_that_all_files_share(write, a, b, kept):
+    write("a.parquet", pa.table({"x": pa.array([], a)}))
+    source = open_source(write("b.parquet", pa.table({"x": pa.array([], b)})))
+    assert source.kept.field("x").type == kept
+    assert source.schema.field("x").type == plain_type(kept)

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from pipeline.data.parts import PartName, PartStore, Progress
+from pipeline.data.storage import RetryCounts
 from pipeline.errors import ModelError, OutputError
 from pipeline.job.checkpoint import FULL_BYTES, model_digest, resolve_model
 from pipeline.job.fingerprint import difference, shown
@@ -115,7 +116,7 @@ def started(tmp_path):
     telemetry = Telemetry(store)
 
     def start(**versions) -> RunLog:
-        log = RunLog(store, {}, None, {}, telemetry)
+        log = RunLog(store, {}, None, {}, telemetry, RetryCounts())
         record = log.record().to_json()
         record["versions"] |= versions
         store.replace(f"_pipeline/runs/{log.run_id}.json", json.dumps(record).encode())

@@ -16,6 +16,7 @@ from pipeline.cost import Tokens
 from pipeline.data.folder import LocalFolder
 from pipeline.data.parts import PartName, PartStore, Progress
 from pipeline.data.records import PartTotals
+from pipeline.data.storage import RetryCounts
 from pipeline.errors import (
     EnvironmentFailed,
     FingerprintError,
@@ -207,7 +208,7 @@ def test_the_parts_are_looked_at_once_for_the_error_rate(job, monkeypatch):
     monkeypatch.setattr(PartStore, "totals", lambda self, of=None: looks.append(of) or read(self, of))
     plan = SimpleNamespace(num_rows=100, config=job.config(run={"max_error_rate": 0.1}))
     telemetry = Telemetry(store)
-    log = RunLog(store, {}, None, {}, telemetry)
+    log = RunLog(store, {}, None, {}, telemetry, RetryCounts())
     told = PartTotals(50, 1, {"null_prompt": 20})  # what runs that were killed have recorded may be wrong
     going = _Run(plan, store, log, told, stood, [], lambda status: None, StopSignals(), telemetry)
     going.check_error_rate()
@@ -521,15 +522,17 @@ def test_errors_of_parts_that_were_removed_are_not_counted_again(job):
     assert {status.error_rows for status in statuses[1:]} == {2}, "the part with the error rows stayed"
 
 
-def test_resuming_opens_no_part_before_the_count_at_the_end(job, monkeypatch):
-    """Names say what is there; a million footers would take an hour over a store."""
+def test_resuming_opens_one_part_before_the_count_at_the_end(job, monkeypatch):
+    """Names say what is there, and one part its columns' types; a million footers would take an hour over a store."""
     job.fake(step_s=0.1).rows([None, *TEXTS[1:]])
     with pytest.raises(Interrupted):
         run(job, [(lambda status: status.error_rows > 0, signal.SIGTERM)], run={"units_in_flight": 1})
     opened, phase = [], ["planning"]
     monkeypatch.setattr(PartStore, "_footer", _telling(PartStore._footer, lambda: opened.append(phase[0])))
     _, statuses = run(job, show=lambda status: phase.__setitem__(0, status.phase))
-    assert {phase.partition(":")[0] for phase in opened} == {"verifying"}
+    first, *rest = opened
+    assert first == "starting"
+    assert {phase.partition(":")[0] for phase in rest} == {"verifying"}
     assert statuses[1].error_rows == 1, "as the run before recorded it"
     opened.clear()
     report, _ = run(job)

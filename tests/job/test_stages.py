@@ -11,6 +11,7 @@ from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.chat import ChatTemplateError
 from pipeline.engine.params import Completion, Request, SamplingParams, TokenLogprobs
+from pipeline.errors import PipelineError
 from pipeline.job import supervisor
 from pipeline.job.partial import PartialUnits
 from pipeline.job.stages import Chat, Tokenize, UnitSummary, Write, failed_row, row_seed, row_stats
@@ -204,7 +205,7 @@ def test_a_missing_or_doubled_completion_is_never_written(tmp_path):
     requests, _ = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
     done = complete(requests)
     for wrong in (done[:1], [done[0], done[0]], [*done, done[0]]):
-        with pytest.raises(AssertionError):
+        with pytest.raises(PipelineError, match=r"completions of .* came back for 2 rows"):
             write(tmp_path)(unit, wrong)
     assert not list((tmp_path / "out").glob("part-*"))
 

@@ -1,0 +1,224 @@
+"""`pipeline verify`: an output as its job left it is sound; whatever is done to it is named, all of it at once."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from pipeline.audit import MAX_SHOWN, Audit, _Rows, audit
+from pipeline.cli import cli
+from pipeline.data.parts import PartName, PartStore
+from pipeline.errors import OutputError
+from tests.faults.store import FaultyStore
+from tests.job.test_run import TEXTS, run, success, without_ray  # noqa: F401 - a fixture is used by its name
+
+
+@pytest.fixture
+def finished(job):
+    run(job.rows([None, *TEXTS[1:]], per_file=15))
+    return job
+
+
+def verify(job, deep: bool = True) -> Audit:
+    return audit(PartStore(str(job.output)), deep, print)
+
+
+def problem(job, deep: bool = True) -> str:
+    found = verify(job, deep)
+    assert found.num_problems == 1, found.problems
+    return found.problems[0]
+
+
+def changed(part: Path, change) -> None:
+    """The part with other rows, as its program would write it: a good footer, and checksums that fit."""
+    store, name = PartStore(str(part.parent)), PartName.parse(part.name)
+    assert name is not None
+    there = store.read_part(name)
+    store.rewrite(name, change(there.table), there.metadata, there.tag)
+
+
+def keep_success(job) -> None:
+    """Let _SUCCESS know the sizes as they are now, so that only what is inside is wrong."""
+    from pipeline.data.inventory import Inventory
+
+    there = Inventory.of(PartStore(str(job.output)))
+    counts = {**success(job), "parts_bytes": there.parts_bytes, "parts_digest": there.parts_digest}
+    (job.output / "_SUCCESS").write_text(json.dumps(counts))
+
+
+def with_an_error(job) -> Path:
+    return next(part for part in job.parts() if pq.read_table(part)["error"].is_valid().to_pylist().count(True))
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_an_output_as_it_was_left_is_sound(finished, deep):
+    found = verify(finished, deep)
+    assert found.sound, found.problems
+    assert (found.rows, found.error_rows, found.parts) == (50, 1, len(finished.parts()))
+    assert "sound" in found.to_text()
+    assert found.to_json()["sound"] is True
+
+
+def test_one_flipped_bit_of_a_page_is_found_by_reading_it(finished):
+    part = finished.parts()[1]
+    whole, rows = part.read_bytes(), pq.read_table(part).to_pylist()
+    data_end = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    found = 0
+    for byte in range(4, data_end, 31):
+        part.write_bytes(whole[:byte] + bytes([whole[byte] ^ 4]) + whole[byte + 1 :])
+        assert verify(finished, deep=False).sound, "what is read without --deep is all right"
+        if verify(finished).sound:  # a bit of a page's header that is not used
+            assert pq.read_table(part).to_pylist() == rows
+        else:
+            assert f"{part.name}: this part is damaged" in problem(finished)
+            found += 1
+    assert found > 20
+
+
+def test_all_problems_are_told_at_once(finished):
+    cut, gone, footless, *_ = finished.parts()
+    cut.write_bytes(cut.read_bytes()[:300])
+    footless.write_bytes(footless.read_bytes()[:-9] + b"x" * 9)
+    gone.unlink()
+    (finished.output / "notes.txt").write_text("mine")
+    shutil.copy(finished.parts()[-1], finished.output / "part-ffffffff-w00000-u0000of0001-n8.parquet")
+    text = verify(finished).to_text()
+    for told in (
+        "damaged: 6 problems",
+        "notes.txt: not a part",
+        "a part of another job",
+        "window 0: 1 of its",
+        "it holds 6 parts, _SUCCESS counts 7" if len(finished.parts()) == 7 else "_SUCCESS counts",
+        f"{cut.name}: this part is damaged",
+        f"{footless.name}: this part is damaged",
+    ):
+        assert told in text
+
+
+def test_only_the_first_problems_are_shown_and_all_are_counted(finished):
+    for i in range(MAX_SHOWN + 5):
+        (finished.output / f"notes{i:02d}.txt").write_text("mine")
+    found = verify(finished, deep=False)
+    assert (found.num_problems, len(found.problems)) == (MAX_SHOWN + 5, MAX_SHOWN)
+    assert "and 5 more" in found.to_text()
+
+
+def test_a_window_without_parts_and_an_unfinished_job_are_told(finished):
+    for part in finished.output.glob("*-w00001-*"):
+        part.unlink()
+    assert any("window 1: none of its parts is there" in p for p in verify(finished, False).problems)
+    (finished.output / "_SUCCESS").unlink()
+    assert any("the job is not finished" in p for p in verify(finished, False).problems)
+
+
+def test_a_row_twice_and_one_left_out(finished):
+    part = finished.parts()[1]
+    place = pq.read_schema(part).names.index("source_row")
+
+    def doubled(table: pa.Table) -> pa.Table:
+        _, second, *rest = table["source_row"].to_pylist()
+        return table.set_column(place, table.schema.field(place), pa.array([second, second, *rest]))
+
+    changed(part, doubled)
+    keep_success(finished)
+    assert verify(finished, deep=False).sound
+    assert "more than once" in " ".join(verify(finished).problems)
+
+
+def test_rows_of_another_window(finished):
+    one = next(finished.output.glob("*-w00000-*n8.parquet"))
+    two = next(finished.output.glob("*-w00001-*n8.parquet"))
+    taken = pq.read_table(two)
+    changed(one, lambda table: pa.Table.from_arrays(taken.columns, schema=table.schema))
+    keep_success(finished)
+    assert any("in a window before, too" in p for p in verify(finished).problems)
+
+
+def test_columns_and_counts_that_differ(finished):
+    part = finished.parts()[-1]
+    changed(part, lambda table: table.set_column(0, "id", table["id"].cast(pa.int32())))
+    keep_success(finished)
+    assert "has other columns than" in problem(finished, deep=False)
+
+
+def test_rows_that_are_not_what_the_footer_counts(finished):
+    part = with_an_error(finished)
+    table = pq.read_table(part)
+    errors = [None] * table.num_rows
+    place = table.schema.names.index("error")
+    pq.write_table(table.set_column(place, table.schema.field(place), pa.array(errors, pa.string())), part)
+    keep_success(finished)
+    assert verify(finished, deep=False).sound
+    assert "are not those that its footer counts" in problem(finished)
+
+
+def test_codes_that_are_not_known(finished):
+    part = with_an_error(finished)
+    place = pq.read_schema(part).names.index("error")
+
+    def odd(table: pa.Table) -> pa.Table:
+        codes = ["gremlins" if code else None for code in table["error"].to_pylist()]
+        return table.set_column(place, table.schema.field(place), pa.array(codes, pa.string()))
+
+    changed(part, odd)
+    keep_success(finished)
+    assert "error codes that are not known: gremlins" in " ".join(verify(finished, False).problems)
+
+
+def places(*rows: tuple[str, int]) -> pa.Table:
+    return pa.table({"file": [file for file, _ in rows], "row": [row for _, row in rows]})
+
+
+@pytest.mark.parametrize(
+    ("windows", "told"),
+    [
+        ([[("a", 0), ("a", 1)], [("a", 2), ("b", 0)], [("c", 0)]], []),
+        ([[("a", 0), ("a", 2)], [("a", 3)]], ["window 0, a: 1 rows between 0 and 2 are missing"]),
+        ([[("a", 1)]], ["window 0, a: its rows from 0 to 0 are missing"]),
+        ([[("a", 0)], [("a", 3)]], ["window 1, a: its rows from 1 to 2 are missing"]),
+        ([[("a", 0)], [("b", 1)]], ["window 1, b: its rows from 0 to 0 are missing"]),
+        ([[("a", 0), ("b", 1)]], ["window 0, b: its rows before 1 are missing"]),
+        ([[("a", 0), ("b", 0)], [("a", 1)]], ["window 1, a: row 1 and others are in a window before, too"]),
+        ([[("a", 0)], None, [("a", 9), ("a", 11)]], ["window 2, a: 1 rows between 9 and 11 are missing"]),
+    ],
+)
+def test_rows_follow_each_other(windows, told):
+    found: list[str] = []
+    rows = _Rows(found.append)
+    for window, some in enumerate(windows):
+        rows.add(window, None if some is None else places(*some), True)
+    rows.end()
+    assert found == told
+
+
+def test_the_command_answers_with_its_exit_code(finished):
+    ran = CliRunner().invoke(cli, ["verify", str(finished.output), "--deep"])
+    assert ran.exit_code == 0, ran.output
+    assert "sound: " in ran.output
+    finished.parts()[0].unlink()
+    ran = CliRunner().invoke(cli, ["verify", str(finished.folder / "job.yaml"), "--json"])
+    assert ran.exit_code == OutputError.exit_code
+    found = json.loads(ran.stdout.splitlines()[0])
+    assert (found["sound"], found["deep"], found["num_problems"]) == (False, False, 2)
+
+
+def test_a_folder_that_is_no_output_is_refused(tmp_path):
+    ran = CliRunner().invoke(cli, ["verify", str(tmp_path)])
+    assert ran.exit_code == OutputError.exit_code
+    assert "is not the output of a job" in ran.output
+
+
+def test_an_output_in_a_store(finished):
+    with FaultyStore() as store:
+        for path in [*finished.parts(), finished.output / "_SUCCESS", finished.output / "_pipeline/job.json"]:
+            store.bucket.upload(path, f"out/{path.relative_to(finished.output)}")
+        output = PartStore(store.bucket.url("out"), store.bucket.storage)
+        assert audit(output, True, print).sound
+        store.bucket.put(f"out/{finished.parts()[0].name}", b"cut")
+        found = audit(output, True, print)
+        assert any("this part is damaged" in p for p in found.problems)
+        assert any("bytes, _SUCCESS counts" in p for p in found.problems)

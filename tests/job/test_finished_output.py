@@ -1,0 +1,116 @@
+"""A finished output is looked at again: parts that were cut, swapped or removed since are noticed and said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.parts import PartStore
+from pipeline.errors import OutputError
+from pipeline.output import doubt_of, status_of
+from tests.job.test_run import TEXTS, run, runs, success, without_ray  # noqa: F401 - a fixture is used by its name
+
+
+@pytest.fixture
+def finished(job):
+    run(job.rows(TEXTS))
+    return job
+
+
+def doubt(job) -> str | None:
+    store = PartStore(str(job.output))
+    return doubt_of(store, status_of(store))
+
+
+def cut(part: Path, size: int = 500) -> None:
+    part.write_bytes(part.read_bytes()[:size])
+
+
+def without_sizes(job) -> None:
+    """`_SUCCESS` as versions before wrote it."""
+    counts = {key: value for key, value in success(job).items() if key not in ("parts_bytes", "parts_digest")}
+    (job.output / "_SUCCESS").write_text(json.dumps(counts))
+
+
+def test_success_counts_the_bytes_of_the_parts(finished):
+    assert success(finished)["parts"] == len(finished.parts())
+    assert success(finished)["parts_bytes"] == sum(part.stat().st_size for part in finished.parts())
+    assert doubt(finished) is None
+
+
+@pytest.mark.parametrize(("which", "removed"), [(0, False), (2, False), (0, True)])
+def test_a_cut_part_is_named_by_the_next_run(finished, which, removed):
+    part = finished.parts()[which]
+    cut(part)
+    if removed:
+        finished.parts()[1].unlink()
+    with pytest.raises(OutputError, match=f"{part.name}: this part is damaged"):
+        run(finished)
+    assert not (finished.output / "_SUCCESS").exists(), "whoever waits for it must not read this output"
+    part.unlink()
+    report, _ = run(finished)
+    finished.check(TEXTS)
+    assert report.outcome == "finished"
+    assert doubt(finished) is None
+
+
+def test_a_removed_part_is_computed_again_and_counted_anew(finished):
+    finished.parts()[0].unlink()
+    run(finished)
+    finished.check(TEXTS)
+    assert doubt(finished) is None
+
+
+def test_what_is_wrong_is_said_in_one_line(finished):
+    part = finished.parts()[0]
+    whole = part.read_bytes()
+    cut(part)
+    assert "bytes" in (doubt(finished) or "")
+    part.unlink()
+    assert f"{len(finished.parts())} parts" in (doubt(finished) or "")
+    part.write_bytes(whole)
+    assert doubt(finished) is None
+    (finished.output / "_SUCCESS").unlink()
+    assert "no _SUCCESS" in (doubt(finished) or "")
+
+
+def test_parts_that_changed_places_are_seen(finished):
+    by_size = {part.stat().st_size: part for part in finished.parts()}
+    one, two = list(by_size.values())[:2]
+    a, b = one.read_bytes(), two.read_bytes()
+    one.write_bytes(b)
+    two.write_bytes(a)
+    assert "names and sizes" in (doubt(finished) or "")
+
+
+def test_an_output_of_a_version_before_is_judged_by_its_names(finished):
+    without_sizes(finished)
+    assert doubt(finished) is None
+    _, statuses = run(finished)
+    assert statuses[-1].phase == "already complete"
+    finished.parts()[0].unlink()
+    assert "parts" in (doubt(finished) or "")
+
+
+def test_a_part_of_other_bytes_and_a_good_footer_is_counted_again(finished):
+    import pyarrow.parquet as pq
+
+    part = finished.parts()[0]
+    pq.write_table(pq.read_table(part), part, compression="none")
+    assert "bytes" in (doubt(finished) or "")
+    _, statuses = run(finished)
+    assert any("bytes" in status.phase for status in statuses), "why all parts are counted again"
+    assert doubt(finished) is None
+    assert len(runs(finished)) == 2
+
+
+def test_replaced_parts_are_counted_anew(job, tmp_path):
+    texts: list[str | None] = [*TEXTS[:7], "text ☠ 7", *TEXTS[8:]]
+    job.rows(texts).fake(kill="☠", cured_by=str(tmp_path / "cured"))
+    run(job)
+    before = success(job)
+    (tmp_path / "cured").touch()
+    run(job, retry_failed=True)
+    assert (before["errors"], success(job)["errors"]) == ({"engine_failure": 1}, {})
+    assert success(job)["parts_bytes"] == sum(part.stat().st_size for part in job.parts())
+    assert doubt(job) is None

@@ -1,0 +1,135 @@
+"""Kept columns come out with the types they went in with, as far as a part can hold them."""
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.compact import compact
+from pipeline.data.columns import plain_schema
+from pipeline.data.parts import PartStore
+from tests.job.test_run import run, success, without_ray  # noqa: F401 - a fixture is used by its name
+
+ROWS = 60
+TEXT = pa.list_(pa.string())
+
+SAME = {
+    "dictionary": pa.array([f"kind {i % 7}" if i % 5 else None for i in range(ROWS)]).dictionary_encode(),
+    "dictionary_bytes": pa.array([b"\xff%d" % i for i in range(ROWS)]).dictionary_encode(),
+    "large": pa.array(["x", None, "z\0"] * 20, pa.large_string()),
+    "large_bytes": pa.array([b"\xff", None, b""] * 20, pa.large_binary()),
+    "large_list": pa.array([["x"], [], None] * 20, pa.large_list(pa.large_string())),
+    "struct": pa.array([{"a": "x", "b": 1}, None] * 30, pa.struct([("a", pa.large_string()), ("b", pa.int8())])),
+    "tags": pa.array([["x"], [], None] * 20, TEXT).cast(pa.list_(pa.dictionary(pa.int32(), pa.string()))),
+    "map": pa.array([[("k", 1)], None, []] * 20, pa.map_(pa.large_string(), pa.int64())),
+    "uuid": pa.array([b"x" * 16, None] * 30, pa.binary(16)).cast(pa.uuid()),
+    "narrow": pa.array(range(ROWS), pa.int8()),
+}
+CHANGED = {  # a view, a dictionary's order and width, and what must not be null inside
+    "view": (pa.array(["x", None] * 30, pa.string_view()), pa.string()),
+    "ordered": (
+        pa.DictionaryArray.from_arrays(pa.array([1, 0] * 30, pa.int8()), ["low", "high"], ordered=True),
+        pa.dictionary(pa.int32(), pa.string()),
+    ),
+    "never_null": (
+        pa.array([["x"], None] * 30, pa.list_(pa.field("item", pa.string(), nullable=False))),
+        pa.list_(pa.field("item", pa.string())),
+    ),
+}
+
+
+def put(job, name: str, columns: dict, start: int = 0) -> None:
+    count = len(next(iter(columns.values())))
+    texts = pa.array([f"text {start + i}" for i in range(count)])
+    pq.write_table(pa.table({"text": texts, **columns}), job.folder / "in" / name, row_group_size=10)
+
+
+def kept(job) -> pa.Table:
+    table = ds.dataset(job.output, format="parquet").to_table()
+    return table.take(pa.array(sorted(range(table.num_rows), key=lambda i: int(table["text"][i].as_py().split()[1]))))
+
+
+def test_types_that_all_files_share_come_out_as_they_went_in(job):
+    put(job, "a.parquet", {name: column.slice(0, 30) for name, column in SAME.items()})
+    put(job, "b.parquet", {name: column.slice(30) for name, column in SAME.items()}, 30)
+    run(job, input={"columns": None}, run={"unit_rows": 8, "window_rows": 25})
+    table = kept(job)
+    for name, column in SAME.items():
+        assert table.schema.field(name).type == column.type, name
+        assert table[name].to_pylist() == column.to_pylist(), name
+
+
+def test_types_that_a_part_cannot_hold_are_the_plain_ones(job):
+    put(job, "a.parquet", {name: column for name, (column, _) in CHANGED.items()})
+    run(job, input={"columns": None})
+    table = kept(job)
+    for name, (column, becomes) in CHANGED.items():
+        assert table.schema.field(name).type == becomes, name
+        assert table[name].to_pylist() == column.to_pylist(), name
+    assert table.schema.field("never_null").type.value_field.nullable
+
+
+def test_where_files_differ_the_wider_or_plain_type_holds_all(job):
+    put(job, "a.parquet", {"id": pa.array([1], pa.int32()), "kind": pa.array(["x"]).dictionary_encode()})
+    put(job, "b.parquet", {"id": pa.array([2], pa.int64()), "kind": pa.array(["y"], pa.large_string())}, 1)
+    put(job, "c.parquet", {"id": pa.array([None], pa.null()), "kind": pa.array(["z"]).dictionary_encode()}, 2)
+    run(job, input={"columns": None})
+    table = kept(job)
+    assert [table.schema.field(name).type for name in ("id", "kind")] == [pa.int64(), pa.string()]
+    assert table.select(["id", "kind"]).to_pydict() == {"id": [1, 2, None], "kind": ["x", "y", "z"]}
+
+
+def test_a_part_holds_no_more_of_a_dictionary_than_its_rows_need(job):
+    values = pa.array([f"{i:04d}" + "v" * 2000 for i in range(ROWS)]).dictionary_encode()
+    put(job, "a.parquet", {"kind": values})
+    run(job, input={"columns": None}, run={"unit_rows": 5, "window_rows": 60})
+    assert len(job.parts()) == 12
+    for part in job.parts():
+        assert len(pq.read_table(part)["kind"].combine_chunks().dictionary) == 5
+
+
+@pytest.mark.parametrize("again", ["resumed", "with its failed rows"])
+def test_an_output_of_a_version_before_keeps_the_types_it_was_begun_with(job, tmp_path, again):
+    put(job, "a.parquet", SAME)
+    texts = pq.read_table(job.folder / "in" / "a.parquet")
+    bad = [None if i == 3 else text for i, text in enumerate(texts["text"].to_pylist())]
+    pq.write_table(texts.set_column(0, "text", pa.array(bad)), job.folder / "in" / "a.parquet", row_group_size=10)
+    settings = {"input": {"columns": list(SAME)}, "run": {"unit_rows": 8, "window_rows": 25, "max_error_rate": 1}}
+    run(job, **settings)
+    for part in job.parts():
+        table = pq.read_table(part)
+        plain = pa.schema(
+            [f.with_type(p.type) for f, p in zip(table.schema, plain_schema(table.schema), strict=True)],
+            metadata=table.schema.metadata,
+        )
+        pq.write_table(table.cast(plain), part)
+    if again == "resumed":
+        job.parts()[0].unlink()
+    run(job, retry_failed=again != "resumed", **settings)
+    assert success(job)["input_rows"] == ROWS
+    schemas = [pq.read_schema(part).remove_metadata() for part in job.parts()]
+    assert all(schema.equals(schemas[0]) for schema in schemas), "one output, one schema"
+    assert schemas[0].field("dictionary").type == pa.string()
+    compact(PartStore(str(job.output)), PartStore(str(tmp_path / "merged")), "input", 2**20, print)
+
+
+def test_parts_of_both_kinds_are_one_dataset(job):
+    put(job, "a.parquet", SAME)
+    run(job, input={"columns": None})
+    for which in (0, -1):
+        part = job.parts()[which]
+        whole = part.read_bytes()
+        table = pq.read_table(part)
+        pq.write_table(table.cast(pa.schema(plain_schema(table.schema))), part)
+        assert kept(job).num_rows == ROWS
+        part.write_bytes(whole)
+
+
+def test_merged_parts_keep_them_too(job, tmp_path):
+    put(job, "a.parquet", SAME)
+    run(job, input={"columns": None}, run={"unit_rows": 8, "window_rows": 25})
+    compact(PartStore(str(job.output)), PartStore(str(tmp_path / "merged")), "input", 2**14, print)
+    table = ds.dataset(tmp_path / "merged", format="parquet").to_table()
+    for name, column in SAME.items():
+        assert table.schema.field(name).type == column.type, name
+        assert table[name].to_pylist() == column.to_pylist(), name
