@@ -22,6 +22,7 @@ from pipeline.data.folder import LocalFolder
 from pipeline.data.parts import PartName, PartStore, serialize
 from pipeline.data.records import PartTotals
 from pipeline.data.source import Window, narrowed
+from pipeline.data.storage import RetryCounts
 from pipeline.job.plan import Plan, make_plan, what_is_left
 from pipeline.job.record import RunLog
 from pipeline.job.stages import UnitSummary
@@ -71,7 +72,7 @@ def _execute(plan: Plan, store: PartStore, parts_per_window: int) -> list[bytes]
     each block of its two operators, and the units' summaries."""
     tasks = [pickle.dumps(needed) for needed in narrowed(plan.source, plan.windows)]
     after_step, operators = _ray_operators()
-    log = RunLog(store, {}, None, {}, Telemetry(store))
+    log = RunLog(store, {}, None, {}, Telemetry(store), RetryCounts())
     latency = latency_of([Timing(0, 100_000 + 5000 * i, 2_000_000 + 9000 * i, 100) for i in range(512)])
     rows = RowStats(latency, {500: LengthBucket(512, 512 * 500, 0, 512 * 100)})
     text = UnitSummary(0, 0, PartTotals(512, 1, {}, 512 * 500, 0, 512 * 100), True, rows).to_json()

@@ -50,7 +50,7 @@ def test_writes_that_hang_hold_up_neither_the_run_nor_its_drain(job, replacing, 
     monkeypatch.setattr(Telemetry, "FLUSH_S", 0.3)
     hang = threading.Event()
     replacing(lambda name: hang.wait(120.0) if name.startswith("_pipeline/") and "partial" not in name else None)
-    job.rows(TEXTS).fake(step_s=0.02)
+    job.rows(TEXTS).fake(step_s=0.2 if stopped else 0.02)
     began = time.monotonic()
     try:
         if stopped:
