@@ -15,6 +15,7 @@ from pipeline.engine.speculation.budget import (
 )
 from pipeline.engine.speculation.controller import TIME_TRUST
 from pipeline.engine.speculation.messages import Outcome
+from pipeline.engine.speculation.proposing import ProposingCost
 from pipeline.engine.speculation.record import NUM_BUCKETS, SpeculationCounts, bucket_of
 from tests.engine.speculation.test_controller import MEMORY_BOUND, batch_of, controller_of, everything, step
 
@@ -107,7 +108,7 @@ def test_a_good_hour_does_not_pay_for_a_bad_one() -> None:
 
 @pytest.mark.parametrize(("factor", "charged"), [(1.0, 1.0), (1.2, 1.2), (10.0, TIME_TRUST), (0.1, 1 / TIME_TRUST)])
 def test_a_step_is_charged_what_it_took_as_far_as_that_is_trusted(factor: float, charged: float) -> None:
-    controller, batch, gained = controller_of(MEMORY_BOUND), batch_of(4), []
+    controller, batch, gained = controller_of(MEMORY_BOUND, proposing=(ProposingCost(10e-6, 1e-6),)), batch_of(4), []
     while not controller.is_on:
         step(controller, batch, 1.0)
     settle = controller.budget.settle

@@ -11,6 +11,7 @@ from pipeline.engine.propose.shadow import Foretold
 from pipeline.engine.speculation.controlled import ControlledDrafts
 from pipeline.engine.speculation.messages import Outcome
 from pipeline.engine.speculation.persistence import BLOCKS, STEPS
+from pipeline.engine.speculation.proposing import ProposingCost
 from tests.engine.hash_runner import hash_engine
 from tests.engine.speculation.test_controller import MEMORY_BOUND, K, controller_of
 
@@ -73,7 +74,7 @@ def test_a_sequence_in_a_slot_that_was_another_s_has_no_history() -> None:
     """Short prompts get a token in the step that admits them, and the slots that were left last are given first: so a
     slot is in each step, with another sequence."""
     engine = hash_engine(60, 4, memory=2, max_num_seqs=3)
-    policy = ControlledDrafts(controller_of(MEMORY_BOUND))
+    policy = ControlledDrafts(controller_of(MEMORY_BOUND, proposing=(ProposingCost(),)))
     policy.controller.passes = lambda num_sequences: False  # type: ignore[method-assign]
     policy.controller.wants_candidates = lambda batch: 0  # type: ignore[method-assign]
     engine.speculate([NgramProposer(engine.table, K)], policy)
