@@ -383,14 +383,14 @@ def test_bench_plan(pipe, monkeypatch):
     def bench_plan(**options):
         asked.update(options)
         options["say"]("planning")
-        cost = PlanCost(1, 5, 10**6, 20, 2000, 0.5, 10**6, 0.1, 10**6)
+        cost = PlanCost(1, 5, 10**6, 20, 2000, *(0.5, 10**6) * 4)
         return PlanBench((cost,), 10, 10, 10, 100, 1, {"cores": "2"})
 
     monkeypatch.setattr("pipeline.bench.plan.bench_plan", bench_plan)
     code, out, err = pipe("bench", "plan", "--scale", "1", "--files", "5", "--repeats", "1", "--json")
     assert (code, err) == (0, "planning\n")
     assert json.loads(out)["bench"] == "plan"
-    assert (asked["scales"], asked["files"], asked["repeats"]) == ((1,), 5, 1)
+    assert (asked["scales"], asked["files"], asked["repeats"], asked["parts_per_window"]) == ((1,), 5, 1, 60)
     assert "1x" in pipe("bench", "plan")[1]
     assert asked["scales"] == (1, 10, 100)
 
