@@ -383,7 +383,7 @@ def test_bench_plan(pipe, monkeypatch):
     def bench_plan(**options):
         asked.update(options)
         options["say"]("planning")
-        cost = PlanCost(1, 5, 10**6, 20, 2000, 0.5, 10**6, 0.1, 10**6)
+        cost = PlanCost(1, 5, 10**6, 20, 2000, *(0.5, 10**6) * 4)
         return PlanBench((cost,), 10, 10, 10, 100, 1, {"cores": "2"})
 
     monkeypatch.setattr("pipeline.bench.plan.bench_plan", bench_plan)

@@ -54,7 +54,10 @@ def plan_of_a_large_job(
     from pipeline.bench.plan import bench_plan
 
     _print_bench(
-        bench_plan(scales, files, parts_per_window=parts_per_window, repeats=repeats, folder=folder, say=say), as_json
+        bench_plan(
+            scales=scales, files=files, parts_per_window=parts_per_window, repeats=repeats, folder=folder, say=say
+        ),
+        as_json,
     )
 
 
