@@ -95,6 +95,7 @@ class Work:
     storage_retries: Mapping[str, int] = field(default_factory=dict)
     restart_reasons: Mapping[str, int] = field(default_factory=dict)  # how engine processes ended, the commonest
     steps_out_of_memory: int = 0  # undone, and tried again with fewer tokens
+    telemetry_failures: int = 0  # writes of status, record and report that failed
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,7 @@ def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]
         storage_retries=_summed([run.storage_retries for run in runs] + [a.storage_retries for a in actors]),
         restart_reasons=dict(reasons.most_common(MAX_REASONS)),
         steps_out_of_memory=sum(run.stat("num_out_of_memory") for run in runs),
+        telemetry_failures=sum(run.telemetry_failures for run in runs),
     )
 
 

@@ -27,6 +27,17 @@ def printable_json(text: str) -> str:
     return _SUSPECT.sub(lambda match: match[0] if match[0].isprintable() else _json_escape(match[0]), text)
 
 
+def eta(left_s: float) -> str:
+    """A time as coarse as a guess should be: `40 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    if left_s < 90:
+        return f"{max(0, round(left_s))} s"
+    minutes = round(left_s / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
 def _spelled(match: re.Match[str]) -> str:
     return match[0] if match[0].isprintable() else match[0].encode("unicode_escape").decode()
 

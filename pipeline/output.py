@@ -13,9 +13,12 @@ from pipeline.cost import RunReport, build_report
 from pipeline.data.inventory import what_is_wrong
 from pipeline.data.parts import PartStore
 from pipeline.errors import OutputError
+from pipeline.formatting import eta
 from pipeline.job.fingerprint import JOB
-from pipeline.job.record import REPORT_JSON, STATUS, load_runs
+from pipeline.job.record import REPORT_JSON, STATUS, load_runs, silent_s
 from pipeline.job.status import Status
+
+SILENT_S = 120.0  # a run writes its status each few seconds
 
 
 def open_output(place: str) -> PartStore:
@@ -48,16 +51,23 @@ def status_of(store: PartStore) -> Status:
 
 def doubt_of(store: PartStore, now: Status) -> str | None:
     """Why a status is not to be believed, in one line: one that says `running`, when its process on this machine is
-    gone; one that says `finished`, when its parts are not what it left."""
+    gone or nothing was heard of it for long; one that says `finished`, when its parts are not what it left."""
     if now.outcome == "finished":
         return damage_of(store)
     if now.outcome != "running":
         return None
     run = next((run for run in load_runs(store) if run.run_id == now.run_id), None)
-    if run is None or run.outcome != "killed":
+    if run is not None and run.outcome == "killed":
+        pid = run.versions.get("pid", "unknown")
+        return f"Its process, {pid} on this machine, is gone. `pipeline run` goes on from what is written."
+    silent = silent_s(now)
+    if silent < SILENT_S:
         return None
-    pid = run.versions.get("pid", "unknown")
-    return f"Its process, {pid} on this machine, is gone. `pipeline run` goes on from what is written."
+    host = run.versions.get("host", "unknown") if run is not None else "unknown"
+    return (
+        f"Nothing was heard of it for {eta(silent)}. If its process on {host} is gone, `pipeline run` goes on from "
+        "what is written."
+    )
 
 
 def damage_of(store: PartStore) -> str | None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pipeline.formatting import printable
+from pipeline.formatting import eta, printable
 
 if TYPE_CHECKING:
     from pipeline.job.status import Status
@@ -132,14 +132,3 @@ def _counts(status: "Status") -> str:
         return counts
     counts += f", {status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"
     return counts if status.eta_s is None else f"{counts}, {eta(status.eta_s)} left"
-
-
-def eta(left_s: float) -> str:
-    """A time as coarse as a guess should be: `40 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
-    if left_s < 90:
-        return f"{max(0, round(left_s))} s"
-    minutes = round(left_s / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

@@ -157,7 +157,7 @@ def markdown(report: RunReport) -> str:
         if any(fault.at_least for fault in report.faults):
             lines += ["", "At least: of a killed run's last second or two, after its last record, nothing is known."]
     if report.work.restart_reasons:
-        lines += ["", "How engine processes ended:", ""]
+        lines += ["", "How engine processes ended (what they printed: `_pipeline/logs/<run>/engine-<actor>.log`):", ""]
         lines += [f"- {count:,} times: {_cell(reason)}" for reason, count in report.work.restart_reasons.items()]
     lines += ["", "## Runs", ""]
     lines += _table(
@@ -264,6 +264,8 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
         facts.append(("Lost work", lost))
     if counts := _counts(work):
         facts.append(("Faults", counts))
+    if work.restarts:
+        facts.append(("Logs", "_pipeline/logs has what the engines' processes printed, and how they ended"))
     facts.append(("Fingerprint", report.fingerprint[:8]))
     return facts
 
@@ -293,6 +295,7 @@ def _counts(work: Work) -> str:
         (work.units_lost, "units computed that were already written"),
         (work.units_found, "units found written before any work"),
         (work.taken_rows, "rows taken over from a stopped run"),
+        (work.telemetry_failures, "writes of status, record or report that failed"),
     ]
     told = [f"{what} {count:,}" for count, what in counts if count]
     if work.storage_retries:

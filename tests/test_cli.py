@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from io import StringIO
 from pathlib import Path
 
@@ -421,6 +422,21 @@ def test_status_of_a_run_whose_process_is_gone(work, pipe):
     assert code == 0
     assert "out: stale\n" in out
     assert "`pipeline run` goes on" in out
+
+
+def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
+    """Of another machine nobody can say whether the process is there."""
+    store = leave_output(work, finished_run(outcome="running", versions={"host": "elsewhere", "pid": "1"}), "running")
+    status = json.loads(store.read("_pipeline/status.json"))
+    now = datetime.now(UTC)
+    for told_at, head in ((now, "running"), (now - timedelta(hours=3), "stale"), (None, "running")):
+        told = {"told_at": told_at.isoformat()} if told_at else {}
+        store.replace("_pipeline/status.json", json.dumps(status | told).encode())
+        out = pipe("status", "out")[1]
+        assert f"out: {head}\n" in out
+        assert ("Nothing was heard of it for 3 h 00 min. If its process on elsewhere is gone" in out) == (
+            head == "stale"
+        )
 
 
 def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):

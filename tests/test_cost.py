@@ -300,6 +300,7 @@ def test_each_fault_inside_a_run_has_its_own_figures():
     for page in (text(built), markdown(built)):
         assert "engine restarts 2, rows that ended the engine 1, actors replaced 1, preemptions 5" in page
         assert "(throttled 4, timeout 1)" in page
+        assert "_pipeline/logs has what the engines" in page
         assert "unit computed whose part was already there" in page
     assert "- 2 times: signal SIGKILL" in markdown(built)
 

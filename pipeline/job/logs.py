@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline.data.folder import LocalFolder
 from pipeline.data.parts import PartStore
 from pipeline.errors import PipelineError
+from pipeline.formatting import printable_lines
 from pipeline.job.run_id import run_number
 
 LOGS = "_pipeline/logs"
@@ -94,7 +95,7 @@ class RotatedLog:
     def line(self, text: str) -> None:
         """Add a line, with the time of now; of a text of several lines each gets one."""
         for one in text.splitlines():
-            record = logging.LogRecord("pipeline", logging.INFO, "", 0, "%s", (_printable(one),), None)
+            record = logging.LogRecord("pipeline", logging.INFO, "", 0, "%s", (printable_lines(one),), None)
             try:
                 self._lines.put_nowait(record)
             except queue.Full:
@@ -122,10 +123,6 @@ class RotatedLog:
                 self.dropped += 1
         if handler is not None:
             handler.close()
-
-
-def _printable(line: str) -> str:
-    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)
 
 
 class _Rotated(logging.handlers.RotatingFileHandler):
