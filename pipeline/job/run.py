@@ -31,6 +31,7 @@ from pipeline.job.record import RunLog, load_runs, make_report, put_status, tota
 from pipeline.job.retry import split_totals, tasks_with_failed
 from pipeline.job.spot import SpotNotice
 from pipeline.job.stages import UnitSummary
+from pipeline.job.stall import Stall
 from pipeline.job.status import Status
 from pipeline.job.stop import Stopped, StopSignals
 from pipeline.job.telemetry import Telemetry
@@ -181,37 +182,6 @@ def _phase_of(actors: list[ActorState]) -> str:
         return "running"
     what = next((actor.loading for actor in actors if actor.loading), "")
     return f"loading the model: {what}" if what else "loading the model"
-
-
-class _Stall:
-    """Notices that nothing moves any more: no unit ends, no engine steps, none is loading."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._since = time.monotonic()
-        self._seen: object = None
-
-    def look(self, units: int, actors: list[ActorState]) -> None:
-        """Raise EnvironmentFailed once it has been so for the limit."""
-        now = (
-            units,
-            sum(actor.record.stats.get("num_steps", 0) for actor in actors),
-            # an engine that loads steps nothing; its time goes on only while its actor lives
-            sum(a.record.phases_us["startup"] + a.record.phases_us["load"] for a in actors),
-        )
-        if now != self._seen:
-            self._seen, self._since = now, time.monotonic()
-        elif time.monotonic() - self._since > self._limit_s:
-            raise EnvironmentFailed(self._why(actors))
-
-    def _why(self, actors: list[ActorState]) -> str:
-        idle = f"Nothing has moved for {self._limit_s:g} s (run.progress_timeout_s)"
-        if not actors:
-            return (
-                f"{idle}: no engine actor could be started. Has the cluster the CPUs and GPUs that run.actors, "
-                "run.cpus_per_actor and run.gpus_per_actor ask for?"
-            )
-        return f"{idle}: {len(actors)} engine actors were seen, none of them works. Are their machines gone?"
 
 
 class _Run:
@@ -366,7 +336,7 @@ class _Run:
 
     def _consume(self, flow: "Dataflow") -> None:
         next_tick = 0.0
-        stall = _Stall(self._plan.config.run.progress_timeout_s)
+        stall = Stall(self._plan.config.run.progress_timeout_s)
         while True:
             summary = flow.next(timeout_s=0.2)
             if summary is not None:
