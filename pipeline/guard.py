@@ -3,8 +3,8 @@
 Ray ends its driver with exit code 1 and no word when the node's own process is gone; the kernel ends one that takes too
 much memory. To a scheduler 1 says that too many rows failed, which no new try will mend. So the command runs in a
 fork, tells through a pipe with which code it means to leave, and an end without that word is the environment's
-failure: exit code 3, resumable. 75 needs no word: nothing but a signal makes a process leave with it. Signals are
-passed on; a guard that is killed takes the command with it.
+failure: exit code 3, resumable. Signals are passed on, and an end without a word after one, by it or by 75, is an
+interruption: exit code 75. A guard that is killed takes the command with it.
 """
 
 import ctypes
@@ -26,8 +26,9 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def guarded(command: Callable[[], None]) -> None:
     """Run `command` in a fork and leave as it leaves: returns after a plain end, SystemExit(code) where it left so.
 
-    Raises EnvironmentFailed when it ended without saying how. To be called before there are threads. The command must
-    leave by returning or by SystemExit; in the fork SystemExit goes on up from here.
+    Raises EnvironmentFailed when it ended without saying how, Interrupted when a signal ended it so. To be called
+    before there are threads. The command must leave by returning or by SystemExit; in the fork SystemExit goes on up
+    from here.
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
@@ -44,7 +45,13 @@ def guarded(command: Callable[[], None]) -> None:
         _end_with(guard)
         _leave(writing, command, passed_on)
     os.close(writing)
-    old = {number: signal.signal(number, lambda n, _: os.kill(child, n)) for number in passed_on}
+    sent: list[signal.Signals] = []
+
+    def pass_on(number: int, _: object) -> None:
+        sent.append(signal.Signals(number))
+        os.kill(child, number)
+
+    old = {number: signal.signal(number, pass_on) for number in passed_on}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     try:
         word = _read(reading)
@@ -53,8 +60,8 @@ def guarded(command: Callable[[], None]) -> None:
         for number, handler in old.items():
             signal.signal(number, handler)
     if not word:
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == Interrupted.exit_code:
-            sys.exit(Interrupted.exit_code)
+        if sent and _was_stopped(status, sent):
+            raise Interrupted(f"Stopped by {sent[0].name}.")
         raise EnvironmentFailed(f"The run ended without a word: {_how(status)}")
     if int(word) != 0:
         sys.exit(int(word))
@@ -106,6 +113,14 @@ def _end_with(guard: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:  # it ended before we asked
         os._exit(EnvironmentFailed.exit_code)
+
+
+def _was_stopped(status: int, sent: list[signal.Signals]) -> bool:
+    """Whether a command that was sent these signals ended by them: by `os._exit`, by the system's default where a
+    library had taken the handler away, or by SIGABRT, as Ray's own handler does it."""
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status) in (*sent, signal.SIGABRT)
+    return os.WEXITSTATUS(status) == Interrupted.exit_code
 
 
 def _how(status: int) -> str:

@@ -40,7 +40,7 @@ def start(body: str) -> subprocess.Popen:
         ("sys.exit(1)", 1, "", ""),
         ("sys.exit(75)", 75, "", ""),
         ("sys.exit()", 0, "went on\n", ""),
-        ("os._exit(75)", 75, "", ""),  # as a run leaves that a signal ended while something would not let it
+        ("os._exit(75)", 3, "", "left with 75"),  # nobody had sent a signal
         ("os._exit(1)", 3, "", "left with 1, as Ray makes it do"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "ended by SIGKILL. Was there too little memory"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "ended by SIGSEGV"),
@@ -51,6 +51,26 @@ def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, s
     got = process.communicate(timeout=30)
     assert (process.returncode, got[0]) == (code, out)
     assert said in got[1]
+
+
+@pytest.mark.parametrize(
+    ("handler", "code"),
+    [
+        ("lambda n, f: os._exit(75)", 75),  # as a run that something will not let go
+        ("signal.SIG_DFL", 75),  # where a library has taken the handler away: Ray does, as it ends
+        ("lambda n, f: os.abort()", 75),  # as Ray's own handler
+        ("lambda n, f: os._exit(1)", 3),
+        ("lambda n, f: os.kill(os.getpid(), signal.SIGKILL)", 3),
+    ],
+)
+def test_an_end_without_a_word_after_a_signal_is_an_interruption(handler, code):
+    process = start(f"signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); time.sleep(30)")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=10)[1]
+    assert process.returncode == code
+    assert ("Stopped by SIGTERM." in said) == (code == 75)
 
 
 def test_signals_reach_the_command():

@@ -49,7 +49,7 @@ from pipeline.job.block_stats import forget_blocks
 from pipeline.job.ledger import REPORT_S, ActorState, Ledger, Order
 from pipeline.job.machine import available_cores, now_us
 from pipeline.job.plan import WindowTask, check_units
-from pipeline.job.ray_session import connect, session_logs
+from pipeline.job.ray_session import connect, disconnect, session_logs
 from pipeline.job.spot import SpotNotice
 from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker, WorkSpec
@@ -222,7 +222,7 @@ class Dataflow:
     def close(self) -> None:
         """End everything that runs, finished or not."""
         if self._started_ray:
-            ray.shutdown()
+            disconnect()
             return
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             for actor in ray.get(self._ledger.actors.remote(), timeout=5.0):

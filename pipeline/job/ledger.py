@@ -32,6 +32,7 @@ class ActorState:
     at_rest: str = "startup"  # the phase its time goes to if it says nothing more
     resolved: Mapping[str, str | int] = field(default_factory=dict)
     loading: str = ""  # what its engine does before it is up; empty once it is
+    told: int = 0  # how often it had told before: of two states the later one, whichever arrives last
 
     @property
     def open_units(self) -> int:
@@ -78,7 +79,7 @@ class Ledger:
     def report(self, state: ActorState) -> Order:
         """Take an actor's word and give it the run's."""
         known = self._states.get(state.record.actor)
-        if known is None or known.record.machine_us <= state.record.machine_us:
+        if known is None or known.told <= state.told:
             self._states[state.record.actor] = state
         self._heard_us[state.record.actor] = self._now_us()
         return self._order

@@ -24,7 +24,7 @@ from pipeline.errors import EnvironmentFailed
 from pipeline.interpreter import PACKAGE_PARENT
 
 START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own patience of 30 s may not do
-HANDLERS_S = 0.02  # between two looks after the handlers of signals while Ray starts
+HANDLERS_S = 0.01  # between two looks after the handlers of signals while Ray starts or ends
 _ENVIRONMENT = {
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # its native log would speak to the terminal
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES of actors without GPUs
@@ -58,6 +58,11 @@ def connect(address: str | None, cores: int = 0) -> bool:
                 place = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
                 raise EnvironmentFailed(f"{place}: {error}") from error
     return True
+
+
+def disconnect() -> None:
+    """End the Ray that `connect` started, or leave the cluster."""
+    _beside(ray.shutdown)
 
 
 def session_logs() -> Path | None:
@@ -103,9 +108,9 @@ def _source_tree() -> list[str]:
 
 
 def _beside(call: Callable[[], object]) -> None:
-    """Call it in another thread and wait. Started in the main thread Ray would put a handler of its own for SIGTERM in
-    the place of the run's; here it cannot, and a signal need not wait until it has started. The thread stays: Linux
-    ends Ray's processes with the thread that started them (prctl's PR_SET_PDEATHSIG)."""
+    """Call it in another thread and wait, so that a signal need not wait for Ray, and its handler stays the run's: in
+    the main thread Ray would put one of its own for SIGTERM in its place. The thread stays too: Linux ends Ray's
+    processes with the thread that started them (prctl's PR_SET_PDEATHSIG)."""
     ended: Future[object] = Future()
 
     def run() -> None:
@@ -115,7 +120,7 @@ def _beside(call: Callable[[], object]) -> None:
             ended.set_exception(error)
         threading.Event().wait()
 
-    threading.Thread(target=run, daemon=True, name="start Ray").start()
+    threading.Thread(target=run, daemon=True, name="Ray").start()
     while not wait([ended], timeout=HANDLERS_S).done:
         _keep_handlers()
     _keep_handlers()
@@ -123,7 +128,8 @@ def _beside(call: Callable[[], object]) -> None:
 
 
 def _keep_handlers() -> None:
-    """Ray's native part takes signals over as it starts, without Python's knowledge; here Python takes them back."""
+    """Ray's native part takes signals over as it starts, and gives them back to the system as it ends, without Python's
+    knowledge; here Python takes them back."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             handler = signal.getsignal(number)

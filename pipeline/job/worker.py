@@ -84,7 +84,7 @@ class Worker:
         self._actor = actor
         self._lock = threading.Lock()
         self._units = self._rows = self._error_rows = 0
-        self._open_units = 0
+        self._open_units = self._told = 0
         self._delivered = self._doubled = self._kept = Computed()
         self._taken_rows = self._taken_tokens = 0
         self._retries = RetryCounts()  # of this actor, for storage
@@ -200,6 +200,7 @@ class Worker:
 
     def state(self) -> ActorState:
         with self._lock:
+            self._told += 1
             deaths = self._supervisor.deaths()
             record = ActorRecord(
                 self._actor,
@@ -228,6 +229,7 @@ class Worker:
                 at_rest=self._supervisor.at_rest(),
                 resolved=self._supervisor.resolved,
                 loading=self._supervisor.loading,
+                told=self._told,
             )
 
     def note(self, text: str) -> None:

@@ -1,5 +1,7 @@
 """Phases: no gap, no overlap, exact sums; and the ledger that extends them to the run's end."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,13 +107,13 @@ def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(mon
     assert ledger.register(b"a") == (0, 3_000_000, False)
     now += 500_000
     assert ledger.register(b"b") == (1, 3_500_000, False)
-    assert not ledger.report(state(0, 3_000_000))
+    assert not ledger.report(replace(state(0, 3_000_000), told=2))
     assert not ledger.report(state(1, 3_400_000, at_rest="load"))
     now += 500_000
     ends = ledger.states(end=True)
     assert [s.record.machine_us for s in ends] == [4_000_000, 4_000_000]
     assert (ends[0].record.phases_us["tail"], ends[1].record.phases_us["load"]) == (1_000_000, 600_000)
-    ledger.report(state(0, 2_000_000))  # a late word changes nothing
+    ledger.report(replace(state(0, 2_000_000), told=1))  # a late word changes nothing
     assert ledger.states()[0].record.machine_us == 3_000_000
     ledger.give(Order.ADMIT_NO_MORE)
     assert ledger.report(state(0, 3_000_000)) == Order.ADMIT_NO_MORE
@@ -161,3 +163,13 @@ def test_actors_are_not_replaced_for_ever():
     ledger.begin(run_us=0)
     entries = [ledger.register(b"") for _ in range(2 + MAX_REPLACED)]
     assert [entry[2] for entry in entries if entry] == [False] * (1 + MAX_REPLACED) + [True]
+
+
+def test_of_two_states_of_an_actor_the_later_one_counts_whichever_arrives_last(monkeypatch):
+    """Two of its threads tell at once, each of the unit that it has just written."""
+    ledger = Ledger(1)
+    ledger.begin(0)
+    ledger.register(b"")
+    ledger.report(ActorState(ActorRecord(0, units=18), told=6))
+    ledger.report(ActorState(ActorRecord(0, units=17), told=5))
+    assert ledger.states()[0].record.units == 18
