@@ -57,7 +57,7 @@ def test_to_import_the_dataflow_changes_no_variable():
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
-def test_a_ray_that_starts_leaves_the_handlers_of_signals_alone_and_lets_them_through():
+def test_a_ray_that_starts_and_ends_leaves_the_handlers_of_signals_alone_and_lets_them_through():
     """In a process of its own. Ray's Python part takes SIGTERM over, and its native part beneath that."""
     script = """
 import os, signal, threading, time
@@ -86,9 +86,15 @@ try:
 except Stop:
     print("stopped again")
 print(ray_session.session_logs())
-ray_session.ray.shutdown()
+ray_session.disconnect()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+except Stop:
+    print("stopped after it")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    first, second, place = done.stdout.split("\n")[:3]
-    assert (first, second) == ("stopped", "stopped again"), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second, place, third = done.stdout.split("\n")[:4]
+    assert (first, second, third) == ("stopped", "stopped again", "stopped after it")
     assert place.endswith("/logs")
