@@ -188,7 +188,8 @@ class Supervisor:
                 finally:
                     ended = child.bury()
                     if not self._closed:
-                        self._note(f"process {child.process.pid} ended: {ended}")
+                        idle = "" if self._inside else ", with no rows in it"  # so Ray ends it with the run
+                        self._note(f"process {child.process.pid} ended{idle}: {ended}")
                 if self._closed:
                     break
                 start_deaths = 0 if child.ready else start_deaths + 1
