@@ -9,8 +9,13 @@ import sys
 from types import FrameType
 
 
+class Interrupt(KeyboardInterrupt):
+    """A signal. A class of its own: Python remembers a plain KeyboardInterrupt that went through `exec` (importing a
+    dataclass does it) and then ends itself with SIGINT, whatever the exit code was to be."""
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    raise Interrupt(signal.Signals(number).name)
 
 
 def main() -> None:

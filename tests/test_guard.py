@@ -162,6 +162,21 @@ def _lives(pid: int) -> bool:
         return False
 
 
+def test_a_signal_in_the_middle_of_an_import_leaves_with_75():
+    """Libraries make classes by `exec`, and Python takes a KeyboardInterrupt out of there for unhandled."""
+    script = """
+import sys, types
+cli = types.ModuleType("pipeline.cli")
+def main():
+    exec("import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)")
+cli.main = main
+sys.modules["pipeline.cli"] = cli
+from pipeline.__main__ import main
+main()
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=30, check=False).returncode == 75
+
+
 def test_a_terminal_that_is_closed_drains_the_run_and_nothing_that_is_printed_ends_it(tmp_path):
     """As when an ssh connection drops: SIGHUP, and from then on every write to the terminal fails."""
     script = """
