@@ -162,8 +162,8 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_a_signal_in_the_middle_of_an_import_leaves_with_75():
-    """Libraries make classes by `exec`, and Python takes a KeyboardInterrupt out of there for unhandled."""
+def test_a_signal_in_the_middle_of_an_import_leaves_with_75(tmp_path):
+    """Libraries make classes by `exec`, and a KeyboardInterrupt out of there ends a `python -m` with SIGINT."""
     script = """
 import sys, types
 cli = types.ModuleType("pipeline.cli")
@@ -174,7 +174,9 @@ sys.modules["pipeline.cli"] = cli
 from pipeline.__main__ import main
 main()
 """
-    assert subprocess.run([sys.executable, "-c", script], timeout=30, check=False).returncode == 75
+    (tmp_path / "started.py").write_text(script)
+    done = subprocess.run([sys.executable, "-m", "started"], timeout=30, check=False, cwd=tmp_path)
+    assert done.returncode == 75
 
 
 def test_a_terminal_that_is_closed_drains_the_run_and_nothing_that_is_printed_ends_it(tmp_path):
