@@ -327,6 +327,21 @@ def test_fault_14_the_probe_refuses_disks_that_do_not_keep_the_promise(store, mo
         store.probe()
 
 
+def test_a_temporary_file_that_its_writer_removes_first_is_no_failure(store, monkeypatch):
+    left = store.folder.root / "_pipeline" / "tmp" / "left"
+    store.probe()
+    left.write_bytes(b"")
+    unlink = Path.unlink
+
+    def removed_before(self, missing_ok=False):
+        unlink(self)
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", removed_before)
+    assert store.clean_tmp() == 0
+    assert not left.exists()
+
+
 # --- several writers, and writers that die
 
 WRITERS = """

@@ -222,3 +222,31 @@ def test_an_output_in_a_store(finished):
         found = audit(output, True, print)
         assert any("this part is damaged" in p for p in found.problems)
         assert any("bytes, _SUCCESS counts" in p for p in found.problems)
+
+
+def test_a_part_that_was_cut_otherwise_is_named(finished):
+    name = PartName.parse(finished.parts()[0].name)
+    assert name is not None
+    odd = PartName(name.fingerprint8, name.window, name.unit, name.of + 1, name.rows)
+    shutil.copy(finished.parts()[0], finished.output / str(odd))
+    assert any(
+        f"other parts say that this window has {of} units" in found
+        for found in verify(finished, deep=False).problems
+        for of in (name.of, odd.of)
+    )
+
+
+def test_a_part_whose_footer_is_another_jobs_is_named(finished):
+    part = finished.parts()[0]
+    store, name = PartStore(str(finished.output)), PartName.parse(part.name)
+    assert name is not None
+    there = store.read_part(name)
+    store.rewrite(name, there.table, {**there.metadata, "pipeline.fingerprint": "0" * 64}, there.tag)
+    keep_success(finished)
+    assert "its footer says that it is another job's (0000" in problem(finished, deep=False)
+
+
+def test_sums_that_success_counts_otherwise_are_named(finished):
+    counts = {**success(finished), "num_generated_tokens": 7}
+    (finished.output / "_SUCCESS").write_text(json.dumps(counts))
+    assert problem(finished, deep=False).endswith("_SUCCESS counts 7")

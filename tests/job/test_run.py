@@ -546,3 +546,11 @@ def _telling(function, tell):
         return function(*args)
 
     return told
+
+
+def test_the_count_says_how_far_it_is(job):
+    run(job.rows(TEXTS))
+    plan, store, told = make_plan(job.config(), "cpu"), PartStore(str(job.output)), []
+    verify(plan, store, lambda done, parts: told.append((done, parts)))
+    parts = len(job.parts())
+    assert told == [(done, parts) for done in range(1, parts + 1)]
