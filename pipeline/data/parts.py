@@ -193,7 +193,7 @@ class PartStore:
         _check_rows(name, table)
         if self.folder.create(str(name), serialize(table, metadata or {}), "part"):
             return True
-        there = self._footer(str(name))
+        there = self.footer(name)
         if there.num_rows != name.rows:
             raise OutputError(f"{self.folder.shown(str(name))}: holds {there.num_rows} rows, its name says {name.rows}")
         return False
@@ -204,7 +204,19 @@ class PartStore:
 
     def footer(self, name: PartName) -> pq.FileMetaData:
         """What a part says of itself. Raises OutputError when it is damaged or not there."""
-        return self._footer(str(name))
+        file = str(name)
+        try:
+            tail = self.folder.tail(file, _TAIL_BYTES)
+            length = int.from_bytes(tail[-8:-4], "little") + 8
+            if length > len(tail):
+                tail = self.folder.tail(file, length)
+            return metadata_of(tail[-length:])
+        except FileNotFoundError as e:
+            raise OutputError(f"{self.folder.shown(file)}: this part is not there any more") from e
+        except (pa.ArrowException, OSError) as e:
+            if isinstance(e, OSError) and e.errno is not None:
+                raise EnvironmentFailed(f"{self.folder.shown(file)}: cannot be read: {e.strerror}") from e
+            raise self._damaged(file, e) from e
 
     def read_part(self, name: PartName) -> StoredPart:
         """A part with its page checksums verified. Raises OutputError when it is damaged or not there."""
@@ -285,7 +297,7 @@ class PartStore:
         yield from read_ahead(self._totals_of, names, self.folder.reads_at_once)
 
     def _totals_of(self, name: PartName) -> PartTotals:
-        return self.totals_in(name, self._footer(str(name)))
+        return self.totals_in(name, self.footer(name))
 
     def totals_in(self, name: PartName, footer: pq.FileMetaData) -> PartTotals:
         """The part's rows and tokens, of its footer. Raises OutputError where it contradicts the name or itself."""
@@ -301,20 +313,6 @@ class PartStore:
                 f"{self.folder.shown(file)}: holds {footer.num_rows} rows, its name and metadata say otherwise"
             )
         return totals
-
-    def _footer(self, file: str) -> pq.FileMetaData:
-        try:
-            tail = self.folder.tail(file, _TAIL_BYTES)
-            length = int.from_bytes(tail[-8:-4], "little") + 8
-            if length > len(tail):
-                tail = self.folder.tail(file, length)
-            return metadata_of(tail[-length:])
-        except FileNotFoundError as e:
-            raise OutputError(f"{self.folder.shown(file)}: this part is not there any more") from e
-        except (pa.ArrowException, OSError) as e:
-            if isinstance(e, OSError) and e.errno is not None:
-                raise EnvironmentFailed(f"{self.folder.shown(file)}: cannot be read: {e.strerror}") from e
-            raise self._damaged(file, e) from e
 
     def _damaged(self, file: str, error: Exception) -> OutputError:
         return OutputError(

@@ -30,8 +30,8 @@ class _End(NamedTuple):
 
 
 class Completing:
-    """Of one engine. Who ends leaves a completion with its call. `clean` is given KV blocks whose content is not to be
-    trusted."""
+    """Of one engine. A sequence that ends hands its completion to its call. `clean` zeroes KV blocks whose content
+    cannot be trusted."""
 
     def __init__(
         self, scheduler: Scheduler, tokenizer: Tokenizer, vocab_size: int, clean: Callable[[list[int]], None]

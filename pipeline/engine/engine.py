@@ -109,7 +109,7 @@ class Engine:
         completing = Completing(self.scheduler, tokenizer, runner.vocab_size, self._clean)
         self._stepping = Stepping(self.scheduler, runner, completing)
         self._added = Call()  # of requests that are given one by one
-        self._given_up: list[Call] = []  # whose requests are still to be aborted
+        self._abandoned: list[Call] = []  # whose requests are still to be aborted
         self._is_stepping = False
         self._order = 0
         self._closed = False
@@ -211,7 +211,7 @@ class Engine:
                 self._stepping.step()
         finally:
             self._is_stepping = False
-            self._abort_given_up()
+            self._abort_abandoned()
 
     # -- many requests
 
@@ -262,16 +262,16 @@ class Engine:
                     self._step()
                 yield from call.take()
         finally:
-            self._given_up.append(call)
-            self._abort_given_up()
+            self._abandoned.append(call)
+            self._abort_abandoned()
 
-    def _abort_given_up(self) -> None:
+    def _abort_abandoned(self) -> None:
         """Not in the middle of a step: there the garbage collector may end a stream that nobody holds any more."""
-        calls = list(self._given_up)
+        calls = list(self._abandoned)
         if calls and not self._is_stepping:
             if any(call.num_open for call in calls):
                 self._abort(lambda sequence: sequence.call in calls)
-            del self._given_up[: len(calls)]  # not before: a second Ctrl-C leaves them to the next step
+            del self._abandoned[: len(calls)]  # not before: a second Ctrl-C leaves them to the next step
 
     def warm_up(self) -> None:
         """Run one short request without drafts, so that the first real one does not pay for lazy initialisation.

@@ -55,7 +55,7 @@ from pipeline.job.stages import UnitSummary
 from pipeline.job.worker import Worker, WorkSpec
 
 # More readers for more actors. One was seen to render 16,000 rows of 2,000 characters a second (two shared cores, local
-# disk), some eight million tokens; a store is slower, and no engine reads a tenth of that.
+# disk), some eight million tokens. What an engine on a GPU reads was not measured; a tenth of that would be much.
 ACTORS_PER_READER = 8
 BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
 BUFFER_BYTES_PER_UNIT = 8 * 2**20

@@ -23,7 +23,7 @@ DRIVER = "driver.log"
 RAY = "ray.log"
 MAX_BYTES = 5 * 2**20  # of a file, before it is rotated
 NUM_BACKUPS = 2
-MAX_RUNS = 20  # whose logs are kept on a disk
+MAX_RUNS = 20  # earlier ones whose logs are kept on a disk
 MAX_WAITING = 10_000  # lines; more are dropped and counted
 CLOSE_S = 2.0
 RAY_TAIL_BYTES = 64 * 2**10
@@ -103,6 +103,8 @@ class RotatedLog:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Write what waits, for so long at most."""
+        if self.dropped:
+            self.line(f"{self.dropped} lines before this one could not be kept")
         try:
             self._lines.put_nowait(None)
         except queue.Full:

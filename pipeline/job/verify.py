@@ -5,8 +5,8 @@ import json
 from collections.abc import Callable
 from contextlib import closing
 
-from pipeline.data.inventory import Inventory
-from pipeline.data.parts import SUCCESS, PartName, PartStore
+from pipeline.data.inventory import Inventory, read_counts
+from pipeline.data.parts import PartName, PartStore
 from pipeline.data.records import PartTotals
 from pipeline.errors import OutputError, PipelineError
 from pipeline.job.plan import Plan, what_is_left
@@ -46,8 +46,10 @@ def verify(plan: Plan, store: PartStore, say: Callable[[int, int], None] | None 
 
 def read_success(store: PartStore) -> PartTotals | None:
     """What `_SUCCESS` says the output holds; None where there is none, or one that says something else."""
+    counts = read_counts(store)
+    if counts is None:
+        return None
     try:
-        counts = json.loads(store.read(SUCCESS) or b"null")
         return PartTotals(
             counts["completed_rows"] + counts["error_rows"],
             counts["parts"],
@@ -57,7 +59,7 @@ def read_success(store: PartStore) -> PartTotals | None:
             counts["num_generated_tokens"],
             counts.get("num_error_input_tokens", 0),  # an earlier version counted them as num_input_tokens
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):  # not all that this version writes
         return None
 
 

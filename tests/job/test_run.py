@@ -528,7 +528,7 @@ def test_resuming_opens_one_part_before_the_count_at_the_end(job, monkeypatch):
     with pytest.raises(Interrupted):
         run(job, [(lambda status: status.error_rows > 0, signal.SIGTERM)], run={"units_in_flight": 1})
     opened, phase = [], ["planning"]
-    monkeypatch.setattr(PartStore, "_footer", _telling(PartStore._footer, lambda: opened.append(phase[0])))
+    monkeypatch.setattr(PartStore, "footer", _telling(PartStore.footer, lambda: opened.append(phase[0])))
     _, statuses = run(job, show=lambda status: phase.__setitem__(0, status.phase))
     first, *rest = opened
     assert first == "starting"
