@@ -24,7 +24,7 @@ def main() -> None:
             continue  # as nohup asks
         signal.signal(number, _interrupt)
     try:
-        from pipeline.cli import main as command
+        from pipeline.cli.main import main as command
 
         command()
     except KeyboardInterrupt:

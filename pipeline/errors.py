@@ -1,7 +1,7 @@
 """The exception tree, each branch with its exit code, and the codes of row errors.
 
 A row's failure is data: it becomes an output row whose `error` column holds one of `RowError`'s codes.
-A system's failure is an exception of this tree; `cli.py` prints it and leaves with `exit_code`:
+A system's failure is an exception of this tree; `cli/main.py` prints it and leaves with `exit_code`:
 
     PipelineError            70  a defect of ours when raised bare
     ├── UserError             2  something the user can change

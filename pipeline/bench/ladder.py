@@ -29,13 +29,13 @@ from pipeline.bench.shapes import SHAPES, bench_model, dequantized, in_int8
 from pipeline.bench.workload import Workload
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
 from pipeline.engine.engine import Engine
-from pipeline.engine.memory import weight_bytes
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.resolve import Resolved, resolve
+from pipeline.engine.startup.memory import weight_bytes
+from pipeline.engine.startup.resolve import Resolved, resolve
 from pipeline.errors import PipelineError
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
-from pipeline.quant.awq import AwqFormat
+from pipeline.weights.awq import AwqFormat
 
 ONE, STATIC, DYNAMIC, CONTINUOUS, SHARING, INT8, INT4, ROUNDED = (
     "one request at a time",
@@ -210,7 +210,7 @@ class _Prompts:
     """Reports to summarize after the same solved example; each request wants its own number of tokens."""
 
     def __init__(self, folder: Path, requests: int, output_tokens: tuple[int, int]) -> None:
-        from pipeline.engine.tokenizer import Tokenizer
+        from pipeline.tokenization.tokenizer import Tokenizer
 
         self._tokenizer = Tokenizer.from_folder(str(folder))
         solved = make_report("train", 0, fillers=False)

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from pipeline.job.machine import VECTOR_FLAGS, available_cores, processor
+from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
 
 PACKAGES = ("torch", "transformers", "numba", "ray")
 READ_BYTES = 256 << 20  # larger than any cache

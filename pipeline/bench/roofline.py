@@ -12,15 +12,15 @@ import numpy as np
 
 from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
 from pipeline.bench.shapes import GROUP, NAMES, SHAPES
-from pipeline.engine.memory import EXPECTED_TOKENS, SLACK_BYTES, cache_before_dense
-from pipeline.engine.resolve import no_such_weight
+from pipeline.checkpoints.locate import locate_model
+from pipeline.engine.startup.memory import EXPECTED_TOKENS, SLACK_BYTES, cache_before_dense
+from pipeline.engine.startup.resolve import no_such_weight
 from pipeline.errors import ConfigError
-from pipeline.hardware import Card, load_cards
 from pipeline.kernels.fp8 import LEAST_CAPABILITY
-from pipeline.kernels.triton.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import read_config
-from pipeline.model.locate import locate_model
 from pipeline.model.size import decoder_size, weights_of
+from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.job import Batching, JobSeconds, kv_room, simulate_job
 from pipeline.roofline.step import (
     AWQ,

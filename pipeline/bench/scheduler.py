@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from pipeline.bench.measure import alternating, facts_to_text, machine_facts, resident_bytes
+from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.engine import Engine
-from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.step import StepInput
-from pipeline.engine.tokenizer import Tokenizer
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.step.in_flight import LateTokens
 from pipeline.kernels import reference
-from pipeline.model.locate import locate_model
+from pipeline.tokenization.tokenizer import Tokenizer
 
 HOST_VOCAB = 256  # small, so that a step's time is the host's and not that of reading logits
 SAMPLING_VOCAB = 32_000

@@ -23,8 +23,8 @@ from pipeline.config.sections import (
     SpeculationSection,
 )
 from pipeline.config.values import FromColumn
-from pipeline.data.redaction import shown_url
 from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.stores.redaction import shown_url
 
 _CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: what the parts are made of
 

@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.redaction import redacted, said
-from pipeline.data.storage import secrets_in
-from pipeline.data.store_errors import client_error, is_malformed
 from pipeline.errors import EnvironmentFailed, InputError, PipelineError
+from pipeline.stores.redaction import redacted, said
+from pipeline.stores.storage import secrets_in
+from pipeline.stores.store_errors import client_error, is_malformed
 
 _TAIL_BYTES = 64 * 1024  # holds most footers, so that most files cost one read
 _MAGIC, _MAGIC_ENCRYPTED = b"PAR1", b"PARE"

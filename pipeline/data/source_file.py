@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from pipeline.data.footer import DamagedFile, Footer, decoding, digest, footer_bytes, metadata_of, reading
 from pipeline.data.listing import is_local
-from pipeline.data.storage import RemoteFile, secrets_in
 from pipeline.errors import InputError
+from pipeline.stores.storage import RemoteFile, secrets_in
 
 _BATCH_ROWS = 4096  # of a row group too large for a window, decoded at a time
 

@@ -12,7 +12,8 @@ import torch
 
 from pipeline.doctor.check import Subject, shown_bytes
 from pipeline.doctor.speed import CONTEXT, Speed, speed_on
-from pipeline.engine.memory import (
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.startup.memory import (
     CPU_SHARE,
     SLACK_BYTES,
     cache_before_dense,
@@ -20,13 +21,12 @@ from pipeline.engine.memory import (
     free_cpu_bytes,
     weight_bytes,
 )
-from pipeline.engine.params import EngineConfig
-from pipeline.engine.resolve import GPU_MAX_NUM_SEQS
-from pipeline.hardware import Card, load_cards
+from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
 from pipeline.kernels.cache import FP8, head_bytes
 from pipeline.kernels.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
+from pipeline.roofline.cards import Card, load_cards
 
 LENGTHS = (512, 2_048, 8_192, 32_768)
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # of the KV cache, as the engine has it when nothing else is asked for

@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipeline import __version__
+from pipeline.checkpoints.cache import cache_folder
 from pipeline.doctor.check import Check, State, Subject, shown_bytes
-from pipeline.job.machine import VECTOR_FLAGS, available_cores, processor
-from pipeline.job.model_cache import cache_folder
+from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
 OPTIONAL = ("triton",)
@@ -67,7 +67,7 @@ def devices(subject: Subject) -> Iterator[Check]:
 
 
 def memory(subject: Subject) -> Iterator[Check]:
-    from pipeline.engine.memory import free_cpu_bytes
+    from pipeline.engine.startup.memory import free_cpu_bytes
 
     free = free_cpu_bytes()
     low = free < 2 * _MIN_FREE_BYTES

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.engine.resolve import GPU_MAX_NUM_SEQS
-from pipeline.hardware import Card
-from pipeline.kernels.triton.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
+from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import ModelConfig
 from pipeline.model.size import decoder_size, weights_of
+from pipeline.roofline.cards import Card
 from pipeline.roofline.step import Ceilings, Reached, StepTokens, step_seconds
 
 CONTEXT = 512  # of each sequence, where the model takes as many

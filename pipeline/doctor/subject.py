@@ -7,14 +7,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.data.parts import PartStore
-from pipeline.data.redaction import shown_url
+from pipeline.checkpoints.locate import why_no_checkpoint
+from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
-from pipeline.data.storage import filesystem
 from pipeline.doctor.check import Check, Subject, shown_bytes
 from pipeline.errors import ModelError, OutputError, PipelineError
-from pipeline.examine import MODEL_FILES, examine, missing_model_files, model_kind
-from pipeline.model.locate import why_no_checkpoint
+from pipeline.job.validate import MODEL_FILES, examine, missing_model_files, model_kind
+from pipeline.stores.redaction import shown_url
+from pipeline.stores.storage import filesystem
 
 if TYPE_CHECKING:
     from pipeline.model.config import ModelConfig
@@ -77,7 +77,7 @@ def model_config(subject: Subject) -> "ModelConfig | None":
 
 def _as_loaded(folder: Path, subject: Subject) -> "ModelConfig":
     """With what the job makes of it. Raises ConfigError where that cannot be, or has no form for its activations."""
-    from pipeline.engine.resolve import no_such_weight, quantized_on_load
+    from pipeline.engine.startup.resolve import no_such_weight, quantized_on_load
     from pipeline.model.config import read_config
 
     config = quantized_on_load(read_config(folder), subject.quantization)
@@ -97,7 +97,7 @@ def _fetched_config(subject: Subject) -> Iterator[Path]:
 
 
 def _local(path: str) -> Path:
-    from pipeline.model.locate import locate_model
+    from pipeline.checkpoints.locate import locate_model
 
     return locate_model(path)
 
@@ -120,7 +120,7 @@ def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
     import torch
 
     from pipeline.doctor.fit import kv_type
-    from pipeline.engine.memory import free_cpu_bytes, weight_bytes
+    from pipeline.engine.startup.memory import free_cpu_bytes, weight_bytes
     from pipeline.kernels.select import default_dtype
     from pipeline.model.config import DTYPES
 
@@ -164,8 +164,8 @@ def _weights(folder: Path) -> Check:
 
 
 def _tokenizer(folder: Path, subject: Subject) -> Iterator[Check]:
-    from pipeline.engine.tokenizer import Tokenizer
     from pipeline.model.config import read_config
+    from pipeline.tokenization.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(str(folder))
     known, rows = tokenizer.vocab_size, read_config(folder).vocab_size

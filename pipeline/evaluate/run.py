@@ -8,22 +8,22 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.checkpoints.digest import resolve_model
 from pipeline.config import JobConfig
-from pipeline.data.redaction import shown_url
 from pipeline.engine.engine import Engine
-from pipeline.engine.memory import weight_bytes
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
-from pipeline.engine.resolve import quantized_on_load, resolve
-from pipeline.engine.scoring import prompt_logits
-from pipeline.engine.tokenizer import Tokenizer
+from pipeline.engine.startup.memory import weight_bytes
+from pipeline.engine.startup.resolve import quantized_on_load, resolve
+from pipeline.engine.step.scoring import prompt_logits
 from pipeline.errors import ConfigError, ModelError
 from pipeline.evaluate.divergence import Divergence, Likelihood
 from pipeline.evaluate.table import Evaluation, Measured
-from pipeline.job.checkpoint import resolve_model
+from pipeline.job.samples import Samples, read_samples
+from pipeline.machine.progress_lines import Remaining
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import checkpoint_files
-from pipeline.remaining import Remaining
-from pipeline.samples import Samples, read_samples
+from pipeline.stores.redaction import shown_url
+from pipeline.tokenization.tokenizer import Tokenizer
 
 MAX_NUM_SEQS = 32  # outputs that are generated at once, unless the job says how many
 LOGIT_BYTES = 128 << 20  # of the logits of one step, of one model

@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.redaction import shown_url
 from pipeline.engine.params import Completion
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 from pipeline.formatting import printable
+from pipeline.stores.redaction import shown_url
 
 _MAX_LINES = 6  # of a prompt
 _MAX_WIDTH = 160

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.prompts import template_columns
-from pipeline.data.redaction import shown_url
 from pipeline.data.source import open_source
 from pipeline.errors import ConfigError, InputError
+from pipeline.stores.redaction import shown_url
 
 MAX_BYTES = 64 * 2**20
 STDIN = "-"

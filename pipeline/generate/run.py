@@ -9,19 +9,19 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.checkpoints.digest import resolve_draft, resolve_model
 from pipeline.config import JobConfig
+from pipeline.data.output.records import RESULT_NAMES, output_schema
 from pipeline.data.prompts import PromptSpec
-from pipeline.data.records import RESULT_NAMES, output_schema
-from pipeline.data.redaction import shown_url
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import ConfigError
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
-from pipeline.job.actors import chat_of
-from pipeline.job.checkpoint import resolve_draft, resolve_model
-from pipeline.job.machine import wall_time
-from pipeline.job.stages import Tokenize
+from pipeline.job.actor.stages import Tokenize
+from pipeline.job.actor_specs import chat_of
+from pipeline.machine.host import wall_time
+from pipeline.stores.redaction import shown_url
 
 SAY_EVERY_S = 5.0
 _RENAME = {"source_row": "source_line"}  # a file of lines is counted as editors do: from 1, empty ones too
@@ -126,7 +126,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
 
 def _check_template(folder: Path) -> None:
     """Before weights are read. Raises ModelError where the checkpoint has no chat template."""
-    from pipeline.engine.tokenizer import Tokenizer
+    from pipeline.tokenization.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(str(folder))
     try:

@@ -13,34 +13,34 @@ from typing import TYPE_CHECKING
 
 from pipeline import errors
 from pipeline.config import JobConfig
-from pipeline.cost import RunReport
-from pipeline.data.inventory import what_is_wrong
-from pipeline.data.parts import SUCCESS, PartStore, Progress
-from pipeline.data.records import PartTotals
-from pipeline.data.storage import RetryCounts
+from pipeline.data.output.inventory import what_is_wrong
+from pipeline.data.output.parts import SUCCESS, PartStore, Progress
+from pipeline.data.output.records import PartTotals
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
-from pipeline.job.actors import FlowSpec, flow_spec, provenance, resolve_device
+from pipeline.job.actor.ledger import ActorState, Order
+from pipeline.job.actor.partial import remove_all
+from pipeline.job.actor.spot import SpotNotice
+from pipeline.job.actor.stages import UnitSummary
+from pipeline.job.actor.worker import Backend
+from pipeline.job.actor_specs import FlowSpec, flow_spec, provenance, resolve_device
 from pipeline.job.fingerprint import check_dated, claim, record_numerics
-from pipeline.job.ledger import ActorState, Order
-from pipeline.job.logs import DRIVER, RAY, LogFolder, RotatedLog, collect_ray_logs
-from pipeline.job.machine import wall_time
-from pipeline.job.pace import Pace
-from pipeline.job.partial import remove_all
 from pipeline.job.plan import Plan, make_plan, what_is_left
-from pipeline.job.record import RunLog, load_runs, make_report, put_status, totals_so_far, versions
-from pipeline.job.retry import split_totals, tasks_with_failed
-from pipeline.job.spot import SpotNotice
-from pipeline.job.stages import UnitSummary
+from pipeline.job.retry_failed import split_totals, tasks_with_failed
 from pipeline.job.stall import Stall
-from pipeline.job.status import Status
 from pipeline.job.stop import Stopped, StopSignals
-from pipeline.job.telemetry import Telemetry
+from pipeline.job.telemetry.logs import DRIVER, RAY, LogFolder, RotatedLog, collect_ray_logs
+from pipeline.job.telemetry.pace import Pace
+from pipeline.job.telemetry.record import RunLog, load_runs, make_report, put_status, totals_so_far, versions
+from pipeline.job.telemetry.status import Status
+from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.verify import read_success, verify, write_empty_part, write_success
-from pipeline.job.worker import Backend
-from pipeline.metrics import Computed, RunRecord, SkippedInput
+from pipeline.machine.host import wall_time
+from pipeline.report.cost import RunReport
+from pipeline.report.records import Computed, RunRecord, SkippedInput
+from pipeline.stores.storage import RetryCounts
 
 if TYPE_CHECKING:
-    from pipeline.job.dataflow import Dataflow
+    from pipeline.job.dataflow.graph import Dataflow
 
 TICK_S = 1.0
 STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
@@ -300,7 +300,7 @@ class _Run:
 
     def execute(self, spec: FlowSpec) -> None:
         """Compute what is left. Returns when each unit has its part."""
-        from pipeline.job.dataflow import Dataflow, EndOfUnits
+        from pipeline.job.dataflow.graph import Dataflow, EndOfUnits
 
         self.say("starting Ray")
         started = time.monotonic_ns()

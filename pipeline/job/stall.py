@@ -3,7 +3,7 @@
 import time
 
 from pipeline.errors import EnvironmentFailed
-from pipeline.job.ledger import ActorState
+from pipeline.job.actor.ledger import ActorState
 
 
 class Stall:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoints.files import checked_file
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
-from pipeline.model.folder import checked_file
 from pipeline.model.rope import Rope
-from pipeline.quant.formats import QuantFormat, read_format
+from pipeline.weights.formats import QuantFormat, read_format
 
 MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

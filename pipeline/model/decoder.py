@@ -17,7 +17,7 @@ from pipeline.kernels.cpu.pages import ask_for_huge_pages
 from pipeline.kernels.transfer import on_device
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import LayerWeights, WeightReader
-from pipeline.quant.packed import DenseWeight
+from pipeline.weights.packed import DenseWeight
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from pipeline.model.config import ModelConfig
-from pipeline.quant.formats import is_int4
 from pipeline.roofline.step import AWQ, DENSE, DecoderSize, Weights
+from pipeline.weights.formats import is_int4
 
 
 def decoder_size(config: ModelConfig) -> DecoderSize:

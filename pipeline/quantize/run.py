@@ -13,18 +13,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pipeline import __version__
+from pipeline.checkpoints.digest import model_digest
 from pipeline.errors import ConfigError, ModelError
-from pipeline.job.checkpoint import model_digest
+from pipeline.machine.progress_lines import Remaining
 from pipeline.model.config import ModelConfig, read_config, read_json
 from pipeline.model.load import DERIVED, LayerWeights, WeightReader
-from pipeline.quant.gptq import GptqFormat
-from pipeline.quant.packed import DenseWeight
 from pipeline.quantize import layouts
 from pipeline.quantize.folder import OutputFolder
 from pipeline.quantize.gptq import DAMPING, gptq
 from pipeline.quantize.grid import FloatLinear, IntLinear, round_to_nearest, to_float8
 from pipeline.quantize.layers import FUSED, Calibration
-from pipeline.remaining import Remaining
+from pipeline.weights.gptq import GptqFormat
+from pipeline.weights.packed import DenseWeight
 
 Method = Literal["awq", "gptq", "rtn", "int8", "fp8"]
 WITHOUT_GROUPS = ("int8", "fp8")  # a scale for each output

@@ -9,9 +9,9 @@ from pipeline.bench import roofline
 from pipeline.bench.roofline import Serving, bench_roofline, find_card, find_set, model_size
 from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, ModelError
-from pipeline.hardware import load_cards
 from pipeline.model.config import read_config
 from pipeline.model.size import decoder_size, weights_of
+from pipeline.roofline.cards import load_cards
 from pipeline.roofline.step import Ceilings, Reached
 
 

@@ -2,7 +2,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data import failpoints
+from pipeline.stores import failpoints
 
 
 @pytest.fixture(autouse=True)

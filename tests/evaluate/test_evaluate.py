@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.evaluate import run
 from pipeline.evaluate.divergence import Divergence
-from tests.checkpoints import FAMILIES, load_reference, make_family, write_checkpoint
+from tests.model_folders import FAMILIES, load_reference, make_family, write_checkpoint
 from tests.parity.harness import reference_logits
 
 NUM_OUTPUTS = 4

@@ -12,11 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.cost import Tokens
-from pipeline.data.folder import LocalFolder
-from pipeline.data.parts import PartName, PartStore, Progress
-from pipeline.data.records import PartTotals
-from pipeline.data.storage import RetryCounts
+from pipeline.data.output.parts import PartName, PartStore, Progress
+from pipeline.data.output.records import PartTotals
 from pipeline.errors import (
     EnvironmentFailed,
     FingerprintError,
@@ -27,14 +24,17 @@ from pipeline.errors import (
     PipelineError,
     TooManyRowErrors,
 )
+from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.plan import make_plan
-from pipeline.job.record import RunLog
 from pipeline.job.run import _Run, run_job
-from pipeline.job.stages import UnitSummary
 from pipeline.job.stop import StopSignals
-from pipeline.job.telemetry import Telemetry
+from pipeline.job.telemetry.record import RunLog
+from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.verify import verify
-from tests.data.finished_units import result
+from pipeline.report.cost import Tokens
+from pipeline.stores.folder import LocalFolder
+from pipeline.stores.storage import RetryCounts
+from tests.data.output.finished_units import result
 from tests.job.conftest import FAKES
 from tests.job.local_flow import LocalFlow
 
@@ -43,7 +43,7 @@ TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(50)]
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LocalFlow)
+    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
     monkeypatch.setattr("pipeline.job.run.TICK_S", 0.2)
     monkeypatch.setattr(LocalFlow, "started", 0)
 

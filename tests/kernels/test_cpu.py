@@ -21,7 +21,7 @@ from pipeline.kernels.cpu.paged import paged_decode
 from pipeline.kernels.cpu.threads import WHOLE, is_cached, use_threads
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.select import select_kernels
-from pipeline.quant.packed import DenseWeight
+from pipeline.weights.packed import DenseWeight
 from tests.kernels.fp8 import hostile_vectors
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}

@@ -13,7 +13,7 @@ from pipeline.kernels.cpu.compiled_int8 import Form, forms_here
 from pipeline.kernels.cpu.int8 import ByteLinear, multiplies_bytes
 from pipeline.kernels.cpu.threads import WHOLE, use_threads
 from pipeline.kernels.int8 import int8_block, rounded
-from pipeline.quant.packed import DenseWeight, GroupIntWeight
+from pipeline.weights.packed import DenseWeight, GroupIntWeight
 
 pytestmark = pytest.mark.skipif(not multiplies_bytes(), reason="this processor has no AVX2")
 

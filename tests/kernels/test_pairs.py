@@ -7,7 +7,7 @@ from pipeline.kernels.cpu import compiled_linear, compiled_pairs
 from pipeline.kernels.cpu.linear import DenseLinear, ReorderedLinear, prepare_linear
 from pipeline.kernels.cpu.pairs import PairInt4Linear, PairLinear, multiplies_pairs, pair_linear
 from pipeline.kernels.select import select_kernels
-from pipeline.quant.packed import DenseWeight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 
 pytestmark = pytest.mark.skipif(not multiplies_pairs(), reason="this processor has no products of bfloat16 pairs")
 

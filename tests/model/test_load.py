@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.checkpoints.digest import resolve_model
+from pipeline.checkpoints.locate import locate_model, why_no_checkpoint
 from pipeline.errors import ModelError
-from pipeline.job.checkpoint import resolve_model
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
 from pipeline.model.load import checkpoint_files
-from pipeline.model.locate import locate_model, why_no_checkpoint
-from tests.checkpoints import VOCAB, Family, write_checkpoint
+from tests.model_folders import VOCAB, Family, write_checkpoint
 
 CONFIG = {
     "vocab_size": VOCAB,

@@ -20,7 +20,7 @@ from pipeline.model.load import WeightReader
 from pipeline.quantize import awq
 from pipeline.quantize.folder import OutputFolder
 from pipeline.quantize.layers import FUSED, Calibration
-from tests.checkpoints import FAMILIES, Family, load_reference, make_family, write_checkpoint
+from tests.model_folders import FAMILIES, Family, load_reference, make_family, write_checkpoint
 
 CONFIG = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,

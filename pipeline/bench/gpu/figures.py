@@ -5,13 +5,13 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from pipeline.bench.gpu.borders import borders
 from pipeline.bench.gpu.jobs import OurJobs
-from pipeline.bench.gpu.kernel_times import KernelTimes
-from pipeline.bench.gpu.linear_times import LinearTimes
+from pipeline.bench.gpu.kernels.crossover import borders
+from pipeline.bench.gpu.kernels.kernel_times import KernelTimes
+from pipeline.bench.gpu.kernels.linear_times import LinearTimes
+from pipeline.bench.gpu.kernels.tile_times import TileTimes
 from pipeline.bench.gpu.peers import PeerJobs
 from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.gpu.tile_times import TileTimes
 from pipeline.bench.measure import facts_to_text
 from pipeline.roofline.step import Reached
 

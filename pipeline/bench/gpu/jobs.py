@@ -16,10 +16,10 @@ from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.request_sets import Lengths, RequestSet
 from pipeline.bench.workload import BenchRequest
 from pipeline.engine.engine import Engine
-from pipeline.engine.memory import release_cached_memory
 from pipeline.engine.params import EngineConfig
+from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.errors import PipelineError
-from pipeline.kernels.triton.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.roofline.job import Batching, JobSeconds, Moment, job_bytes, job_flops, simulate_job, tail_seconds
 from pipeline.roofline.step import Ceilings, DecoderSize, Reached, Weights
 

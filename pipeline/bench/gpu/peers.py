@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from pipeline.bench.agreement import Agreement, compare
+from pipeline.bench.engines.agreement import Agreement, compare
+from pipeline.bench.engines.peer import Peer, PeerTask
 from pipeline.bench.gpu.jobs import OurJobs
 from pipeline.bench.gpu.request_sets import RequestSet
-from pipeline.bench.peer import Peer, PeerTask
 from pipeline.errors import PipelineError
 from pipeline.model.config import ModelConfig
 

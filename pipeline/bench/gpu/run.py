@@ -13,21 +13,28 @@ from statistics import median
 
 import torch
 
-from pipeline.bench.gpu import kernel_times, linear_times, tile_times
-from pipeline.bench.gpu.correctness import Check, Correctness, check_kernels
 from pipeline.bench.gpu.device import device_facts, find_device, memory_bytes
-from pipeline.bench.gpu.engine_check import check_engine
 from pipeline.bench.gpu.figures import Failure, ModelFigures
-from pipeline.bench.gpu.invariance import check_engine_invariance, check_invariance
 from pipeline.bench.gpu.jobs import Limits, run_our_jobs
-from pipeline.bench.gpu.kernel_times import KernelCases, KernelTimes, kernel_cases
-from pipeline.bench.gpu.linear_times import DENSE_PATH, INT4_PATH, SERVED_PATH, LinearTimes, linear_cases, summed_up
+from pipeline.bench.gpu.kernels import kernel_times, linear_times, tile_times
+from pipeline.bench.gpu.kernels.correctness import Check, Correctness, check_kernels
+from pipeline.bench.gpu.kernels.engine_check import check_engine
+from pipeline.bench.gpu.kernels.invariance import check_engine_invariance, check_invariance
+from pipeline.bench.gpu.kernels.kernel_times import KernelCases, KernelTimes, kernel_cases
+from pipeline.bench.gpu.kernels.linear_times import (
+    DENSE_PATH,
+    INT4_PATH,
+    SERVED_PATH,
+    LinearTimes,
+    linear_cases,
+    summed_up,
+)
+from pipeline.bench.gpu.kernels.tile_times import TileSizes, TileTime, TileTimes, tile_measurements
 from pipeline.bench.gpu.peers import MODES, run_peers
 from pipeline.bench.gpu.rates import Rates, measure_rates
 from pipeline.bench.gpu.report import GpuBench
 from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
 from pipeline.bench.gpu.stopwatch import Stopwatch
-from pipeline.bench.gpu.tile_times import TileSizes, TileTime, TileTimes, tile_measurements
 from pipeline.bench.roofline import find_set
 from pipeline.bench.shapes import BenchModel, bench_model
 from pipeline.errors import ConfigError, OutputError
@@ -251,7 +258,7 @@ def _tile_cases(
 ) -> Iterator[Callable[[], list[TileTime]]]:
     """None where Triton's kernels do not run."""
     if not _no_tiles(asked.device):
-        from pipeline.bench.gpu.tile_cases import tile_cases
+        from pipeline.bench.gpu.kernels.tile_cases import tile_cases
 
         sizes = asked.scale.tiles
         cases = tile_cases(size, weights, dtype, asked.device, sizes)

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from pipeline.engine.flight import Flight
 from pipeline.engine.propose.offer import Offer
+from pipeline.engine.step.in_flight import Flight
 
 
 class DrawnDrafts(NamedTuple):
@@ -33,7 +33,7 @@ class Drafts:
 
     drawn: where a device draws them and the host does not know them (yet); then token_id_SK means nothing.
 
-    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see draws.py); None where
+    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see sampling/random_numbers.py); None where
     drafts are not drawn from a law that is known, which is always right.
     """
 

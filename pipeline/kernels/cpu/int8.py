@@ -10,7 +10,7 @@ from pipeline.kernels.cpu.linear import ReorderedLinear
 from pipeline.kernels.cpu.narrow import join, narrow_scales, tiles
 from pipeline.kernels.cpu.threads import WHOLE
 from pipeline.kernels.int8 import int8_block
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 PARALLEL_BYTES = 1 << 21
 """Products below this stay on one thread: waking another one would take longer than it saves."""

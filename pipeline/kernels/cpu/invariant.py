@@ -19,7 +19,7 @@ from pipeline.kernels.cpu.linear import ReorderedLinear
 from pipeline.kernels.cpu.narrow import Float32Linear, NarrowLinear, narrow_linear
 from pipeline.kernels.cpu.numerics import arrays_of, bits
 from pipeline.kernels.cpu.threads import PARALLEL_ELEMENTS, WHOLE, use_threads
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
 class WholeTilesLinear:

@@ -16,7 +16,7 @@ from pipeline.kernels.cpu import compiled_linear
 from pipeline.kernels.cpu.array_linear import ArrayLinear
 from pipeline.kernels.cpu.compiled_linear import LANES
 from pipeline.kernels.cpu.threads import WHOLE
-from pipeline.quant.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
 PARALLEL_PRODUCTS = 1 << 23
 """Work below this stays on one thread: waking another one would take longer than it saves."""

@@ -13,7 +13,7 @@ from pipeline.kernels.cpu.compiled_pairs import multiply_pairs, multiply_pairs_i
 from pipeline.kernels.cpu.narrow import join, narrow_scales, pair_tiles, tiles
 from pipeline.kernels.cpu.processor import MULTIPLIES_PAIRS, MULTIPLIES_TILES
 from pipeline.kernels.cpu.threads import WHOLE
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 PARALLEL_PRODUCTS = 1 << 23
 """Work below this stays on one thread: waking another one would take longer than it saves."""

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.bench.gpu import correctness, engine_check
-from pipeline.bench.gpu.correctness import Check, Correctness, check_kernels, outcome, relative_error
-from pipeline.bench.gpu.engine_check import check_engine
-from pipeline.bench.gpu.paged import Heads
+from pipeline.bench.gpu.kernels import correctness, engine_check
+from pipeline.bench.gpu.kernels.correctness import Check, Correctness, check_kernels, outcome, relative_error
+from pipeline.bench.gpu.kernels.engine_check import check_engine
+from pipeline.bench.gpu.kernels.paged import Heads
 from pipeline.bench.shapes import bench_model
 from pipeline.kernels.reference import reference_kernels
 

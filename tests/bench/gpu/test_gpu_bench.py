@@ -11,7 +11,7 @@ import torch
 
 import pipeline
 from pipeline.bench.gpu import run
-from pipeline.bench.gpu.kernel_times import KernelTime
+from pipeline.bench.gpu.kernels.kernel_times import KernelTime
 from pipeline.bench.gpu.run import SECTIONS, bench_gpu
 from pipeline.errors import ConfigError, ModelError, OutputError
 
@@ -23,7 +23,7 @@ for name in {ABSENT!r}:
 def refuse(*_):
     raise OSError("no network here")
 socket.socket.connect = refuse
-from pipeline.cli import main
+from pipeline.cli.main import main
 main()
 """
 SMOKE = ("--device", "cpu", "--quick", "--model", "tiny-awq")

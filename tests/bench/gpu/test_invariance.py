@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.bench.gpu import invariance
-from pipeline.bench.gpu.invariance import check_engine_invariance, check_invariance
-from pipeline.bench.gpu.paged import Heads
+from pipeline.bench.gpu.kernels import invariance
+from pipeline.bench.gpu.kernels.invariance import check_engine_invariance, check_invariance
+from pipeline.bench.gpu.kernels.paged import Heads
 from pipeline.bench.shapes import bench_model
 from pipeline.engine.engine import Engine
 from pipeline.kernels.contract import Kernels

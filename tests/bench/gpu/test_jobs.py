@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.bench import peer as peer_module
+from pipeline.bench.engines import peer as peer_module
 from pipeline.bench.gpu import peers
 from pipeline.bench.gpu.jobs import Limits, OurJobs, run_our_jobs, run_round
 from pipeline.bench.gpu.peers import run_peers
@@ -70,7 +70,7 @@ def test_a_request_that_comes_short_ends_the_round(folder):
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "engines"))
     monkeypatch.setitem(peer_module.DRIVERS, "fake", "fake_peer")
     monkeypatch.setitem(peers.MODES, "fake", (None, "throughput"))
 
