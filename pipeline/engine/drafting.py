@@ -4,7 +4,7 @@ StepPlan -> policy: who? -> proposer: offer -> policy: how many -> room -> propo
 -> one step computes known tokens and drafts -> `verify` -> rounds of tokens, as plain steps would give them
 
 Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
-(`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed (step/in_flight.py).
+(`DrawnDrafts`), and so does what the model made of them (`verify.PendingVerified`), until the step is landed (step/in_flight.py).
 
 Where the policy wants to know what drafts would be worth, those of some sequences are replayed over the tokens that
 came, when a step has landed (propose/replay.py), or what was offered is compared with those that come
@@ -19,34 +19,35 @@ import numpy as np
 import torch
 
 from pipeline.engine.draft_room import DraftRoom
-from pipeline.engine.params import EngineStats
+from pipeline.engine.params import DRAFT_PLACES, EngineStats
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome
 from pipeline.engine.propose.proposer import Drafts, Proposer
 from pipeline.engine.propose.replay import LooksUp, replay
 from pipeline.engine.propose.shadow import ShadowOffers
-from pipeline.engine.sampling.batch import SamplingBatch
-from pipeline.engine.sampling.on_device import Chooser
-from pipeline.engine.sampling.penalties import LateIds
-from pipeline.engine.sampling.rejection import DraftLaw
-from pipeline.engine.sampling.verify import Checked, Verified, check_on_device, verify
-from pipeline.engine.schedule.accounting import record_drafts
+from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
+from pipeline.engine.sampling.on_device import SamplingKernels
+from pipeline.engine.sampling.penalties import FutureIds
+from pipeline.engine.sampling.rejection import ProposalDistribution
+from pipeline.engine.sampling.verify import PendingVerified, Verified, verify, verify_on_device
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.step_plan import StepPlan, runs
-from pipeline.engine.step.in_flight import Flight, LateTokens
+from pipeline.engine.schedule.sequence import ranges
+from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.kernels.transfer import on_device
 
 MOST_SHADOWED = 8  # sequences whose offers are looked at: looking up takes some microseconds for each
 
 
 @dataclass(frozen=True)
-class Noted:
+class DraftedStep:
     """What is known of a step before it is computed. S: its sequences that get a token. who_us: what it took to decide
     who drafts."""
 
     facts: StepFacts
     drafted_S: np.ndarray
     who_us: int
+    begun_ns: int
     proposer: Proposer | None = None
     drafts: Drafts | None = None
     moments: tuple["_Moment", ...] = ()  # before the offer, behind it, behind the drafts
@@ -83,7 +84,8 @@ class Drafting:
         assert proposers, "somebody has to draft"
         self.proposers, self.policy, self._scheduler = tuple(proposers), policy, scheduler
         self._room, self._shadows = DraftRoom(scheduler), ShadowOffers(scheduler.table)
-        self._noted: Noted | None = None
+        self._noted: DraftedStep | None = None
+        self._done_ns = 0
 
     def admitted(self, slot: int) -> None:
         for proposer in self.proposers:
@@ -99,7 +101,7 @@ class Drafting:
         for proposer in self.proposers:
             proposer.undone(plan.slot_S)
 
-    def who(self, plan: StepPlan) -> Proposer | None:
+    def select(self, plan: StepPlan) -> Proposer | None:
         """Who is to be asked for drafts in this step."""
         if self.policy.passes(int(np.count_nonzero(plan.samples_S)), plan.num_tokens):
             self._noted = None
@@ -109,10 +111,10 @@ class Drafting:
         facts = self._facts(plan, plan.slot_S[sampling])
         number = self.policy.proposer(facts) if len(sampling) else None
         who_us = (time.perf_counter_ns() - begun_ns) // 1000
-        self._noted = Noted(facts, np.zeros(len(sampling), dtype=np.int64), who_us)
+        self._noted = DraftedStep(facts, np.zeros(len(sampling), dtype=np.int64), who_us, begun_ns)
         return None if number is None else self.proposers[number]
 
-    def follows(self, proposer: Proposer, flight: Flight, noted: Noted | None) -> bool:
+    def follows(self, proposer: Proposer, flight: StepInFlight, noted: DraftedStep | None) -> bool:
         """Whether the proposer that `who` gave can draft before the tokens in flight are known, whose step `noted` is
         of."""
         if flight.has_drafts and (noted is None or noted.proposer is not proposer):
@@ -124,11 +126,19 @@ class Drafting:
         if self._noted is not None:
             slot_S = plan.slot_S[plan.samples_S]
             facts, nothing_S = self._facts(plan, slot_S), np.zeros(len(slot_S), dtype=np.int64)
-            self._noted = Noted(facts, nothing_S, self._noted.who_us)
+            self._noted = DraftedStep(facts, nothing_S, self._noted.who_us, self._noted.begun_ns)
 
-    def extend(self, plan: StepPlan, proposer: Proposer, flight: Flight | None, most_queries: int | None) -> StepPlan:
+    def extend(
+        self,
+        plan: StepPlan,
+        proposer: Proposer | None,
+        flight: StepInFlight | None = None,
+        most_queries: int | None = None,
+    ) -> StepPlan:
         """`plan` with drafts of the proposer that `who` gave, or as it is. flight: what the proposer `follows`; None:
         all tokens are known. most_queries: tokens that a sequence may compute; None: as many as there is room for."""
+        if proposer is None:
+            return plan
         assert self._noted is not None
         is_ahead = proposer.follows(flight)
         facts, sampling = self._noted.facts, np.flatnonzero(plan.samples_S)
@@ -149,20 +159,21 @@ class Drafting:
         if count_S.any():
             drafts = proposer.draft(offer, count_S)
             plan = self._room.place(plan, sampling, drafts.token_id_SK, count_S)
-        self._noted = Noted(facts, count_S, self._noted.who_us, proposer, drafts, (begun, offered, _Moment(is_ahead)))
+        noted, moments = self._noted, (begun, offered, _Moment(is_ahead))
+        self._noted = DraftedStep(facts, count_S, noted.who_us, noted.begun_ns, proposer, drafts, moments)
         return plan
 
-    def late(self, plan: StepPlan, late: LateTokens | None) -> LateTokens | None:
+    def with_future_drafts(self, plan: StepPlan, late: FutureTokens | None) -> FutureTokens | None:
         """The late tokens of a plan that `extend` gave, `late` and the drafts that only the device knows."""
         drawn = None if self._noted is None or self._noted.drafts is None else self._noted.drafts.drawn
         if drawn is None or plan.draft_S is None:
             return late
         end_S = np.cumsum(plan.count_S)
-        place_D = runs(end_S - plan.draft_S, plan.draft_S)
+        place_D = ranges(end_S - plan.draft_S, plan.draft_S)
         is_draft_SK = np.arange(drawn.row_SK.shape[1]) < plan.draft_S[plan.samples_S][:, None]
         row_D = drawn.row_SK[is_draft_SK]
         if late is None:
-            return LateTokens(place_D, row_D, drawn.token_ids_N)
+            return FutureTokens(place_D, row_D, drawn.token_ids_N)
         return late.with_drafts(place_D, row_D, drawn.token_ids_N)
 
     def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None) -> Verified:
@@ -171,17 +182,17 @@ class Drafting:
         assert isinstance(draft_R, np.ndarray)
         return verify(logits_RV, batch, draft_R, law)
 
-    def check(
-        self, chooser: Chooser, logits_RV: torch.Tensor, batch: SamplingBatch | None, late: LateIds | None
-    ) -> Checked:
+    def verify_on_device(
+        self, chooser: SamplingKernels, logits_RV: torch.Tensor, batch: SamplingBatch | None, late: FutureIds | None
+    ) -> PendingVerified:
         """Begin the same on the device."""
         draft_R, law = self._drafts_of_rows(logits_RV.device)
         assert self._noted is not None
         if isinstance(draft_R, np.ndarray):
             draft_R = on_device(draft_R, logits_RV.device)
-        return check_on_device(chooser, logits_RV, batch, self._noted.drafted_S, draft_R, law, late)
+        return verify_on_device(chooser, logits_RV, batch, self._noted.drafted_S, draft_R, law, late)
 
-    def _drafts_of_rows(self, device: torch.device) -> tuple[np.ndarray | torch.Tensor, DraftLaw | None]:
+    def _drafts_of_rows(self, device: torch.device) -> tuple[np.ndarray | torch.Tensor, ProposalDistribution | None]:
         """What was drafted for the place of each row, where it is known, and its law."""
         assert self._noted is not None
         assert self._noted.drafts is not None
@@ -202,9 +213,9 @@ class Drafting:
         is_draft_SK = np.arange(most) < drafted_S[:, None]
         sequence_D, column_D = (on_device(at_D, device) for at_D in np.nonzero(is_draft_SK))
         draft_D = draft_R[row_D] if isinstance(draft_R, np.ndarray) else draft_R[on_device(row_D, device)]
-        return draft_R, DraftLaw(row_D, draft_D, drafts.q_SKV[sequence_D, column_D])
+        return draft_R, ProposalDistribution(row_D, draft_D, drafts.q_SKV[sequence_D, column_D])
 
-    def noted(self) -> Noted | None:
+    def take_step(self) -> DraftedStep | None:
         """What `done` needs of the step that has been launched."""
         noted, self._noted = self._noted, None
         return noted
@@ -212,14 +223,20 @@ class Drafting:
     def done(
         self,
         stats: EngineStats,
-        noted: Noted,
-        accepted_S: np.ndarray,
+        noted: DraftedStep | None,
+        output: SamplerOutput | Verified,
         here_S: np.ndarray,
         num_generated: int,
-        step_us: int,
     ) -> None:
-        """A step has been computed, in step_us with proposing: count it and tell the policy. here_S: which sequences
-        were still there when it had been launched; what was drafted for others counts nothing."""
+        """A step has been computed: count it and tell the policy. here_S: which sequences were still there when it had
+        been launched; what was drafted for others counts nothing."""
+        if noted is None:
+            return
+        now_ns = time.perf_counter_ns()
+        step_us, self._done_ns = (now_ns - max(noted.begun_ns, self._done_ns)) // 1000, now_ns
+        accepted_S = np.zeros(len(here_S), dtype=np.int64)
+        if isinstance(output, Verified):
+            accepted_S[here_S] = output.num_accepted_S
         drafted_S = noted.drafted_S
         if not here_S.all():
             drafted_S, accepted_S = np.where(here_S, drafted_S, 0), np.where(here_S, accepted_S, 0)
@@ -269,3 +286,21 @@ class Drafting:
         known_S = table.num_known[slot_S]
         num_prefill, num_waiting = num_tokens - len(slot_S), len(scheduler.waiting)
         return StepFacts(slot_S, known_S, num_tokens, num_prefill, num_queued, max(room, 0), num_waiting)
+
+
+_DRAFTED, _ACCEPTED = ([f"{what}_{place}" for place in range(1, DRAFT_PLACES + 1)] for what in ("drafted", "accepted"))
+
+
+def record_drafts(stats: EngineStats, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
+    """Add a step with drafts to `stats`: how many of each sequence's were computed, and how many of them accepted."""
+    stats.num_draft_steps += 1
+    counts = vars(stats)
+    for names, count_S in ((_DRAFTED, drafted_S), (_ACCEPTED, accepted_S)):
+        for name, count in zip(names, _by_place(count_S)):
+            counts[name] += count
+
+
+def _by_place(count_S: np.ndarray) -> list[int]:
+    """How many drafts are in each place; the last place stands for all from there on."""
+    deep = np.bincount(count_S)[::-1].cumsum()[::-1][1:].tolist()
+    return [*deep[: DRAFT_PLACES - 1], sum(deep[DRAFT_PLACES - 1 :])][: len(deep)]

@@ -11,13 +11,13 @@ import torch
 from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.engine.propose.proposer import Proposer
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.schedule.step_plan import made_input
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.controlled import ControlledDrafts
 from pipeline.engine.speculation.controller import Controller
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.measuring import TOKENS_PER_SEQUENCE
 from pipeline.engine.speculation.proposing import ProposingCost
+from pipeline.engine.startup.footprint import synthetic_input
 from pipeline.engine.step.runner import Runner
 
 CONTEXTS = (64, 1024)  # tokens of the contexts that steps are timed at, as far as the model goes
@@ -68,7 +68,7 @@ def _timed_step(runner: Runner, table: SlotTable, num_blocks: int) -> Callable[[
 
     def run(num_tokens: int, num_sequences: int, context_len: int) -> None:
         logits_RV = runner.execute(
-            made_input(
+            synthetic_input(
                 num_tokens, num_sequences, context_len, table.block_size, table.max_model_len, num_tokens, written
             )
         )

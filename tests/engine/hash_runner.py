@@ -10,7 +10,7 @@ import torch
 
 from pipeline.engine.engine import Engine
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels.reference import draw, greedy
 
 VOCAB = 97
@@ -44,7 +44,7 @@ class HashRunner:
 
     vocab_size = VOCAB
     is_asynchronous = False
-    most_short_queries = 8
+    max_corrected_queries = 8
     greedy, draw = staticmethod(greedy), staticmethod(draw)
 
     def __init__(
@@ -55,9 +55,9 @@ class HashRunner:
         self.tokens_per_step: list[int] = []
         self.zeroed: list[int] = []
 
-    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        if late is not None:
-            step = _with(step, late)
+    def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        if future is not None:
+            step = _with(step, future)
         assert (step.token_id_T >= 0).all(), "a promised token was taken for a known one"
         self.tokens_per_step.append(len(step.token_id_T))
         self.cache.reshape(-1)[step.slot_mapping_T] = step.token_id_T
@@ -79,18 +79,18 @@ class HashRunner:
         self.cache[blocks] = 0
 
 
-def _with(step: StepInput, late: LateTokens) -> StepInput:
+def _with(step: StepInput, future: FutureTokens) -> StepInput:
     """The step as the device has it."""
     numbers_3T = torch.from_numpy(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]))
-    late.put_into(numbers_3T)
+    future.put_into(numbers_3T)
     token_id_T, position_T, slot_mapping_T = numbers_3T.numpy()
     step = replace(step, token_id_T=token_id_T, position_T=position_T, slot_mapping_T=slot_mapping_T)
-    if late.shortfall is None:
+    if future.rejected is None:
         return step
     count_S = np.diff(step.query_start_S1)
-    assert count_S.max() <= HashRunner.most_short_queries
-    short_S = late.shortfall.short_S.numpy()
-    assert ((short_S >= 0) & (short_S <= late.shortfall.most)).all()
+    assert count_S.max() <= HashRunner.max_corrected_queries
+    short_S = future.rejected.count_S.numpy()
+    assert ((short_S >= 0) & (short_S <= future.rejected.most)).all()
     context_len_S = step.context_len_S - short_S
     expected_T = np.concatenate([np.arange(c - n, c) for c, n in zip(context_len_S, count_S)])
     assert (position_T == expected_T).all(), "positions and contexts fell short alike"

@@ -7,7 +7,7 @@ import numpy as np
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.step.in_flight import Flight
+from pipeline.engine.step.in_flight import StepInFlight
 
 
 class Recorded:
@@ -59,7 +59,7 @@ class Recorded:
         assert (count_S <= offer.count_S).all()
         return Drafts(offer.token_id_SK)
 
-    def follows(self, flight: Flight | None) -> bool:
+    def follows(self, flight: StepInFlight | None) -> bool:
         return False
 
     def undone(self, slot_S: np.ndarray) -> None:

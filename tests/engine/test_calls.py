@@ -11,7 +11,7 @@ from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import Flight, LateTokens
+from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.errors import ConfigError
 from tests.engine.hash_runner import expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import run
@@ -83,10 +83,10 @@ def test_a_stream_that_the_garbage_collector_ends_in_the_middle_of_a_step_is_abo
     next(held[0])  # type: ignore[call-overload]
     del held
 
-    def execute_and_collect(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute_and_collect(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         assert engine.scheduler.running.size, "what a step computes is there"
         gc.collect()
-        return execute(step, late)
+        return execute(step, future)
 
     engine.runner.execute = execute_and_collect  # type: ignore[method-assign]
     check(generated(engine, ours), ours)
@@ -173,12 +173,13 @@ def _running(engine: Engine):
     return [engine.table.at(slot) for slot in engine.scheduler.running.tolist()]
 
 
-def test_a_rejected_request_can_be_aborted_too() -> None:
+def test_a_rejected_request_has_ended_and_is_not_aborted() -> None:
     engine = hash_engine(200, 4)
     engine.add(Request("empty", [], SamplingParams()))
-    assert engine.abort("empty")
-    assert not engine.has_unfinished
-    assert engine.step() == []
+    assert not engine.abort("empty")
+    assert engine.num_unfinished == 1
+    assert [completion.error for completion in engine.step()] == ["empty_prompt"]
+    check_empty(engine)
 
 
 def test_a_source_that_fails_leaves_nothing_behind() -> None:
@@ -245,8 +246,8 @@ def test_after_an_interrupted_call_the_next_one_and_added_requests_come_out_righ
                     interrupt = _Interrupt(engine.runner.execute, at, before)
                     patch.setattr(engine.runner, "execute", interrupt)
                 else:
-                    interrupt = _Interrupt(Flight.output, at, before)
-                    patch.setattr(Flight, "output", lambda flight, interrupt=interrupt: interrupt(flight))
+                    interrupt = _Interrupt(StepInFlight.output, at, before)
+                    patch.setattr(StepInFlight, "output", lambda flight, interrupt=interrupt: interrupt(flight))
                 try:
                     generated(engine, asked)
                 except KeyboardInterrupt:
@@ -289,9 +290,9 @@ def test_without_a_seed_the_position_in_the_call_decides() -> None:
     seeds: list[list[int]] = []
     occupy = engine.table.occupy
 
-    def occupy_and_note(sequence, blocks: list[int]) -> int:
+    def occupy_and_note(sequence, *parts) -> int:
         seeds[-1].append(sequence.seed)
-        return occupy(sequence, blocks)
+        return occupy(sequence, *parts)
 
     engine.table.occupy = occupy_and_note  # type: ignore[method-assign]
     for call in (lambda: generated(engine, rows(1, 4, 2)), lambda: list(engine.stream(rows(30, 4, 2)))):
@@ -311,7 +312,7 @@ def test_without_a_seed_the_position_in_the_call_decides() -> None:
 def test_one_seed_for_an_engine_gives_the_same_drawn_tokens_in_each_call() -> None:
     engine = hash_engine(200, 4)
 
-    def execute(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         return torch.zeros(len(step.logit_row_R), engine.runner.vocab_size)
 
     engine.runner.execute = execute  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
@@ -140,12 +140,12 @@ def test_a_vocabulary_of_another_size() -> None:
     class Cut(HashRunner):
         vocab_size = 60
 
-        def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-            return super().execute(step, late)[:, : self.vocab_size]
+        def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+            return super().execute(step, future)[:, : self.vocab_size]
 
     class Padded(HashRunner):
-        def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-            logits = super().execute(step, late)
+        def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+            logits = super().execute(step, future)
             return torch.cat([logits, torch.full((len(logits), 30), 9.0)], dim=1)
 
     for runner_of, accepts_all in ((Cut, False), (Padded, True)):
@@ -167,7 +167,7 @@ class TableRunner:
     def __init__(self, logits_VV: torch.Tensor) -> None:
         self.logits_VV, self.vocab_size = logits_VV, len(logits_VV)
 
-    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         return self.logits_VV[torch.from_numpy(step.token_id_T[step.logit_row_R])]
 
     def zero_blocks(self, blocks: list[int]) -> None: ...

@@ -97,7 +97,7 @@ def test_what_is_foretold_is_compared_with_what_comes(seed: int) -> None:
     requests = odd_requests(rng, 120, 64)
     plain = run(roomy_engine(64, None), requests, check=False)
     engine = tight_engine(rng, 64, None)
-    engine.scheduler.expectation.output = 1
+    engine.scheduler.admission.expected_output = 1
     outputs = {row: completion.token_ids for row, completion in plain.items()}
     policy = Shadowing(rng, 0.6)
     engine.speculate([Recorded(engine.table, outputs, rng)], policy)
@@ -141,7 +141,7 @@ def test_nothing_is_decided_of_rows_that_are_preempted() -> None:
     rng, num_lost = np.random.default_rng(3), 0
     for _ in range(4):
         engine = hash_engine(24, 4, max_num_seqs=6, max_num_batched_tokens=30, enable_prefix_caching=False)
-        engine.scheduler.expectation.output = 1
+        engine.scheduler.admission.expected_output = 1
         requests = [Request(r, [r, 5, 6], SamplingParams(max_tokens=30, ignore_eos=True)) for r in range(12)]
         outputs = {r: expected_tokens([r, 5, 6], 30, 64, False) for r in range(12)}
         policy = Shadowing(rng, 0.7)

@@ -7,13 +7,13 @@ import torch
 from pipeline.engine import timing
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.schedule.step_plan import StepInput, made_input
+from pipeline.engine.schedule.step_plan import StepInput, synthetic_input
 
 
 class Noting:
     """A runner that computes nothing."""
 
-    vocab_size, is_asynchronous, most_short_queries = 4, False, 0
+    vocab_size, is_asynchronous, max_corrected_queries = 4, False, 0
 
     def __init__(self) -> None:
         self.steps: list[StepInput] = []
@@ -30,7 +30,7 @@ class Noting:
 
 def test_sequences_have_blocks_of_their_own_as_far_as_there_are_some() -> None:
     for num_blocks, most_times in ((40, 1), (20, 2), (9, 4), (0, 4)):  # of 4 sequences with 10 blocks each
-        step = made_input(8, 4, 150, 16, 1000, 8, num_blocks)
+        step = synthetic_input(8, 4, 150, 16, 1000, 8, num_blocks)
         times = np.bincount(step.block_table_SM.ravel())
         assert step.block_table_SM.shape == (4, 10)
         assert len(times) == max(num_blocks, 10)

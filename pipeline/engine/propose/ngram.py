@@ -22,7 +22,7 @@ from pipeline.engine.propose.proposer import Drafts
 from pipeline.engine.propose.suffix_index import MIN_MATCH, SuffixIndex, tails
 from pipeline.engine.propose.templates import Templates
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.step.in_flight import Flight
+from pipeline.engine.step.in_flight import StepInFlight
 from pipeline.kernels.compiled_lookup import CompiledLookup
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
@@ -97,7 +97,7 @@ class NgramProposer:
     def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
         return Drafts(offer.token_id_SK)
 
-    def follows(self, flight: Flight | None) -> bool:
+    def follows(self, flight: StepInFlight | None) -> bool:
         return False  # it looks up the very tokens
 
     def undone(self, slot_S: np.ndarray) -> None:

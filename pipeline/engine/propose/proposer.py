@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.propose.offer import Offer
-from pipeline.engine.step.in_flight import Flight
+from pipeline.engine.step.in_flight import StepInFlight
 
 
 class DrawnDrafts(NamedTuple):
@@ -60,7 +60,7 @@ class Proposer(Protocol):
         """The sequence is about to leave the slot, its tokens still in the table; `finished`: it came to its end."""
         ...
 
-    def follows(self, flight: Flight | None) -> bool:
+    def follows(self, flight: StepInFlight | None) -> bool:
         """Whether the next `offer` and `draft` do with promised tokens (see `Scheduler.promise`) instead of those in
         flight. If there are drafts in flight, they are this proposer's. None: all known tokens are there."""
         ...

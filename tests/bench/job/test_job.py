@@ -25,7 +25,7 @@ def fake(answers, seconds):
 
 
 @pytest.fixture
-def runs(monkeypatch):
+def ranges(monkeypatch):
     """Runs that take no time: what the job and the engine answer can be changed."""
     answers = {"job": {("a", 0): "x", ("a", 1): "y"}, "engine": {("a", 1): "y", ("a", 0): "x"}}
     monkeypatch.setattr(bench, "_run_job", lambda job_file, output: fake(answers["job"], 3.0))

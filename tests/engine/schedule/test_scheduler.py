@@ -24,7 +24,7 @@ def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[
 
 def drafts_in_flight(engine, slot: int) -> int:
     """Behind all computed tokens of a sequence, whose blocks it holds until it is known which of them stand."""
-    flight = engine._stepping.flight
+    flight = getattr(engine.loop, "in_flight", None)
     return 0 if flight is None else int(flight.draft_K[flight.slot_K == slot].sum())
 
 
@@ -90,7 +90,7 @@ def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int, is
 
 def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
     engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
-    engine.scheduler.expectation.output = 1  # expects far too little, so that it admits far too much
+    engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
     rng = np.random.default_rng(5)
     requests = [
         Request(row, rng.integers(0, VOCAB - 1, 6).tolist(), SamplingParams(max_tokens=40, ignore_eos=True))
@@ -108,7 +108,7 @@ def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
 
 def test_completions_say_when_they_came_also_after_a_preemption() -> None:
     engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
-    engine.scheduler.expectation.output = 1
+    engine.scheduler.admission.expected_output = 1
     before = time.monotonic_ns() // 1000
     for row in range(8):
         engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)))

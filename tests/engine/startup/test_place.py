@@ -14,8 +14,8 @@ from pipeline.engine.params import Request
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup import build
 from pipeline.engine.startup.loaded import LoadedModel
-from pipeline.engine.startup.place import Place
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
+from pipeline.engine.step.runner import Place
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import attention
 from pipeline.kernels.cpu.threads import use_threads
@@ -45,9 +45,9 @@ def noting(engine: Engine) -> list[int]:
     """torch's threads in each step from now on."""
     execute, seen = engine.runner.execute, list[int]()
 
-    def execute_and_note(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute_and_note(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         seen.append(torch.get_num_threads())
-        return execute(step, late)
+        return execute(step, future)
 
     engine.runner.execute = execute_and_note  # type: ignore[method-assign]
     return seen
@@ -115,7 +115,7 @@ def test_a_step_that_raises_leaves_the_caller_s_threads(callers: int) -> None:
     engine = hash_engine(60, 4)
     engine.place = Place(4 - callers, CPU)
 
-    def execute(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         assert torch.get_num_threads() == 4 - callers
         raise KeyboardInterrupt
 

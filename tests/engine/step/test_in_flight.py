@@ -8,7 +8,7 @@ from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 
@@ -17,9 +17,9 @@ def watched(engine) -> list[tuple[int, int]]:
     """(tokens, late tokens among them) of each step, as they come."""
     execute, seen = engine.runner.execute, []
 
-    def execute_and_note(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        seen.append((len(step.token_id_T), 0 if late is None else len(late.place_L)))
-        return execute(step, late)
+    def execute_and_note(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        seen.append((len(step.token_id_T), 0 if future is None else len(future.place_F)))
+        return execute(step, future)
 
     engine.runner.execute = execute_and_note
     return seen
@@ -124,7 +124,7 @@ def test_drafts_wait_for_tokens(seed: int) -> None:
 
 def test_sequences_are_given_up_only_when_all_their_tokens_are_known() -> None:
     engine = hash_engine(17, 4, max_num_seqs=8, enable_prefix_caching=False, is_asynchronous=True)
-    engine.scheduler.expectation.output = 1  # expects far too little, so that it admits far too much
+    engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
     seen = watched(engine)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     done = run(engine, [Request(row, [row, 5, 6, 7, 8, 9], params) for row in range(8)])
@@ -137,10 +137,10 @@ def test_fault_04_a_sequence_in_flight_that_fits_no_more_is_an_error_row() -> No
     engine = hash_engine(100, 4, is_asynchronous=True)
     execute = engine.runner.execute
 
-    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         if int(step.context_len_S.max()) > 8:  # it was to begin a block
             raise MemoryError
-        return execute(step, late)
+        return execute(step, future)
 
     engine.runner.execute = execute_or_fail  # type: ignore[method-assign]
     done = run(engine, [Request(0, [1, 2, 3, 4, 5], SamplingParams(max_tokens=9, ignore_eos=True))])

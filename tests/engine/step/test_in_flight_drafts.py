@@ -14,7 +14,7 @@ from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import Flight, LateTokens
+from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from tests.engine.hash_runner import expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.engine.step.test_in_flight import watched
@@ -53,7 +53,7 @@ def greedy_rows(count: int, max_tokens: int = 21) -> list[Request]:
 
 
 class Waits:
-    """Of an engine: reads of the device's tensors by the host, but for those of `Flight.output`, and how many steps had
+    """Of an engine: reads of the device's tensors by the host, but for those of `StepInFlight.output`, and how many steps had
     been launched when a step's tokens were read."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +63,13 @@ class Waits:
         self._is_fine = 0  # in the device's own work, and where a step is landed
         for name in READS:
             monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
-        output = Flight.output
+        output = StepInFlight.output
 
-        def land(flight: Flight) -> Any:
+        def land(flight: StepInFlight) -> Any:
             self.read_at.append(self.launched)
             return self._on_device(output)(flight)
 
-        monkeypatch.setattr(Flight, "output", land)
+        monkeypatch.setattr(StepInFlight, "output", land)
         runners = [engine.runner, *(p.runner for p in engine.drafting.proposers if isinstance(p, DraftModelProposer))]  # type: ignore[union-attr]
         for runner in runners:
             for name in ("execute", "greedy", "draw"):
@@ -203,12 +203,12 @@ def test_fault_03_04_steps_with_drafts_ahead_that_do_not_fit(seed: int) -> None:
     engine = drafting_engine(3, 0.3, max_num_seqs=8)
     execute, failed = engine.runner.execute, []
 
-    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        is_behind_drafts = late is not None and late.shortfall is not None
+    def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        is_behind_drafts = future is not None and future.rejected is not None
         if len(step.token_id_T) > 2 and rng.random() < (0.3 if is_behind_drafts else 0.05):
             failed.append(is_behind_drafts)
             raise MemoryError
-        return execute(step, late)
+        return execute(step, future)
 
     engine.runner.execute = execute_or_fail  # type: ignore[method-assign]
     requests = random_requests(rng, 40, 64)
@@ -255,12 +255,12 @@ def test_a_runner_that_corrects_nothing_is_waited_for() -> None:
     """As one without captured steps: it reads contexts on the host."""
     engine = drafting_engine(4, 0.3)
     seen = watched(engine)
-    engine.runner.most_short_queries = 0
+    engine.runner.max_corrected_queries = 0
     execute = engine.runner.execute
 
-    def execute_as_planned(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        assert late is None or late.shortfall is None
-        return execute(step, late)
+    def execute_as_planned(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        assert future is None or future.rejected is None
+        return execute(step, future)
 
     engine.runner.execute = execute_as_planned  # type: ignore[method-assign]
     check(run(engine, greedy_rows(6)), greedy_rows(6))

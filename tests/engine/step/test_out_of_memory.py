@@ -12,7 +12,7 @@ from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.scheduler import RECOVERY_STEPS
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.memory import is_out_of_memory
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.engine.step.out_of_memory import MAX_SUSPECTS
 from pipeline.errors import EnvironmentFailed
 from tests.engine.hash_runner import expected_tokens, hash_engine
@@ -28,8 +28,8 @@ def fail_where(engine: Engine, fails: Callable[[StepInput], bool]) -> list[int]:
     """Steps that `fails` names raise after they wrote their keys and values; returns their sizes, as they come."""
     execute, failed = engine.runner.execute, []
 
-    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        logits = execute(step, late)
+    def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        logits = execute(step, future)
         if fails(step):
             failed.append(len(step.token_id_T))
             raise ERRORS[len(failed) % len(ERRORS)]
@@ -137,7 +137,7 @@ def test_fault_05_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory() ->
         engine = hash_engine(16, 4)
         engine.add(Request(0, [1], SamplingParams()))
 
-        def execute(step: StepInput, late: LateTokens | None = None, error: Exception = error) -> torch.Tensor:
+        def execute(step: StepInput, future: FutureTokens | None = None, error: Exception = error) -> torch.Tensor:
             raise error
 
         engine.runner.execute = execute  # type: ignore[method-assign]
