@@ -11,7 +11,7 @@ from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Subject, diagnose, fit, memory_of, speed
 from pipeline.hardware import load_cards
-from pipeline.kernels.cpu import pairs
+from pipeline.kernels.cpu.linear import pairs
 from pipeline.model.config import read_config
 
 # The demonstration model: 4 layers of 2 key-value heads of 64, 2,623,744 parameters of which 2,304 are norms.

@@ -16,7 +16,7 @@ from pipeline.engine.memory import EXPECTED_TOKENS, SLACK_BYTES, cache_before_de
 from pipeline.engine.resolve import no_such_weight
 from pipeline.errors import ConfigError
 from pipeline.hardware import Card, load_cards
-from pipeline.kernels.fp8 import LEAST_CAPABILITY
+from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.triton.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import read_config
 from pipeline.model.locate import locate_model

@@ -23,8 +23,8 @@ from pipeline.engine.memory import (
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.resolve import GPU_MAX_NUM_SEQS
 from pipeline.hardware import Card, load_cards
+from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
-from pipeline.kernels.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 

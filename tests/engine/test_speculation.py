@@ -18,7 +18,7 @@ from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts, StepOutcome
 from pipeline.engine.step import StepInput
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu.decode_steps import CompiledDecodeSteps
+from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
 from tests.checkpoints import Family, make_family
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
 from tests.engine.proposers import Certain, Recorded

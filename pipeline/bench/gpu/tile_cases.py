@@ -17,7 +17,7 @@ from pipeline.bench.gpu.correctness import TOLERANCES, random_int4
 from pipeline.bench.gpu.kernel_times import DRAFTS
 from pipeline.bench.gpu.paged import Heads, PagedStep, paged_step
 from pipeline.bench.gpu.tile_times import Tile, TileCase, TileSizes
-from pipeline.kernels.fp8 import fp8_block
+from pipeline.kernels.activations.fp8 import fp8_block
 from pipeline.kernels.triton import fp8, int4
 from pipeline.kernels.triton.decode import decode_launches
 from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
