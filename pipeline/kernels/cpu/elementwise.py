@@ -1,8 +1,8 @@
 """The elementwise work of a layer on CPU. Each operation is one pass, compiled by numba.
 
-Functions whose names end in `_kernel` take arrays: float32, or bfloat16 as its bits in uint16. Keys and values may be FP8
-codes in uint8 with scales (`kernels/cache.py`). The others are those of `contract.Kernels` and take tensors. Everything
-is computed in float32 and rounded once. A NaN stays a NaN: broken rows must be found. Suffixes are those of
+Functions whose names end in `_kernel` take arrays: float32, or bfloat16 as its bits in uint16. Keys and values may be
+FP8 codes in uint8 with scales (`kernels/cache.py`). The others are those of `contract.Kernels` and take tensors.
+Everything is computed in float32 and rounded once. A NaN stays a NaN: broken rows must be found. Suffixes are those of
 `kernels/contract.py`.
 """
 
