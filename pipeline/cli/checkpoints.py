@@ -216,7 +216,7 @@ def quantize_command(
         raise ConfigError(f"--method {method} looks at no texts; leave --calibration and --job out")
     import torch
 
-    from pipeline.checkpoints.digest import resolve_model
+    from pipeline.checkpoints.locate import resolve_model
     from pipeline.job.samples import read_samples
     from pipeline.tokenization.tokenizer import Tokenizer
 

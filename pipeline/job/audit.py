@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from pipeline.data.output.inventory import Inventory, read_counts
 from pipeline.data.output.parts import PartName, PartStore, Progress
-from pipeline.data.output.records import PartTotals, result_column
+from pipeline.data.output.result_columns import PartTotals, result_column
 from pipeline.errors import OutputError, RowError
 from pipeline.job.fingerprint import JOB
 from pipeline.machine.progress_lines import Remaining

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 
 from pipeline.data.output.parts import PartName, Progress
-from pipeline.data.output.records import PartTotals, result_column
+from pipeline.data.output.result_columns import PartTotals, result_column
 from pipeline.data.units import Unit
 from pipeline.job.plan import Plan, WindowTask, what_is_left
 

@@ -15,7 +15,7 @@ from pipeline import errors
 from pipeline.config import JobConfig
 from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.parts import SUCCESS, PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.result_columns import PartTotals
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actor.ledger import ActorState, Order
 from pipeline.job.actor.partial import remove_all
@@ -36,8 +36,8 @@ from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.verify import read_success, verify, write_empty_part, write_success
 from pipeline.machine.host import wall_time
 from pipeline.report.cost import RunReport
-from pipeline.report.records import Computed, RunRecord, SkippedInput
-from pipeline.stores.storage import RetryCounts
+from pipeline.report.run_record import Computed, RunRecord, SkippedInput
+from pipeline.stores.retries import RetryCounts
 
 if TYPE_CHECKING:
     from pipeline.job.dataflow.graph import Dataflow

@@ -19,10 +19,10 @@ from pipeline.machine.progress_lines import Remaining
 from pipeline.model.config import ModelConfig, read_config, read_json
 from pipeline.model.load import DERIVED, LayerWeights, WeightReader
 from pipeline.quantize import layouts
-from pipeline.quantize.folder import OutputFolder
+from pipeline.quantize.calibration import FUSED, Calibration
+from pipeline.quantize.checkpoint_writer import OutputFolder
 from pipeline.quantize.gptq import DAMPING, gptq
 from pipeline.quantize.grid import FloatLinear, IntLinear, round_to_nearest, to_float8
-from pipeline.quantize.layers import FUSED, Calibration
 from pipeline.weights.gptq import GptqFormat
 from pipeline.weights.packed import DenseWeight
 

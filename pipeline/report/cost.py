@@ -18,8 +18,8 @@ from typing import Any
 
 from pipeline.report.drafts import Speculated
 from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
-from pipeline.report.records import PHASES, ActorRecord, RunRecord, per_second, split_exactly
-from pipeline.report.rows import ErrorExample, Histogram, LengthBucket, RowStats
+from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
+from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, split_exactly
 
 METHOD = (
     "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.engine.params import EngineStats
 from pipeline.engine.speculation.record import BucketLine, SpeculationCounts
-from pipeline.report.records import RunRecord
+from pipeline.report.run_record import RunRecord
 
 
 @dataclass(frozen=True)

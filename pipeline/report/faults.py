@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from pipeline.report.records import ActorRecord, Computed, Outcome, RunRecord
+from pipeline.report.run_record import ActorRecord, Computed, Outcome, RunRecord
 
 # What people read, and how the figure is made. A fault's machine time is priced at its run's rate.
 FAULTS = {

@@ -13,8 +13,8 @@ from textwrap import wrap
 from pipeline.formatting import printable
 from pipeline.report.cost import RunReport, Work
 from pipeline.report.drafts import Speculated
-from pipeline.report.records import PHASE_MEANING, SkippedInput, per_second
-from pipeline.report.rows import HISTOGRAM_ERROR, ErrorExample
+from pipeline.report.row_stats import HISTOGRAM_ERROR, ErrorExample
+from pipeline.report.run_record import PHASE_MEANING, SkippedInput, per_second
 
 LATENCY_NOTE = "From when the engine took the row in, its queue included: a batch trades it for throughput"
 LATENCY_ERROR = f"From histograms: off by at most {HISTOGRAM_ERROR * 100:.1f} % of itself"

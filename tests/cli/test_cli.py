@@ -18,12 +18,12 @@ from pipeline import errors
 from pipeline.cli.main import main as cli
 from pipeline.cli.progress import PlainProgress, eta, progress_for, status_line
 from pipeline.data.output.parts import PartName, PartStore
-from pipeline.data.output.records import PartTotals, output_schema
+from pipeline.data.output.result_columns import PartTotals, output_schema
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import build_report
-from pipeline.report.records import ActorRecord, RunRecord, SkippedInput, no_phases
 from pipeline.report.render import markdown, text
-from pipeline.report.rows import ErrorExample, RowStats
+from pipeline.report.row_stats import ErrorExample, RowStats
+from pipeline.report.run_record import ActorRecord, RunRecord, SkippedInput, no_phases
 
 JOB = """\
 name: demo
@@ -212,9 +212,9 @@ def test_validate_lists_the_files_that_a_job_skips(work, pipe):
 
 
 def test_a_store_that_does_not_answer_is_no_mistake_of_the_job(work, pipe, aws, monkeypatch):
-    from pipeline.stores.storage import RetryPolicy
+    from pipeline.stores.retries import RetryPolicy
 
-    monkeypatch.setattr("pipeline.stores.storage.RetryPolicy", lambda: RetryPolicy(max_tries=1))
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     aws("http://127.0.0.1:1")
     places = [f"--set={key}=s3://bucket/x" for key in ("output.path", "input.path", "model.path")]
     code, out, err = pipe("validate", "job.yaml", *places, "--json")
@@ -313,7 +313,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
         "    threading.Timer(0.2, print, ['noise of a thread']).start()\n"
         "    atexit.register(os.write, 1, b'noise at exit')\n"
         "    from pipeline.report.cost import build_report\n"
-        "    from pipeline.data.output.records import PartTotals\n"
+        "    from pipeline.data.output.result_columns import PartTotals\n"
         "    return build_report('demo', '1a2b3c4d', [], PartTotals().__dict__, 0)\n"
         "pipeline.job.run.run_job = run_job\n"
         "sys.argv = ['pipeline', 'run', 'job.yaml', '--json']\ncli.main()\n"

@@ -16,7 +16,7 @@ from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Check, Subject, diagnose, exit_code, machine
 from pipeline.errors import ConfigError
-from pipeline.stores.storage import RetryPolicy
+from pipeline.stores.retries import RetryPolicy
 
 SECRET = "hunter2-never-shown"
 JOB = """\
@@ -256,7 +256,7 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
 )
 def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pipe, monkeypatch, change):
     """Stores that cannot be reached, options that are wrong, and a defect that prints a traceback."""
-    monkeypatch.setattr("pipeline.stores.storage.RetryPolicy", lambda: RetryPolicy(max_tries=1))
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     options = f"key: {SECRET}, secret: {SECRET}, endpoint_url: 'http://127.0.0.1:1'"
     before, after = change

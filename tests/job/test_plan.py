@@ -5,14 +5,15 @@ import os
 
 import pytest
 
-from pipeline.checkpoints.digest import FULL_BYTES, model_digest, resolve_model
+from pipeline.checkpoints.digest import FULL_BYTES, model_digest
+from pipeline.checkpoints.locate import resolve_model
 from pipeline.data.output.parts import PartName, PartStore, Progress
 from pipeline.errors import ModelError, OutputError
 from pipeline.job.fingerprint import difference, shown
 from pipeline.job.plan import WindowTask, check_units, make_plan, what_is_left
 from pipeline.job.telemetry.record import RunLog, load_runs
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.retries import RetryCounts
 
 
 def test_a_model_digest_sees_every_file_that_matters(tmp_path):

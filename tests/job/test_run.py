@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.output.parts import PartName, PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.result_columns import PartTotals
 from pipeline.errors import (
     EnvironmentFailed,
     FingerprintError,
@@ -32,8 +32,8 @@ from pipeline.job.telemetry.record import RunLog
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.verify import verify
 from pipeline.report.cost import Tokens
-from pipeline.stores.folder import LocalFolder
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.local_folder import LocalFolder
+from pipeline.stores.retries import RetryCounts
 from tests.data.output.finished_units import result
 from tests.job.conftest import FAKES
 from tests.job.local_flow import LocalFlow

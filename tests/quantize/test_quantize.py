@@ -18,8 +18,8 @@ from pipeline.demo.reports import make_report
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader
 from pipeline.quantize import awq
-from pipeline.quantize.folder import OutputFolder
-from pipeline.quantize.layers import FUSED, Calibration
+from pipeline.quantize.calibration import FUSED, Calibration
+from pipeline.quantize.checkpoint_writer import OutputFolder
 from tests.model_folders import FAMILIES, Family, load_reference, make_family, write_checkpoint
 
 CONFIG = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,

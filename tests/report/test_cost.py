@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.report.cost import RunReport, Tokens, allocate, build_report
-from pipeline.report.records import PHASES, ActorRecord, Computed, RunRecord, SkippedInput, no_phases
 from pipeline.report.render import bar, markdown, money, seconds, text
-from pipeline.report.rows import ErrorExample, Histogram, Latency, LengthBucket, RowStats
+from pipeline.report.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
+from pipeline.report.run_record import PHASES, ActorRecord, Computed, RunRecord, SkippedInput, no_phases
 
 HOUR = 3_600_000_000
 TOTALS = {

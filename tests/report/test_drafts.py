@@ -8,8 +8,8 @@ import numpy as np
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.report.cost import RunReport, build_report
 from pipeline.report.drafts import Speculated
-from pipeline.report.records import ActorRecord, RunRecord, no_phases
 from pipeline.report.render import markdown, text
+from pipeline.report.run_record import ActorRecord, RunRecord, no_phases
 
 
 def counts(**by_batch: dict[int, int]) -> dict[str, int]:

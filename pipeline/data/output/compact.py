@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
-from pipeline.data.output.records import PartTotals, result_column
+from pipeline.data.output.result_columns import PartTotals, result_column
 from pipeline.errors import OutputError
 
 Order = Literal["parts", "input"]

@@ -17,12 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.footer import metadata_of
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.result_columns import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
-from pipeline.stores.folder import Folder, LocalFolder
-from pipeline.stores.objects import open_objects
+from pipeline.stores.folder import Folder
+from pipeline.stores.local_folder import LocalFolder
+from pipeline.stores.object_folder import open_objects
 from pipeline.stores.read_ahead import read_ahead
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.retries import RetryCounts
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one

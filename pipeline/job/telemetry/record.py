@@ -17,7 +17,7 @@ from typing import Any
 
 import pipeline
 from pipeline.data.output.parts import PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.result_columns import PartTotals
 from pipeline.job.actor.ledger import ActorState
 from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.telemetry.run_id import next_run_id, run_number
@@ -25,10 +25,10 @@ from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import process_mark
 from pipeline.report.cost import RunReport, build_report
-from pipeline.report.records import Outcome, RunRecord, SkippedInput
 from pipeline.report.render import markdown
-from pipeline.report.rows import RowStats
-from pipeline.stores.storage import RetryCounts
+from pipeline.report.row_stats import RowStats
+from pipeline.report.run_record import Outcome, RunRecord, SkippedInput
+from pipeline.stores.retries import RetryCounts
 
 RUNS = "_pipeline/runs"
 SKIPPED = "_pipeline/skipped"  # the damaged files that a run left out, written once: there may be many

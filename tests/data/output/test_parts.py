@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.output.parts import PartName, PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.result_columns import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores import failpoints
-from pipeline.stores.folder import LocalFolder
+from pipeline.stores.local_folder import LocalFolder
 from tests.data.output.finished_units import FP, name, result
 
 STEPS = ["part.serialized", "part.synced", "part.linked", "part.dir_synced"]

@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.data.output.records import (
+from pipeline.data.output.result_columns import (
     LOGPROBS_FIELD,
     RESULT_FIELDS,
     RESULT_NAMES,

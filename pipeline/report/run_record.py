@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, cast
 
-from pipeline.report.rows import RowStats
+from pipeline.report.row_stats import RowStats
 
 # The phases of an actor's time. They do not overlap and together are all of it, from the start of the actor's
 # process to its end. Writing parts happens beside them and is counted in `RunRecord.write_us`.

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.checkpoints.digest import resolve_model
+from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import JobConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
@@ -22,6 +22,7 @@ from pipeline.job.samples import Samples, read_samples
 from pipeline.machine.progress_lines import Remaining
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import checkpoint_files
+from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -124,7 +125,7 @@ def _prepare(
     config: JobConfig, every: Sequence[Subject], params: SamplingParams, expected: str | None, say: Say
 ) -> tuple[list[_Found], Samples]:
     """The checkpoints, each fit to be compared with the first, and the texts."""
-    folders = [resolve_model(s.path, config.model.storage if "://" in s.path else None, say) for s in every]
+    folders = [resolve_model(s.path, storage_for(s.path, config.model.storage), say) for s in every]
     models = [quantized_on_load(read_config(folder), s.quantization) for folder, s in zip(folders, every)]
     tokenizer = Tokenizer.from_folder(str(folders[0]))
     try:

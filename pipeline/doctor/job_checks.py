@@ -7,14 +7,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoints.locate import why_no_checkpoint
+from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
 from pipeline.doctor.check import Check, Subject, shown_bytes
 from pipeline.errors import ModelError, OutputError, PipelineError
-from pipeline.job.validate import MODEL_FILES, examine, missing_model_files, model_kind
+from pipeline.job.validate import MODEL_FILES, examine, missing_model_files
+from pipeline.stores.filesystem import filesystem
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import filesystem
 
 if TYPE_CHECKING:
     from pipeline.model.config import ModelConfig
@@ -97,7 +97,6 @@ def _fetched_config(subject: Subject) -> Iterator[Path]:
 
 
 def _local(path: str) -> Path:
-    from pipeline.checkpoints.locate import locate_model
 
     return locate_model(path)
 
