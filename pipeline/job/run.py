@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from pipeline import errors
 from pipeline.config import JobConfig
 from pipeline.data.output.inventory import what_is_wrong
-from pipeline.data.output.parts import SUCCESS, PartStore, Progress
-from pipeline.data.output.result_columns import PartTotals
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actor.ledger import ActorState, Order
 from pipeline.job.actor.partial import remove_all
@@ -130,7 +130,7 @@ def _interrupted(stop: StopSignals, phase: str) -> Interrupted:
     return Interrupted(f"Stopped by {stop.why} while {phase}.")
 
 
-def _already_complete(plan: Plan, store: PartStore, done: Progress, runs: list[RunRecord], show: Show) -> RunReport:
+def _already_complete(plan: Plan, store: PartStore, done: DoneUnits, runs: list[RunRecord], show: Show) -> RunReport:
     """Nothing is left to compute or to count. What tells of the job is written again: a run may have ended between
     `_SUCCESS` and that."""
     rows = plan.num_rows
@@ -193,7 +193,7 @@ class _Run:
         store: PartStore,
         log: RunLog,
         before: PartTotals,
-        stood: Progress | None,
+        stood: DoneUnits | None,
         earlier: list[RunRecord],
         show: Show,
         stop: StopSignals,

@@ -1,7 +1,6 @@
-"""A plain checkpoint into a quantized one, a layer at a time, so that memory holds one layer and the calibration texts.
+"""What a layer's linears read on the calibration texts: the second moments of their inputs, for GPTQ.
 
-With GPTQ a layer's inputs are what the quantized layers before it make of the texts. A layer that is written stands: a
-later run reads its weights back and goes on behind it, and comes to the same bytes.
+A layer's inputs are what the quantized layers before it make of the texts. They are held for one layer at a time.
 
 Shape suffixes: N outputs, K inputs, T tokens of a text, H hidden, D head size.
 """

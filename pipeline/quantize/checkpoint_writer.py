@@ -1,4 +1,5 @@
-"""The output folder: made beside its place as `<name>.partial`, complete before it gets its name, never over another.
+"""The folder of a new checkpoint: made beside its place as `<name>.partial`, complete before it gets its name, never
+over another.
 
 What an interrupted run left there is of use to one that would make the same; anything else is refused.
 """
@@ -19,7 +20,7 @@ from pipeline.errors import EnvironmentFailed, OutputError
 RECIPE = "recipe.json"  # in a partial folder: what it is to become
 
 
-class OutputFolder:
+class CheckpointWriter:
     """`recipe` says what is being made, in plain JSON; two runs of one recipe make the same."""
 
     def __init__(self, out: Path, recipe: Mapping[str, Any]) -> None:

@@ -17,8 +17,9 @@ import pytest
 from pipeline import errors
 from pipeline.cli.main import main as cli
 from pipeline.cli.progress import PlainProgress, eta, progress_for, status_line
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore
-from pipeline.data.output.result_columns import PartTotals, output_schema
+from pipeline.data.output.result_columns import output_schema
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import build_report
 from pipeline.report.render import markdown, text
@@ -313,7 +314,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
         "    threading.Timer(0.2, print, ['noise of a thread']).start()\n"
         "    atexit.register(os.write, 1, b'noise at exit')\n"
         "    from pipeline.report.cost import build_report\n"
-        "    from pipeline.data.output.result_columns import PartTotals\n"
+        "    from pipeline.data.output.part_totals import PartTotals\n"
         "    return build_report('demo', '1a2b3c4d', [], PartTotals().__dict__, 0)\n"
         "pipeline.job.run.run_job = run_job\n"
         "sys.argv = ['pipeline', 'run', 'job.yaml', '--json']\ncli.main()\n"

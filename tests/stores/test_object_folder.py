@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.spec import AbstractFileSystem
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import NONCE_KEY, PartStore
-from pipeline.data.output.result_columns import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores import failpoints
 from pipeline.stores.object_folder import ObjectFolder

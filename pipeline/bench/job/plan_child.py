@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config import load_job
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, serialize
-from pipeline.data.output.result_columns import PartTotals
 from pipeline.data.source import Window, narrowed
 from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.plan import Plan, make_plan, what_is_left

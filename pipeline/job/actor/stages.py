@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, StoredPart
-from pipeline.data.output.result_columns import PartTotals, output_schema
+from pipeline.data.output.result_columns import output_schema
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.errors import ConfigError, PipelineError, RowError

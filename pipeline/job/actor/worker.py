@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.checkpoints.locate import resolve_model
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.result_columns import PartTotals
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.errors import PipelineError

@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pipeline
-from pipeline.data.output.parts import PartStore, Progress
-from pipeline.data.output.result_columns import PartTotals
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartStore
 from pipeline.job.actor.ledger import ActorState
 from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.telemetry.run_id import next_run_id, run_number
@@ -167,7 +167,7 @@ def load_runs(store: PartStore) -> list[RunRecord]:
     return runs
 
 
-def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: Progress) -> PartTotals:
+def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: DoneUnits) -> PartTotals:
     """About what the parts hold, without opening one: rows and units from their names, tokens and errors as the runs
     recorded them. Of a killed run the last second or two is missing.
 

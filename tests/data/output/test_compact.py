@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.output.compact import PLAN, Compacted, compact
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore
-from pipeline.data.output.result_columns import PartTotals, output_schema
+from pipeline.data.output.result_columns import output_schema
 from pipeline.errors import EnvironmentFailed, OutputError
 
 FINGERPRINT = "1a2b3c4d" * 8

@@ -1,134 +1,37 @@
-"""From a plain checkpoint to a quantized one in a new folder, by one of five methods."""
+"""A plain checkpoint quantized and written layer by layer, so that memory holds one layer.
 
-import hashlib
+A layer that is written stands: a later run reads its weights back and goes on after it.
+"""
+
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from pipeline import __version__
-from pipeline.checkpoints.digest import model_digest
-from pipeline.errors import ConfigError, ModelError
 from pipeline.machine.progress_lines import Remaining
-from pipeline.model.config import ModelConfig, read_config, read_json
+from pipeline.model.config import ModelConfig
 from pipeline.model.load import DERIVED, LayerWeights, WeightReader
 from pipeline.quantize import layouts
 from pipeline.quantize.calibration import FUSED, Calibration
-from pipeline.quantize.checkpoint_writer import OutputFolder
-from pipeline.quantize.gptq import DAMPING, gptq
+from pipeline.quantize.checkpoint_writer import CheckpointWriter
+from pipeline.quantize.gptq import gptq
 from pipeline.quantize.grid import FloatLinear, IntLinear, round_to_nearest, to_float8
+from pipeline.quantize.recipe import WITHOUT_GROUPS, Recipe
 from pipeline.weights.gptq import GptqFormat
 from pipeline.weights.packed import DenseWeight
 
-Method = Literal["awq", "gptq", "rtn", "int8", "fp8"]
-WITHOUT_GROUPS = ("int8", "fp8")  # a scale for each output
-CALIBRATED = ("awq", "gptq")
-GROUP_SIZES = (32, 64, 128)
 
-Say = Callable[[str], None]
+class LayerWriter:
+    """Writes one safetensors file a layer, in order, then one of all that is no layer, and the index."""
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """What to make. awq: int4 with zeros, scaled by what inputs are large, by autoawq. gptq: int4, each layer's outputs
-    kept. rtn: int4, to the nearest. int8, fp8: to the nearest, a scale for each output, no groups.
-
-    Raises ConfigError for what does not go together.
-    """
-
-    method: Method
-    group_size: int = 128
-    act_order: bool = False
-
-    def __post_init__(self) -> None:
-        if self.group_size not in GROUP_SIZES:
-            raise ConfigError(f"--group-size {self.group_size}: expected one of {', '.join(map(str, GROUP_SIZES))}")
-        if self.act_order and self.method != "gptq":
-            raise ConfigError(f"--act-order: only gptq has an order of inputs, not {self.method}")
-
-    @property
-    def bits(self) -> int:
-        return 8 if self.method in WITHOUT_GROUPS else 4
-
-
-def quantize(
-    source: Path, out: Path, recipe: Recipe, texts: Sequence[Sequence[int]], device: torch.device, say: Say
-) -> None:
-    """Write the checkpoint in `source`, quantized by `recipe`, into the new folder `out`.
-
-    texts: token ids to calibrate with, for awq and gptq. Raises ModelError for a source that is not plain or does not
-    divide into groups, OutputError when something is in `out`.
-    """
-    values, config = read_json(source / "config.json"), check_plain(source)
-    _check_shapes(source, config, recipe)
-    output = OutputFolder(out, _identity(source, recipe, texts))
-    if recipe.method == "awq":
-        from pipeline.quantize.awq import quantize_by_autoawq
-
-        quantization = quantize_by_autoawq(source, output.partial, recipe.group_size, texts, say)
-    else:
-        _Layers(source, config, recipe, output, say).run(texts, device)
-        quantization = _quantization_config(recipe)
-    output.finish(source, values | {"quantization_config": quantization})
-
-
-def check_plain(source: Path) -> ModelConfig:
-    """The model's fields. Raises ModelError when its weights are quantized already."""
-    found = read_json(source / "config.json").get("quantization_config")
-    if found is not None:
-        method = found.get("quant_method") if isinstance(found, dict) else None
-        raise ModelError(
-            f"{source}: is quantized already ({method or 'quantization_config'} in config.json); what it lost does not "
-            "come back: take the checkpoint in 16 or 32 bit that it was made from"
-        )
-    return read_config(source)
-
-
-def _check_shapes(source: Path, config: ModelConfig, recipe: Recipe) -> None:
-    """Groups are of whole inputs, words of whole outputs, and autoawq looks at 64 outputs at a time."""
-    widths = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
-    }
-    if recipe.method not in WITHOUT_GROUPS:
-        for name, width in widths.items():
-            if width % recipe.group_size:
-                fits = [f"; --group-size {size} does" for size in GROUP_SIZES if width % size == 0]
-                raise ModelError(
-                    f"{source}: {name} = {width} does not divide into groups of {recipe.group_size}{''.join(fits[-1:])}"
-                )
-    at_once = 64 if recipe.method == "awq" else 8
-    widths["num_key_value_heads * head_dim"] = config.num_kv_heads * config.head_dim
-    for name, width in widths.items():
-        if width % at_once:
-            raise ModelError(f"{source}: {name} = {width} does not divide by {at_once}, which {recipe.method} needs")
-
-
-def _identity(source: Path, recipe: Recipe, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    for ids in texts:
-        digest.update(np.array([len(ids), *ids], dtype=np.int64).tobytes())
-    return {**asdict(recipe), "model": model_digest(source), "texts": digest.hexdigest(), "version": __version__}
-
-
-def _quantization_config(recipe: Recipe) -> dict[str, Any]:
-    if recipe.method == "gptq":
-        return layouts.gptq_config(recipe.bits, recipe.group_size, recipe.act_order, DAMPING)
-    group_size = None if recipe.method in WITHOUT_GROUPS else recipe.group_size
-    return layouts.compressed_config("float" if recipe.method == "fp8" else "int", recipe.bits, group_size)
-
-
-class _Layers:
-    """One safetensors file a layer, in order, then one of all that is no layer, and the index."""
-
-    def __init__(self, source: Path, config: ModelConfig, recipe: Recipe, output: OutputFolder, say: Say) -> None:
+    def __init__(
+        self, source: Path, config: ModelConfig, recipe: Recipe, output: CheckpointWriter, say: Callable[[str], None]
+    ) -> None:
         self._reader, self._config = WeightReader(source, config), config
         self._recipe, self._output, self._say = recipe, output, say
         of = config.num_layers + 1
@@ -199,7 +102,7 @@ class _Layers:
         return layouts.gptq_tensors(linear) if self._recipe.method == "gptq" else layouts.compressed_tensors(linear)
 
     def _read_back(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
-        form = GptqFormat.from_config(_quantization_config(self._recipe), self._output.partial / "config.json")
+        form = GptqFormat.from_config(self._recipe.quantization_config(), self._output.partial / "config.json")
         written = _Written(self._output.partial / self._files[index])
         values = {}
         for field, names in FUSED.items():
