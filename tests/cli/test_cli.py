@@ -241,7 +241,7 @@ def test_run_prints_the_report(work, pipe, job_that):
         seen.update(config=config, accept_numerics=accept_numerics, retry_failed=retry_failed)
         progress(Status(phase="generating", rows_total=3, rows_done=1))
         print("noise of a library")
-        return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3).__dict__, 3)
+        return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3), 3)
 
     job_that(run_job)
     arguments = ("--limit", "2", "--set", "run.actors=2", "--accept-numerics", "--retry-failed")
@@ -315,7 +315,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
         "    atexit.register(os.write, 1, b'noise at exit')\n"
         "    from pipeline.report.cost import build_report\n"
         "    from pipeline.data.output.part_totals import PartTotals\n"
-        "    return build_report('demo', '1a2b3c4d', [], PartTotals().__dict__, 0)\n"
+        "    return build_report('demo', '1a2b3c4d', [], PartTotals(), 0)\n"
         "pipeline.job.run.run_job = run_job\n"
         "sys.argv = ['pipeline', 'run', 'job.yaml', '--json']\ncli.main()\n"
     )
@@ -443,7 +443,7 @@ def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
 
 def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
     store = leave_output(work, finished_run(), "finished")
-    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3).__dict__, 3)
+    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
     store.replace("_pipeline/report.json", json.dumps(kept.to_json()).encode())
     code, out, _ = pipe("report", "out")
     assert code == 0
@@ -474,7 +474,7 @@ def test_places_without_a_job(work, pipe, command: str, place: str, expected: st
 
 def test_a_finished_output_without_its_parts_is_told(work, pipe):
     store = leave_output(work, finished_run(), "finished")
-    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3).__dict__, 3)
+    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
     store.replace("_pipeline/report.json", json.dumps({**kept.to_json(), "outcome": "finished"}).encode())
     next(Path(store.path).glob("part-*")).unlink()
     assert "out: damaged\n" in pipe("status", "out")[1]
@@ -527,7 +527,7 @@ def test_what_data_is_called_commands_no_terminal(work, pipe, job_that):
     stats = RowStats(errors={"null_prompt": (example,)})
     run = finished_run(row_stats=stats, skipped_files=[SkippedInput(EVIL, 1, EVIL)])
     leave_output(work, run, f"finished {EVIL}")
-    kept = build_report(EVIL, "x", [run], PartTotals(3, error_rows={"null_prompt": 1}).__dict__, 3)
+    kept = build_report(EVIL, "x", [run], PartTotals(3, error_rows={"null_prompt": 1}), 3)
     assert commands_no_terminal(text(kept))
     assert commands_no_terminal(markdown(kept))
     (work / "out" / "_pipeline" / "report.json").write_text(json.dumps(kept.to_json()))

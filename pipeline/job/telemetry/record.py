@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -204,7 +204,7 @@ def make_report(
 ) -> RunReport:
     """The job's report over its runs, written beside the run. `finished`: the output is complete, in whatever way its
     last run ended."""
-    report = build_report(job_name, fingerprint, runs, asdict(totals), input_rows)
+    report = build_report(job_name, fingerprint, runs, totals, input_rows)
     if finished:
         report = replace(report, outcome="finished")
     telemetry.put(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())
