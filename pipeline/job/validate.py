@@ -20,7 +20,7 @@ from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.formatting import printable
-from pipeline.report.render import money
+from pipeline.report.figures import money
 from pipeline.stores.filesystem import filesystem
 from pipeline.stores.redaction import shown_url
 

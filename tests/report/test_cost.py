@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.cost import RunReport, Tokens, allocate, build_report
-from pipeline.report.render import bar, markdown, money, seconds, text
+from pipeline.report.figures import bar, money, seconds
+from pipeline.report.render import markdown, text
 from pipeline.report.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
 from pipeline.report.run_record import PHASES, ActorRecord, Computed, RunRecord, SkippedInput, no_phases
 
