@@ -1,5 +1,3 @@
-"""Fixtures of the tests of data: these write inputs too, and leave no failpoint behind."""
+"""The fixtures of `tests/data` serve here too."""
 
-from tests.data.conftest import _no_failpoints, write
-
-__all__ = ["_no_failpoints", "write"]
+from tests.data.conftest import _no_failpoints, write  # noqa: F401
