@@ -18,17 +18,17 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config import load_job
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, serialize
-from pipeline.data.output.records import PartTotals
 from pipeline.data.source import Window, narrowed
 from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.plan import Plan, make_plan, what_is_left
 from pipeline.job.telemetry.record import RunLog
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.verify import verify
-from pipeline.report.rows import LengthBucket, RowStats, Timing, latency_of
-from pipeline.stores.folder import LocalFolder
-from pipeline.stores.storage import RetryCounts
+from pipeline.report.row_stats import LengthBucket, RowStats, Timing, latency_of
+from pipeline.stores.local_folder import LocalFolder
+from pipeline.stores.retries import RetryCounts
 
 UNITS_A_STEP = 10  # that Ray's executor hands on between two looks at what it keeps, at most
 

@@ -10,7 +10,7 @@ from pipeline.kernels.activations.rounded_linears import ROUNDINGS
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
-from pipeline.weights.nearest import METHODS, RoundToNearest
+from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
 DEFAULT_DRAFT_TOKENS = 6
 GPU_MAX_NUM_SEQS = 512

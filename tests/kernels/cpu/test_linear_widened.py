@@ -19,8 +19,8 @@ from pipeline.kernels.cpu.linear.narrow import (
     narrow_linear,
 )
 from pipeline.kernels.cpu.linear.selection import DenseLinear, ReorderedLinear, prepare_linear
-from pipeline.weights.nearest import NF4
 from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight
+from pipeline.weights.round_to_nearest import NF4
 
 KINDS = ["float32", "bfloat16", "int4", "int8", "float8", "nf4"]
 SHAPES = [(1, 8), (31, 64), (32, 128), (100, 256), (257, 384), (1024, 1152)]

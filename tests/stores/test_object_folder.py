@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.spec import AbstractFileSystem
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import NONCE_KEY, PartStore
-from pipeline.data.output.records import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores import failpoints
-from pipeline.stores.objects import ObjectFolder
-from pipeline.stores.storage import RetryPolicy
+from pipeline.stores.object_folder import ObjectFolder
+from pipeline.stores.retries import RetryPolicy
 from tests.data.output.finished_units import FP, name, result
 from tests.faults.store import KEY, SECRET, FaultyStore
 

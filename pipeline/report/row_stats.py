@@ -5,9 +5,10 @@ histograms with fixed buckets for that. Does not own money or machine time (`cos
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
+
+from pipeline.report.json_record import JsonRecord
 
 FIRST_LENGTH = 64  # prompts up to so many tokens share a bucket; each further bucket is twice as long
 MAX_EXAMPLES = 3  # of each error code
@@ -140,7 +141,7 @@ class ErrorExample:
 
 
 @dataclass(frozen=True)
-class RowStats:
+class RowStats(JsonRecord):
     """Of any number of delivered rows. `lengths` by the bucket's longest prompt, `errors` by code."""
 
     latency: Latency = field(default_factory=Latency)
@@ -155,17 +156,4 @@ class RowStats:
             self.latency + other.latency,
             {n: self.lengths.get(n, LengthBucket()) + other.lengths.get(n, LengthBucket()) for n in lengths},
             {code: (self.errors.get(code, ()) + other.errors.get(code, ()))[:MAX_EXAMPLES] for code in codes},
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; json.dumps makes text of the numbers that are keys."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "RowStats":
-        latency = raw.get("latency", {})
-        return cls(
-            Latency(**{name: Histogram({int(b): n for b, n in h["counts"].items()}) for name, h in latency.items()}),
-            {int(n): LengthBucket(**bucket) for n, bucket in raw.get("lengths", {}).items()},
-            {code: tuple(ErrorExample(**e) for e in examples) for code, examples in raw.get("errors", {}).items()},
         )

@@ -1,4 +1,4 @@
-"""The output folder in an object store: a file appears by one PUT, and under a new name by one that refuses to
+"""An output folder in an object store: a file appears by one PUT, and under a new name by one that refuses to
 replace (If-None-Match on S3; whatever the store's fsspec filesystem does for mode "create" elsewhere).
 
 Never a multipart upload: it would leave pieces behind when its writer dies. A PUT whose answer is lost is tried
@@ -14,10 +14,11 @@ from typing import IO, Any, cast
 
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores.failpoints import hit
+from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, protocols, why_not_opened
 from pipeline.stores.folder import TMP, check_name
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import RemoteFilesystem, RetryCounts, filesystem, md5, protocols
-from pipeline.stores.store_errors import PreconditionFailed
+from pipeline.stores.retries import RetryCounts
+from pipeline.stores.store_errors import Failure, PreconditionFailed, failure_of
 
 _TRIES = 3  # how often a file is written anew that the store took and then has not, or has otherwise
 
@@ -30,10 +31,7 @@ def open_objects(url: str, options: Mapping[str, Any], retries: RetryCounts | No
     try:
         fs, root = filesystem(url, options, retries=retries)
     except (ImportError, ValueError, TypeError) as e:
-        raise OutputError(
-            f"output.path {shown}: cannot be opened ({type(e).__name__}); is {url.partition('://')[0]}:// right, its "
-            f"library installed, and are these its options: {', '.join(sorted(options)) or 'none given'}?"
-        ) from None
+        raise OutputError(f"output.path {shown}: {why_not_opened(url, options, e)}") from None
     return ObjectFolder(cast(RemoteFilesystem, fs), root.rstrip("/"), shown)
 
 
@@ -254,20 +252,19 @@ class ObjectFolder:
         place = self.shown(name)
         try:
             yield
-        except FileNotFoundError as e:
-            raise absent(f"{place}: no such bucket or container ({self._fs.said(e)}); make it first") from None
-        except PermissionError as e:
-            raise denied(
-                f"{place}: the store denies it ({self._fs.said(e)}); it needs the rights to list, read, write and "
-                "delete below output.path"
-            ) from None
-        except OSError as e:
-            raise EnvironmentFailed(f"{place}: {self._fs.said(e)}; fix it, then run again") from None
         except Exception as e:
-            # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
-            if isinstance(e, (PipelineError, PreconditionFailed)) or type(e).__module__ == "builtins":
+            failure = failure_of(e)
+            if failure is None:
                 raise
-            raise denied(f"{place}: {self._fs.said(e)}") from None
+            told = self._fs.said(e)
+            if failure is Failure.ABSENT:
+                raise absent(f"{place}: no such bucket or container ({told}); make it first") from None
+            if failure is Failure.DENIED:
+                needed = "it needs the rights to list, read, write and delete below output.path"
+                raise denied(f"{place}: the store denies it ({told}); {needed}") from None
+            if failure is Failure.SYSTEM:
+                raise EnvironmentFailed(f"{place}: {told}; fix it, then run again") from None
+            raise denied(f"{place}: {told}") from None
 
 
 def _looks_then_writes(fs: Any) -> bool:

@@ -1,4 +1,5 @@
-"""The output folder: made beside its place as `<name>.partial`, complete before it gets its name, never over another.
+"""The folder of a new checkpoint: made beside its place as `<name>.partial`, complete before it gets its name, never
+over another.
 
 What an interrupted run left there is of use to one that would make the same; anything else is refused.
 """
@@ -13,14 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from pipeline.checkpoints.digest import BESIDE_WEIGHTS
 from pipeline.errors import EnvironmentFailed, OutputError
 
 RECIPE = "recipe.json"  # in a partial folder: what it is to become
-COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-          "merges.txt", "chat_template.*")  # fmt: skip
 
 
-class OutputFolder:
+class CheckpointWriter:
     """`recipe` says what is being made, in plain JSON; two runs of one recipe make the same."""
 
     def __init__(self, out: Path, recipe: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class OutputFolder:
         """Bring what a checkpoint has beside its weights from `source`, with this config.json, and give the folder its
         name."""
         try:
-            for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
+            for file in sorted({file for pattern in BESIDE_WEIGHTS for file in source.glob(pattern)}):
                 shutil.copyfile(file, self.partial / file.name)
             _write_text(self.partial / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
             for file in self.partial.glob("*.safetensors"):

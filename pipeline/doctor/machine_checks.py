@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline import __version__
 from pipeline.checkpoints.cache import cache_folder
-from pipeline.doctor.check import Check, State, Subject, shown_bytes
+from pipeline.doctor.check import Check, Setup, State, shown_bytes
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
@@ -25,7 +25,7 @@ _ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN
                 "AWS_WEB_IDENTITY_TOKEN_FILE", "HF_HUB_OFFLINE", "PIPELINE_CACHE", "NUMBA_CACHE_DIR")  # fmt: skip
 
 
-def versions(subject: Subject) -> Iterator[Check]:
+def versions(setup: Setup) -> Iterator[Check]:
     yield Check("versions", "pipeline", "ok", f"{__version__}, Python {platform.python_version()}")
     for name in PACKAGES:
         try:
@@ -39,7 +39,7 @@ def versions(subject: Subject) -> Iterator[Check]:
     yield Check("versions", "environment", "ok", f"set: {', '.join(there) or 'nothing that matters here'}")
 
 
-def devices(subject: Subject) -> Iterator[Check]:
+def devices(setup: Setup) -> Iterator[Check]:
     import torch
 
     from pipeline.kernels.cpu.linear.selection import supports_bf16
@@ -57,16 +57,16 @@ def devices(subject: Subject) -> Iterator[Check]:
             about, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
             kind = f"{about.name}, compute capability {about.major}.{about.minor}"
             yield Check("devices", f"cuda:{i}", "ok", f"{kind}; {shown_bytes(free)} of {shown_bytes(total)} free")
-    elif os.path.exists("/dev/nvidiactl") or subject.device.startswith("cuda"):
+    elif os.path.exists("/dev/nvidiactl") or setup.device.startswith("cuda"):
         why = "torch is a build for CPUs" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
         todo = "Install torch's CUDA build and a driver that is new enough (nvidia-smi), or set engine.device: cpu."
-        state: State = "failed" if subject.device.startswith("cuda") else "warning"
+        state: State = "failed" if setup.device.startswith("cuda") else "warning"
         yield Check("devices", "cuda", state, f"no device can be used ({why})", todo)
     else:
         yield Check("devices", "cuda", "ok", "no device; cpu is used")
 
 
-def memory(subject: Subject) -> Iterator[Check]:
+def memory(setup: Setup) -> Iterator[Check]:
     from pipeline.engine.startup.memory import free_cpu_bytes
 
     free = free_cpu_bytes()
@@ -74,7 +74,7 @@ def memory(subject: Subject) -> Iterator[Check]:
     todo = "Ray alone takes up to 1 GB: end other programs, or use a larger machine." if low else ""
     yield Check("memory and disks", "memory", "warning" if low else "ok", f"{shown_bytes(free)} free", todo)
     seen: set[int] = set()
-    for name, place in _places(subject):
+    for name, place in _places(setup):
         folder = next(p for p in (place, *place.parents) if p.is_dir())
         if (device := folder.stat().st_dev) in seen:
             continue
@@ -93,15 +93,15 @@ def memory(subject: Subject) -> Iterator[Check]:
         yield Check("memory and disks", "/dev/shm", "warning", shown_bytes(shm), todo)
 
 
-def _places(subject: Subject) -> Iterator[tuple[str, Path]]:
-    if subject.output is not None and "://" not in subject.output:
-        yield "output", Path(subject.output).expanduser().absolute()
+def _places(setup: Setup) -> Iterator[tuple[str, Path]]:
+    if setup.output is not None and "://" not in setup.output:
+        yield "output", Path(setup.output).expanduser().absolute()
     yield "temporary files", Path(tempfile.gettempdir())
     yield "ray", Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
     yield "cache", cache_folder()
 
 
-def kernels(subject: Subject) -> Iterator[Check]:
+def kernels(setup: Setup) -> Iterator[Check]:
     import torch
 
     from pipeline.errors import ConfigError
@@ -110,8 +110,8 @@ def kernels(subject: Subject) -> Iterator[Check]:
     from pipeline.model.config import DTYPES
 
     yield _numba_layer()
-    device = torch.device("cuda" if torch.cuda.is_available() and subject.device != "cpu" else "cpu")
-    dtype = DTYPES.get(subject.dtype) or default_dtype(device, torch.bfloat16)
+    device = torch.device("cuda" if torch.cuda.is_available() and setup.device != "cpu" else "cpu")
+    dtype = DTYPES.get(setup.dtype) or default_dtype(device, torch.bfloat16)
     try:
         kernels = select_kernels(device, dtype)
     except RuntimeError as error:
@@ -119,11 +119,11 @@ def kernels(subject: Subject) -> Iterator[Check]:
         todo = "Set NUMBA_CACHE_DIR to a folder that can be written."
         yield Check("kernels", "numba cache", "failed", str(error), todo)
         return
-    if subject.activation_dtype != "auto":
+    if setup.activation_dtype != "auto":
         try:
-            kernels = with_rounded_activations(kernels, subject.activation_dtype, device)
+            kernels = with_rounded_activations(kernels, setup.activation_dtype, device)
         except ConfigError as error:
-            yield Check("kernels", f"activations in {subject.activation_dtype}", "failed", str(error), exit_code=2)
+            yield Check("kernels", f"activations in {setup.activation_dtype}", "failed", str(error), exit_code=2)
     for operation, origin in sorted(kernels.served_by.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cpu":

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from pipeline.engine.startup.resolve import quantized_on_load
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import read_config
-from pipeline.weights.nearest import METHODS, NF4, RoundToNearest
 from pipeline.weights.packed import CodebookWeight, DenseWeight, GroupIntWeight
+from pipeline.weights.round_to_nearest import METHODS, NF4, RoundToNearest
 from tests.model_folders import Named, write_tokenizer
 from tests.weights.packers import write_pair
 

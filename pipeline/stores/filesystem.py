@@ -1,61 +1,39 @@
-"""Files behind an fsspec url, with the patience that object stores ask for.
+"""Files behind an fsspec url: what opens them, and each request of this program with retries (`retries`).
 
-Every request to a store is tried again, after a wait that grows and is drawn at random, when the answer says that
-another try may go better: throttling, 5xx, timeouts, resets, bodies that come short, conflicts. What will not get
-better (no such file, no right, a condition not met) is raised at once, as the store's library says it. The layers
-below are told to try once, so that tries do not multiply and each of them is counted here.
-
-Local filesystems are handed out as they are. No message and no repr shows storage options: they hold secrets.
+The layers below are told to try once, so that tries do not multiply and each is counted here. Local filesystems are
+handed out as they are. No message and no repr shows storage options: they hold secrets.
 """
 
 import hashlib
-import io
-import random
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pipeline.errors import EnvironmentFailed, PipelineError
+from pipeline.errors import PipelineError
+from pipeline.stores.ranged_file import RangedFile
 from pipeline.stores.redaction import said, secrets_of, shown_url
-from pipeline.stores.store_errors import Fault, PreconditionFailed, ShortRead, client_error, fault_of, status_of
+from pipeline.stores.retries import RetryCounts, RetryPolicy, with_retries
+from pipeline.stores.store_errors import PreconditionFailed, ShortRead, client_error, status_of
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
-    """Bounds of one operation: the i-th wait is drawn from 0 to min(max_wait_s, first_wait_s * 2^i)."""
-
-    max_tries: int = 8
-    first_wait_s: float = 0.5
-    max_wait_s: float = 20.0
-    total_s: float = 120.0  # no try begins later than this
-    sleep: Callable[[float], None] = time.sleep
-    clock: Callable[[], float] = time.monotonic
-    random: Callable[[], float] = random.random
-
-    def wait_s(self, tries: int) -> float:
-        return self.random() * min(self.max_wait_s, self.first_wait_s * 2**tries)
+def is_url(path: str) -> bool:
+    """Whether a path that a user wrote is an fsspec url, and not a place on a local disk."""
+    return "://" in path
 
 
-class RetryCounts:
-    """How often requests to stores were tried again, by `Fault`. Who wants to know makes one and hands it to what opens
-    filesystems, which count into it. Safe for threads."""
+def storage_for(path: str, storage: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fsspec options for `path`, of those that are given for a group of paths: a local one takes none."""
+    return storage if is_url(path) else {}
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
 
-    def add(self, fault: Fault) -> None:
-        with self._lock:
-            self._counts[fault.value] += 1
-
-    def counted(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._counts)
+def why_not_opened(url: str, storage: Mapping[str, Any], error: Exception) -> str:
+    """What a message says where `filesystem` raised `error`. Values of options are not shown."""
+    return (
+        f"cannot be opened ({type(error).__name__}); is {url.partition('://')[0]}:// right, its library installed, and "
+        f"are these its options: {', '.join(sorted(storage)) or 'none given'}?"
+    )
 
 
 def filesystem(
@@ -234,10 +212,11 @@ class RemoteFilesystem:
 
         return self._fresh(path, read)
 
-    def open(self, path: str, mode: str = "rb", size: int | None = None) -> "RemoteFile":
-        """The file for reading. size: where it is known, a request is saved."""
+    def open(self, path: str, mode: str = "rb", size: int | None = None) -> RangedFile:
+        """The file for reading, one request for each piece. size: where it is known, a request is saved."""
         assert mode == "rb", mode
-        return RemoteFile(self, path, int(self.info(path)["size"]) if size is None else size)
+        known = int(self.info(path)["size"]) if size is None else size
+        return RangedFile(lambda start, stop: self.cat_file(path, start, stop), known, path)
 
     def pipe_file(self, path: str, data: bytes, mode: str = "overwrite", if_match: str | None = None) -> str | None:
         """Write the file in one request; the entity tag of what was written, where the store says one.
@@ -295,41 +274,18 @@ class RemoteFilesystem:
         return self.call(path, forget)
 
     def call(self, path: str, operation: Callable[[Any], T]) -> T:
-        """operation(fsspec's filesystem), tried within the bounds.
+        """operation(fsspec's filesystem) with retries. Raises as `with_retries`."""
+        used: Any = None
 
-        Raises what the last layer raised where trying again cannot help, EnvironmentFailed after the last try.
-        """
-        policy, began, renewed = self._policy, self._policy.clock(), False
-        tries = 0
-        while True:
-            fs = self._fs
-            tries += 1
-            try:
-                return operation(fs)
-            except Exception as e:
-                fault = fault_of(e)
-                if fault is None:
-                    raise
-                if fault is Fault.CREDENTIALS:
-                    if renewed:
-                        raise EnvironmentFailed(
-                            f"{self._shown(path)}: the store says that the credentials have expired "
-                            f"({self.said(e)}), also after reading them afresh; renew them and run the same "
-                            "command again, it goes on where it stopped"
-                        ) from None
-                    renewed = True
-                    self.retries.add(fault)
-                    self._renew(fs)
-                    continue
-                wait = policy.wait_s(tries - 1)
-                spent = policy.clock() - began
-                if tries >= policy.max_tries or spent + wait > policy.total_s:
-                    raise EnvironmentFailed(
-                        f"{self._shown(path)}: given up after {tries} tries in {spent:.0f} s ({fault.value}); the "
-                        f"last answer: {self.said(e)}. When the store answers again, run the same command"
-                    ) from None
-                self.retries.add(fault)
-            policy.sleep(wait)
+        def request() -> T:
+            nonlocal used
+            used = self._fs
+            return operation(used)
+
+        def renew() -> None:
+            self._renew(used)
+
+        return with_retries(request, renew, self._policy, self.retries, lambda: self._shown(path), self.said)
 
     def _renew(self, expired: Any) -> None:
         """Another filesystem with credentials read afresh, unless another thread has made one."""
@@ -344,42 +300,6 @@ class RemoteFilesystem:
     def said(self, error: BaseException) -> str:
         """What the store said, on one line, without what is secret."""
         return said(client_error(error) or error, self.secrets)
-
-
-class RemoteFile(io.RawIOBase):
-    """A file for reading by ranges, one request each, its length checked."""
-
-    def __init__(self, fs: RemoteFilesystem, path: str, size: int) -> None:
-        super().__init__()
-        self._fs = fs
-        self._path = path
-        self._at = 0
-        self.size = size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self.size)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        end = min(self._at + len(view), self.size)
-        if end <= self._at:
-            return 0
-        data = self._fs.cat_file(self._path, self._at, end)
-        if len(data) != end - self._at:
-            raise ShortRead(f"{self._path}: is shorter than it was when it was opened")
-        view[: len(data)] = data
-        self._at = end
-        return len(data)
 
 
 # --- how filesystems are made

@@ -6,10 +6,11 @@ into. Does not own prices or the report over several runs (`cost.py`), nor the e
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from pipeline.report.rows import RowStats
+from pipeline.report.json_record import JsonRecord
+from pipeline.report.row_stats import RowStats
 
 # The phases of an actor's time. They do not overlap and together are all of it, from the start of the actor's
 # process to its end. Writing parts happens beside them and is counted in `RunRecord.write_us`.
@@ -28,8 +29,6 @@ PHASE_MEANING = {
 MICROSECONDS_PER_HOUR = 3_600_000_000
 
 Outcome = Literal["running", "finished", "stopped", "interrupted", "failed", "killed"]
-
-_T = TypeVar("_T")
 
 
 def no_phases() -> dict[str, int]:
@@ -135,14 +134,6 @@ class ActorRecord:
         generated = self.phases_us["decode"] * min(tokens.generated, computed.generated) // max(1, computed.generated)
         return prompt + generated
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "ActorRecord":
-        computed = {name: Computed(**raw[name]) for name in ("delivered", "doubled", "kept", "died") if name in raw}
-        return _build(cls, {**raw, **computed, "phases_us": no_phases() | dict(raw.get("phases_us", {}))})
-
 
 @dataclass(frozen=True)
 class SkippedInput:
@@ -154,7 +145,7 @@ class SkippedInput:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(JsonRecord):
     """One run of a job, replaced in the output folder as the run goes on.
 
     `rows_written` to `generated_tokens` cover the parts this run wrote; what its engines did is in `actors`,
@@ -205,19 +196,12 @@ class RunRecord:
         """One of EngineStats' counters, summed over the actors."""
         return sum(actor.stats.get(name, 0) for actor in self.actors)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "RunRecord":
-        """Also reads the records of earlier versions."""
-        actors = [ActorRecord.from_json(actor) for actor in raw.get("actors", [])]
-        stats = RowStats.from_json(raw.get("row_stats", {}))
-        skipped = [SkippedInput(**file) for file in raw.get("skipped_files", [])]
-        run = _build(cls, {**raw, "actors": actors, "row_stats": stats, "skipped_files": skipped})
-        if any("delivered" not in actor for actor in raw.get("actors", [])):
-            return replace(run, actors=_with_deliveries(run))
-        return run
+        """Also of earlier versions, whose actors lack phases that came later, or what they delivered."""
+        actors = [{**actor, "phases_us": no_phases() | actor.get("phases_us", {})} for actor in raw.get("actors", [])]
+        run = super().from_json({**raw, "actors": actors})
+        return run if all("delivered" in actor for actor in actors) else replace(run, actors=_with_deliveries(run))
 
 
 def _with_deliveries(run: RunRecord) -> list[ActorRecord]:
@@ -227,9 +211,3 @@ def _with_deliveries(run: RunRecord) -> list[ActorRecord]:
     prompt = split_exactly(max(0, run.input_tokens - run.cached_tokens), [w.prompt for w in weights])
     generated = split_exactly(run.generated_tokens, [w.generated for w in weights])
     return [replace(actor, delivered=Computed(p, g)) for actor, p, g in zip(run.actors, prompt, generated, strict=True)]
-
-
-def _build(cls: type[_T], raw: Mapping[str, Any]) -> _T:
-    """A record from its JSON; keys that a newer version added are passed over."""
-    known = {f.name for f in fields(cast(Any, cls))}
-    return cls(**{key: value for key, value in raw.items() if key in known})

@@ -7,47 +7,47 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoints.locate import why_no_checkpoint
+from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
-from pipeline.doctor.check import Check, Subject, shown_bytes
+from pipeline.doctor.check import Check, Setup, shown_bytes
 from pipeline.errors import ModelError, OutputError, PipelineError
-from pipeline.job.validate import MODEL_FILES, examine, missing_model_files, model_kind
+from pipeline.job.validate import MODEL_FILES, examine, missing_model_files
+from pipeline.stores.filesystem import filesystem
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import filesystem
 
 if TYPE_CHECKING:
     from pipeline.model.config import ModelConfig
 
 
-def job(subject: Subject) -> Iterator[Check]:
+def job(setup: Setup) -> Iterator[Check]:
     """All that `pipeline validate` finds."""
-    if subject.job is None:
+    if setup.job is None:
         return
-    found = examine(subject.job)
+    found = examine(setup.job)
     for mistake in found.mistakes:
         where = f"{mistake.where}: {mistake.key}"
         yield Check("job", where, "failed", mistake.problem, mistake.hint, exit_code=2)
     for failure in found.failures:
         yield Check("job", "store", "failed", failure)
     if not found.mistakes and not found.failures:
-        yield Check("job", subject.job.name, "ok", f"valid, {found.facts['input']['rows_to_do']:,} rows")
+        yield Check("job", setup.job.name, "ok", f"valid, {found.facts['input']['rows_to_do']:,} rows")
 
 
-def model(subject: Subject) -> Iterator[Check]:
-    if subject.model is None:
+def model(setup: Setup) -> Iterator[Check]:
+    if setup.model is None:
         return
-    path, kind = subject.model, model_kind(subject.model)
+    path, kind = setup.model, model_kind(setup.model)
     shown = shown_url(path)
     if kind == "missing":
         raise ModelError(f"{shown}: {why_no_checkpoint(path)}")
     if kind == "url":
-        absent = missing_model_files(path, subject.model_storage)
+        absent = missing_model_files(path, setup.model_storage)
         if absent:
             raise ModelError(f"{shown}: no {' and no '.join(absent)} there; expected a checkpoint's folder")
         yield Check("model", "folder", "ok", f"{shown}: {' and '.join(MODEL_FILES)} are there")
-        with _fetched_config(subject) as folder:
-            yield from _architecture(folder, subject)
+        with _fetched_config(setup) as folder:
+            yield from _architecture(folder, setup)
         return
     folder = _cached(path) if kind == "id" else _local(path)
     if folder is None:
@@ -55,49 +55,48 @@ def model(subject: Subject) -> Iterator[Check]:
         yield Check("model", "folder", "warning", f"{shown}: not in the local cache", todo)
         return
     yield Check("model", "folder", "ok", str(folder))
-    yield from _architecture(folder, subject)
+    yield from _architecture(folder, setup)
     yield _weights(folder)
-    yield from _tokenizer(folder, subject)
+    yield from _tokenizer(folder, setup)
 
 
-def model_config(subject: Subject) -> "ModelConfig | None":
+def model_config(setup: Setup) -> "ModelConfig | None":
     """Of the model, when it is at hand; None where `model` says why it is not."""
-    if subject.model is None:
+    if setup.model is None:
         return None
     try:
-        kind = model_kind(subject.model)
+        kind = model_kind(setup.model)
         if kind == "url":
-            with _fetched_config(subject) as folder:
-                return _as_loaded(folder, subject)
-        folder = None if kind == "missing" else _cached(subject.model) if kind == "id" else _local(subject.model)
-        return None if folder is None else _as_loaded(folder, subject)
+            with _fetched_config(setup) as folder:
+                return _as_loaded(folder, setup)
+        folder = None if kind == "missing" else _cached(setup.model) if kind == "id" else _local(setup.model)
+        return None if folder is None else _as_loaded(folder, setup)
     except (PipelineError, OSError):
         return None
 
 
-def _as_loaded(folder: Path, subject: Subject) -> "ModelConfig":
+def _as_loaded(folder: Path, setup: Setup) -> "ModelConfig":
     """With what the job makes of it. Raises ConfigError where that cannot be, or has no form for its activations."""
     from pipeline.engine.startup.resolve import no_such_weight, quantized_on_load
     from pipeline.model.config import read_config
 
-    config = quantized_on_load(read_config(folder), subject.quantization)
-    if subject.activation_dtype != "auto" and config.quantization is None:
-        raise no_such_weight(subject.activation_dtype, "16- or 32-bit weights")
+    config = quantized_on_load(read_config(folder), setup.quantization)
+    if setup.activation_dtype != "auto" and config.quantization is None:
+        raise no_such_weight(setup.activation_dtype, "16- or 32-bit weights")
     return config
 
 
 @contextmanager
-def _fetched_config(subject: Subject) -> Iterator[Path]:
+def _fetched_config(setup: Setup) -> Iterator[Path]:
     """A folder with the config.json of a model in a store."""
-    assert subject.model is not None
+    assert setup.model is not None
     with tempfile.TemporaryDirectory() as folder:
-        fs, root = filesystem(subject.model, subject.model_storage)
+        fs, root = filesystem(setup.model, setup.model_storage)
         (Path(folder) / "config.json").write_bytes(fs.cat_file(posixpath.join(root, "config.json")))
         yield Path(folder)
 
 
 def _local(path: str) -> Path:
-    from pipeline.checkpoints.locate import locate_model
 
     return locate_model(path)
 
@@ -115,7 +114,7 @@ def _cached(name: str) -> Path | None:
         raise ModelError(f"{name}: not a Hugging Face id: {error}") from None
 
 
-def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
+def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
     """What config.json says, and whether the machine has the memory for it."""
     import torch
 
@@ -124,16 +123,16 @@ def _architecture(folder: Path, subject: Subject) -> Iterator[Check]:
     from pipeline.kernels.select import default_dtype
     from pipeline.model.config import DTYPES
 
-    config = _as_loaded(folder, subject)
+    config = _as_loaded(folder, setup)
     stored = str(config.dtype).removeprefix("torch.")
     kind = stored if config.quantization is None else f"{config.quantization}, the rest {stored}"
     size = f"{config.num_parameters() / 1e6:,.1f} million parameters"
     yield Check("model", "architecture", "ok", f"{size}, {config.num_layers} layers, {kind}")
-    device = torch.device("cuda" if torch.cuda.is_available() and subject.device != "cpu" else "cpu")
-    dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
-    need = weight_bytes(config, device, dtype, activation_dtype=subject.activation_dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() and setup.device != "cpu" else "cpu")
+    dtype = DTYPES.get(setup.dtype) or default_dtype(device, config.dtype)
+    need = weight_bytes(config, device, dtype, activation_dtype=setup.activation_dtype)
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_cpu_bytes()
-    kv = config.kv_bytes_per_token(kv_type(subject, dtype))
+    kv = config.kv_bytes_per_token(kv_type(setup, dtype))
     context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"
     weights = f"about {shown_bytes(need)} of weights in {str(dtype).removeprefix('torch.')}"
     found = f"{weights}; KV cache {kv:,} bytes a token, {context}; {shown_bytes(free)} free on {device.type}"
@@ -163,7 +162,7 @@ def _weights(folder: Path) -> Check:
     )
 
 
-def _tokenizer(folder: Path, subject: Subject) -> Iterator[Check]:
+def _tokenizer(folder: Path, setup: Setup) -> Iterator[Check]:
     from pipeline.model.config import read_config
     from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -174,7 +173,7 @@ def _tokenizer(folder: Path, subject: Subject) -> Iterator[Check]:
         yield Check("model", "tokenizer", "warning", f"{known:,} tokens, the model has {rows:,}", todo)
     else:
         yield Check("model", "tokenizer", "ok", f"{known:,} tokens, ends at {sorted(tokenizer.eos_token_ids)}")
-    wants_chat = subject.job is not None and subject.job.prompt.chat is not None
+    wants_chat = setup.job is not None and setup.job.prompt.chat is not None
     if tokenizer.has_chat_template or not wants_chat:
         found = "there" if tokenizer.has_chat_template else "none: prompts can be plain text only"
         yield Check("model", "chat template", "ok", found)
@@ -183,20 +182,20 @@ def _tokenizer(folder: Path, subject: Subject) -> Iterator[Check]:
         yield Check("model", "chat template", "failed", "none, and the job's prompts are chats", todo, exit_code=2)
 
 
-def input(subject: Subject) -> Iterator[Check]:
+def input(setup: Setup) -> Iterator[Check]:
     """Of an input alone; a job's is looked at with the job."""
-    if subject.input is None or (subject.job is not None and subject.input == subject.job.input.path):
+    if setup.input is None or (setup.job is not None and setup.input == setup.job.input.path):
         return
-    source = open_source(subject.input, subject.input_storage)
+    source = open_source(setup.input, setup.input_storage)
     found = f"{len(source.files):,} files, {source.num_rows:,} rows, {shown_bytes(source.num_bytes)}"
-    yield Check("input", shown_url(subject.input), "ok", found)
+    yield Check("input", shown_url(setup.input), "ok", found)
 
 
-def output(subject: Subject) -> Iterator[Check]:
-    if subject.output is None:
+def output(setup: Setup) -> Iterator[Check]:
+    if setup.output is None:
         return
-    store, name = PartStore(subject.output, subject.output_storage), shown_url(subject.output)
-    with _left_as_found(subject.output):
+    store, name = PartStore(setup.output, setup.output_storage), shown_url(setup.output)
+    with _left_as_found(setup.output):
         store.probe()
         yield Check("output", name, "ok", "files are created, and never over another; they read back")
         try:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.checkpoints.digest import resolve_model
+from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import JobConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
@@ -22,6 +22,7 @@ from pipeline.job.samples import Samples, read_samples
 from pipeline.machine.progress_lines import Remaining
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import checkpoint_files
+from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelVariant:
     """A model to measure; `path` and `quantization` (on load) as a job's `model` takes them, `activation_dtype` and
     `kv_cache_dtype` as its `engine` does, None being the job's own."""
 
@@ -54,9 +55,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Found:
-    """A subject's checkpoint on this machine, and how an engine for it is built."""
+    """A variant's checkpoint on this machine, and how an engine for it is built."""
 
-    subject: Subject
+    variant: ModelVariant
     folder: Path
     model: ModelConfig
     engine: EngineConfig
@@ -82,18 +83,18 @@ class _Outputs:
 
 def evaluate(
     config: JobConfig,
-    subjects: Sequence[Subject],
-    reference: Subject | None,
+    variants: Sequence[ModelVariant],
+    reference: ModelVariant | None,
     params: SamplingParams,
     expected: str | None,
     say: Say,
 ) -> Evaluation:
-    """Measure `subjects`, and `reference` beside them, on the prompts that `config` names.
+    """Measure `variants`, and `reference` beside them, on the prompts that `config` names.
 
     params: how outputs are generated; greedy, so that they can be compared. expected: a column with the right answers.
     Raises ModelError when a model cannot be loaded or its tokens are not the first one's, InputError for the dataset.
     """
-    every = [*([] if reference is None else [reference]), *subjects]
+    every = [*([] if reference is None else [reference]), *variants]
     found, samples = _prepare(config, every, params, expected, say)
     rows = _Rows(samples, params, expected is not None, say)
     measured: list[Measured] = []
@@ -121,15 +122,15 @@ def evaluate(
 
 
 def _prepare(
-    config: JobConfig, every: Sequence[Subject], params: SamplingParams, expected: str | None, say: Say
+    config: JobConfig, every: Sequence[ModelVariant], params: SamplingParams, expected: str | None, say: Say
 ) -> tuple[list[_Found], Samples]:
     """The checkpoints, each fit to be compared with the first, and the texts."""
-    folders = [resolve_model(s.path, config.model.storage if "://" in s.path else None, say) for s in every]
+    folders = [resolve_model(s.path, storage_for(s.path, config.model.storage), say) for s in every]
     models = [quantized_on_load(read_config(folder), s.quantization) for folder, s in zip(folders, every)]
     tokenizer = Tokenizer.from_folder(str(folders[0]))
     try:
-        for subject, folder, model in zip(every[1:], folders[1:], models[1:]):
-            _check_comparable(every[0], tokenizer, models[0], subject, folder, model)
+        for variant, folder, model in zip(every[1:], folders[1:], models[1:]):
+            _check_comparable(every[0], tokenizer, models[0], variant, folder, model)
         longest = min([model.max_position for model in models])
         if config.engine.max_model_len is not None:
             longest = min(longest, config.engine.max_model_len)
@@ -142,19 +143,24 @@ def _prepare(
     length = max(map(len, samples.token_ids)) + params.max_tokens
     engine = replace(config.engine_config("", None), max_model_len=length, speculation="off")
     return [
-        _Found(subject, folder, model, _sized(_engine_of(subject, folder, engine), model))
-        for subject, folder, model in zip(every, folders, models)
+        _Found(variant, folder, model, _sized(_engine_of(variant, folder, engine), model))
+        for variant, folder, model in zip(every, folders, models)
     ], samples
 
 
-def _engine_of(subject: Subject, folder: Path, given: EngineConfig) -> EngineConfig:
-    own = {"kv_cache_dtype": subject.kv_cache_dtype} if subject.kv_cache_dtype is not None else {}
-    own |= {"quantization": subject.quantization, "activation_dtype": subject.activation_dtype}
+def _engine_of(variant: ModelVariant, folder: Path, given: EngineConfig) -> EngineConfig:
+    own = {"kv_cache_dtype": variant.kv_cache_dtype} if variant.kv_cache_dtype is not None else {}
+    own |= {"quantization": variant.quantization, "activation_dtype": variant.activation_dtype}
     return replace(given, model=str(folder), **own)
 
 
 def _check_comparable(
-    first: Subject, tokenizer: Tokenizer, model: ModelConfig, other: Subject, folder: Path, other_model: ModelConfig
+    first: ModelVariant,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    other: ModelVariant,
+    folder: Path,
+    other_model: ModelConfig,
 ) -> None:
     own = Tokenizer.from_folder(str(folder))
     try:
@@ -183,7 +189,7 @@ def _sized(given: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def _opened(found: _Found, say: Say) -> Engine:
-    say(f"loading {found.subject.name}")
+    say(f"loading {found.variant.name}")
     engine = Engine(found.engine, say)
     engine.warm_up()
     return engine
@@ -199,7 +205,7 @@ class _Rows:
         self, found: _Found, engine: Engine, reference: Engine | None, answers: _Outputs | None
     ) -> tuple[Measured, _Outputs]:
         """Of one model, against the reference and what that answered."""
-        name, resolved = found.subject.name, resolve(found.engine, found.model)
+        name, resolved = found.variant.name, resolve(found.engine, found.model)
         with engine.place:  # the reference is in the same one
             likelihood, apart = self._score(name, engine, reference)
         outputs = self._generate(name, engine)

@@ -10,11 +10,12 @@ import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 from s3fs.errors import translate_boto_error
 
-from pipeline.checkpoints.digest import resolve_model
+from pipeline.checkpoints.locate import resolve_model
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
 from pipeline.errors import EnvironmentFailed, InputError, ModelError, OutputError
-from pipeline.stores.storage import RemoteFilesystem, RetryCounts, RetryPolicy, filesystem
+from pipeline.stores.filesystem import RemoteFilesystem, filesystem
+from pipeline.stores.retries import RetryCounts, RetryPolicy
 from pipeline.stores.store_errors import Fault, PreconditionFailed, ShortRead, fault_of
 from tests.faults.store import KEY, SECRET, FaultyStore
 
@@ -134,7 +135,7 @@ def test_waits_grow_are_capped_and_drawn_at_random():
 
 
 def test_each_counts_its_own_tries_however_many_are_in_a_process(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.stores.storage.RetryPolicy", lambda: QUICK)
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: QUICK)
     ours, theirs = RetryCounts(), RetryCounts()
     url = store.bucket.url(tmp_path.name)
     store.bucket.upload(_parquet(tmp_path), f"{tmp_path.name}/in/a.parquet")

@@ -5,11 +5,11 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.data.output.records import (
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.result_columns import (
     LOGPROBS_FIELD,
     RESULT_FIELDS,
     RESULT_NAMES,
-    PartTotals,
     output_schema,
     result_column,
 )

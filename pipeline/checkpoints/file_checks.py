@@ -1,4 +1,4 @@
-"""The files of a model folder, which may be a stranger's: regular files of that folder, of bounded size.
+"""Which files of a model folder are read. It may be a stranger's: only regular files of that folder, of bounded size.
 
 A link may lead to another file of the folder. A Hugging Face cache keeps a model as links from `snapshots/<revision>/`
 into the `blobs/` beside it; these are followed too. Any other link is refused: it could name any file of the machine,
@@ -8,6 +8,8 @@ or a device that never ends.
 from pathlib import Path
 
 from pipeline.errors import ModelError
+
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # no pickles, no code
 
 
 def checked_file(path: Path, max_bytes: int | None = None) -> Path:
