@@ -4,7 +4,8 @@ StepPlan -> policy: who? -> proposer: offer -> policy: how many -> room -> propo
 -> one step computes known tokens and drafts -> `verify` -> rounds of tokens, as plain steps would give them
 
 Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
-(`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed (step/in_flight.py).
+(`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed
+(step/in_flight.py).
 
 Where the policy wants to know what drafts would be worth, those of some sequences are replayed over the tokens that
 came, when a step has landed (propose/replay.py), or what was offered is compared with those that come

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import errors
-from pipeline.cli.main import main as cli
+from pipeline.cli import main as cli
 from pipeline.cli.progress import PlainProgress, eta, progress_for, status_line
 from pipeline.data.output.parts import PartName, PartStore
 from pipeline.data.output.records import PartTotals, output_schema
@@ -109,7 +109,7 @@ def test_help_teaches_with_examples(pipe):
 def test_help_imports_nothing_heavy():
     """Half a second for a help text is where people stop asking for it."""
     script = (
-        "import sys\nfrom pipeline import cli\nsys.argv = ['pipeline', 'run', '--help']\n"
+        "import sys\nfrom pipeline.cli import main as cli\nsys.argv = ['pipeline', 'run', '--help']\n"
         "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'ray', 'pyarrow', 'pydantic', 'numpy', 'yaml', 'rich'} & set(sys.modules)\n"
         "sys.exit(', '.join(heavy) or 0)\n"
@@ -305,7 +305,8 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
     """In a process of its own, as it is about file descriptors: Ray and C libraries print when actors die, also
     after the job has ended and out of buffers that are flushed at exit."""
     script = (
-        "import atexit, ctypes, os, subprocess, sys, threading\nimport pipeline.job.run\nfrom pipeline import cli\n"
+        "import atexit, ctypes, os, subprocess, sys, threading\nimport pipeline.job.run\n"
+        "from pipeline.cli import main as cli\n"
         "def run_job(*a, **k):\n"
         "    print('noise'); os.system('echo noise of a child'); os.write(1, b'(raylet) noise of C')\n"
         "    ctypes.CDLL(None).printf(b'noise in a buffer of C')\n"
