@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -17,9 +16,7 @@ from pipeline.bench.gpu.device import device_facts, find_device, memory_bytes
 from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.jobs import Limits, run_our_jobs
 from pipeline.bench.gpu.kernels import kernel_times, linear_times, tile_times
-from pipeline.bench.gpu.kernels.correctness import Check, Correctness, check_kernels
-from pipeline.bench.gpu.kernels.engine_check import check_engine
-from pipeline.bench.gpu.kernels.invariance import check_engine_invariance, check_invariance
+from pipeline.bench.gpu.kernels.checks import Check, Correctness
 from pipeline.bench.gpu.kernels.kernel_times import KernelCases, KernelTimes, kernel_cases
 from pipeline.bench.gpu.kernels.linear_times import (
     DENSE_PATH,
@@ -45,7 +42,6 @@ from pipeline.roofline.step import DecoderSize, Reached, Weights
 
 SECTIONS = ("correctness", "kernels", "linears", "jobs")
 TILES = "tiles"  # a section that is run where it is asked for: it takes minutes and says what could be changed
-CHECKED_MODELS = ("tiny-awq", "tiny")  # that the engine's tokens are checked on
 MODELS = ("llama-8b-awq", "qwen3-0.6b")
 
 
@@ -61,13 +57,11 @@ class Scale:
     kernels: KernelCases
     tokens: tuple[int, ...]
     tiles: TileSizes
-    checked_each: int  # every so manyth of the checks
-    checked_tokens: int  # of each completion
 
 
-FULL = Scale(1, 1, 0.3, 2 << 30, (4096, 8192), kernel_times.FULL, linear_times.FULL_TOKENS, tile_times.FULL, 1, 32)
-QUICK = Scale(8, 1, 0.1, 1 << 30, (8192,), kernel_times.QUICK, linear_times.QUICK_TOKENS, tile_times.QUICK, 1, 16)
-SMOKE = Scale(256, 16, 0.0, 1 << 20, (64,), kernel_times.SMOKE, linear_times.SMOKE_TOKENS, tile_times.SMOKE, 7, 4)
+FULL = Scale(1, 1, 0.3, 2 << 30, (4096, 8192), kernel_times.FULL, linear_times.FULL_TOKENS, tile_times.FULL)
+QUICK = Scale(8, 1, 0.1, 1 << 30, (8192,), kernel_times.QUICK, linear_times.QUICK_TOKENS, tile_times.QUICK)
+SMOKE = Scale(256, 16, 0.0, 1 << 20, (64,), kernel_times.SMOKE, linear_times.SMOKE_TOKENS, tile_times.SMOKE)
 
 Say = Callable[[str], None]
 
@@ -123,12 +117,9 @@ def bench_gpu(
     told = tuple(each.to_text() for each in smaller)
     kept = _Kept(GpuBench(date, device_facts(on), tuple(sections), settings, told, on.type == "cuda"), out, say)
     kept.update()
-    wanted = models if set(sections) - {"correctness"} else ()
-    found = [bench_model(name, folder, say) for name in wanted]
-    if "correctness" in sections:
-        _check(kept, asked, say)
+    found = [bench_model(name, folder, say) for name in models]
     stopwatch = Stopwatch(on, scale.budget_s)
-    for name, model in zip(wanted, found):
+    for name, model in zip(models, found):
         say(f"rates: {name}")
         with kept.section("rates", name):
             rated = _rated(model, name, asked, stopwatch)
@@ -161,6 +152,10 @@ class _Kept:
         others = tuple(model for model in self.bench.models if model.model != figures.model)
         self.update(models=(*others, figures))
 
+    def checked(self, checks: Sequence[Check]) -> None:
+        before = () if self.bench.correctness is None else self.bench.correctness.checks
+        self.update(correctness=Correctness((*before, *checks)))
+
     @contextmanager
     def section(self, name: str, model: str) -> Iterator[None]:
         """Whatever is raised in it is told of in the result; what was found before stays."""
@@ -170,31 +165,6 @@ class _Kept:
             why = f"{type(error).__name__}: {str(error).strip()[:2000]}"
             self._say(f"{name}: {model} failed: {why}")
             self.update(failures=(*self.bench.failures, Failure(name, model, why)))
-
-
-def _check(kept: _Kept, asked: Asked, say: Say) -> None:
-    device, scale = asked.device, asked.scale
-    dtypes = [torch.bfloat16, torch.float16] if device.type == "cuda" else [torch.float32]
-    say("correctness: all kernels against the oracle")
-    with kept.section("correctness", "all kernels"):
-        checks: list[Check] = []
-        for check in check_kernels(device, dtypes, scale.checked_each):
-            checks.append(check)
-            kept.update(correctness=Correctness(tuple(checks)))
-        has_invariant = device.type == "cuda" or find_spec("numba") is not None
-        say("correctness: batch-invariant kernels" + ("" if has_invariant else ": left out, on a CPU they need numba"))
-        for check in check_invariance(device, dtypes, scale.checked_each) if has_invariant else ():
-            checks.append(check)
-            kept.update(correctness=Correctness(tuple(checks)))
-        for name in CHECKED_MODELS:
-            shape = bench_model(name, asked.folder, say).folder
-            has_fp8 = read_config(shape).quantization is not None and "fp8" in select_kernels(device, dtypes[0]).rounded
-            for dtype, activations in product(dtypes, ("auto", "fp8") if has_fp8 else ("auto",)):
-                say(f"correctness: the engine with {name} in {dtype}, activations {activations}")
-                checks.append(check_engine(shape, device, _named(dtype), scale.checked_tokens, say, activations))
-                if activations == "auto" and has_invariant:
-                    checks.append(check_engine_invariance(shape, device, _named(dtype), scale.checked_tokens, say))
-                kept.update(correctness=Correctness(tuple(checks)))
 
 
 def _rated(found: BenchModel, name: str, asked: Asked, stopwatch: Stopwatch) -> ModelFigures:
@@ -212,20 +182,29 @@ def _measure(
     config, scale, device, rates = read_config(found.folder), asked.scale, asked.device, figures.rates
     size, weights, dtype = decoder_size(config), weights_of(config), DTYPES[figures.dtype]
     kernels = select_kernels(device, dtype)
-    if "kernels" in asked.sections:
+    is_timed = "kernels" in asked.sections
+    if is_timed or "correctness" in asked.sections:
         say(f"kernels: {name}")
-        for case in kernel_cases(size, kernels, dtype, stopwatch, rates, scale.kernels):
+        for case in kernel_cases(size, kernels, dtype, stopwatch, rates, scale.kernels, is_timed):
             with kept.section("kernels", name):
-                before = () if figures.kernels is None else figures.kernels.times
-                figures = replace(figures, kernels=KernelTimes((*before, case())))
-                kept.model(figures)
-    if "linears" in asked.sections:
+                check, time = case()
+                kept.checked([check])
+                if time is not None:
+                    before = () if figures.kernels is None else figures.kernels.times
+                    figures = replace(figures, kernels=KernelTimes((*before, time)))
+                    kept.model(figures)
+    is_timed = "linears" in asked.sections
+    if is_timed or "correctness" in asked.sections:
         say(f"linears: {name}")
-        for case in linear_cases(size, weights, kernels, dtype, stopwatch, scale.tokens):
+        for case in linear_cases(size, weights, kernels, dtype, stopwatch, scale.tokens, is_timed):
             with kept.section("linears", name):
+                checks, times = zip(*case())
+                kept.checked(checks)
                 before = () if figures.linears is None else figures.linears.times
-                figures = replace(figures, linears=summed_up((*before, *case()), size, weights, rates))
-                kept.model(figures)
+                known = (*before, *(time for time in times if time is not None))
+                if known:
+                    figures = replace(figures, linears=summed_up(known, size, weights, rates))
+                    kept.model(figures)
     if TILES in asked.sections:
         say(f"tiles: {name}")
         for case in _tile_cases(asked, size, weights, dtype, stopwatch):

@@ -13,9 +13,9 @@ from itertools import product
 import numpy as np
 import torch
 
-from pipeline.bench.gpu.kernels.correctness import TOLERANCES, random_int4
+from pipeline.bench.gpu.kernels.checks import TOLERANCES
+from pipeline.bench.gpu.kernels.inputs import Heads, PagedStep, paged_step, random_int4
 from pipeline.bench.gpu.kernels.kernel_times import DRAFTS
-from pipeline.bench.gpu.kernels.paged import Heads, PagedStep, paged_step
 from pipeline.bench.gpu.kernels.tile_times import Tile, TileCase, TileSizes
 from pipeline.kernels.activations.fp8 import fp8_block
 from pipeline.kernels.triton.attention.decode import decode_launches
