@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.checkpoints.digest import asks_for_date, model_digest, resolve_draft, resolve_model
+from pipeline.checkpoints.digest import asks_for_date, model_digest
+from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
-from pipeline.data.output.parts import PartStore, Progress
-from pipeline.data.output.records import output_schema
+from pipeline.data.output.parts import DoneUnits, PartStore
+from pipeline.data.output.result_columns import output_schema
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import Unit, UnitSpec
 from pipeline.errors import OutputError
 from pipeline.job.fingerprint import Fingerprint, fingerprint
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.retries import RetryCounts
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def make_plan(
     )
 
 
-def what_is_left(plan: Plan, progress: Progress) -> list[WindowTask]:
+def what_is_left(plan: Plan, progress: DoneUnits) -> list[WindowTask]:
     """The windows that are not complete, in order."""
     tasks = []
     for window in plan.windows:

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-from pipeline.data.output.parts import PartName, Progress
-from pipeline.data.output.records import PartTotals, result_column
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartName
+from pipeline.data.output.result_columns import result_column
 from pipeline.data.units import Unit
 from pipeline.job.plan import Plan, WindowTask, what_is_left
 
 
-def tasks_with_failed(plan: Plan, progress: Progress, failed: Iterable[PartName]) -> list[WindowTask]:
+def tasks_with_failed(plan: Plan, progress: DoneUnits, failed: Iterable[PartName]) -> list[WindowTask]:
     """What is left of the job, and the units of the parts in `failed`, by window in order."""
     again: dict[int, set[int]] = {}
     for name in failed:

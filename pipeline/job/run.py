@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from pipeline import errors
 from pipeline.config import JobConfig
 from pipeline.data.output.inventory import what_is_wrong
-from pipeline.data.output.parts import SUCCESS, PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actor.ledger import ActorState, Order
 from pipeline.job.actor.partial import remove_all
@@ -36,8 +36,8 @@ from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.verify import read_success, verify, write_empty_part, write_success
 from pipeline.machine.host import wall_time
 from pipeline.report.cost import RunReport
-from pipeline.report.records import Computed, RunRecord, SkippedInput
-from pipeline.stores.storage import RetryCounts
+from pipeline.report.run_record import Computed, RunRecord, SkippedInput
+from pipeline.stores.retries import RetryCounts
 
 if TYPE_CHECKING:
     from pipeline.job.dataflow.graph import Dataflow
@@ -130,7 +130,7 @@ def _interrupted(stop: StopSignals, phase: str) -> Interrupted:
     return Interrupted(f"Stopped by {stop.why} while {phase}.")
 
 
-def _already_complete(plan: Plan, store: PartStore, done: Progress, runs: list[RunRecord], show: Show) -> RunReport:
+def _already_complete(plan: Plan, store: PartStore, done: DoneUnits, runs: list[RunRecord], show: Show) -> RunReport:
     """Nothing is left to compute or to count. What tells of the job is written again: a run may have ended between
     `_SUCCESS` and that."""
     rows = plan.num_rows
@@ -193,7 +193,7 @@ class _Run:
         store: PartStore,
         log: RunLog,
         before: PartTotals,
-        stood: Progress | None,
+        stood: DoneUnits | None,
         earlier: list[RunRecord],
         show: Show,
         stop: StopSignals,

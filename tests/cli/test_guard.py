@@ -108,7 +108,7 @@ def test_a_hangup_that_is_ignored_is_not_passed_on():
 
 def test_a_command_that_does_not_end_after_its_word_is_ended():
     body = "import pipeline.cli.guard, threading; threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(75)"
-    code = "import pipeline.cli.guard\npipeline.guard.LEAVE_S = 0.5\n" + SCRIPT.format(body=body)
+    code = "import pipeline.cli.guard\npipeline.cli.guard.LEAVE_S = 0.5\n" + SCRIPT.format(body=body)
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False)
     assert done.returncode == 75

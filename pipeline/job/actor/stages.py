@@ -16,13 +16,14 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, StoredPart
-from pipeline.data.output.records import PartTotals, output_schema
+from pipeline.data.output.result_columns import output_schema
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.errors import ConfigError, PipelineError, RowError
 from pipeline.job.retry_failed import patched
-from pipeline.report.rows import (
+from pipeline.report.row_stats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
     ErrorExample,

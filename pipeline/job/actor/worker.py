@@ -15,9 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.checkpoints.digest import resolve_model
+from pipeline.checkpoints.locate import resolve_model
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.records import PartTotals
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.errors import PipelineError
@@ -28,8 +28,8 @@ from pipeline.job.process.main import load_factory
 from pipeline.job.process.supervisor import Launch, Supervisor, computed
 from pipeline.job.retry_failed import failed_rows
 from pipeline.job.telemetry.logs import LogFolder, RotatedLog, engine_log
-from pipeline.report.records import ActorRecord, Computed
-from pipeline.stores.storage import RetryCounts
+from pipeline.report.run_record import ActorRecord, Computed
+from pipeline.stores.retries import RetryCounts
 
 
 @dataclass(frozen=True)

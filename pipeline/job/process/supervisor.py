@@ -29,7 +29,7 @@ from pipeline.job.process.messages import (
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.logs import RotatedLog
 from pipeline.machine.host import now_us
-from pipeline.report.records import Computed
+from pipeline.report.run_record import Computed
 
 MAX_START_DEATHS = 3  # in a row, without a word why
 MAX_DEATHS_ALONE = 2  # one may come from outside: a kill by hand, the kernel's for another process's memory

@@ -28,7 +28,7 @@ def test_no_luck_can_lose_more_than_the_grant_and_the_share() -> None:
     for _ in range(10_000):
         risk_s = budget.affordable_s
         lost, elapsed = lost + risk_s, elapsed + 1.0 + risk_s
-        budget.settle(1.0 + risk_s, -risk_s, 1.0)
+        budget.accept_or_replace(1.0 + risk_s, -risk_s, 1.0)
         assert lost <= GRANT_STEPS + EARNED_SHARE * elapsed
     assert lost > 0.9 * (GRANT_STEPS + EARNED_SHARE * elapsed)
 
@@ -46,7 +46,7 @@ def test_what_was_charged_is_bounded_whatever_steps_take(seed: int) -> None:
             kinds = [0.1 * rng.random(), -risk_s * rng.random(), -risk_s, -risk_s - 20 * rng.random()]
             gained_s = float(rng.choice(kinds, p=[0.02, 0.2, 0.775, 0.005]))
         before_s, elapsed_s = budget.balance_s, 1.0 + max(-gained_s, 0.0)
-        budget.settle(elapsed_s, gained_s, 1.0)
+        budget.accept_or_replace(elapsed_s, gained_s, 1.0)
         elapsed, gains, charged = elapsed + elapsed_s, gains + max(gained_s, 0.0), charged + max(-gained_s, 0.0)
         excess += max(-gained_s - risk_s, 0.0)
         forgiven += max(budget.balance_s - (before_s + EARNED_SHARE * elapsed_s + gained_s), 0.0)
@@ -68,10 +68,10 @@ def test_where_steps_are_short_a_try_is_granted_all_the_same() -> None:
 def test_below_zero_nothing_may_be_lost_until_time_has_paid_for_it() -> None:
     budget = LossBudget()
     budget.open(1.0)
-    budget.settle(1.0, -GRANT_STEPS - 0.1, 1.0)
+    budget.accept_or_replace(1.0, -GRANT_STEPS - 0.1, 1.0)
     assert budget.affordable_s == 0.0
     for _ in range(round(0.2 / EARNED_SHARE)):
-        budget.settle(1.0, 0.0, 1.0)
+        budget.accept_or_replace(1.0, 0.0, 1.0)
     assert 0.0 < budget.affordable_s < 0.1
 
 
@@ -79,9 +79,9 @@ def test_one_wild_step_does_not_end_it_for_good() -> None:
     budget = LossBudget()
     budget.open(1e-3)
     granted_s = budget.balance_s
-    budget.settle(60.0, -60.0, 1e-3)
+    budget.accept_or_replace(60.0, -60.0, 1e-3)
     assert budget.affordable_s == 0.0
-    budget.settle(1.01 * granted_s / EARNED_SHARE, 0.0, 1e-3)
+    budget.accept_or_replace(1.01 * granted_s / EARNED_SHARE, 0.0, 1e-3)
     assert budget.affordable_s > 0.0
 
 
@@ -89,9 +89,9 @@ def test_what_was_granted_is_kept_back_from_who_may_spend_earnings_alone() -> No
     budget = LossBudget()
     budget.open(1.0)
     assert not budget.has_earned
-    budget.settle(1.0, 0.9 * GRANT_STEPS, 1.0)
+    budget.accept_or_replace(1.0, 0.9 * GRANT_STEPS, 1.0)
     assert not budget.has_earned
-    budget.settle(1.0, 0.2 * GRANT_STEPS, 1.0)
+    budget.accept_or_replace(1.0, 0.2 * GRANT_STEPS, 1.0)
     assert budget.has_earned
     assert budget.balance_s - budget.affordable_s > GRANT_STEPS
 
@@ -100,9 +100,9 @@ def test_a_good_hour_does_not_pay_for_a_bad_one() -> None:
     budget = LossBudget()
     budget.open(1.0)
     for _ in range(1000):
-        budget.settle(1.0, 0.5, 1.0)
+        budget.accept_or_replace(1.0, 0.5, 1.0)
     assert budget.balance_s == pytest.approx(CAP_STEPS)
-    budget.settle(0.1, 0.5, 0.1)  # in the tail plain steps are short; what is there stays
+    budget.accept_or_replace(0.1, 0.5, 0.1)  # in the tail plain steps are short; what is there stays
     assert budget.balance_s == pytest.approx(CAP_STEPS)
 
 
@@ -112,7 +112,7 @@ def test_a_step_is_charged_what_it_took_as_far_as_that_is_trusted(factor: float,
     while not controller.is_on:
         step(controller, batch, 1.0)
     settle = controller.budget.settle
-    controller.budget.settle = lambda s, gain_s, *rest: (gained.append(gain_s), settle(s, gain_s, *rest))[1]  # type: ignore[method-assign]
+    controller.budget.settle = lambda s, gain_s, *rest: (gained.append(gain_s), accept_or_replace(s, gain_s, *rest))[1]  # type: ignore[method-assign]
     for num_prefill in (0, 50):
         now = replace(batch, num_prefill=num_prefill)
         assert controller.wants_candidates(now) is not None

@@ -286,7 +286,7 @@ def test_steps_that_pass_are_counted_and_some_are_looked_at() -> None:
     drafts_in(controller, batch, 40)
     before = int(controller.counts.plain_steps.sum())
     settle, elapsed, passed = controller.budget.settle, [0.0], 0
-    controller.budget.settle = lambda s, *rest: (elapsed.append(s), settle(s, *rest))[1]  # type: ignore[method-assign]
+    controller.budget.settle = lambda s, *rest: (elapsed.append(s), accept_or_replace(s, *rest))[1]  # type: ignore[method-assign]
     for _ in range(100):
         if controller.passes(8):
             passed += 1
@@ -435,7 +435,7 @@ def test_what_was_granted_is_not_spent_on_probes_of_who_is_compared() -> None:
     for gained_s in (0.0, 0.5):
         controller = controller_of((8.0, 7.0))
         controller.budget.open(0.015)
-        controller.budget.settle(0.0, gained_s, 0.015)
+        controller.budget.accept_or_replace(0.0, gained_s, 0.015)
         drafts_in(controller, batch_of(1), 400, accepted_share=0.0)
         probes.append(int(controller.counts.probe_steps.sum()))
     assert probes[0] == 0 < probes[1]
@@ -478,7 +478,7 @@ def test_a_split_that_the_account_cannot_pay_any_more_is_not_taken_again() -> No
     controller, batch = controller_of((10.0, 3.0)), batch_of(4)
     gains, budget = controller.gains, controller.budget
     budget.open(0.02)
-    budget.settle(0.0, 0.4, 0.02)
+    budget.accept_or_replace(0.0, 0.4, 0.02)
     deep_CK = np.zeros((4, K), dtype=np.int64)
     deep_CK[3] = 4
     rich = gains.split(batch, 0, deep_CK, controller.beliefs.values, 0.0)

@@ -14,8 +14,8 @@ from pipeline.errors import PipelineError
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.stages import Chat, Tokenize, UnitSummary, Write, failed_row, row_seed, row_stats
 from pipeline.job.process import supervisor
-from pipeline.report.records import Computed
-from pipeline.report.rows import MAX_MESSAGE, Histogram
+from pipeline.report.row_stats import MAX_MESSAGE, Histogram
+from pipeline.report.run_record import Computed
 from pipeline.tokenization.chat import ChatTemplateError
 from tests.engine.hash_runner import hash_engine
 from tests.job.fake_engine import FakeTokenizer
