@@ -8,7 +8,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts
+from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.step import StepInput
 from tests.engine.hash_runner import VOCAB, hash_engine
 from tests.engine.test_flight import watched
@@ -140,9 +140,9 @@ class Sometimes(FixedDrafts):
 
     count = 0
 
-    def passes(self, num_rows: int, num_tokens: int) -> bool:
+    def select(self, facts: StepFacts) -> int | None:
         self.count += 1
-        return self.count % 3 == 0
+        return None if self.count % 3 == 0 else 0
 
 
 @pytest.mark.parametrize("seed", range(2))

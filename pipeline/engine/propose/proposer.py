@@ -60,17 +60,18 @@ class Proposer(Protocol):
         """The sequence is about to leave the slot, its tokens still in the table; `finished`: it came to its end."""
         ...
 
-    def follows(self, flight: Flight | None) -> bool:
-        """Whether the next `offer` and `draft` do with promised tokens (see `Scheduler.promise`) instead of those in
-        flight. If there are drafts in flight, they are this proposer's. None: all known tokens are there."""
+    def follows(self, flight: Flight) -> bool:
+        """Whether it can draft with promised tokens (see `Scheduler.promise`) instead of those in flight. If there are
+        drafts in flight, they are this proposer's."""
         ...
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
-        """What could be drafted for these sequences, whose next token is computed in this step."""
+    def offer(self, slot_S: np.ndarray, flight: Flight | None = None) -> Offer:
+        """What could be drafted for these sequences, whose next token is computed in this step. flight: what it
+        `follows`, and the tokens in flight are promised ones; None: all known tokens are there."""
         ...
 
-    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
-        """Draft count_S[s] tokens for each sequence of the offer, at most as many as it says."""
+    def draft(self, offer: Offer, count_S: np.ndarray, flight: Flight | None = None) -> Drafts:
+        """Draft count_S[s] tokens for each sequence of the offer, at most as many as it says. flight: as for it."""
         ...
 
     def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
