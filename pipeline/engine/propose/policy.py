@@ -2,8 +2,8 @@
 
     select -> (a proposer makes its offer) -> depths -> (the step is computed) -> observe
 
-Where steps overlap, the next step is decided on before `observe` is told of the one in flight. Steps are observed in the
-order in which they were selected; one that was undone is never observed.
+Where steps overlap, the next step is decided on before `observe` is told of the one in flight. Steps are observed in
+the order in which they were selected; one that was undone is never observed.
 
 Shapes: S sequences of an offer, D those of them that have drafts in the step.
 """

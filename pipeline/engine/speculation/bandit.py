@@ -21,9 +21,10 @@ import numpy as np
 
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import StepFacts, StepOutcome
+from pipeline.engine.speculation.acceptance import Acceptance
 from pipeline.engine.speculation.account import Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of, depths_up_to
-from pipeline.engine.speculation.contest import MARGIN, Contest
+from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, Contest
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.engine.speculation.record import bucket_of as line_of
 from pipeline.engine.speculation.row_depth import RowDepths
@@ -32,10 +33,11 @@ from pipeline.engine.speculation.step_time import PrefillCost
 WARM_UP = 3  # steps after a change of arms that say nothing: caches are cold, proposers catch up
 OFF_LOOK, ON_LOOK = 16, 8  # steps between looks at whether another arm may be faster
 FIRST_PLAIN_STEPS = 12
-PROMISING = 1.1  # tokens a step that a replay has to promise before the first drafts
-AGAIN = 1.15  # and how much faster it has to make an arm that was measured, to be tried before its turn
+AGAIN = 1.1  # times as fast as the incumbent an arm has to be expected, to be tried before its turn
+LOSING = 0.8  # times as fast as plain steps: those are measured at once
 REPLAY_SHARE = 0.005  # of all time
-FIRST_CHECK, FIRST_SIBLING, FIRST_OTHER = 512, 192, 384  # steps of an incumbent before its challengers' first turns
+REPLAY_MEMORY = 0.6  # what earlier replays count for
+FIRST_CHECK, FIRST_OTHER = 512, 64  # steps before the first turn of plain steps, and of a draft model
 INHERITED_CHECK = 128
 WILD = 3.0  # a step is charged at most so many times what such steps take
 NEW_STEPS = 32  # a size that was seen for fewer steps is as good as unseen
@@ -66,10 +68,8 @@ class MeasuredDrafts:
         self._steps: deque[_Step] = deque()  # selected and not observed yet
         self._told_ns: int | None = None
         self._last_arm, self._same_arm = OFF, 0  # of the last steps, and how many these are
-        self._promised = np.zeros(0)  # tokens a step by depth, from the last replays
-        self._replay_at_ns, self._replay_at = 0, OFF_LOOK
-        # by proposer: the rung of its depths that is tried next. A draft model's passes cost, so it begins with few.
-        self._rung = [len(self._depths) - 1 if replay else 0 for replay in self._replays]
+        self._acceptance = [Acceptance(max_draft_tokens) for _ in self._replays]
+        self._replay_at_ns = 0
 
     # -- a step
 
@@ -97,9 +97,12 @@ class MeasuredDrafts:
         step = self._steps.popleft()
         while step.facts is not outcome.facts:  # one that was undone
             step = self._steps.popleft()
-        if outcome.verdict is not None:
-            self._rows.observe(outcome.verdict)
-        num = outcome.facts.num_sequences
+        num, verdict = outcome.facts.num_sequences, outcome.verdict
+        if verdict is not None:
+            self._rows.observe(verdict)
+            if step.arm is not None:
+                acceptance = self._acceptance[step.arm.proposer]
+                acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
         if told_ns is None or not num:
             return
         seconds = 1e-9 * (now_ns - told_ns)
@@ -115,7 +118,7 @@ class MeasuredDrafts:
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
             if len(window):
-                self._prefill.add(window, seconds, outcome.facts.num_prefill)
+                self._prefill.add(window, seconds, outcome.facts.num_prefill, num)
             window.add(seconds, outcome.facts.num_prefill, tokens, outcome.verdict is not None)
         own_s = max(seconds - self._prefill.token_s * outcome.facts.num_prefill, 0.0)
         usual = contest.rate(arm, self._prefill.token_s)
@@ -177,90 +180,80 @@ class MeasuredDrafts:
 
     def _go_on(self, contest: Contest, now_ns: int) -> None:
         """End a contest, or begin one."""
-        prefill_s = self._prefill.token_s
         if contest.challenger is not None:
-            challenger = contest.challenger
-            if contest.judge(prefill_s, has_to_end=challenger != OFF and self._account.balance_s < 0.0):
-                self._learn(contest, challenger)
+            has_to_end = contest.challenger != OFF and self._account.balance_s < 0.0
+            contest.judge(self._prefill.token_s, has_to_end)
         elif contest.incumbent == OFF:
-            if contest.steps % OFF_LOOK == 0 and contest.steps >= FIRST_PLAIN_STEPS:
-                self._look_while_off(contest, now_ns)
-        elif contest.steps % ON_LOOK == 0 and self._same_arm >= ON_LOOK:
-            self._look_while_on(contest)
+            if contest.steps % OFF_LOOK == 0 and contest.steps >= FIRST_PLAIN_STEPS and self._account.can_pay:
+                self._replay(now_ns)
+                self._challenge(contest)
+        elif contest.steps % ON_LOOK == 0 and self._same_arm >= ON_LOOK and not self._doubts(contest):
+            if self._account.can_pay:
+                self._challenge(contest)
 
-    def _learn(self, contest: Contest, challenger: Arm) -> None:
-        """A contest is over: what its proposer tries next."""
-        if challenger == OFF:
-            return
-        p, rung = challenger.proposer, self._depths.index(challenger.depth)
-        has_won = contest.incumbent == challenger
-        if has_won:
-            self._rung[p] = rung
-        else:
-            self._rung[p] = rung - 1 if rung > 0 else (len(self._depths) - 1 if self._replays[p] else 0)
+    def _doubts(self, contest: Contest) -> bool:
+        """Measure plain steps where drafts seem slower, or once in a while."""
+        prefill_s = self._prefill.token_s
+        rate, off_s = contest.rate(contest.incumbent, prefill_s), contest.off_s(prefill_s)
+        if rate is None or rate.weight < LEAST_WEIGHT:
+            return True
+        ratio = 0.0 if off_s is None else off_s / rate.token_s
+        is_time = contest.is_due(OFF, FIRST_CHECK) or (ratio < 1.0 and contest.is_due(OFF)) or ratio < LOSING
+        if is_time:
+            contest.begin(OFF, prefill_s)
+        return is_time
 
-    def _look_while_off(self, contest: Contest, now_ns: int) -> None:
-        if not self._account.can_pay:
-            return
-        self._replay(now_ns)
+    def _challenge(self, contest: Contest) -> None:
+        """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
+        nothing is known of it."""
+        own = self._expected(contest, contest.incumbent)
+        best, least = None, 0.0
         for p, replay in enumerate(self._replays):
-            arm = Arm(p, self._depths[self._rung[p]])
-            if replay is not None and not self._is_promising(contest, arm):
+            if not self._acceptance[p].is_known:
+                arm, ratio = Arm(p, self._depths[0]), 0.0
+                if replay is None and contest.is_due(arm, FIRST_OTHER):
+                    best = arm
+                    break
                 continue
-            if replay is None and not contest.is_due(arm, FIRST_OTHER):
+            arms = [Arm(p, depth) for depth in self._depths if Arm(p, depth) != contest.incumbent]
+            if not arms:
                 continue
-            contest.begin(arm, self._prefill.token_s)
-            return
+            ratio, arm = max((self._expected(contest, arm), arm) for arm in arms)
+            is_due = contest.is_due(arm)
+            if replay is None and contest.incumbent.proposer != p:  # what was seen of it may be long ago
+                ratio = max(ratio, own * AGAIN if is_due else 0.0)
+            if ratio > least and ratio > own * (MARGIN if is_due else AGAIN):
+                best, least = arm, ratio
+        if best is not None:
+            contest.begin(best, self._prefill.token_s)
 
-    def _is_promising(self, contest: Contest, arm: Arm) -> bool:
-        if not len(self._promised):
-            return False
-        promised = float(self._promised[arm.depth])
-        rate, off_s = contest.rate(arm, self._prefill.token_s), contest.off_s(self._prefill.token_s)
-        if promised <= PROMISING:
-            return False
-        if rate is None or off_s is None:
-            return contest.is_due(arm)
-        ratio = promised * off_s / rate.step_s
-        return ratio > AGAIN if not contest.is_due(arm) else ratio > MARGIN
+    def _expected(self, contest: Contest, arm: Arm) -> float:
+        """How many times as fast as plain steps: tokens as accepted lately, in the time that was measured of this arm
+        or, on a line through plain steps, of another of the same proposer."""
+        if arm == OFF:
+            return 1.0
+        prefill_s = self._prefill.token_s
+        off_s, tokens = contest.off_s(prefill_s), self._acceptance[arm.proposer].tokens(arm.depth)
+        rate = contest.rate(arm, prefill_s)
+        if off_s is None:
+            return tokens
+        if rate is not None:
+            return tokens * off_s / rate.step_s
+        near = [d for d in self._depths if contest.rate(Arm(arm.proposer, d), prefill_s) is not None]
+        if not near:
+            return tokens
+        depth = min(near, key=lambda d: abs(d - arm.depth))
+        rate = contest.rate(Arm(arm.proposer, depth), prefill_s)
+        assert rate is not None
+        return tokens * off_s / max(off_s + (rate.step_s - off_s) * arm.depth / depth, off_s)
 
     def _replay(self, now_ns: int) -> None:
-        """What each depth would have come to lately."""
+        """What drafts would have come to lately."""
         if now_ns < self._replay_at_ns:
             return
-        for replay in self._replays:
+        for replay, acceptance in zip(self._replays, self._acceptance):
             if replay is not None:
                 accepted_O = replay()
                 if len(accepted_O):
-                    depth_K = np.arange(self._depths[-1] + 1)
-                    promised_K = 1.0 + np.minimum(accepted_O[:, None], depth_K).mean(axis=0)
-                    self._promised = 0.5 * (self._promised + promised_K) if len(self._promised) else promised_K
+                    acceptance.observe(np.full(len(accepted_O), self._depths[-1]), accepted_O, 0, REPLAY_MEMORY)
         self._replay_at_ns = now_ns + round((self._clock() - now_ns) / REPLAY_SHARE)
-
-    def _look_while_on(self, contest: Contest) -> None:
-        prefill_s, incumbent = self._prefill.token_s, contest.incumbent
-        rate, off_s = contest.rate(incumbent, prefill_s), contest.off_s(prefill_s)
-        if rate is None or rate.weight < 4.0:
-            return
-        if off_s is None or off_s / rate.token_s < 1.0:  # it seems slower than plain steps
-            if contest.is_due(OFF) or off_s is None or off_s / rate.token_s < 0.8:
-                contest.begin(OFF, prefill_s)
-            return
-        if contest.is_due(OFF, FIRST_CHECK):
-            contest.begin(OFF, prefill_s)
-            return
-        if not self._account.can_pay:
-            return
-        rung = self._depths.index(incumbent.depth)
-        for other in (rung - 1, rung + 1):
-            if 0 <= other < len(self._depths):
-                arm = Arm(incumbent.proposer, self._depths[other])
-                if contest.is_due(arm, FIRST_SIBLING * (2 if other < rung else 1)):
-                    contest.begin(arm, prefill_s)
-                    return
-        for p in range(len(self._replays)):
-            if p != incumbent.proposer:
-                arm = Arm(p, self._depths[self._rung[p]])
-                if contest.is_due(arm, FIRST_OTHER):
-                    contest.begin(arm, prefill_s)
-                    return

@@ -13,6 +13,7 @@ WINDOW = 32  # steps that are remembered of an arm
 OUTLIER = 2.0  # a step counts at most so many times the median of its kind: the machine was busy with something else
 EVERY = 4  # steps after which a rate is worked out anew, which takes some 30 us
 _DECAY = 0.98
+_PRIOR = 0.02
 
 
 class Sample(NamedTuple):
@@ -29,13 +30,15 @@ class PrefillCost:
         self._xx = self._xy = 0.0
         self.token_s = 0.0
 
-    def add(self, window: "Window", seconds: float, num_prefill: int) -> None:
+    def add(self, window: "Window", seconds: float, num_prefill: int, num_sequences: int) -> None:
         """A step of the same kind as those in the window."""
         mean_s, mean_prefill = window.means()
+        seconds = min(seconds, 2.0 * OUTLIER * mean_s)
         x, y = num_prefill - mean_prefill, seconds - mean_s
-        if self.token_s > 0.0:
-            y = min(max(y, -4.0 * abs(x) * self.token_s - mean_s), 4.0 * abs(x) * self.token_s + mean_s)
-        self._xx, self._xy = _DECAY * self._xx + x * x, _DECAY * self._xy + x * y
+        # Where all steps have about as many, what such a step takes by its tokens.
+        prior = _PRIOR * num_prefill**2
+        self._xx = _DECAY * self._xx + x * x + prior
+        self._xy = _DECAY * self._xy + x * y + prior * seconds / (num_prefill + num_sequences)
         if self._xx > 0.0:
             self.token_s = max(self._xy / self._xx, 0.0)
 

@@ -242,9 +242,7 @@ def main(clocks: int) -> None:
         (c.plain_s / np.mean(c.auto_s) - 1) / (c.plain_s / c.best_s - 1) for c in done if c.best_s < c.plain_s / 1.1
     ]
     behind = sum(c.behind_best > 0.05 for c in done)
-    print(
-        f"share of the best fixed choice's gain, where that is over 10%: {np.mean(gains):.1%}; {behind} over 5% after it"
-    )
+    print(f"of the best fixed choice's gain, where it is over 10%: {np.mean(gains):.1%}; {behind} over 5% after it")
     done.sort(key=lambda c: -c.loss)
     print("\nworst against plain:", *done[:15], sep="\n")
     done.sort(key=lambda c: -c.behind_best)

@@ -1,0 +1,47 @@
+"""How many tokens a step with drafts of some depth gives, by what became of drafts lately. No torch.
+
+Of drafts that were computed, and of those that were replayed. Sequences without any count as ones whose first fell.
+"""
+
+import numpy as np
+
+HALF = 0.97  # what earlier steps count for after another one
+DEEPER = 0.9  # a place that nobody drafted in: the one before it by so much
+
+
+class Acceptance:
+    """Of one proposer. K: places of drafts."""
+
+    def __init__(self, most: int) -> None:
+        self._place_K = np.arange(1, most + 1)
+        self._tried_K, self._accepted_K = np.zeros(most), np.zeros(most)
+        self._tokens_K1: list[float] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self._tried_K[0] > 0.0
+
+    def observe(self, drafted_N: np.ndarray, accepted_N: np.ndarray, num_without: int, memory: float = HALF) -> None:
+        """One step. num_without: sequences that had no drafts."""
+        reached_NK = accepted_N[:, None] >= self._place_K
+        tried_NK = (drafted_N[:, None] >= self._place_K) & (accepted_N[:, None] >= self._place_K - 1)
+        self._tried_K = memory * self._tried_K + tried_NK.sum(axis=0)
+        self._accepted_K = memory * self._accepted_K + reached_NK.sum(axis=0)
+        self._tried_K[0] += num_without
+        self._tokens_K1 = None
+
+    def tokens(self, depth: int) -> float:
+        """That a sequence gets in a step."""
+        if self._tokens_K1 is None:
+            reach, last, total, tokens = 1.0, 0.0, 1.0, [1.0]
+            for tried, accepted in zip(self._tried_K.tolist(), self._accepted_K.tolist()):
+                last = (
+                    min((accepted + DEEPER * last) / (tried + 1.0), 1.0)
+                    if len(tokens) > 1
+                    else accepted / max(tried, 1.0)
+                )
+                reach *= last
+                total += reach
+                tokens.append(total)
+            self._tokens_K1 = tokens
+        return self._tokens_K1[depth]
