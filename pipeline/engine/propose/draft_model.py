@@ -7,7 +7,7 @@ model stands still, and catches up when it is asked again, a bounded number of t
 
 Passes run one after the other, each over all sequences that draft so deep. Where a device works beside the host, a
 pass is launched before the tokens of the last one are known, and they go to the target without the host; and drafts are
-made behind those that are still being checked, for places that the device corrects (step/in_flight.py).
+made behind those that are still being checked, for places that the device corrects (flight.py).
 
 Where a request samples, its drafts are drawn from the draft's distribution under the same options, so that rejection
 sampling can accept most of them; a greedy request gets the draft's best tokens. Where tokens must not depend on drafts,
@@ -66,7 +66,6 @@ class DraftModelProposer:
         self.max_draft_tokens, self.vocab_size, self.catch_up_tokens = max_draft_tokens, vocab_size, catch_up_tokens
         self.tells_law = tells_law
         self._num_computed = np.zeros(table.num_slots, dtype=np.int64)  # known tokens whose draft keys are in the cache
-        self._flight: StepInFlight | None = None  # behind which the next drafts are made
         self._match_len = np.zeros(table.num_slots, dtype=np.int64)  # 1 and what was accepted of the last drafts
         self._settled_at = np.zeros(table.num_slots, dtype=np.int64)  # known tokens when they were drafted
         self._num_marked = np.zeros(table.num_slots, dtype=np.int64)  # blocks of it known as filled
@@ -83,18 +82,16 @@ class DraftModelProposer:
     def left(self, slot: int, finished: bool) -> None:
         pass
 
-    def follows(self, flight: StepInFlight | None) -> bool:
-        self._flight = flight
-        has_drafts = flight is not None and flight.has_drafts
-        return self.runner.is_asynchronous and not (has_drafts and self.runner.max_corrected_queries < 2)
+    def follows(self, flight: StepInFlight) -> bool:
+        return self.runner.is_asynchronous and not (flight.has_drafts and self.runner.max_corrected_queries < 2)
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
+    def offer(self, slot_S: np.ndarray, flight: StepInFlight | None = None) -> Offer:
         """Sequences that are far behind come nearer, and have nothing to offer until they are near."""
         near = NEAR
-        if self._flight is not None and self._flight.has_drafts:
+        if flight is not None and flight.has_drafts:
             near = min(NEAR, self.runner.max_corrected_queries - 1)
         known_S = self.table.num_known[slot_S]
-        computed_S, is_checked_S = self._computed(slot_S)
+        computed_S, is_checked_S = self._computed(slot_S, flight)
         behind_S = known_S - 1 - computed_S
         if behind_S.max(initial=0) > near:
             count_S = allot(np.where(behind_S > near, behind_S, 0), self.catch_up_tokens)
@@ -110,14 +107,13 @@ class DraftModelProposer:
         match_len_S = np.where(is_recent_S, self._match_len[slot_S], 0)
         return Offer(slot_S, count_S, match_len_S, np.zeros((len(slot_S), 0), dtype=np.int64))
 
-    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
+    def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
         table, is_ahead = self.table, self.runner.is_asynchronous
-        flight = self._flight
         token_id_SK = np.full((len(count_S), int(count_S.max())), PLACEHOLDER_TOKEN, dtype=np.int64)
         drawn, q_SKV = _Drawn(token_id_SK.shape), None
         drafting = np.flatnonzero(count_S)
         slot_A = offer.slot_S[drafting]
-        known_A, (start_A, _) = table.num_known[slot_A], self._computed(slot_A)
+        known_A, (start_A, _) = table.num_known[slot_A], self._computed(slot_A, flight)
         plan = _pass(slot_A, start_A, known_A - start_A)
         late = None if flight is None else flight.future_tokens(plan, table)
         if late is not None:
@@ -156,12 +152,14 @@ class DraftModelProposer:
 
     # -- parts
 
-    def _computed(self, slot_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _computed(self, slot_S: np.ndarray, flight: StepInFlight | None) -> tuple[np.ndarray, np.ndarray]:
         """Of each sequence the known tokens that are computed, never the last one, which gives the logits; and whether
-        drafts of it are being checked. Of those, which count as known, all but the last are computed, and so not the
-        token behind them."""
+        drafts of it are in flight. Of those, which count as known, all but the last are computed, and so not the token
+        after them."""
         known_S = self.table.num_known[slot_S]
-        is_checked_S = (known_S > 1) & (self.table.token_ids[slot_S, known_S - 2] == PLACEHOLDER_TOKEN)
+        is_checked_S = np.zeros(len(slot_S), dtype=bool)
+        if flight is not None and flight.has_drafts:
+            is_checked_S = np.isin(slot_S, flight.slot_K[flight.draft_K > 0])
         return np.where(is_checked_S, known_S - 2, self._num_computed[slot_S]), is_checked_S
 
     def _run(self, plan: StepPlan, late: FutureTokens | None) -> torch.Tensor:

@@ -85,19 +85,21 @@ class NgramProposer:
     def looked_at(self, slot_S: np.ndarray) -> np.ndarray:
         return self._num_indexed[slot_S] + 1
 
-    def offer(self, slot_S: np.ndarray, known_S: np.ndarray | None = None) -> Offer:
+    def offer(self, slot_S: np.ndarray, flight: StepInFlight | None = None) -> Offer:
+        return self.offer_at(slot_S, self.table.num_known[slot_S])
+
+    def offer_at(self, slot_S: np.ndarray, known_S: np.ndarray) -> Offer:
         self._learn()
-        known_S = self.table.num_known[slot_S] if known_S is None else known_S
         most_new = max(INDEXED_PER_CALL // max(len(slot_S), 1), 2 * (self.max_draft_tokens + 1))
         offer = self._matches(slot_S, known_S, most_new)
         if self._templates is not None:
             self._templates.exchange(offer, known_S, most_new)
         return offer
 
-    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
+    def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
         return Drafts(offer.token_id_SK)
 
-    def follows(self, flight: StepInFlight | None) -> bool:
+    def follows(self, flight: StepInFlight) -> bool:
         return False  # it looks up the very tokens
 
     def undone(self, slot_S: np.ndarray) -> None:

@@ -1,96 +1,68 @@
-"""Who drafts in a step, and how many of the tokens on offer: what the engine asks of a policy. No torch.
+"""Who drafts in a step, and how many tokens for each sequence: what `Drafting` asks of a policy. No torch.
 
-Shapes: S sequences that get a token in the step.
+    select -> (a proposer makes its offer) -> depths -> (the step is computed) -> observe
+
+Where steps overlap, the next step is decided on before `observe` is told of the one in flight. Steps are observed in
+the order in which they were selected; one that was undone is never observed.
+
+Shapes: S sequences of an offer, D those of them that have drafts in the step.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.replay import Foretold
 
 
-@dataclass(frozen=True)
-class StepFacts:
-    """A step as it is planned, before drafts are added.
+class StepFacts(NamedTuple):
+    """A planned step before drafts. Told apart by identity.
 
-    num_tokens: that it computes, of which one belongs to each sequence of slot_S and num_prefill are others: prompts,
-    and what a preemption lost. num_queued: such tokens that the step has no room for. room: tokens it could still take.
-    num_waiting: sequences that are not admitted yet.
+    num_sequences: those that get a token. num_prefill: its other tokens (prompts, recomputed ones). room: tokens it
+    could still take; none while prompts queue, since they fill a step first.
     """
 
-    slot_S: np.ndarray  # int64: sequences that get a token, oldest first
-    context_len_S: np.ndarray  # int64: their known tokens
-    num_tokens: int
+    num_sequences: int
     num_prefill: int
-    num_queued: int
     room: int
-    num_waiting: int
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """A step that was computed; where nothing was drafted, drafted_S is all 0.
+class Verdict(NamedTuple):
+    """What the model said to a step's drafts. drafted_D is 1 or more; it may be less than was chosen, where blocks were
+    short. accepted_D counts also what lies after the end of a sequence that ended among them."""
 
-    drafted_S may be less than was chosen: drafts are cut where no block is free for them. accepted_S: how many of
-    them the model confirmed, whether or not the sequence came to its end among them; num_generated: tokens that the
-    sequences of the step got. step_us is the whole step without proposing; offer_us and draft_us are what the
-    proposer took, 0 where none was asked.
-    """
+    slot_D: np.ndarray  # int64
+    drafted_D: np.ndarray  # int64
+    accepted_D: np.ndarray  # int64
+
+
+class StepOutcome(NamedTuple):
+    """A step that was computed. num_generated: tokens that its sequences got. verdict: None without drafts."""
 
     facts: StepFacts
     num_generated: int
-    step_us: int
-    offer_us: int
-    draft_us: int
-    drafted_S: np.ndarray  # int64
-    accepted_S: np.ndarray  # int64
+    verdict: Verdict | None
 
 
 class DraftPolicy(Protocol):
-    """Where a step is launched before the one in flight is done, the next one is decided on before `observe` is told of
-    that. Facts are told apart by identity."""
-
-    def passes(self, num_sequences: int, num_tokens: int) -> bool:
-        """Whether a step of so many tokens, in which so many sequences get another, is none of its concern. Asked
-        first, and cheap: nothing else is asked or told of a step that passes."""
+    def select(self, facts: StepFacts) -> int | None:
+        """The number of the proposer to ask in this step; None: a plain step. Asked in every step, so it is cheap."""
         ...
 
-    def proposer(self, facts: StepFacts) -> int | None:
-        """The number of the proposer to ask in this step; None: nobody, as looking for drafts costs something too."""
-        ...
-
-    def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+    def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
         """How many tokens (int64, S) to draft for each sequence; more than are on offer count as all of them."""
         ...
 
     def observe(self, outcome: StepOutcome) -> None:
-        """What became of a step, with or without drafts. Steps that were undone are not told."""
+        """What became of a step, told when its tokens are in the slot table."""
         ...
 
-    def shadows(self, facts: StepFacts) -> int | None:
-        """Asked after `observe`: the number of the proposer whose drafts are to be replayed over the tokens that came;
-        None: nobody's. It must be able to (see `LooksUp`)."""
-        ...
-
-    def shadows_rest(self) -> bool:
-        """Asked after `choose`: whether the offers of sequences that draft nothing are to be compared with the tokens
-        that come. It must have tokens on offer (see `Offer`)."""
-        ...
-
-    def foretold(self, foretold: Foretold) -> None:
-        """What became of offers that nobody drafted; no others of sequences that draft nothing are compared before
-        that."""
-        ...
-
-    def left(self, slot: int) -> None:
-        """The sequence leaves the slot, and another one may come into it."""
+    def admitted(self, slot: int) -> None:
+        """Another sequence is in this slot now."""
         ...
 
     def counters(self) -> dict[str, int]:
-        """What it counted for reports, by name; sums over engines mean the same."""
+        """What it counted for the report, by name; sums over engines mean the same."""
         ...
 
 
@@ -100,28 +72,16 @@ class FixedDrafts:
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
 
-    def passes(self, num_sequences: int, num_tokens: int) -> bool:
-        return False
-
-    def proposer(self, facts: StepFacts) -> int | None:
+    def select(self, facts: StepFacts) -> int | None:
         return 0
 
-    def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+    def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
         return np.minimum(offer.count_S, self.max_draft_tokens)
 
     def observe(self, outcome: StepOutcome) -> None:
         pass
 
-    def shadows(self, facts: StepFacts) -> int | None:
-        return None
-
-    def shadows_rest(self) -> bool:
-        return False
-
-    def foretold(self, foretold: Foretold) -> None:
-        pass
-
-    def left(self, slot: int) -> None:
+    def admitted(self, slot: int) -> None:
         pass
 
     def counters(self) -> dict[str, int]:

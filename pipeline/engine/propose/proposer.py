@@ -33,8 +33,8 @@ class Drafts:
 
     drawn: where a device draws them and the host does not know them (yet); then token_id_SK means nothing.
 
-    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see random_numbers.py); None
-    where drafts are not drawn from a law that is known, which is always right.
+    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see draws.py); None where
+    drafts are not drawn from a law that is known, which is always right.
     """
 
     token_id_SK: np.ndarray  # int64
@@ -60,17 +60,18 @@ class Proposer(Protocol):
         """The sequence is about to leave the slot, its tokens still in the table; `finished`: it came to its end."""
         ...
 
-    def follows(self, flight: StepInFlight | None) -> bool:
-        """Whether the next `offer` and `draft` do with promised tokens (see `Scheduler.promise`) instead of those in
-        flight. If there are drafts in flight, they are this proposer's. None: all known tokens are there."""
+    def follows(self, flight: StepInFlight) -> bool:
+        """Whether it can draft with promised tokens (see `Scheduler.promise`) instead of those in flight. If there are
+        drafts in flight, they are this proposer's."""
         ...
 
-    def offer(self, slot_S: np.ndarray) -> Offer:
-        """What could be drafted for these sequences, whose next token is computed in this step."""
+    def offer(self, slot_S: np.ndarray, flight: StepInFlight | None = None) -> Offer:
+        """What could be drafted for these sequences, whose next token is computed in this step. flight: what it
+        `follows`, and the tokens in flight are promised ones; None: all known tokens are there."""
         ...
 
-    def draft(self, offer: Offer, count_S: np.ndarray) -> Drafts:
-        """Draft count_S[s] tokens for each sequence of the offer, at most as many as it says."""
+    def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
+        """Draft count_S[s] tokens for each sequence of the offer, at most as many as it says. flight: as for it."""
         ...
 
     def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:

@@ -89,7 +89,6 @@ class OverlappedLoop(StepLoop):
         if self.in_flight is not None and not self._can_draft_ahead(plan, proposer):
             self.land(ahead=plan)
             plan = self._placeholders.rebase(plan, self.scheduler.running)
-            self.drafting.landed(plan)
         if proposer is not None and len(plan.slot_S):
             max_queries = None
             if self.in_flight is not None and self.in_flight.has_drafts:

@@ -113,7 +113,7 @@ def test_every_step_with_drafts_is_launched_before_the_last_ones_tokens_are_read
 
 def test_plain_steps_of_an_engine_that_could_draft_wait_for_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
     class Never(FixedDrafts):
-        def proposer(self, facts: object) -> int | None:
+        def select(self, facts: object) -> int | None:
             return None
 
     engine = drafting_engine()

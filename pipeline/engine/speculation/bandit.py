@@ -1,0 +1,259 @@
+"""The draft policy that measures: which arm is fastest at each size of batch, by the clock. No torch.
+
+    select -> (the arm's proposer offers) -> depths -> (the step is computed) -> observe
+
+Time is taken from the end of one step to the end of the next: all that the host does is in it, this policy's own work
+too. At each size of batch (`bucket_of`) the fastest arm is found by contests (contest.py), plain steps being the first
+incumbent; a size that was not seen yet begins with the arm of the one before it. What contests lose is bounded by an
+account.
+
+While nobody drafts, a proposer that only looks up is replayed now and then over the tokens that came
+(drafts/replay.py): it drafts where that promises tokens, for the price of the look-ups. What a draft model would do is
+only known from steps.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.engine.propose.offer import Offer
+from pipeline.engine.propose.policy import StepFacts, StepOutcome
+from pipeline.engine.speculation.acceptance import Acceptance
+from pipeline.engine.speculation.account import Account
+from pipeline.engine.speculation.arms import OFF, Arm, bucket_of, depths_up_to
+from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, Contest
+from pipeline.engine.speculation.record import SpeculationCounts
+from pipeline.engine.speculation.record import bucket_of as line_of
+from pipeline.engine.speculation.row_depth import RowDepths
+from pipeline.engine.speculation.step_time import PrefillCost
+
+WARM_UP = 3  # steps after a change of arms that say nothing: caches are cold, proposers catch up
+OFF_LOOK, ON_LOOK = 16, 8  # steps between looks at whether another arm may be faster
+FIRST_PLAIN_STEPS = 12
+AGAIN = 1.1  # times as fast as the incumbent an arm has to be expected, to be tried before its turn
+LOSING = 0.8  # times as fast as plain steps: those are measured at once
+REPLAY_SHARE = 0.005  # of all time
+REPLAY_MEMORY = 0.6  # what earlier replays count for
+FIRST_CHECK, FIRST_OTHER = 512, 64  # steps before the first turn of plain steps, and of a draft model
+INHERITED_CHECK = 128
+WILD = 3.0  # a step is charged at most so many times what such steps take
+NEW_STEPS = 32  # a size that was seen for fewer steps is as good as unseen
+
+Replay = Callable[[], np.ndarray]
+"""Of each step that drafts would have made of the last tokens, how many drafts would have been accepted."""
+
+
+class _Step(NamedTuple):
+    facts: StepFacts
+    arm: Arm | None  # None: it says nothing
+
+
+class MeasuredDrafts:
+    """Implements `DraftPolicy`. replays: of each proposer of the engine, None where it cannot be replayed."""
+
+    def __init__(
+        self,
+        replays: Sequence[Replay | None],
+        max_draft_tokens: int,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._replays, self._depths, self._clock = tuple(replays), depths_up_to(max_draft_tokens), clock
+        self._rows = RowDepths(max_draft_tokens)
+        self._account, self._prefill, self._counts = Account(), PrefillCost(), SpeculationCounts()
+        self._contests: dict[int, Contest] = {}
+        self._contest = Contest()  # of the last step
+        self._steps: deque[_Step] = deque()  # selected and not observed yet
+        self._told_ns: int | None = None
+        self._last_arm, self._same_arm = OFF, 0  # of the last steps, and how many these are
+        self._acceptance = [Acceptance(max_draft_tokens) for _ in self._replays]
+        self._replay_at_ns = 0
+
+    # -- a step
+
+    def select(self, facts: StepFacts) -> int | None:
+        arm = None
+        if facts.num_sequences:
+            arm = self._contest_of(facts.num_sequences).active
+            if arm != OFF and facts.room <= 0:
+                arm = None
+        self._steps.append(_Step(facts, arm))
+        return None if arm is None or arm == OFF else arm.proposer
+
+    def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        step = self._steps[-1]
+        assert step.facts is facts
+        assert step.arm is not None
+        return np.minimum(np.minimum(offer.count_S, self._rows.depths(offer.slot_S)), step.arm.depth)
+
+    def admitted(self, slot: int) -> None:
+        self._rows.admitted(slot)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        now_ns = self._clock()
+        told_ns, self._told_ns = self._told_ns, now_ns
+        step = self._steps.popleft()
+        while step.facts is not outcome.facts:  # one that was undone
+            step = self._steps.popleft()
+        num, verdict = outcome.facts.num_sequences, outcome.verdict
+        if verdict is not None:
+            self._rows.observe(verdict)
+            if step.arm is not None:
+                acceptance = self._acceptance[step.arm.proposer]
+                acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
+        if told_ns is None or not num:
+            return
+        seconds = 1e-9 * (now_ns - told_ns)
+        contest = self._contest = self._contest_of(num)
+        contest.steps += 1
+        arm = step.arm
+        if arm is None:
+            self._counts.add_plain(num)
+            return
+        self._same_arm = self._same_arm + 1 if arm == self._last_arm else 0
+        self._last_arm = arm
+        tokens = outcome.num_generated / num
+        if self._same_arm >= WARM_UP:
+            window = contest.window(arm)
+            if len(window):
+                self._prefill.add(window, seconds, outcome.facts.num_prefill, num)
+            window.add(seconds, outcome.facts.num_prefill, tokens, outcome.verdict is not None)
+        own_s = max(seconds - self._prefill.token_s * outcome.facts.num_prefill, 0.0)
+        usual = contest.rate(arm, self._prefill.token_s)
+        if usual is not None:  # what the machine did besides is nobody's
+            own_s = min(own_s, WILD * usual.step_s)
+        self._settle(contest, arm, seconds, own_s, tokens)
+        self._count(contest, arm, outcome, own_s)
+        self._go_on(contest, now_ns)
+
+    def counters(self) -> dict[str, int]:
+        return self._counts.flat()
+
+    # -- parts
+
+    def _contest_of(self, num_sequences: int) -> Contest:
+        bucket = bucket_of(num_sequences)
+        contest = self._contests.get(bucket)
+        if contest is None or (contest is not self._contest and contest.steps < NEW_STEPS < self._contest.steps):
+            contest = self._contests[bucket] = self._inherit()
+        return contest
+
+    def _inherit(self) -> Contest:
+        """A size that was not seen yet begins as the last one goes on."""
+        last, share = self._contest, None
+        if last.incumbent == OFF:
+            return Contest()
+        off_s, rate = last.off_s(self._prefill.token_s), last.rate(last.incumbent, self._prefill.token_s)
+        if off_s is not None and rate is not None:
+            share = off_s / rate.step_s
+        contest = Contest(last.incumbent, share)
+        contest.wait(OFF, INHERITED_CHECK)
+        return contest
+
+    def _settle(self, contest: Contest, arm: Arm, seconds: float, own_s: float, tokens: float) -> None:
+        """Charge what the step lost against the best arm known, or against plain steps."""
+        off_s = contest.off_s(self._prefill.token_s)
+        if off_s is None:
+            return
+        if not self._account.is_open:
+            if contest.steps < FIRST_PLAIN_STEPS:
+                return
+            self._account.open(off_s)
+        best = None if arm == contest.incumbent else contest.rate(contest.incumbent, self._prefill.token_s)
+        token_s = off_s if best is None else best.token_s
+        lost_s = 0.0 if arm == OFF == contest.incumbent else own_s - token_s * tokens
+        self._account.settle(seconds, lost_s, off_s)
+
+    def _count(self, contest: Contest, arm: Arm, outcome: StepOutcome, own_s: float) -> None:
+        counts, num, b = self._counts, outcome.facts.num_sequences, line_of(outcome.facts.num_sequences)
+        counts.on_steps[b] += contest.incumbent != OFF
+        if outcome.verdict is None:
+            counts.add_plain(num)
+            return
+        off_s = contest.off_s(self._prefill.token_s)
+        value_s = own_s if off_s is None else off_s * outcome.num_generated / num
+        drafts, accepted = int(outcome.verdict.drafted_D.sum()), int(outcome.verdict.accepted_D.sum())
+        counts.probe_steps[b] += contest.incumbent == OFF
+        counts.add_drafted(num, outcome.num_generated, drafts, accepted, own_s, value_s)
+
+    def _go_on(self, contest: Contest, now_ns: int) -> None:
+        """End a contest, or begin one."""
+        if contest.challenger is not None:
+            has_to_end = contest.challenger != OFF and self._account.balance_s < 0.0
+            contest.judge(self._prefill.token_s, has_to_end)
+        elif contest.incumbent == OFF:
+            if contest.steps % OFF_LOOK == 0 and contest.steps >= FIRST_PLAIN_STEPS and self._account.can_pay:
+                self._replay(now_ns)
+                self._challenge(contest)
+        elif contest.steps % ON_LOOK == 0 and self._same_arm >= ON_LOOK and not self._doubts(contest):
+            if self._account.can_pay:
+                self._challenge(contest)
+
+    def _doubts(self, contest: Contest) -> bool:
+        """Measure plain steps where drafts seem slower, or once in a while."""
+        prefill_s = self._prefill.token_s
+        rate, off_s = contest.rate(contest.incumbent, prefill_s), contest.off_s(prefill_s)
+        if rate is None or rate.weight < LEAST_WEIGHT:
+            return True
+        ratio = 0.0 if off_s is None else off_s / rate.token_s
+        is_time = contest.is_due(OFF, FIRST_CHECK) or (ratio < 1.0 and contest.is_due(OFF)) or ratio < LOSING
+        if is_time:
+            contest.begin(OFF, prefill_s)
+        return is_time
+
+    def _challenge(self, contest: Contest) -> None:
+        """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
+        nothing is known of it."""
+        own = self._expected(contest, contest.incumbent)
+        best, least = None, 0.0
+        for p, replay in enumerate(self._replays):
+            if not self._acceptance[p].is_known:
+                arm, ratio = Arm(p, self._depths[0]), 0.0
+                if replay is None and contest.is_due(arm, FIRST_OTHER):
+                    best = arm
+                    break
+                continue
+            arms = [Arm(p, depth) for depth in self._depths if Arm(p, depth) != contest.incumbent]
+            if not arms:
+                continue
+            ratio, arm = max((self._expected(contest, arm), arm) for arm in arms)
+            is_due = contest.is_due(arm)
+            if replay is None and contest.incumbent.proposer != p:  # what was seen of it may be long ago
+                ratio = max(ratio, own * AGAIN if is_due else 0.0)
+            if ratio > least and ratio > own * (MARGIN if is_due else AGAIN):
+                best, least = arm, ratio
+        if best is not None:
+            contest.begin(best, self._prefill.token_s)
+
+    def _expected(self, contest: Contest, arm: Arm) -> float:
+        """How many times as fast as plain steps: tokens as accepted lately, in the time that was measured of this arm
+        or, on a line through plain steps, of another of the same proposer."""
+        if arm == OFF:
+            return 1.0
+        prefill_s = self._prefill.token_s
+        off_s, tokens = contest.off_s(prefill_s), self._acceptance[arm.proposer].tokens(arm.depth)
+        rate = contest.rate(arm, prefill_s)
+        if off_s is None:
+            return tokens
+        if rate is not None:
+            return tokens * off_s / rate.step_s
+        near = [d for d in self._depths if contest.rate(Arm(arm.proposer, d), prefill_s) is not None]
+        if not near:
+            return tokens
+        depth = min(near, key=lambda d: abs(d - arm.depth))
+        rate = contest.rate(Arm(arm.proposer, depth), prefill_s)
+        assert rate is not None
+        return tokens * off_s / max(off_s + (rate.step_s - off_s) * arm.depth / depth, off_s)
+
+    def _replay(self, now_ns: int) -> None:
+        """What drafts would have come to lately."""
+        if now_ns < self._replay_at_ns:
+            return
+        for replay, acceptance in zip(self._replays, self._acceptance):
+            if replay is not None:
+                accepted_O = replay()
+                if len(accepted_O):
+                    acceptance.observe(np.full(len(accepted_O), self._depths[-1]), accepted_O, 0, REPLAY_MEMORY)
+        self._replay_at_ns = now_ns + round((self._clock() - now_ns) / REPLAY_SHARE)
