@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.transfer import staging_buffer
 from pipeline.kernels.triton.attention.cascade_work import CascadeShape, CascadeWork
-from pipeline.kernels.triton.attention.split_kv import Numbers, cut, staging
+from pipeline.kernels.triton.attention.split_kv import Numbers, cut
 from pipeline.kernels.triton.launch import Target, power_of_two
 
 KEYS = 64  # of a tile
@@ -170,6 +171,6 @@ class DecodeWork:
         num_splits = np.array([len(dealt.split_S3)])
         own = dealt.item_I4, dealt.lane_start, dealt.split_S3, num_splits, where.query_start_S1, where.context_len_S
         self.numbers.fill([*own, *shared])
-        table = staging((num_seqs, num_blocks), self.block_table_SM.device)
+        table = staging_buffer((num_seqs, num_blocks), self.block_table_SM.device)
         table.numpy()[:] = where.block_table_SM
         self.block_table_SM[:num_seqs, :num_blocks].copy_(table, non_blocking=True)

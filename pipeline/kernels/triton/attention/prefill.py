@@ -19,6 +19,7 @@ import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.transfer import on_device
 from pipeline.kernels.triton.attention.tiles import LOG2_E, attend, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 
@@ -133,12 +134,7 @@ class PrefillWork:
         heaviest = np.argsort(-end_I, kind="stable")
         item_I2 = np.stack([sequences[of_I], first_query_I], axis=1)[heaviest]
         arrays = item_I2, where.query_start_S1, where.context_len_S, where.block_table_SM
-        return cls(window, *(_to(array, device) for array in arrays))
-
-
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        return cls(window, *(on_device(np.ascontiguousarray(array, dtype=np.int32), device) for array in arrays))
 
 
 def prefill_launch(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.kernels.transfer import staging_buffer
+
 _ALIGNED = 4  # numbers of 4 bytes: see `Launch`
 
 
@@ -52,15 +54,10 @@ class Numbers:
 
     def fill(self, values: Sequence[np.ndarray]) -> None:
         """Overwrite the first of each view. The copy is queued on the current stream and waits for nothing."""
-        staged = staging(self.tensor.shape, self.tensor.device)
+        staged = staging_buffer(self.tensor.shape, self.tensor.device)
         filled, offset = staged.numpy(), 0
         for some, view, padded in zip(values, self.views, self._padded, strict=True):
             assert some.size <= view.numel(), "more than the work was allocated for"
             filled[offset : offset + some.size] = some.ravel()
             offset += padded
         self.tensor.copy_(staged, non_blocking=True)
-
-
-def staging(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32 memory on the host, pinned where a GPU copies from it. torch keeps it until its copy is done."""
-    return torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
