@@ -70,7 +70,9 @@ class Drafting:
         """Who is to be asked for drafts in this step."""
         num_sequences, num_tokens = int(np.count_nonzero(plan.samples_S)), plan.num_tokens
         room = max(self._scheduler.step_tokens - num_tokens, 0)
-        self._step = DraftedStep(StepFacts(num_sequences, num_tokens - num_sequences, room))
+        self._step = DraftedStep(
+            StepFacts(num_sequences, num_tokens - num_sequences, room, len(self._scheduler.waiting))
+        )
         number = self.policy.select(self._step.facts)
         return None if number is None else self.proposers[number]
 

@@ -19,12 +19,13 @@ class StepFacts(NamedTuple):
     """A planned step before drafts. Told apart by identity.
 
     num_sequences: those that get a token. num_prefill: its other tokens (prompts, recomputed ones). room: tokens it
-    could still take; none while prompts queue, since they fill a step first.
+    could still take; none while prompts queue, since they fill a step first. num_waiting: sequences not admitted yet.
     """
 
     num_sequences: int
     num_prefill: int
     room: int
+    num_waiting: int = 0
 
 
 class Verdict(NamedTuple):
