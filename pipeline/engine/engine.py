@@ -20,14 +20,15 @@ from pipeline.engine.build import build
 from pipeline.engine.call import Call
 from pipeline.engine.completing import Completing
 from pipeline.engine.detokenizer import StopChecker
-from pipeline.engine.drafting import Drafting
+from pipeline.engine.drafts.draft_model import DraftModelProposer
+from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.lookup.compiled import select_lookup
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import DraftPolicy, FixedDrafts
+from pipeline.engine.drafts.proposer import Proposer
+from pipeline.engine.drafts.replay import MOST_REPLAYED, replay
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
 from pipeline.engine.place import Place
-from pipeline.engine.propose.draft_model import DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
-from pipeline.engine.propose.proposer import Proposer
-from pipeline.engine.propose.replay import MOST_REPLAYED, replay
 from pipeline.engine.resolve import Speculation
 from pipeline.engine.runner import Runner
 from pipeline.engine.scheduler import Scheduler
@@ -36,7 +37,7 @@ from pipeline.engine.speculation.bandit import MeasuredDrafts, Replay
 from pipeline.engine.stepping import Stepping
 from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, RowError
-from pipeline.kernels.select import must_compile, select_lookup
+from pipeline.kernels.select import must_compile
 
 
 class Engine:

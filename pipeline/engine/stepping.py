@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.engine.accounting import classify, record
 from pipeline.engine.completing import Completing, fail
-from pipeline.engine.drafting import DraftedStep, Drafting
+from pipeline.engine.drafts.drafting import DraftedStep, Drafting
 from pipeline.engine.drawn import Drawn, draw_on_device
 from pipeline.engine.flight import Flight
 from pipeline.engine.memory import is_out_of_memory

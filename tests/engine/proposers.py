@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from pipeline.engine.drafts.policy import Offer
+from pipeline.engine.drafts.proposer import Drafts
 from pipeline.engine.flight import Flight
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.proposer import Drafts
 from pipeline.engine.sequence import SlotTable
 
 

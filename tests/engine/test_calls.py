@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
 from pipeline.engine.flight import Flight, LateTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.step import StepInput
 from pipeline.errors import ConfigError
 from tests.engine.hash_runner import expected_tokens, hash_engine

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline import Engine, EngineConfig, SamplingParams
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.params import Completion
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.errors import ConfigError
 from tests.checkpoints import Family, make_family
 from tests.engine.proposers import Recorded

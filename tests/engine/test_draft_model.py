@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.draft_model import NEAR, DraftModelProposer
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.flight import Flight, LateTokens
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.draft_model import NEAR, DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.step import StepInput
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.step import StepInput
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
 from tests.engine.test_scheduler import random_requests, run

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.draft_model import DraftModelProposer
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
 from pipeline.engine.flight import Flight, LateTokens
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.draft_model import DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.step import StepInput
 from tests.engine.hash_runner import expected_tokens, hash_engine
 from tests.engine.test_draft_model import Fitful, draft_with_itself

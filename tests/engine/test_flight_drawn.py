@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.step import StepInput
 from tests.engine.hash_runner import VOCAB, hash_engine
 from tests.engine.test_flight import watched

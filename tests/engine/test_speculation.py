@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from pipeline.engine.block_pool import ROOT, chain_hashes
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts, StepOutcome
 from pipeline.engine.engine import Engine
 from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import FixedDrafts, StepFacts, StepOutcome
 from pipeline.engine.sequence import SlotTable
 from pipeline.engine.step import StepInput
 from pipeline.errors import ConfigError

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import StepFacts, StepOutcome
+from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome
 from pipeline.engine.speculation.acceptance import Acceptance
 from pipeline.engine.speculation.account import Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of, depths_up_to
@@ -118,7 +117,7 @@ class MeasuredDrafts:
         self._same_arm = self._same_arm + 1 if arm == self._last_arm else 0
         self._last_arm = arm
         tokens = outcome.num_generated / num
-        if step.slot_S is not None and outcome.facts.num_waiting == 0 and num > 1:
+        if step.slot_S is not None and self._slow_count(outcome.facts):
             tokens = min(tokens, self._rows.slow_tokens(step.slot_S, verdict))
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
@@ -131,12 +130,17 @@ class MeasuredDrafts:
             own_s = min(own_s, WILD * usual.step_s)
         self._settle(contest, arm, seconds, own_s, tokens)
         self._count(contest, arm, outcome, own_s)
-        self._go_on(contest, num, now_ns)
+        self._go_on(contest, outcome.facts, now_ns)
 
     def counters(self) -> dict[str, int]:
         return self._counts.flat()
 
     # -- parts
+
+    @staticmethod
+    def _slow_count(facts: StepFacts) -> bool:
+        """Whether the end comes with the slow rows."""
+        return facts.num_waiting == 0 and facts.num_sequences > 1
 
     def _contest_of(self, num_sequences: int) -> Contest:
         bucket = bucket_of(num_sequences)
@@ -179,19 +183,21 @@ class MeasuredDrafts:
         counts.probe_steps[b] += contest.incumbent == OFF
         counts.add_drafted(num, outcome.num_generated, drafts, accepted, own_s, value_s)
 
-    def _go_on(self, contest: Contest, num_sequences: int, now_ns: int) -> None:
+    def _go_on(self, contest: Contest, facts: StepFacts, now_ns: int) -> None:
         """End a contest, or begin one."""
         if contest.challenger is not None:
             has_to_end = contest.challenger != OFF and self._account.balance_s < 0.0
-            contest.judge(self._prefill.token_s, has_to_end, self._yields)
+            yields = None if self._slow_count(facts) else self._yields
+            contest.judge(self._prefill.token_s, has_to_end, yields)
             return
-        if contest.incumbent == OFF:
-            if contest.steps % OFF_LOOK == 0 and self._account.can_pay:
-                self._replay(now_ns)
-                self._challenge(contest, num_sequences)
-        elif contest.steps % ON_LOOK == 0 and self._same_arm >= ON_LOOK:
-            if not self._doubts(contest) and self._account.can_pay:
-                self._challenge(contest, num_sequences)
+        is_on = contest.incumbent != OFF
+        if contest.steps % (ON_LOOK if is_on else OFF_LOOK) or (is_on and self._same_arm < ON_LOOK):
+            return
+        if (is_on and self._doubts(contest)) or not self._account.can_pay:
+            return
+        if not is_on:
+            self._replay(now_ns)
+        self._challenge(contest, facts.num_sequences)
 
     def _doubts(self, contest: Contest) -> bool:
         """Measure plain steps where drafts seem slower, or once in a while."""

@@ -94,8 +94,9 @@ class Contest:
         self.challenger, self._begun_at = challenger, self.steps
         self.window(challenger).clear()
 
-    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields) -> bool:
-        """After a step of the one that is active: whether the contest is over."""
+    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields | None) -> bool:
+        """After a step of the one that is active: whether the contest is over. yields: None where the tokens that were
+        counted say more."""
         assert self.challenger is not None
         rate = self.rate(self.active, prefill_s)
         is_late = has_to_end or self.steps - self._begun_at >= MOST_STEPS
@@ -120,11 +121,12 @@ class Contest:
             self._decide(ratio, error)
         return is_over
 
-    def _ratio(self, incumbent: Rate, challenger: Rate, yields: Yields) -> tuple[float, float]:
+    def _ratio(self, incumbent: Rate, challenger: Rate, yields: Yields | None) -> tuple[float, float]:
         """How many times as fast the challenger is, and the error of that. Of two depths of one proposer the tokens
         come from the same drafts, so that luck has no part in it."""
         assert self.challenger is not None
-        if OFF in (self.challenger, self.incumbent) or self.challenger.proposer != self.incumbent.proposer:
+        is_of_one = OFF not in (self.challenger, self.incumbent) and self.challenger.proposer == self.incumbent.proposer
+        if yields is None or not is_of_one:
             return incumbent.token_s / challenger.token_s, hypot(incumbent.error, challenger.error)
         ratio = yields(self.challenger) / yields(self.incumbent) * incumbent.step_s / challenger.step_s
         return ratio, hypot(incumbent.step_error, challenger.step_error)

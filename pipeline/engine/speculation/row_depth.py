@@ -8,7 +8,7 @@ Once no sequence waits to be admitted, a job ends with its slow rows. Then token
 
 import numpy as np
 
-from pipeline.engine.propose.policy import Verdict
+from pipeline.engine.drafts.policy import Verdict
 
 FIRST_REST = 4  # misses in a row after which a sequence rests for 2 steps, 4, and so on
 MOST_REST = 8

@@ -101,7 +101,7 @@ class Window:
         """Steps with many prompt tokens say little, as these have a spread."""
         if not self._samples:
             return None
-        least_s = min(s.seconds for s in self._samples)
+        least_s = max(min(s.seconds for s in self._samples), 1e-9)
         total_s = weight = spread = 0.0
         for is_drafted in (False, True):
             own = [

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import StepFacts, StepOutcome, Verdict
-from pipeline.engine.propose.replay import MOST_REPLAYED, MOST_TOKENS
+from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
+from pipeline.engine.drafts.replay import MOST_REPLAYED, MOST_TOKENS
 from pipeline.engine.speculation.bandit import MeasuredDrafts
 from tests.engine.speculation.machines import MACHINES, TEXTS, Machine, Situation, Text
 

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from pipeline.engine.accounting import record_drafts
-from pipeline.engine.draft_room import DraftRoom
+from pipeline.engine.drafts.policy import DraftPolicy, Offer, StepFacts, StepOutcome, Verdict
+from pipeline.engine.drafts.proposer import Drafts, Proposer
+from pipeline.engine.drafts.room import DraftRoom
 from pipeline.engine.drawn import Chooser
 from pipeline.engine.flight import Flight, LateTokens
 from pipeline.engine.params import EngineStats
 from pipeline.engine.penalties import LateIds
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome, Verdict
-from pipeline.engine.propose.proposer import Drafts, Proposer
 from pipeline.engine.rejection import DraftLaw
 from pipeline.engine.sampling_batch import SamplingBatch
 from pipeline.engine.scheduler import Scheduler
