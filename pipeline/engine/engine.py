@@ -16,26 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.engine.drafting import Drafting
+from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.policy import DraftPolicy
+from pipeline.engine.drafts.proposer import Proposer
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
-from pipeline.engine.propose.draft_model import DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
-from pipeline.engine.propose.proposer import Proposer
-from pipeline.engine.propose.replay import MOST_REPLAYED, replay
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable
-from pipeline.engine.speculation.bandit import MeasuredDrafts, Replay
 from pipeline.engine.startup.build import build
-from pipeline.engine.startup.resolve import Speculation
+from pipeline.engine.startup.speculation import make_drafting
 from pipeline.engine.step.completing import Completing
 from pipeline.engine.step.loop import StepLoop
 from pipeline.engine.step.out_of_memory import MemoryRecovery
 from pipeline.engine.step.overlapped import OverlappedLoop
 from pipeline.engine.step.runner import Place, Runner
 from pipeline.errors import ConfigError, RowError
-from pipeline.kernels.select import must_compile, select_lookup
+from pipeline.kernels.select import must_compile
 from pipeline.tokenization.detokenizer import StopChecker
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -67,10 +63,12 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             seed=config.seed,
         )
-        if resolved.speculation is not None:
-            tells_law = not resolved.deterministic
-            with self.place:
-                self._speculate_as(resolved.speculation, built.draft_runner, tells_law)
+        with self.place:
+            self.draft_as(
+                make_drafting(
+                    resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._say_warming_up
+                )
+            )
         self.resolved: dict[str, str | int] = built.about
 
     @classmethod
@@ -282,7 +280,7 @@ class Engine:
         self._check_open()
         if self._num_inside:
             raise ConfigError(f"warm_up: {self._num_inside} requests are waiting or running; warm up before them")
-        self._say(self._warming_up)
+        self._say_warming_up()
         counted, drafting = asdict(self.stats), self.drafting
         self.draft_as(None)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
@@ -329,31 +327,8 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _speculate_as(self, speculation: Speculation, draft: Runner | None, tells_law: bool) -> None:
-        most, vocab_size = speculation.max_draft_tokens, self.runner.vocab_size
-        proposers: list[Proposer] = []
-        for name in speculation.proposers:
-            if name == "ngram":
-                lookup = NgramProposer(self.table, most, compiled=select_lookup())
-                self._say(self._warming_up)
-                lookup.warm_up()
-                proposers.append(lookup)
-            else:
-                assert draft is not None
-                proposers.append(
-                    DraftModelProposer(draft, self.table, self.pool, most, vocab_size, tells_law=tells_law)
-                )
-        policy: DraftPolicy = FixedDrafts(most)
-        if not speculation.forced:
-            policy = MeasuredDrafts([self._replay_of(each) for each in proposers], most)
-        self.speculate(proposers, policy)
-
-    def _replay_of(self, proposer: Proposer) -> Replay | None:
-        if not isinstance(proposer, NgramProposer):
-            return None
-        table, scheduler = self.table, self.scheduler
-        # By slot: the same sequences again and again, so that their texts are indexed like those of ones that draft.
-        return lambda: replay(proposer, table, np.sort(scheduler.running)[:MOST_REPLAYED])
+    def _say_warming_up(self) -> None:
+        self._say(self._warming_up)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.proposer import Drafts
+from pipeline.engine.drafts.policy import Offer
+from pipeline.engine.drafts.proposer import Drafts
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.step.in_flight import StepInFlight
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.draft_model import NEAR, DraftModelProposer
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.draft_model import NEAR, DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.errors import ModelError

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from pipeline.engine.drafts.lookup.compiled import select_lookup
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, StepFacts, StepOutcome
+from pipeline.engine.drafts.replay import MOST_TOKENS, TELLING, replay
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts, StepFacts, StepOutcome
-from pipeline.engine.propose.replay import MOST_TOKENS, TELLING, replay
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.kernels.select import select_lookup
 from tests.engine.hash_runner import expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import run
 from tests.engine.step.test_in_flight_drafts import Waits

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts, StepOutcome
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import FixedDrafts, StepFacts, StepOutcome
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepInput

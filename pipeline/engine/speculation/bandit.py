@@ -15,12 +15,11 @@ only known from steps.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import StepFacts, StepOutcome
+from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome
 from pipeline.engine.speculation.acceptance import Acceptance
 from pipeline.engine.speculation.account import Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of, depths_up_to
@@ -40,15 +39,18 @@ REPLAY_MEMORY = 0.6  # what earlier replays count for
 FIRST_CHECK, FIRST_OTHER = 512, 64  # steps before the first turn of plain steps, and of a draft model
 INHERITED_CHECK = 128
 WILD = 3.0  # a step is charged at most so many times what such steps take
+MANY = 16  # sequences: their first drafts are few, as many may take long
 NEW_STEPS = 32  # a size that was seen for fewer steps is as good as unseen
 
 Replay = Callable[[], np.ndarray]
 """Of each step that drafts would have made of the last tokens, how many drafts would have been accepted."""
 
 
-class _Step(NamedTuple):
+@dataclass
+class _Step:
     facts: StepFacts
     arm: Arm | None  # None: it says nothing
+    slot_S: np.ndarray | None = None  # of those who were asked for drafts
 
 
 class MeasuredDrafts:
@@ -86,6 +88,7 @@ class MeasuredDrafts:
         step = self._steps[-1]
         assert step.facts is facts
         assert step.arm is not None
+        step.slot_S = offer.slot_S
         return np.minimum(np.minimum(offer.count_S, self._rows.depths(offer.slot_S)), step.arm.depth)
 
     def admitted(self, slot: int) -> None:
@@ -98,11 +101,10 @@ class MeasuredDrafts:
         while step.facts is not outcome.facts:  # one that was undone
             step = self._steps.popleft()
         num, verdict = outcome.facts.num_sequences, outcome.verdict
-        if verdict is not None:
+        if verdict is not None and step.arm is not None:
             self._rows.observe(verdict)
-            if step.arm is not None:
-                acceptance = self._acceptance[step.arm.proposer]
-                acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
+            acceptance = self._acceptance[step.arm.proposer]
+            acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
         if told_ns is None or not num:
             return
         seconds = 1e-9 * (now_ns - told_ns)
@@ -115,6 +117,8 @@ class MeasuredDrafts:
         self._same_arm = self._same_arm + 1 if arm == self._last_arm else 0
         self._last_arm = arm
         tokens = outcome.num_generated / num
+        if step.slot_S is not None and self._slow_count(outcome.facts):
+            tokens = min(tokens, self._rows.slow_tokens(step.slot_S, verdict))
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
             if len(window):
@@ -126,12 +130,17 @@ class MeasuredDrafts:
             own_s = min(own_s, WILD * usual.step_s)
         self._settle(contest, arm, seconds, own_s, tokens)
         self._count(contest, arm, outcome, own_s)
-        self._go_on(contest, now_ns)
+        self._go_on(contest, outcome.facts, now_ns)
 
     def counters(self) -> dict[str, int]:
         return self._counts.flat()
 
     # -- parts
+
+    @staticmethod
+    def _slow_count(facts: StepFacts) -> bool:
+        """Whether the end comes with the slow rows."""
+        return facts.num_waiting == 0 and facts.num_sequences > 1
 
     def _contest_of(self, num_sequences: int) -> Contest:
         bucket = bucket_of(num_sequences)
@@ -142,13 +151,9 @@ class MeasuredDrafts:
 
     def _inherit(self) -> Contest:
         """A size that was not seen yet begins as the last one goes on."""
-        last, share = self._contest, None
-        if last.incumbent == OFF:
+        if self._contest.steps == 0:
             return Contest()
-        off_s, rate = last.off_s(self._prefill.token_s), last.rate(last.incumbent, self._prefill.token_s)
-        if off_s is not None and rate is not None:
-            share = off_s / rate.step_s
-        contest = Contest(last.incumbent, share)
+        contest = Contest(self._contest)
         contest.wait(OFF, INHERITED_CHECK)
         return contest
 
@@ -178,18 +183,21 @@ class MeasuredDrafts:
         counts.probe_steps[b] += contest.incumbent == OFF
         counts.add_drafted(num, outcome.num_generated, drafts, accepted, own_s, value_s)
 
-    def _go_on(self, contest: Contest, now_ns: int) -> None:
+    def _go_on(self, contest: Contest, facts: StepFacts, now_ns: int) -> None:
         """End a contest, or begin one."""
         if contest.challenger is not None:
             has_to_end = contest.challenger != OFF and self._account.balance_s < 0.0
-            contest.judge(self._prefill.token_s, has_to_end)
-        elif contest.incumbent == OFF:
-            if contest.steps % OFF_LOOK == 0 and contest.steps >= FIRST_PLAIN_STEPS and self._account.can_pay:
-                self._replay(now_ns)
-                self._challenge(contest)
-        elif contest.steps % ON_LOOK == 0 and self._same_arm >= ON_LOOK and not self._doubts(contest):
-            if self._account.can_pay:
-                self._challenge(contest)
+            yields = None if self._slow_count(facts) else self._yields
+            contest.judge(self._prefill.token_s, has_to_end, yields)
+            return
+        is_on = contest.incumbent != OFF
+        if contest.steps % (ON_LOOK if is_on else OFF_LOOK) or (is_on and self._same_arm < ON_LOOK):
+            return
+        if (is_on and self._doubts(contest)) or not self._account.can_pay:
+            return
+        if not is_on:
+            self._replay(now_ns)
+        self._challenge(contest, facts.num_sequences)
 
     def _doubts(self, contest: Contest) -> bool:
         """Measure plain steps where drafts seem slower, or once in a while."""
@@ -203,7 +211,7 @@ class MeasuredDrafts:
             contest.begin(OFF, prefill_s)
         return is_time
 
-    def _challenge(self, contest: Contest) -> None:
+    def _challenge(self, contest: Contest, num_sequences: int) -> None:
         """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
         nothing is known of it."""
         own = self._expected(contest, contest.incumbent)
@@ -215,37 +223,46 @@ class MeasuredDrafts:
                     best = arm
                     break
                 continue
-            arms = [Arm(p, depth) for depth in self._depths if Arm(p, depth) != contest.incumbent]
+            depths = self._depths
+            if num_sequences >= MANY and all(
+                contest.slowdown(Arm(p, d), self._prefill.token_s) is None for d in depths
+            ):
+                depths = depths[:1]
+            arms = [Arm(p, depth) for depth in depths if Arm(p, depth) != contest.incumbent]
             if not arms:
                 continue
             ratio, arm = max((self._expected(contest, arm), arm) for arm in arms)
             is_due = contest.is_due(arm)
             if replay is None and contest.incumbent.proposer != p:  # what was seen of it may be long ago
                 ratio = max(ratio, own * AGAIN if is_due else 0.0)
-            if ratio > least and ratio > own * (MARGIN if is_due else AGAIN):
+            enough = own * MARGIN if is_due else max(own, contest.disproved(arm)) * AGAIN
+            if ratio > max(least, enough):
                 best, least = arm, ratio
         if best is not None:
-            contest.begin(best, self._prefill.token_s)
+            contest.begin(best, self._prefill.token_s, least)
 
     def _expected(self, contest: Contest, arm: Arm) -> float:
         """How many times as fast as plain steps: tokens as accepted lately, in the time that was measured of this arm
         or, on a line through plain steps, of another of the same proposer."""
         if arm == OFF:
             return 1.0
-        prefill_s = self._prefill.token_s
-        off_s, tokens = contest.off_s(prefill_s), self._acceptance[arm.proposer].tokens(arm.depth)
-        rate = contest.rate(arm, prefill_s)
-        if off_s is None:
-            return tokens
-        if rate is not None:
-            return tokens * off_s / rate.step_s
-        near = [d for d in self._depths if contest.rate(Arm(arm.proposer, d), prefill_s) is not None]
-        if not near:
-            return tokens
-        depth = min(near, key=lambda d: abs(d - arm.depth))
-        rate = contest.rate(Arm(arm.proposer, depth), prefill_s)
-        assert rate is not None
-        return tokens * off_s / max(off_s + (rate.step_s - off_s) * arm.depth / depth, off_s)
+        prefill_s, tokens = self._prefill.token_s, self._yields(arm)
+        slowdown = contest.slowdown(arm, prefill_s)
+        if slowdown is None:
+            others = [Arm(arm.proposer, depth) for depth in self._depths]
+            known = [(other, contest.slowdown(other, prefill_s)) for other in others]
+            near = [(abs(other.depth - arm.depth), other.depth, by) for other, by in known if by is not None]
+            if not near:
+                return tokens
+            _, depth, by = min(near)
+            # Deeper drafts often cost less than the first ones, and whether they do is only known once they are tried.
+            more = (arm.depth - depth) / depth
+            slowdown = by + max(by - 1.0, 0.0) * (more if more < 0 else 0.5 * more)
+        return tokens / slowdown
+
+    def _yields(self, arm: Arm) -> float:
+        """Tokens a step, as accepted lately."""
+        return 1.0 if arm == OFF else self._acceptance[arm.proposer].tokens(arm.depth)
 
     def _replay(self, now_ns: int) -> None:
         """What drafts would have come to lately."""

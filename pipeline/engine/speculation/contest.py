@@ -5,7 +5,8 @@ the incumbent's steps before it and after it are taken together, so that a drift
 waits twice as long for its next turn.
 """
 
-from math import sqrt
+from collections.abc import Callable
+from math import hypot
 
 from pipeline.engine.speculation.arms import OFF, Arm
 from pipeline.engine.speculation.step_time import Rate, Window
@@ -20,20 +21,26 @@ WIDE = 1.3  # plain steps that lose by so much are not measured again soon
 FIRST_PAUSE, MOST_PAUSE = 256, 8192  # steps until the next turn
 
 
-class Contest:
-    """steps: that were run at this size of batch. off_share: the time of a plain step by that of the incumbent, where
-    plain steps were not measured here."""
+Yields = Callable[[Arm], float]
+"""Tokens a step of an arm, as accepted lately."""
 
-    def __init__(self, incumbent: Arm = OFF, off_share: float | None = None) -> None:
-        self.incumbent, self.challenger = incumbent, None
-        self.off_share = off_share
+
+class Contest:
+    """steps: that were run at this size of batch. parent: the contest whose incumbent goes on here."""
+
+    def __init__(self, parent: "Contest | None" = None) -> None:
+        self.parent = parent
+        self.incumbent: Arm = OFF if parent is None else parent.incumbent
+        self.challenger: Arm | None = None
         self.steps = 0
         self._windows: dict[Arm, Window] = {}
         self._due: dict[Arm, int] = {}
         self._pause: dict[Arm, int] = {}
+        self._disproved: dict[Arm, float] = {} if parent is None else dict(parent._disproved)
         self._before: Rate | None = None  # the incumbent's, before the challenger
         self._between: Rate | None = None  # the challenger's, while the incumbent runs again
         self._begun_at = 0
+        self._hoped = 0.0
 
     @property
     def active(self) -> Arm:
@@ -53,8 +60,18 @@ class Contest:
         rate = self.rate(OFF, prefill_s)
         if rate is not None and rate.weight >= LEAST_WEIGHT:
             return rate.step_s
-        rate = self.rate(self.incumbent, prefill_s)
-        return None if rate is None or self.off_share is None else self.off_share * rate.step_s
+        rate, slowdown = self.rate(self.incumbent, prefill_s), None
+        if self.parent is not None:
+            slowdown = self.parent.slowdown(self.incumbent, prefill_s)
+        return None if rate is None or slowdown is None else rate.step_s / slowdown
+
+    def slowdown(self, arm: Arm, prefill_s: float) -> float | None:
+        """How many times as long as plain steps those of the arm take, here or where it was seen last."""
+        rate = self.rate(arm, prefill_s)
+        if rate is not None:
+            off_s = self.off_s(prefill_s)
+            return None if off_s is None else rate.step_s / off_s
+        return None if self.parent is None else self.parent.slowdown(arm, prefill_s)
 
     # -- turns
 
@@ -65,14 +82,21 @@ class Contest:
     def wait(self, arm: Arm, steps: int) -> None:
         self._due[arm] = self.steps + steps
 
-    def begin(self, challenger: Arm, prefill_s: float) -> None:
+    def disproved(self, arm: Arm) -> float:
+        """What was expected of the arm when it lost the last time."""
+        return self._disproved.get(arm, 0.0)
+
+    def begin(self, challenger: Arm, prefill_s: float, expected: float = 0.0) -> None:
+        """expected: how many times as fast as plain steps."""
         assert self.challenger is None
+        self._hoped = expected
         self._before, self._between = self.rate(self.incumbent, prefill_s), None
         self.challenger, self._begun_at = challenger, self.steps
         self.window(challenger).clear()
 
-    def judge(self, prefill_s: float, has_to_end: bool) -> bool:
-        """After a step of the one that is active: whether the contest is over."""
+    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields | None) -> bool:
+        """After a step of the one that is active: whether the contest is over. yields: None where the tokens that were
+        counted say more."""
         assert self.challenger is not None
         rate = self.rate(self.active, prefill_s)
         is_late = has_to_end or self.steps - self._begun_at >= MOST_STEPS
@@ -80,24 +104,32 @@ class Contest:
             if is_late:
                 self._decide(0.0, 0.0)
             return is_late
-        is_enough = is_late or (rate.weight >= MOST_WEIGHT and rate.error < MOST_ERROR)
         if self._between is not None:  # the incumbent again
-            if is_enough:
-                before = rate if self._before is None else self._before
-                error = sqrt(0.5 * (before.error**2 + rate.error**2) + self._between.error**2)
-                self._decide(0.5 * (before.token_s + rate.token_s) / self._between.token_s, error)
-            return is_enough
-        before = self._before
-        if before is not None:
-            ratio, error = before.token_s / rate.token_s, sqrt(before.error**2 + rate.error**2)
-            is_clear = not CLEAR[0] < ratio < CLEAR[1]
-            if is_clear and (is_enough or abs(ratio - 1.0) > CERTAIN * error):
-                self._decide(ratio, error)
-                return True
-        if is_enough:
+            before = rate if self._before is None else self._before
+            ratios = [self._ratio(each, self._between, yields) for each in (before, rate)]
+            ratio, error = 0.5 * (ratios[0][0] + ratios[1][0]), max(ratios[0][1], ratios[1][1])
+        else:
+            ratio, error = (1.0, 1.0) if self._before is None else self._ratio(self._before, rate, yields)
+        is_clear = not CLEAR[0] < ratio < CLEAR[1]
+        is_enough = is_late or (rate.weight >= MOST_WEIGHT and error < MOST_ERROR)
+        if is_enough and self._between is None and not is_clear:
             self._between, self._begun_at = rate, self.steps
             self.window(self.incumbent).clear()
-        return False
+            return False
+        is_over = is_enough or (is_clear and abs(ratio - 1.0) > CERTAIN * error)
+        if is_over:
+            self._decide(ratio, error)
+        return is_over
+
+    def _ratio(self, incumbent: Rate, challenger: Rate, yields: Yields | None) -> tuple[float, float]:
+        """How many times as fast the challenger is, and the error of that. Of two depths of one proposer the tokens
+        come from the same drafts, so that luck has no part in it."""
+        assert self.challenger is not None
+        is_of_one = OFF not in (self.challenger, self.incumbent) and self.challenger.proposer == self.incumbent.proposer
+        if yields is None or not is_of_one:
+            return incumbent.token_s / challenger.token_s, hypot(incumbent.error, challenger.error)
+        ratio = yields(self.challenger) / yields(self.incumbent) * incumbent.step_s / challenger.step_s
+        return ratio, hypot(incumbent.step_error, challenger.step_error)
 
     def _decide(self, ratio: float, error: float) -> None:
         """ratio: how many times as fast as the incumbent."""
@@ -108,9 +140,12 @@ class Contest:
         if ratio > least:
             loser, self.incumbent = self.incumbent, challenger
             self._pause[challenger] = FIRST_PAUSE
+            self._disproved.pop(challenger, None)
             if loser == OFF and ratio > WIDE:
                 self._pause[loser] = MOST_PAUSE
+        else:
+            self._disproved[challenger] = self._hoped
         pause = self._pause.get(loser, FIRST_PAUSE)
         self._due[loser] = self.steps + pause
-        self._pause[loser] = min(2 * pause, MOST_PAUSE)
+        self._pause[loser] = min((2 if CLEAR[0] < ratio < WIDE else 4) * pause, MOST_PAUSE)
         self.challenger = self._between = None

@@ -5,7 +5,7 @@ Prompts share steps with decoding, and more often so where drafts end rows soone
 """
 
 from collections import deque
-from math import sqrt
+from math import hypot, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -44,18 +44,24 @@ class PrefillCost:
 
 
 class Rate(NamedTuple):
-    """step_s: of a step without prompts. tokens: that a sequence gets in it. weight: how many such steps say so. error:
-    the relative standard error of `token_s`."""
+    """step_s: of a step without prompts. tokens: that a sequence gets in it. weight: how many such steps say so. The
+    relative standard errors of both."""
 
     step_s: float
     tokens: float
     weight: float
-    error: float
+    step_error: float
+    tokens_error: float
 
     @property
     def token_s(self) -> float:
         """Seconds until each sequence has one more token."""
         return self.step_s / self.tokens
+
+    @property
+    def error(self) -> float:
+        """The relative standard error of `token_s`."""
+        return hypot(self.step_error, self.tokens_error)
 
 
 class Window:
@@ -95,7 +101,7 @@ class Window:
         """Steps with many prompt tokens say little, as these have a spread."""
         if not self._samples:
             return None
-        least_s = min(s.seconds for s in self._samples)
+        least_s = max(min(s.seconds for s in self._samples), 1e-9)
         total_s = weight = spread = 0.0
         for is_drafted in (False, True):
             own = [
@@ -115,5 +121,5 @@ class Window:
         num = len(self._samples)
         step_s, tokens = max(total_s / num, 1e-9), sum(s.tokens for s in self._samples) / num
         tokens_spread = sum((s.tokens - tokens) ** 2 for s in self._samples) / num
-        error = sqrt(spread / num / step_s**2 / weight + tokens_spread / tokens**2 / num)
-        return Rate(step_s, tokens, weight, error)
+        errors = sqrt(spread / num / weight) / step_s, sqrt(tokens_spread / num) / tokens
+        return Rate(step_s, tokens, weight, *errors)

@@ -12,7 +12,7 @@ from time import perf_counter_ns
 import numpy as np
 import torch
 
-from pipeline.engine.drafting import Drafting
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.on_host import sample
 from pipeline.engine.sampling.verify import Verified

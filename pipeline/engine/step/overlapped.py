@@ -12,8 +12,8 @@ device works in the order of the launches.
 
 from time import perf_counter_ns
 
-from pipeline.engine.drafting import DraftedStep, Drafting
-from pipeline.engine.propose.proposer import Proposer
+from pipeline.engine.drafts.drafting import DraftedStep, Drafting
+from pipeline.engine.drafts.proposer import Proposer
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import PendingOutput, sample_on_device
 from pipeline.engine.sampling.verify import PendingVerified

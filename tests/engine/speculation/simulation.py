@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import StepFacts, StepOutcome, Verdict
-from pipeline.engine.propose.replay import MOST_REPLAYED, MOST_TOKENS
+from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
+from pipeline.engine.drafts.replay import MOST_REPLAYED, MOST_TOKENS
 from pipeline.engine.speculation.bandit import MeasuredDrafts
 from tests.engine.speculation.machines import MACHINES, TEXTS, Machine, Situation, Text
 
@@ -106,7 +105,7 @@ class Simulation:
                     del prompts[row]
                     self.row_S = np.append(self.row_S, row)
             if len(self.row_S):
-                drafted_steps += self.step(num_prefill, room, slot_of)
+                drafted_steps += self.step(num_prefill, room, len(waiting), slot_of)
             else:
                 self.spend(self.machine.prefill_s * num_prefill)
             steps += 1
@@ -121,9 +120,9 @@ class Simulation:
         self.seconds += seconds
         self.clock_s += self.noise(seconds) if is_noisy else seconds
 
-    def step(self, num_prefill: int, room: int, slot_of: dict[int, int]) -> bool:
+    def step(self, num_prefill: int, room: int, num_waiting: int, slot_of: dict[int, int]) -> bool:
         row_S, machine, num = self.row_S, self.machine, len(self.row_S)
-        facts = StepFacts(num, num_prefill, room)
+        facts = StepFacts(num, num_prefill, room, num_waiting)
         number = self.policy.select(facts) if self.policy else 0 if self.fixed and room else None
         drafted_S = accepted_S = np.zeros(num, dtype=np.int64)
         slot_S = np.array([slot_of[row] for row in row_S.tolist()])

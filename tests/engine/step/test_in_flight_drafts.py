@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.draft_model import DraftModelProposer
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.draft_model import DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from tests.engine.hash_runner import expected_tokens, hash_engine
@@ -53,8 +53,8 @@ def greedy_rows(count: int, max_tokens: int = 21) -> list[Request]:
 
 
 class Waits:
-    """Of an engine: reads of the device's tensors by the host, but for those of `StepInFlight.output`, and how many steps had
-    been launched when a step's tokens were read."""
+    """Reads of the device's tensors by the host, but for those of `StepInFlight.output`, and how many steps had been
+    launched when a step's tokens were read."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.early: list[str] = []

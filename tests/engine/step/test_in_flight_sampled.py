@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import FutureTokens
 from tests.engine.hash_runner import VOCAB, hash_engine

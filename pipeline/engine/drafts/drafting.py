@@ -5,7 +5,8 @@
     -> policy and proposer are told
 
 Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
-(`DrawnDrafts`), and so does what the model made of them (`verify.PendingVerified`), until the step is landed (flight.py).
+(`DrawnDrafts`), and so does what the model made of them (`verify.PendingVerified`), until the step is landed
+(step/overlapped.py).
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pipeline.engine.draft_room import DraftRoom
+from pipeline.engine.drafts.policy import DraftPolicy, Offer, StepFacts, StepOutcome, Verdict
+from pipeline.engine.drafts.proposer import Drafts, Proposer
+from pipeline.engine.drafts.room import DraftRoom
 from pipeline.engine.params import DRAFT_PLACES, EngineStats
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome, Verdict
-from pipeline.engine.propose.proposer import Drafts, Proposer
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.on_device import SamplingKernels
 from pipeline.engine.sampling.penalties import FutureIds
@@ -70,7 +70,9 @@ class Drafting:
         """Who is to be asked for drafts in this step."""
         num_sequences, num_tokens = int(np.count_nonzero(plan.samples_S)), plan.num_tokens
         room = max(self._scheduler.step_tokens - num_tokens, 0)
-        self._step = DraftedStep(StepFacts(num_sequences, num_tokens - num_sequences, room))
+        self._step = DraftedStep(
+            StepFacts(num_sequences, num_tokens - num_sequences, room, len(self._scheduler.waiting))
+        )
         number = self.policy.select(self._step.facts)
         return None if number is None else self.proposers[number]
 

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH
-from pipeline.engine.propose.templates import MOST_COPIES
+from pipeline.engine.drafts.lookup.compiled import CompiledLookup, select_lookup
+from pipeline.engine.drafts.lookup.copy_patterns import MOST_COPIES
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.lookup.suffix_index import MAX_MATCH, MIN_MATCH
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.kernels.compiled_lookup import CompiledLookup
-from pipeline.kernels.select import select_lookup
 from tests.engine.test_ngram import admit, append, leave
 
 ON, BY, FOR, STOP = 901, 902, 903, 904  # what outputs say of their own
@@ -104,7 +103,7 @@ def test_a_copy_may_turn_out_to_be_another_longer_one() -> None:
     assert rows.asked(form(DAY, [7, 8]), [BY, 7]) == [8, FOR]
 
 
-def test_nothing_is_taken_from_templates_that_are_known_less_well_than_the_tokens() -> None:
+def test_nothing_is_taken_from_patterns_that_are_known_less_well_than_the_tokens() -> None:
     rows = Rows(3)
     rows.finished([50, 51, 52], [60, 61, 62, 63, 64])
     assert rows.asked([70, 61, 62, 63, 80, 81, 82, 83, 61, 62], [62, 63, 61, 62, 63]) == [80, 81, 82]  # its own
@@ -127,12 +126,12 @@ def test_many_new_tokens_are_looked_at_over_several_calls() -> None:
     output = [*range(100, 150), *said(DAY, NAME)]
     rows.finished(form(DAY, NAME), output)
     slot = rows.begin(form(NOISE, NAME), [*range(100, 150), ON])
-    assert rows.proposer._templates is not None
+    assert rows.proposer._patterns is not None
     counts = []
     for _ in range(4):
         known_S = rows.table.num_known[[slot]]
         offer = rows.proposer._matches(np.array([slot]), known_S, 1000)
-        rows.proposer._templates.exchange(offer, known_S, 20)
+        rows.proposer._patterns.exchange(offer, known_S, 20)
         counts.append(offer.token_id_SK[0, : offer.count_S[0]].tolist())
     assert counts == [[*DAY, BY], [*DAY, BY], NOISE, NOISE]  # the tokens alone lead to what the other one said
 

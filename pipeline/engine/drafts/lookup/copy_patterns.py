@@ -10,22 +10,22 @@ behind the same symbols: forms of a prompt differ. It ends where the same token 
 
 Whether a token begins a copy is not known before the next one, so for the last one both is tried.
 
-Shapes: those of `kernels/cpu/templates.py`, which does it.
+Shapes: those of `compiled_copies.py`, which does it.
 """
 
 import numpy as np
 
-from pipeline.engine.propose.corpus import BORDER, FinishedOutputs
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.suffix_index import SuffixIndex
+from pipeline.engine.drafts.lookup.compiled import CompiledLookup
+from pipeline.engine.drafts.lookup.corpus import BORDER, FinishedOutputs
+from pipeline.engine.drafts.lookup.suffix_index import SuffixIndex
+from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.kernels.compiled_lookup import CompiledLookup
 
 MOST_CONTEXTS = 1 << 13  # of copies
 MOST_COPIES = 16  # that are known for each
 
 
-class Templates:
+class CopyPatterns:
     """Of the rows of one engine's `table`, and of outputs that are in `finished`."""
 
     def __init__(self, compiled: CompiledLookup, table: SlotTable, finished: FinishedOutputs) -> None:

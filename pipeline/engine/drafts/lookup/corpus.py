@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
+from pipeline.engine.drafts.lookup.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
 
 BORDER = -2  # between outputs: no token, and not what stands before a text either
 _FIRST = 2  # place of an output: two borders, so that what is before the first one is not taken for the array's begin
@@ -14,7 +14,7 @@ class FinishedOutputs:
     """About the last `capacity` tokens of finished outputs, with borders between them; the oldest are overwritten."""
 
     def __init__(self, capacity: int, index_runs: Callable[..., None] | None = None) -> None:
-        """index_runs: `kernels/cpu/lookup.index_runs`, which does that in a tenth of the time; None: numpy."""
+        """index_runs: `compiled_lookup.index_runs`, which does that in a tenth of the time; None: numpy."""
         assert capacity > MAX_MATCH + 2
         self._index_runs = index_runs or self._index
         self.index = SuffixIndex(8 * capacity)

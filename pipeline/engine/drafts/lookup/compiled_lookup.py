@@ -1,23 +1,26 @@
 """Looking up what followed the last tokens of texts when they occurred before, compiled by numba; no torch.
 
-One pass over the sequences of a step. What it does is told, and done with numpy, in `engine/propose/`; the tables are
-the same, so that either may go on with what the other has built.
+One pass over the sequences of a step. `ngram.py`, `suffix_index.py` and `corpus.py` tell what it does, and do it with
+numpy; the tables are the same, so that either may go on with what the other has built.
 
 Shapes: S sequences, K most drafts of one, M tokens before a place (the last one first), E entries of a table.
 """
 
+from pathlib import Path
+
 import numpy as np
 from numba import njit
 
-# Those of engine/propose/suffix_index.py and corpus.py; a test lets both work on one table.
-MIN_MATCH, MAX_MATCH, BORDER = 2, 8, -2
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SALT = np.uint64(0xD1B54A32D192ED03)
-_LENGTH = np.uint64(0x8CB92BA72F3D8DD7)
+from pipeline.engine.drafts.lookup.corpus import BORDER
+from pipeline.engine.drafts.lookup.suffix_index import GOLDEN, LENGTH, MAX_MATCH, MIN_MATCH, SALT
+from pipeline.kernels.cpu.compile.versions import made_of
+
+_made_of = made_of(*(str(Path(__file__).with_name(name)) for name in ("corpus.py", "suffix_index.py")))
 _32, _64, _2 = np.uint64(32), np.uint64(64), np.uint64(2)
 
 
 @njit(cache=True)
+@_made_of
 def look_up(
     tokens, begin_S, known_S, indexed_S, salt_S, end_E, finished, finished_end_E, most, token_SK, count_S, match_S
 ):
@@ -30,7 +33,7 @@ def look_up(
     tail_M = np.empty(MAX_MATCH, dtype=np.int64)
     bits, finished_bits = bits_of(len(end_E)), bits_of(len(finished_end_E))
     for s in range(len(begin_S)):
-        begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * _SALT
+        begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * SALT
         for end in range(indexed_S[s] + 1, min(known, indexed_S[s] + most + 1)):
             write_tail(tokens, begin, end, tail_M)
             write_keys(tail_M, salt, bits, key_L)
@@ -38,7 +41,7 @@ def look_up(
                 end_E[key] = end
     # all are indexed before any is looked up: runs of different texts may fall on one entry
     for s in range(len(begin_S)):
-        begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * _SALT
+        begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * SALT
         write_tail(tokens, begin, known, tail_M)
         write_keys(tail_M, salt, bits, key_L)
         end, match = longest(tokens, begin, known, tail_M, key_L, end_E)
@@ -60,6 +63,7 @@ def look_up(
 
 
 @njit(cache=True)
+@_made_of
 def index_runs(tokens, begin, end, end_E):
     """Say in the table where the runs of the text tokens[begin:end] end, which others stand before, but for those at
     its very end. See `FinishedOutputs.add`."""
@@ -94,12 +98,12 @@ def write_keys(tail_M, salt, bits, key_L):
     """The entries of the runs that end the tail."""
     total, factor = np.uint64(0), np.uint64(1)
     for m in range(MAX_MATCH):
-        factor *= _GOLDEN
+        factor *= GOLDEN
         total += (np.uint64(tail_M[m]) + _2) * factor
         if m + 1 >= MIN_MATCH:
-            mixed = total + np.uint64(m + 1) * _LENGTH + salt
+            mixed = total + np.uint64(m + 1) * LENGTH + salt
             mixed ^= mixed >> _32
-            mixed *= _GOLDEN
+            mixed *= GOLDEN
             key_L[m + 1 - MIN_MATCH] = np.int64(mixed >> (_64 - bits))
 
 

@@ -1,6 +1,6 @@
 """Drafts from what outputs have in common apart from what they copy out of their prompts, compiled by numba; no torch.
 
-What is done, and why, is told in `engine/propose/templates.py`, with the arrays. A symbol is a token of an output (0
+What is done, and why, is told in `copy_patterns.py`, with the arrays. A symbol is a token of an output (0
 and up), `COPY` for a run of tokens that stands in the prompt as well, or `BORDER` before and behind an output. What is
 known of a copy are four tokens: the two before it in its prompt (its source), and what stands behind it there: one
 token that the copy does not contain, and NONE, or two tokens. NONE as the first of these: the prompt ended there.
@@ -10,23 +10,29 @@ that are known of one, S sequences of a step, B slots, W symbols of one, M symbo
 K most drafts of one sequence.
 """
 
+from pathlib import Path
+
 import numpy as np
 from numba import njit
 
+from pipeline.engine.drafts.lookup.compiled_lookup import bits_of, longest, write_keys, write_tail
+from pipeline.engine.drafts.lookup.corpus import BORDER
+from pipeline.engine.drafts.lookup.suffix_index import GOLDEN, MAX_MATCH, MIN_MATCH
 from pipeline.kernels.cpu.compile.versions import made_of
-from pipeline.kernels.cpu.lookup import BORDER, MAX_MATCH, MIN_MATCH, bits_of, longest, write_keys, write_tail
 
+_made_of = made_of(
+    *(str(Path(__file__).with_name(name)) for name in ("compiled_lookup.py", "corpus.py", "suffix_index.py"))
+)
 COPY, NONE = -3, -1
 PARSED, SYMBOLS, COPY_FROM, COPY_PLACE = 0, 1, 2, 3  # of a slot's state; see `draft`
 CONTEXT = 3  # symbols before a copy that what is known of such copies is found by, or fewer
 _BLOCK = 64  # tokens that are compared at once
 _SOURCE = 2  # tokens before a copy
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _32, _64 = np.uint64(32), np.uint64(64)
 
 
 @njit(cache=True)
-@made_of("lookup.py")
+@_made_of
 def learn(text, num_prompt, begin, symbol_N, copy_N4, end_E, known_TQ4):
     """Write down the symbols of the output of this text, a prompt and the output, whose place among the finished
     outputs is `begin`, with a border behind it; index their runs, and remember what is known of the copies."""
@@ -51,7 +57,7 @@ def learn(text, num_prompt, begin, symbol_N, copy_N4, end_E, known_TQ4):
 
 
 @njit(cache=True)
-@made_of("lookup.py")
+@_made_of
 def draft(
     tokens,
     slot_S,
@@ -190,9 +196,9 @@ def _context(tail_M, number, num_contexts):
     mixed, symbol = np.uint64(number), 0
     for m in range(number):
         symbol = NONE if m > 0 and symbol in (BORDER, NONE) else tail_M[m]  # what was before belongs to another output
-        mixed = (mixed + np.uint64(symbol)) * _GOLDEN
+        mixed = (mixed + np.uint64(symbol)) * GOLDEN
         mixed ^= mixed >> _32
-    return np.int64((mixed * _GOLDEN) >> (_64 - bits_of(num_contexts)))
+    return np.int64((mixed * GOLDEN) >> (_64 - bits_of(num_contexts)))
 
 
 @njit

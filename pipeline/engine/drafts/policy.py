@@ -5,26 +5,40 @@
 Where steps overlap, the next step is decided on before `observe` is told of the one in flight. Steps are observed in
 the order in which they were selected; one that was undone is never observed.
 
-Shapes: S sequences of an offer, D those of them that have drafts in the step.
+Shapes: S sequences of an offer, K most drafts of one, D those of them that have drafts in the step.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pipeline.engine.propose.offer import Offer
+
+@dataclass(frozen=True)
+class Offer:
+    """Sequence slot_S[s] could be drafted up to count_S[s] tokens.
+
+    token_id_SK: the tokens, where looking them up is all there is to drafting them; else it has no columns.
+    match_len_S: of lookup, how many of the last tokens, or symbols of them, occurred before; 0 without a match.
+    """
+
+    slot_S: np.ndarray  # int64
+    count_S: np.ndarray  # int64
+    match_len_S: np.ndarray  # int64
+    token_id_SK: np.ndarray  # int64
 
 
 class StepFacts(NamedTuple):
     """A planned step before drafts. Told apart by identity.
 
     num_sequences: those that get a token. num_prefill: its other tokens (prompts, recomputed ones). room: tokens it
-    could still take; none while prompts queue, since they fill a step first.
+    could still take; none while prompts queue, since they fill a step first. num_waiting: sequences not admitted yet.
     """
 
     num_sequences: int
     num_prefill: int
     room: int
+    num_waiting: int = 0
 
 
 class Verdict(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.engine.propose.offer import Offer
+from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.schedule.sequence import SlotTable
 
 MOST_REPLAYED = 8  # sequences: looking up takes some microseconds for each

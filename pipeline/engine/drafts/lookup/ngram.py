@@ -1,12 +1,12 @@
 """Drafts by looking up: what followed the last few tokens when they occurred before.
 
-Templated, extractive and repetitive texts say the same again. The longest run of tokens that ends a sequence is looked
+Formulaic, extractive and repetitive texts say the same again. The longest run of tokens that ends a sequence is looked
 for in its own prompt and output, and in the outputs that finished before it; of equally long ones the last occurrence
 counts, the sequence's own before another's (prompt lookup: Saxena 2023; suffix decoding: Oliaro et al. 2024, arXiv
 2411.04975). All sequences are looked up at once: by a compiled pass where there is one, else by some array operations.
 
 Where finished outputs are alike apart from what they copy out of their prompts, what the output's own prompt says is
-drafted in the place of that (templates.py).
+drafted in the place of that (copy_patterns.py).
 
 Shapes: S sequences, N places in their texts, M tokens of a run, K most drafts of one.
 """
@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline.engine.propose.corpus import FinishedOutputs
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.proposer import Drafts
-from pipeline.engine.propose.suffix_index import MIN_MATCH, SuffixIndex, tails
-from pipeline.engine.propose.templates import Templates
+from pipeline.engine.drafts.lookup.compiled import CompiledLookup
+from pipeline.engine.drafts.lookup.copy_patterns import CopyPatterns
+from pipeline.engine.drafts.lookup.corpus import FinishedOutputs
+from pipeline.engine.drafts.lookup.suffix_index import MIN_MATCH, SuffixIndex, tails
+from pipeline.engine.drafts.policy import Offer
+from pipeline.engine.drafts.proposer import Drafts
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.step.in_flight import StepInFlight
-from pipeline.kernels.compiled_lookup import CompiledLookup
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
@@ -36,7 +36,7 @@ MOST_UNLEARNT = 32  # of them that wait for it while nobody asks for drafts: the
 class NgramProposer:
     """Implements `Proposer` over the tokens in `table`, with at most `max_draft_tokens` for one sequence.
 
-    compiled: what looks up in a tenth of the time, and finds templates; None: numpy, and no templates.
+    compiled: what looks up in a tenth of the time, and finds copy patterns; None: numpy, and no patterns.
     """
 
     name = "ngram"
@@ -52,7 +52,7 @@ class NgramProposer:
         assert max_draft_tokens >= 1
         self.table, self.max_draft_tokens = table, max_draft_tokens
         self.finished = FinishedOutputs(corpus_tokens, None if compiled is None else compiled.index_runs)
-        self._templates = None if compiled is None else Templates(compiled, table, self.finished)
+        self._patterns = None if compiled is None else CopyPatterns(compiled, table, self.finished)
         self._unlearnt: deque[tuple[np.ndarray, int]] = deque(maxlen=MOST_UNLEARNT)  # rows' tokens, those of the prompt
         self.index = SuffixIndex(min(32 * table.token_ids.size, max_entries))
         self._tokens = table.token_ids.reshape(-1)  # a view: slot s begins at s * width
@@ -70,8 +70,8 @@ class NgramProposer:
 
     def admitted(self, slot: int) -> None:
         self._num_indexed[slot] = MIN_MATCH - 1
-        if self._templates is not None:
-            self._templates.admitted(slot)
+        if self._patterns is not None:
+            self._patterns.admitted(slot)
 
     def left(self, slot: int, finished: bool) -> None:
         if finished:
@@ -92,8 +92,8 @@ class NgramProposer:
         self._learn()
         most_new = max(INDEXED_PER_CALL // max(len(slot_S), 1), 2 * (self.max_draft_tokens + 1))
         offer = self._matches(slot_S, known_S, most_new)
-        if self._templates is not None:
-            self._templates.exchange(offer, known_S, most_new)
+        if self._patterns is not None:
+            self._patterns.exchange(offer, known_S, most_new)
         return offer
 
     def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
@@ -115,8 +115,8 @@ class NgramProposer:
             tokens, num_prompt = self._unlearnt.pop()
             output = tokens[num_prompt:]
             place = self.finished.add(output)
-            if place and len(output) <= self.finished.most_tokens and self._templates is not None:
-                self._templates.learn(tokens, num_prompt, place)
+            if place and len(output) <= self.finished.most_tokens and self._patterns is not None:
+                self._patterns.learn(tokens, num_prompt, place)
 
     def _matches(self, slot_S: np.ndarray, known_S: np.ndarray, most_new: int) -> Offer:
         """What followed when the longest run of last tokens occurred before."""

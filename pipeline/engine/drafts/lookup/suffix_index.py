@@ -12,10 +12,12 @@ import numpy as np
 MIN_MATCH, MAX_MATCH = 2, 8
 
 _BACK_M = np.arange(1, MAX_MATCH + 1)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SALT = np.uint64(0xD1B54A32D192ED03)
-_FACTOR_M = np.cumprod(np.full(MAX_MATCH, _GOLDEN))  # of a polynomial modulo 2**64
-_LENGTH_L = np.arange(MIN_MATCH, MAX_MATCH + 1, dtype=np.uint64) * np.uint64(0x8CB92BA72F3D8DD7)
+# of the hash: a polynomial modulo 2**64
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+SALT = np.uint64(0xD1B54A32D192ED03)
+LENGTH = np.uint64(0x8CB92BA72F3D8DD7)
+_FACTOR_M = np.cumprod(np.full(MAX_MATCH, GOLDEN))
+_LENGTH_L = np.arange(MIN_MATCH, MAX_MATCH + 1, dtype=np.uint64) * LENGTH
 _SHIFT = np.uint64(32)
 
 
@@ -43,9 +45,9 @@ class SuffixIndex:
     def keys(self, tail_NM: np.ndarray, salt_N: np.ndarray | int) -> np.ndarray:
         """The entries (N, L) of the runs that end each tail."""
         hash_NL = np.cumsum((tail_NM + 2).astype(np.uint64) * _FACTOR_M, axis=-1)[..., MIN_MATCH - 1 :] + _LENGTH_L
-        hash_NL += (np.asarray(salt_N).astype(np.uint64) * _SALT)[..., None]
+        hash_NL += (np.asarray(salt_N).astype(np.uint64) * SALT)[..., None]
         hash_NL ^= hash_NL >> _SHIFT
-        hash_NL *= _GOLDEN
+        hash_NL *= GOLDEN
         return (hash_NL >> self._drop).astype(np.int64)
 
     def insert(self, key_NL: np.ndarray, end_N: np.ndarray) -> None:

@@ -14,9 +14,6 @@ sampling can accept most of them; a greedy request gets the draft's best tokens.
 the distribution is kept back, and drafts are drawn with the very number that the target will draw with: then they are
 accepted where they are what it draws.
 
-How much of a sequence's last drafts was accepted says most about its next ones; offers say it as their match length,
-for a while.
-
 Shapes: S sequences of the offer, A of them drafting, K most drafts of one, V the target's vocabulary, B blocks.
 """
 
@@ -24,8 +21,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.proposer import Drafts, DrawnDrafts
+from pipeline.engine.drafts.policy import Offer
+from pipeline.engine.drafts.proposer import Drafts, DrawnDrafts
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import choose
 from pipeline.engine.sampling.on_host import distribution, greedy
@@ -39,7 +36,6 @@ from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.engine.step.runner import Runner
 from pipeline.kernels.transfer import on_device
 
-RECENT_TOKENS = 16  # known tokens after which what became of the last drafts is forgotten
 NEAR = 8  # known tokens behind that the first pass computes besides; who is further behind catches up first
 
 
@@ -66,8 +62,6 @@ class DraftModelProposer:
         self.max_draft_tokens, self.vocab_size, self.catch_up_tokens = max_draft_tokens, vocab_size, catch_up_tokens
         self.tells_law = tells_law
         self._num_computed = np.zeros(table.num_slots, dtype=np.int64)  # known tokens whose draft keys are in the cache
-        self._match_len = np.zeros(table.num_slots, dtype=np.int64)  # 1 and what was accepted of the last drafts
-        self._settled_at = np.zeros(table.num_slots, dtype=np.int64)  # known tokens when they were drafted
         self._num_marked = np.zeros(table.num_slots, dtype=np.int64)  # blocks of it known as filled
         self._filled_B = np.full(pool.num_blocks, -1, dtype=np.int64)  # generation in which the draft filled it
 
@@ -77,7 +71,6 @@ class DraftModelProposer:
         filled = int(empty[0]) if len(empty) else len(block_B)
         self._num_marked[slot] = filled
         self._num_computed[slot] = filled * self.table.block_size
-        self._match_len[slot] = 0
 
     def left(self, slot: int, finished: bool) -> None:
         pass
@@ -103,9 +96,7 @@ class DraftModelProposer:
         self._num_computed[slot_S[sure]] = computed_S[sure]
         self._mark_filled(slot_S, self._num_computed[slot_S])
         count_S = np.where(behind_S <= near, self.max_draft_tokens, 0)
-        is_recent_S = known_S - self._settled_at[slot_S] <= RECENT_TOKENS
-        match_len_S = np.where(is_recent_S, self._match_len[slot_S], 0)
-        return Offer(slot_S, count_S, match_len_S, np.zeros((len(slot_S), 0), dtype=np.int64))
+        return Offer(slot_S, count_S, np.zeros_like(count_S), np.zeros((len(slot_S), 0), dtype=np.int64))
 
     def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
         table, is_ahead = self.table, self.runner.is_asynchronous
@@ -142,8 +133,6 @@ class DraftModelProposer:
         """Only now: an undone step takes blocks away, and behind a rejected draft stands another token."""
         known_S = self.table.num_known[slot_S] - 1 - accepted_S  # before the step
         self._num_computed[slot_S] = known_S + np.minimum(accepted_S, drafted_S - 1)  # the last draft is not computed
-        self._match_len[slot_S] = 1 + accepted_S
-        self._settled_at[slot_S] = known_S
 
     def undone(self, slot_S: np.ndarray) -> None:
         computed_S = np.minimum(self._num_computed[slot_S], self.table.num_computed[slot_S])
