@@ -3,12 +3,15 @@
 Any mix-up of blocks, positions or sequences changes the tokens that follow.
 """
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from pipeline.engine.engine import Engine
+from pipeline.engine.params import Completion, Request
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels.reference import draw, greedy
@@ -95,6 +98,27 @@ def _with(step: StepInput, future: FutureTokens) -> StepInput:
     expected_T = np.concatenate([np.arange(c - n, c) for c, n in zip(context_len_S, count_S)])
     assert (position_T == expected_T).all(), "positions and contexts fell short alike"
     return replace(step, context_len_S=context_len_S)
+
+
+def before_each_step(engine: Engine, hook: Callable[[StepInput, FutureTokens | None], None]) -> None:
+    """Call `hook` with what the engine's runner is about to compute; it may raise."""
+    execute = engine.runner.execute
+
+    def execute_hooked(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        hook(step, future)
+        return execute(step, future)
+
+    engine.runner.execute = execute_hooked  # type: ignore[method-assign]
+
+
+def check_tokens(
+    done: Mapping[Any, Completion], requests: Iterable[Request], max_len: int = 64, memory: int | None = None
+) -> None:
+    """Every request has the tokens that the model gives it alone."""
+    for request in requests:
+        eos, prompt = not request.params.ignore_eos, request.prompt_token_ids
+        expected = expected_tokens(prompt, request.params.max_tokens, max_len, eos, memory)
+        assert done[request.row_id].token_ids == expected, request.row_id
 
 
 class PlainTokenizer:

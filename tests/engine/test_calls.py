@@ -13,7 +13,7 @@ from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.errors import ConfigError
-from tests.engine.hash_runner import expected_tokens, hash_engine
+from tests.engine.hash_runner import before_each_step, check_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import run
 from tests.engine.step.test_in_flight_drafts import drafting_engine
 
@@ -30,10 +30,7 @@ def rows(first: int, count: int, num_tokens: int) -> list[Request]:
 
 def check(completions: list[Completion], requests: list[Request], memory: int | None = None) -> None:
     assert sorted(c.row_id for c in completions) == sorted(r.row_id for r in requests)  # type: ignore[type-var]
-    done = {c.row_id: c.token_ids for c in completions}
-    for each in requests:
-        expected = expected_tokens(each.prompt_token_ids, each.params.max_tokens, 64, False, memory)
-        assert done[each.row_id] == expected, each.row_id
+    check_tokens({c.row_id: c for c in completions}, requests, memory=memory)
 
 
 def check_empty(engine: Engine) -> None:
@@ -77,18 +74,17 @@ def test_a_stream_is_over_when_nobody_holds_it_any_more() -> None:
 
 def test_a_stream_that_the_garbage_collector_ends_in_the_middle_of_a_step_is_aborted_after_it() -> None:
     engine = hash_engine(200, 4)
-    ours, execute = rows(60, 5, 6), engine.runner.execute
+    ours = rows(60, 5, 6)
     held: list[object] = [engine.stream([row(0, 1, 2), *rows(10, 20, 40)[1:]])]
     held.append(held)  # only the collector can free it
     next(held[0])  # type: ignore[call-overload]
     del held
 
-    def execute_and_collect(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+    def collect(step: StepInput, future: FutureTokens | None) -> None:
         assert engine.scheduler.running.size, "what a step computes is there"
         gc.collect()
-        return execute(step, future)
 
-    engine.runner.execute = execute_and_collect  # type: ignore[method-assign]
+    before_each_step(engine, collect)
     check(generated(engine, ours), ours)
     check_empty(engine)
 

@@ -19,7 +19,7 @@ from pipeline.engine.step.runner import Place
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.attention import attention
 from pipeline.kernels.cpu.compile.threads import use_threads
-from tests.engine.hash_runner import hash_engine
+from tests.engine.hash_runner import before_each_step, hash_engine
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy
 
@@ -43,13 +43,8 @@ def callers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def noting(engine: Engine) -> list[int]:
     """torch's threads in each step from now on."""
-    execute, seen = engine.runner.execute, list[int]()
-
-    def execute_and_note(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
-        seen.append(torch.get_num_threads())
-        return execute(step, future)
-
-    engine.runner.execute = execute_and_note  # type: ignore[method-assign]
+    seen = list[int]()
+    before_each_step(engine, lambda step, future: seen.append(torch.get_num_threads()))
     return seen
 
 
