@@ -9,8 +9,7 @@ Suffixes: S sequences, B blocks, N any items.
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,35 +35,40 @@ PLACEHOLDER_TOKEN = -1  # stands in the table for a token that is not known yet
 _LARGEST = np.iinfo(np.int64).max
 
 
-@lru_cache(maxsize=64)  # the rows of a job have few different ones
-def sampling_options(params: SamplingParams) -> np.ndarray:
-    """The record of SAMPLING_OPTIONS that says how tokens are sampled; stop conditions are not in it."""
-    values = {name: getattr(params, name) for name in SAMPLING_OPTIONS.names or ()}
-    values["top_k"], values["min_tokens"] = min(params.top_k, _LARGEST), min(params.min_tokens, _LARGEST)
-    values["logprobs"] = -1 if params.logprobs is None else params.logprobs
-    return np.array(tuple(values.values()), dtype=SAMPLING_OPTIONS)
+def sampling_options(params: SamplingParams) -> tuple[float | int, ...]:
+    """The row of SAMPLING_OPTIONS that says how tokens are sampled; stop conditions are not in it."""
+    return (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        min(params.top_k, _LARGEST),
+        min(params.min_tokens, _LARGEST),
+        -1 if params.logprobs is None else params.logprobs,
+    )
 
 
-def counts_output(options: np.ndarray) -> np.ndarray:
+def counts_output(options: Any) -> Any:
     """Which rows have a penalty that counts output tokens."""
     return (options["presence_penalty"] != 0.0) | (options["frequency_penalty"] != 0.0)
 
 
-def adjusts_logits(options: np.ndarray, num_generated: np.ndarray | int = 0) -> np.ndarray:
+def adjusts_logits(options: Any, num_generated: np.ndarray | int = 0) -> Any:
     """Which rows have a penalty, or a mask after so many generated tokens: their logits change before sampling."""
     penalised = (options["repetition_penalty"] != 1.0) | counts_output(options)
     return penalised | (options["min_tokens"] > num_generated)
 
 
-def is_greedy(options: np.ndarray) -> np.ndarray:
-    """Which rows always take the best token of their logits as the model gives them."""
-    return (options["temperature"] == 0.0) & ~adjusts_logits(options)
+def is_greedy(options: Any) -> Any:
+    """Which rows always take the best token of their logits as the model gives them. Takes one row as a dict too."""
+    return (options["temperature"] == 0.0) > adjusts_logits(options)  # that is: and not
 
 
-@lru_cache(maxsize=64)
 def is_plain(params: SamplingParams) -> bool:
     """Whether its rows are greedy and want no log-probabilities."""
-    return params.logprobs is None and bool(is_greedy(sampling_options(params)))
+    return params.logprobs is None and bool(is_greedy(vars(params)))
 
 
 @dataclass(eq=False)
