@@ -10,7 +10,7 @@ from typing import Literal
 from pipeline.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "error"]
-DRAFT_PLACES = 8  # places of drafts behind the known tokens that are counted apart; the last stands for all from there
+DRAFT_PLACES = 8  # places of drafts after the known tokens that are counted apart; the last one counts all from there
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class SamplingParams:
     0 the chosen token's, n also those of the n best tokens (of the raw distribution, before temperature and
     penalties). A stop string ends the text just before it; no stop condition acts before `min_tokens` tokens.
     `seed` None takes the engine's seed plus the request's position: in its call of `generate` or `stream`, or among all
-    that were given to `add`. One seed draws the same tokens from the same logits in any batch and on any device, but
+    that were given to `add`. One seed gives the same tokens from the same logits in any batch and on any device, but
     where a number falls within float32's rounding of a border.
 
     Raises ConfigError when a value is out of its range.
@@ -99,7 +99,7 @@ class EngineConfig:
     `kernels/int8.py`): for speed on processors with AVX2.
     deterministic: a row's logits, and so its tokens, are the same to the last bit whatever else is in a step, however
     its prompt is cut, shared or computed again, and whether drafts were checked. Slower; on CPU in float32 only. What
-    it costs is said in `kernels/triton/invariant.py` and `kernels/cpu/invariant.py`. With a draft model fewer drawn
+    it costs is said in `kernels/triton/invariant.py` and `kernels/cpu/invariant.py`. With a draft model fewer sampled
     drafts are accepted, as rejection sampling would make tokens depend on them.
     quantization: "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while they are loaded,
     by rounding; "none" leaves them as they are stored, quantized or not.
@@ -107,7 +107,7 @@ class EngineConfig:
     speculation: "off" (or False); "auto", which with a draft model looks for drafts there and in the texts themselves
     and drafts where that pays; or {"proposer": "ngram" or "draft", "max_draft_tokens": n, "forced": False}: "ngram" is
     looking up in the texts, both are used where none is named, and with `forced` there are drafts in every step. It
-    changes how fast tokens come, not which; of drawn ones, with a draft model, how likely they are stays the same.
+    changes how fast tokens come, not which; of sampled ones, with a draft model, the distribution stays.
     num_threads: CPU threads of this engine while it computes, at most one for each processor; None: those that torch
     has then.
     """
@@ -185,7 +185,7 @@ class EngineStats:
     memory is repeated work. batch_sum adds the sequences of each step, kv_used_ppm_sum the used share of the KV cache
     of each step (parts per million).
 
-    num_draft_steps are the steps that computed drafts; drafted_1 counts drafts in the first place behind the known
+    num_draft_steps are the steps that computed drafts; drafted_1 counts drafts in the first place after the known
     tokens and accepted_1 those of them that the model confirmed, and so on. One number for each place, because these
     totals travel and add up as plain integers. Computing drafts is part of decode_us.
     """

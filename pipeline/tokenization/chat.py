@@ -30,7 +30,7 @@ MEMORY_LIMIT_BYTES = 1 << 30
 RENDERED_LIMIT_CHARS = 1 << 25
 # What formats a date (%B, %s) and orders a set is the same for all workers.
 _AMBIENT = {"LC_ALL": "C", "TZ": "UTC", "PYTHONHASHSEED": "0"}
-_MAX_BLANKS = 64  # looked at behind a control token, so that marking stays linear
+_MAX_BLANKS = 64  # looked at after a control token, so that marking stays linear
 
 
 class ChatTemplateError(UserError):
@@ -201,9 +201,9 @@ def _mark_string(text: str, literal: re.Pattern[str], start: str, end: str) -> s
     while match := literal.search(text, at):
         before = text[at : match.start()]
         kept = before.rstrip() if pieces or before.strip() else before
-        behind = text[match.end() : match.end() + _MAX_BLANKS]
-        num_blanks = len(behind) - len(behind.lstrip())
-        stop = match.end() + num_blanks if num_blanks < len(behind) else match.end()
+        after = text[match.end() : match.end() + _MAX_BLANKS]
+        num_blanks = len(after) - len(after.lstrip())
+        stop = match.end() + num_blanks if num_blanks < len(after) else match.end()
         pieces += [kept, start, before[len(kept) :], match[0], text[match.end() : stop], end]
         at = stop
     return "".join([*pieces, text[at:]])

@@ -107,7 +107,7 @@ class StopChecker:
         return match
 
     def _cut(self, num_before: int) -> StopMatch | None:
-        """The match that ends behind the first `num_before` characters, searched in the whole text, decoded
+        """The match that ends after the first `num_before` characters, searched in the whole text, decoded
         once.
         """
         text = self._decoder.decode(self._stream.token_ids)

@@ -36,7 +36,7 @@ class BlockPool:
         self._ref_count = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}  # invariant: _hash[_block_of[h]] == h
-        # Free blocks, least recently used first. A block that is shared leaves its entry behind: of all entries of a
+        # Free blocks, least recently used first. A block that is shared leaves its entry there: of all entries of a
         # block, so many first ones are passed over.
         self._queue = deque(range(num_blocks))
         self._num_left_behind = [0] * num_blocks

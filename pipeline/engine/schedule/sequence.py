@@ -31,7 +31,7 @@ SAMPLING_OPTIONS = np.dtype(
         ("logprobs", np.int64),  # -1: none wanted
     ]
 )
-PLACEHOLDER_TOKEN = -1  # stands in the table for a token that is not known yet
+PLACEHOLDER_TOKEN = -1  # in the table for a token that is not known yet
 _LARGEST = np.iinfo(np.int64).max
 
 

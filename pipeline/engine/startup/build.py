@@ -88,7 +88,7 @@ def _built(
 
 def captured_shapes(resolved: Resolved) -> list[tuple[int, int]]:
     """The most tokens of a sequence, and in all, of captured steps of the target and of the draft model, whose first
-    pass computes what the target gave behind accepted drafts, and the last of those."""
+    pass computes what the target gave after accepted drafts, and the last of those."""
     drafts = 0 if resolved.speculation is None else resolved.speculation.max_draft_tokens
     in_pass = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
     return [(1 + drafts, resolved.most_checked_tokens), (PASS_QUERIES, in_pass)]

@@ -1,4 +1,4 @@
-"""What a model makes of known texts: its logits behind every token of them, computed by the engine's own runner.
+"""What a model makes of known texts: its logits after every token of them, computed by the engine's own runner.
 
 Rows are packed into steps of bounded size, a long row into several, so that the logits of a large vocabulary never lie
 in memory for a whole text. Two engines given the same rows and the same bound cut them alike, so that their chunks can
@@ -32,7 +32,7 @@ class Piece:
 def prompt_logits(
     runner: Runner, pool: BlockPool, rows: Sequence[Sequence[int]], max_tokens: int
 ) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Each piece of each row, in order, with the logits (R, V) in float32 behind its tokens; at most `max_tokens`
+    """Each piece of each row, in order, with the logits (R, V) in float32 after its tokens; at most `max_tokens`
     tokens are computed at once.
 
     Blocks are borrowed from `pool` and given back. Raises ConfigError when a row needs more than there are.
