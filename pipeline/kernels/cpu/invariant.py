@@ -16,16 +16,17 @@ from pipeline.kernels.contract import AttentionInput, Linear
 from pipeline.kernels.cpu.attention import paged
 from pipeline.kernels.cpu.compile.numerics import arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import PARALLEL_ELEMENTS, WHOLE, use_threads
-from pipeline.kernels.cpu.linear.compiled_linear import TILE_TOKENS
-from pipeline.kernels.cpu.linear.narrow import Float32Linear, NarrowLinear, narrow_linear
+from pipeline.kernels.cpu.linear.linear_kernel import TILE_TOKENS
+from pipeline.kernels.cpu.linear.linear_widened import float32_linear, widened_linear
 from pipeline.kernels.cpu.linear.selection import ReorderedLinear
+from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 from pipeline.quant.packed import GroupIntWeight, LinearWeight
 
 
 class WholeTilesLinear:
     """A linear whose tokens are filled up to whole tiles, so that one loop computes them all."""
 
-    def __init__(self, linear: NarrowLinear) -> None:
+    def __init__(self, linear: TiledLinear) -> None:
         self.linear = linear
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
@@ -36,9 +37,9 @@ class WholeTilesLinear:
 
 def prepare_linear(weight: LinearWeight) -> Linear:
     """Pack one weight: as narrow as it is stored where that can be read, else in float32."""
-    narrow = narrow_linear(weight)
+    narrow = widened_linear(weight)
     if narrow is None:
-        return WholeTilesLinear(Float32Linear(weight.dequantize(torch.float32), weight.bias_N))
+        return WholeTilesLinear(float32_linear(weight.dequantize(torch.float32), weight.bias_N))
     order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
     linear = WholeTilesLinear(narrow)
     return linear if order_K is None else ReorderedLinear(linear, order_K)

@@ -19,7 +19,7 @@ from pipeline.kernels.cpu.attention.attention import UNBOUNDED, attend, plan_of
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import WHOLE
 from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, norm_rope_write_kernel, silu_mul_kernel
-from pipeline.kernels.cpu.linear.array_linear import ArrayLinear
+from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 
 MOST_TOKENS = 256
 """Of a step in which some sequences compute several: more of them take so long that what lies between kernels is
@@ -35,17 +35,17 @@ class _Layer:
     with_norm: bool
     q_norm_D: np.ndarray
     k_norm_D: np.ndarray
-    qkv: ArrayLinear
-    o: ArrayLinear
-    gate_up: ArrayLinear
-    down: ArrayLinear
+    qkv: TiledLinear
+    o: TiledLinear
+    gate_up: TiledLinear
+    down: TiledLinear
     window: int
 
     @classmethod
     def of(cls, parts: LayerParts, head_dim: int) -> "_Layer | None":
         """None where a linear does not write into an array."""
         linears = parts.qkv, parts.o, parts.gate_up, parts.down
-        narrow = [linear for linear in linears if isinstance(linear, ArrayLinear)]
+        narrow = [linear for linear in linears if isinstance(linear, TiledLinear)]
         if len(narrow) < len(linears):
             return None
         qkv, o, gate_up, down = narrow

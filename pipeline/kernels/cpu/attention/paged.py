@@ -16,7 +16,6 @@ import numpy as np
 from pipeline.kernels.cpu.attention.key_products import (
     KEYS,
     WIDTH,
-    add_key_products,
     dot_products,
     in_pairs,
     product,
@@ -27,7 +26,7 @@ from pipeline.kernels.cpu.compile.numerics import as_in, exp, larger, scale_at, 
 from pipeline.kernels.cpu.compile.prefetch import ask_for_row
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.compile.threads import kernel, share_out
-from pipeline.kernels.cpu.tiles.float_tile import tile_product, tile_product_ahead
+from pipeline.kernels.cpu.tiles.tile_product import tile_product
 
 UNBOUNDED = np.iinfo(np.int64).max // 2
 """The window of full attention."""
@@ -149,15 +148,15 @@ def paged_decode(
                 for i in range(0, in_tiles_dims, 8 * _SINGLE_UNITS):
                     g = h * group
                     while g + 2 <= (h + 1) * group:
-                        tile_product_ahead(
+                        tile_product(
                             acc_flat, g * head_dim + i, head_dim, scores, g * score_row + start + low, score_row, 1,
-                            v_flat, at + i, num_kv_heads * head_dim, high - low, 2, _SINGLE_UNITS, ahead
+                            v_flat, at + i, num_kv_heads * head_dim, high - low, ahead, 2, _SINGLE_UNITS
                         )  # fmt: skip
                         g += 2
                     if g < (h + 1) * group:
-                        tile_product_ahead(
+                        tile_product(
                             acc_flat, g * head_dim + i, head_dim, scores, g * score_row + start + low, score_row, 1,
-                            v_flat, at + i, num_kv_heads * head_dim, high - low, 1, _SINGLE_UNITS, ahead
+                            v_flat, at + i, num_kv_heads * head_dim, high - low, ahead, 1, _SINGLE_UNITS
                         )  # fmt: skip
                 if in_tiles_dims < head_dim:
                     for g in range(h * group, (h + 1) * group):
@@ -242,18 +241,19 @@ def paged_prefill(
                     while n + _TILE_KEYS <= keys:
                         place, key_at = (start + n) * rows + c, at + n * k_row
                         if is_whole:
-                            add_key_products(
-                                score, place, rows, k_flat, key_at, k_row, q, c, rows, depth, _TILE_KEYS, _TILE_UNITS
-                            )
+                            tile_product(
+                                score, place, rows, k_flat, key_at, k_row, 1, q, c, rows, depth, None,
+                                _TILE_KEYS, _TILE_UNITS
+                            )  # fmt: skip
                         else:
-                            add_key_products(
-                                score, place, rows, k_flat, key_at, k_row, q, c, rows, depth, _TILE_KEYS, 2
+                            tile_product(
+                                score, place, rows, k_flat, key_at, k_row, 1, q, c, rows, depth, None, _TILE_KEYS, 2
                             )
                         n += _TILE_KEYS
                     while n < keys:
                         for r in range(c, last, 16):
                             place, key_at = (start + n) * rows + r, at + n * k_row
-                            add_key_products(score, place, rows, k_flat, key_at, k_row, q, r, rows, depth, 1, 2)
+                            tile_product(score, place, rows, k_flat, key_at, k_row, 1, q, r, rows, depth, None, 1, 2)
                         n += 1
                 c = last
         best_R, total_R = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
@@ -297,7 +297,7 @@ def paged_prefill(
                     for i in range(0, in_tiles_dims, 8 * _VALUE_UNITS):
                         tile_product(
                             out, r * head_dim + i, head_dim, score, start * rows + r, 1, rows,
-                            value, i, head_dim, num_seen, 4, _VALUE_UNITS
+                            value, i, head_dim, num_seen, None, 4, _VALUE_UNITS
                         )  # fmt: skip
                     for row in range(r, r + 4):
                         for n in range(num_seen):
