@@ -127,7 +127,7 @@ def kernels(subject: Subject) -> Iterator[Check]:
     for operation, origin in sorted(kernels.served_by.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cpu":
-        module = importlib.import_module("pipeline.kernels.cpu.attention.paged")
+        module = importlib.import_module("pipeline.kernels.cpu.attention.decode_kernel")
         cache = module.paged_decode.stats.cache_path
         yield Check("kernels", "numba cache", "ok", f"{cache}: compiled kernels are kept there")
 

@@ -125,7 +125,8 @@ class DecodeSteps(Protocol):
 
 @dataclass(frozen=True)
 class RoundedLinears:
-    """Linears on activations that are rounded first, as `kernels/fp8.py` or `kernels/int8.py` defines it.
+    """Linears on activations that are rounded first, as `fp8.py` or `int8.py` of `kernels/activations/`
+    defines it.
 
     prepare(weight) -> Linear as `Kernels.prepare_linear`; None for a weight that has no exact form beside them.
     """

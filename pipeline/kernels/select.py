@@ -161,12 +161,13 @@ def must_compile(kernels: Kernels) -> bool:
     if not any("numba" in origin for origin in kernels.served_by.values()) or find_spec("numba") is None:
         return False
     from pipeline.kernels.cpu import elementwise
-    from pipeline.kernels.cpu.attention import paged
+    from pipeline.kernels.cpu.attention.decode_kernel import paged_decode
+    from pipeline.kernels.cpu.attention.prefill_kernel import paged_prefill
     from pipeline.kernels.cpu.compile.threads import is_cached
     from pipeline.kernels.cpu.linear.linear_kernel import linear_kernel
 
     used = [elementwise.add_rms_norm_kernel, elementwise.norm_rope_write_kernel, elementwise.silu_mul_kernel]
-    used += [paged.paged_decode, paged.paged_prefill]
+    used += [paged_decode, paged_prefill]
     if "numba" in kernels.served_by["linear"]:
         used.append(linear_kernel("bf16" if kernels.served_by["linear"] == _PAIRS else "bfloat16"))
     return not all(is_cached(kernel) for kernel in used)

@@ -1,8 +1,8 @@
 """Linears and attention on CPU that give a row the same bits whatever else is in a step; float32.
 
-A compiled loop over tokens treats the last few of them otherwise than the others, and may order its sums otherwise
-there. So linears always take whole tiles of tokens, and attention takes each query alone: it never knows what it is
-computed with. Attention of prompts is therefore as slow as that of decoding, token for token.
+A compiled loop over tokens treats the last few of them differently, and may order their sums differently. So linears
+always take whole tiles of tokens, and attention takes each query alone. Attention of prompts is therefore as slow as
+that of decoding, token for token.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, Linear
-from pipeline.kernels.cpu.attention import paged
+from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED, nothing_read, paged_decode
 from pipeline.kernels.cpu.compile.numerics import arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import PARALLEL_ELEMENTS, WHOLE, use_threads
 from pipeline.kernels.cpu.linear.linear_kernel import TILE_TOKENS
@@ -62,15 +62,15 @@ def attention(
     if key not in where.worked_out:
         alone = where.rows(np.arange(len(q_TND)))
         parallel = int(alone.context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
-        table_TM, reads = np.ascontiguousarray(alone.block_table_SM), paged.nothing_read(len(q_TND))
+        table_TM, reads = np.ascontiguousarray(alone.block_table_SM), nothing_read(len(q_TND))
         where.worked_out[key] = _Plan(table_TM, alone.context_len_S, parallel, reads)
     plan: _Plan = where.worked_out[key]
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
     use_threads(plan.parallel)
-    paged.paged_decode(
+    paged_decode(
         *(bits(q_TND), *arrays_of(cache), plan.block_table_TM, plan.context_len_T),
-        *(paged.UNBOUNDED if window is None else window, np.float32(scale)),
+        *(UNBOUNDED if window is None else window, np.float32(scale)),
         num_kv_heads,  # parts: the same in every step
         *plan.alone,
         bits(out_TND),

@@ -1,4 +1,4 @@
-"""Products of e4m3 weights and e4m3 activations on a GPU; what they compute is defined in `kernels/fp8.py`.
+"""Products of e4m3 weights and e4m3 activations on a GPU; what they compute is defined in `kernels/activations/fp8.py`.
 
 Two launches for any number of tokens: one rounds the tokens' inputs, one multiplies, folding the scales of inputs and
 weights in behind the dot product of each block. The units of sm_90 add up within a dot product in fewer bits than

@@ -41,10 +41,10 @@ def names_of(file: Path) -> dict[str, str]:
 
 
 def test_all_files_with_kernels_are_looked_at() -> None:
-    assert {"templates", "lookup", "paged", "elementwise", "linear_kernel", "round_int8"} <= {
+    assert {"templates", "lookup", "decode_kernel", "prefill_kernel", "elementwise", "linear_kernel", "round_int8"} <= {
         file.stem for file in CACHED
     }
-    found = sources_of(KERNELS / "cpu/attention/paged.py")
+    found = sources_of(KERNELS / "cpu/attention/decode_kernel.py")
     assert KERNELS / "cpu/compile/processor.py" in found, "of those that it imports, too"
 
 

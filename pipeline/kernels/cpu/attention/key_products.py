@@ -1,4 +1,4 @@
-"""Products of queries with keys as they lie in the cache; to be called by the kernels of attention alone.
+"""Products of queries with keys as they lie in the cache. Only the kernels of attention call these functions.
 
 Where queries and keys are both bfloat16 and the processor multiplies pairs of it (AVX-512 BF16), both are read as
 words of 32 bits, two neighbouring elements each, and nothing is widened. Else keys are widened as they are read, and
@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from pipeline.kernels.cpu.compile.numerics import float_of_bits, wide
-from pipeline.kernels.cpu.compile.prefetch import ask_for
+from pipeline.kernels.cpu.compile.prefetch import prefetch
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS, MULTIPLIES_PAIRS
 from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT64, REORDER, STORED, VectorCode
 
@@ -131,7 +131,7 @@ def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, sc
 
     Arrays are one-dimensional; `depth` is a multiple of WIDTH. Indices are not checked. LLVM makes one product at a
     time of such loops, and sums across the lanes of each: here the lanes of all are summed together. The memory
-    `ahead` elements behind each of k is asked for as well; with 0 that is one which is there.
+    `ahead` elements after each of k is prefetched as well; with 0 that is one which is there.
     """
 
     def lower(context, builder, signature, arguments):
@@ -157,7 +157,7 @@ def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, sc
             for n in range(KEYS):
                 at = code.after(k_N[n], d)
                 some_k, before = load(at, k_dtype), builder.load(sum_N[n])
-                ask_for(builder, code.after(at, ahead))
+                prefetch(builder, code.after(at, ahead))
                 if are_pairs:
                     total = code.add_pairs(before, some_q, some_k)
                 else:

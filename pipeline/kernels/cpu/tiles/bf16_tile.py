@@ -5,12 +5,11 @@
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pipeline.kernels.cpu.compile.prefetch import ask_for
+from pipeline.kernels.cpu.compile.prefetch import prefetch
 from pipeline.kernels.cpu.tiles.register_tile import Bf16PairDot, register_tile, zeros
-from pipeline.kernels.cpu.tiles.vector_code import FLOAT, HALF, INT8, INT32, INT64, VectorCode
+from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT8, INT32, INT64, VectorCode
 from pipeline.kernels.cpu.tiles.weight_tiles import LANES
 
 _WIDTH = 16  # float32 sums of a vector, or words
@@ -44,12 +43,9 @@ def _add_products(typing_context, arrays, places, m, n, count, ahead, rows, vect
 
     def lower(context, builder, signature, arguments):
         code = VectorCode(context, builder, signature, arguments)
-        kinds = signature.args[0].types
-        each = zip(kinds, cgutils.unpack_tuple(builder, arguments[0], len(kinds)))
-        sums, x, words, scales, zero_points, totals = (
-            None if isinstance(kind, types.NoneType) else code.element(kind, array) for kind, array in each
-        )
-        x_at, x_row, words_at, scales_at, totals_at, totals_row, depth = cgutils.unpack_tuple(builder, arguments[1], 7)
+        kinds = list(arrays)
+        sums, x, words, scales, zero_points, totals = code.members(0)
+        x_at, x_row, words_at, scales_at, totals_at, totals_row, depth = code.members(1)
         m, n, count, ahead = arguments[2:6]
         row_R = [builder.add(m, INT64(r)) for r in range(num_rows)]
         if of_4_bits and num_rows > 2:
@@ -61,7 +57,7 @@ def _add_products(typing_context, arrays, places, m, n, count, ahead, rows, vect
             scales, zero_points = (code.after(array, scales_at, n) for array in (scales, zero_points))
             for kind, address in ((kinds[3], scales), (kinds[4], zero_points)):
                 for first in range(0, num_vectors * _WIDTH, 512 // kind.dtype.bitwidth):
-                    ask_for(builder, code.after(address, _SCALES_AHEAD * LANES + first))
+                    prefetch(builder, code.after(address, _SCALES_AHEAD * LANES + first))
 
         def unpacked(packed, j):
             """Pairs `j` of a vector of words, 128 too large."""
@@ -73,7 +69,7 @@ def _add_products(typing_context, arrays, places, m, n, count, ahead, rows, vect
             words_d = code.after(words, builder.mul(step, INT64(LANES)))
             word_V = [code.load(code.after(words_d, v * _WIDTH), INT32, _WIDTH) for v in range(num_vectors)]
             for v in range(0, num_vectors, 1 if of_4_bits else 2):
-                ask_for(builder, code.after(words_d, ahead, v * _WIDTH), near=of_4_bits)
+                prefetch(builder, code.after(words_d, ahead, v * _WIDTH), near=of_4_bits)
             first = builder.mul(step, INT64(num_pairs))
             for j in range(num_pairs):
 
@@ -88,9 +84,7 @@ def _add_products(typing_context, arrays, places, m, n, count, ahead, rows, vect
             if of_4_bits:
                 zero = code.load(code.after(zero_points, v * _WIDTH), INT8, _WIDTH)
                 zero = builder.uitofp(zero, ir.VectorType(FLOAT, _WIDTH))
-                is_half = kinds[3].dtype == types.uint16
-                scale = code.load(code.after(scales, v * _WIDTH), HALF if is_half else FLOAT, _WIDTH)
-                scale = builder.fpext(scale, zero.type) if is_half else scale
+                scale = code.load_scales(code.after(scales, v * _WIDTH), kinds[3].dtype, _WIDTH)
                 offset = builder.fmul(builder.fadd(zero, code.same(FLOAT, _WIDTH, 128.0)), scale)
             place_R = [code.after(sums, builder.mul(row, INT64(LANES)), n, v * _WIDTH) for row in row_R]
             before_R = [code.load(place, FLOAT, _WIDTH) for place in place_R]  # all, before one that is there twice

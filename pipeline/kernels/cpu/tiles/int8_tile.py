@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pipeline.kernels.cpu.compile.prefetch import ask_for
+from pipeline.kernels.cpu.compile.prefetch import prefetch
 from pipeline.kernels.cpu.compile.processor import has
 from pipeline.kernels.cpu.tiles.register_tile import Avx2ByteDot, Avx2NibbleDot, VnniDot, add_words, register_tile
-from pipeline.kernels.cpu.tiles.vector_code import FLOAT, HALF, INT8, INT16, INT32, INT64, VectorCode
+from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT8, INT16, INT32, INT64, VectorCode
 from pipeline.kernels.cpu.tiles.weight_tiles import LANES
 
 STEP = 32  # inputs whose products AVX2 adds in 16 bits; blocks are multiples of it
@@ -76,10 +75,8 @@ def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, 
 
     def lower(context, builder, signature, arguments):
         code = VectorCode(context, builder, signature, arguments)
-        kinds = signature.args[0].types
-        each = zip(kinds, cgutils.unpack_tuple(builder, arguments[0], len(kinds)))
-        sums, x, xs, x_sums, words, scales, zeros = (code.element(kind, array) for kind, array in each)
-        first, num_blocks, steps = cgutils.unpack_tuple(builder, arguments[1], 3)
+        sums, x, xs, x_sums, words, scales, zeros = code.members(0)
+        first, num_blocks, steps = code.members(1)
         m, b, n = arguments[2:5]
         integers, floats = ir.VectorType(INT32, num_lanes), ir.VectorType(FLOAT, num_lanes)
         first = builder.add(first, m)
@@ -112,7 +109,7 @@ def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, 
                 for v in range(num_vectors):
                     at = w * LANES + v * num_lanes
                     if v * num_lanes % 16 == 0:  # a line of the cache
-                        ask_for(builder, code.after(first_word, at + _AHEAD * LANES))
+                        prefetch(builder, code.after(first_word, at + _AHEAD * LANES))
                     weight_V.append(unpacked(code.load(code.after(first_word, at), INT32, num_lanes)))
                 for part in range(8 // num_bits):
                     four = code.after(first_x, w * 8 // num_bits + part)
@@ -128,11 +125,10 @@ def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, 
         start = {(r, v): add_words(code, zero, less) for r, less in enumerate(less_R) for v, zero in enumerate(zero_V)}
         dot = VnniDot(code) if has_fours else Avx2ByteDot(code) if num_bits == 8 else Avx2NibbleDot(code)
         exact = register_tile(dot, start, builder.mul(steps, INT64(words_of_step // unrolled)), operands)
-        scale_V = []
-        for v in range(num_vectors):
-            is_half = kinds[5].dtype == types.uint16
-            scale = code.load(code.after(scales, v * num_lanes), HALF if is_half else FLOAT, num_lanes)
-            scale_V.append(builder.fpext(scale, floats) if is_half else scale)
+        scale_V = [
+            code.load_scales(code.after(scales, v * num_lanes), list(arrays)[5].dtype, num_lanes)
+            for v in range(num_vectors)
+        ]
         for r in range(num_rows):
             factor = of_row(xs, r, num_blocks)
             for v in range(num_vectors):

@@ -6,7 +6,7 @@
 from numba import types
 from numba.extending import intrinsic
 
-from pipeline.kernels.cpu.compile.prefetch import ask_for
+from pipeline.kernels.cpu.compile.prefetch import prefetch
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
 from pipeline.kernels.cpu.tiles.register_tile import Bf16PairDot, FloatDot, register_tile
 from pipeline.kernels.cpu.tiles.vector_code import FLOAT, STORED, VectorCode
@@ -56,7 +56,7 @@ def tile_product(
             b_V = [code.load(at, STORED[b_dtype], width) for at in b_at_V]
             if not isinstance(signature.args[11], types.NoneType):
                 for at in b_at_V[:: max(1, _LINE_BITS // (width * b_dtype.bitwidth))]:
-                    ask_for(builder, code.after(at, ahead))
+                    prefetch(builder, code.after(at, ahead))
             a_step_d = builder.mul(step, a_step)
 
             def value_of(r):

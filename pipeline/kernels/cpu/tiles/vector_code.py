@@ -42,6 +42,16 @@ class VectorCode:
         """The address of the first element of an array."""
         return self.context.make_array(kind)(self.context, self.builder, array).data
 
+    def members(self, number: int) -> list:
+        """Of an argument that is a tuple: its numbers, the addresses of its arrays, None for None."""
+        kinds = list(self.kinds[number])
+        values = cgutils.unpack_tuple(self.builder, self.arguments[number], len(kinds))
+        return [
+            self.element(kind, value) if isinstance(kind, types.Array) else
+            None if isinstance(kind, types.NoneType) else value
+            for kind, value in zip(kinds, values)
+        ]  # fmt: skip
+
     def after(self, address, *offsets):
         """The address so many elements later."""
         for offset in offsets:
@@ -56,6 +66,12 @@ class VectorCode:
         loaded = self.builder.load(self.builder.bitcast(address, ir.VectorType(element, lanes).as_pointer()))
         loaded.align = 1
         return loaded
+
+    def load_scales(self, address, dtype, lanes: int):
+        """A vector of scales in float32, stored so or as the bits of float16."""
+        if dtype == types.float32:
+            return self.load(address, FLOAT, lanes)
+        return self.builder.fpext(self.load(address, HALF, lanes), ir.VectorType(FLOAT, lanes))
 
     def store(self, value, address) -> None:
         self.builder.store(value, self.builder.bitcast(address, value.type.as_pointer())).align = 1
