@@ -40,7 +40,6 @@ from pipeline.bench.shapes import BenchModel, bench_model
 from pipeline.errors import ConfigError, OutputError
 from pipeline.kernels.select import default_dtype, select_kernels
 from pipeline.model.config import DTYPES, read_config
-from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.step import DecoderSize, Reached, Weights
 
 SECTIONS = ("correctness", "kernels", "linears", "jobs")
@@ -210,7 +209,7 @@ def _measure(
     """The sections of one model, each kept as it ends."""
     name = figures.name
     config, scale, device, rates = read_config(found.folder), asked.scale, asked.device, figures.rates
-    size, weights, dtype = decoder_size(config), weights_of(config), DTYPES[figures.dtype]
+    size, weights, dtype = config.size, config.weights_on_card(), DTYPES[figures.dtype]
     kernels = select_kernels(device, dtype)
     if "kernels" in asked.sections:
         say(f"kernels: {name}")
