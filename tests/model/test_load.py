@@ -14,19 +14,9 @@ from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
 from pipeline.model.load import checkpoint_files
-from tests.model_folders import VOCAB, Family, write_checkpoint
+from tests.model_folders import Family, small_config, write_checkpoint
 
-CONFIG = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": 257,
-}
+CONFIG = small_config(16, 24, 2, 2, 1, max_position_embeddings=64)
 
 
 @pytest.fixture
