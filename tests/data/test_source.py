@@ -173,10 +173,7 @@ def test_fault_27_zero_row_files(write):
     write("a.parquet", texts(0))
     write("b.parquet", texts(2))
     source = open_source(write("c.parquet", texts(0)))
-    assert rows_of(source, cut_windows(source, 10, BIG)) == [
-        ("b.parquet", 0, "row 0"),
-        ("b.parquet", 1, "row 1"),
-    ]
+    assert rows_of(source, cut_windows(source, 10, BIG)) == [("b.parquet", 0, "row 0"), ("b.parquet", 1, "row 1")]
     only = open_source(source.root + "/a.parquet")
     assert (only.num_rows, only.schema.names, cut_windows(only, 10, BIG)) == (0, ["text"], ())
 

@@ -133,10 +133,7 @@ def pack_quantized(bits: int, group_size: int | None, symmetric: bool, ordered: 
 def int_quantized(symmetric: bool) -> Pack:
     def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
         q, zeros, scales = drawn(rng, shape, 1, 8, symmetric)
-        tensors = {
-            "weight": torch.from_numpy((q - 128).astype(np.int8)),
-            "weight_scale": torch.from_numpy(scales),
-        }
+        tensors = {"weight": torch.from_numpy((q - 128).astype(np.int8)), "weight_scale": torch.from_numpy(scales)}
         if not symmetric:
             tensors["weight_zero_point"] = torch.from_numpy((zeros - 128).astype(np.int8))
         return tensors, value(q, zeros, scales, np.zeros(shape[1], dtype=int))
@@ -177,10 +174,7 @@ def named(prefix: str, packed: dict[str, torch.Tensor]) -> Named:
 
 
 def write_pair(
-    root: Path,
-    quantization: dict[str, Any],
-    pack: Callable[[str], Pack | None],
-    options: dict[str, Any] | None = None,
+    root: Path, quantization: dict[str, Any], pack: Callable[[str], Pack | None], options: dict[str, Any] | None = None
 ) -> tuple[Path, Path]:
     """A quantized checkpoint and its dense float32 twin. `pack`: how a linear of that name is packed; None: not."""
     plain = write_checkpoint(root / "plain", Family("llama", "llama"), CONFIG | (options or {}), seed=4)

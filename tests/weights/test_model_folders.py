@@ -39,11 +39,7 @@ def compressed(*groups: dict[str, Any]) -> dict[str, Any]:
 
 LINEAR = ["Linear"]
 WHOLE: dict[str, tuple[dict[str, Any], Pack, str]] = {
-    "awq gemm": (
-        AWQ | {"group_size": 64, "zero_point": True},
-        awq_gemm(64, True),
-        "AWQ int4, groups of 64",
-    ),
+    "awq gemm": (AWQ | {"group_size": 64, "zero_point": True}, awq_gemm(64, True), "AWQ int4, groups of 64"),
     "awq gemm, symmetric": (
         AWQ | {"group_size": 32, "zero_point": False},
         awq_gemm(32, False),
