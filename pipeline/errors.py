@@ -1,7 +1,7 @@
 """The exception tree, each branch with its exit code, and the codes of row errors.
 
 A row's failure is data: it becomes an output row whose `error` column holds one of `RowError`'s codes.
-A system's failure is an exception of this tree; `cli/main.py` prints it and leaves with `exit_code`:
+A system's failure is an exception of this tree; `cli/console.py` prints it and leaves with `exit_code`:
 
     PipelineError            70  a defect of ours when raised bare
     ├── UserError             2  something the user can change
@@ -58,6 +58,12 @@ class EnvironmentFailed(PipelineError):
 
 class Interrupted(PipelineError):
     exit_code = 75
+
+
+def error_named(name: str, message: str) -> PipelineError:
+    """The error that another process told by its class's name; a defect where the name is none of this tree."""
+    kind = globals().get(name)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, PipelineError) else PipelineError(message)
 
 
 class RowError(StrEnum):

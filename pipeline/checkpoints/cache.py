@@ -59,24 +59,26 @@ def fetch_model(
     digest: Digest,
     say: Say,
     retries: RetryCounts | None = None,
+    key: str = "model.path",
 ) -> Path:
     """The local folder with the model's files: from the cache where they are whole there, else downloaded.
 
-    digest: of one local file; it is recorded, and compared whenever the entry is used. Raises ModelError when the
+    digest: of one local file; it is recorded, and compared whenever the entry is used. key: of the job file, which
+    errors name with the url. Raises ModelError when the
     url holds no model that can be served, EnvironmentFailed when the store or the disk fails.
     """
-    shown = shown_url(url)
+    shown = f"{key} {shown_url(url)}"
     try:
         fs, root = filesystem(url, storage, retries=retries)
     except (ImportError, ValueError, TypeError) as e:
         raise ModelError(
-            f"model.path {shown}: cannot be opened ({type(e).__name__}); is {url.partition('://')[0]}:// right, its "
+            f"{shown}: cannot be opened ({type(e).__name__}); is {url.partition('://')[0]}:// right, its "
             f"library installed, and are these its options: {', '.join(sorted(storage)) or 'none given'}?"
         ) from None
     if not isinstance(fs, RemoteFilesystem):
         return Path(root)
     files = _model_files(fs, root, shown)
-    identity = [shown, *(f"{f.name} {f.size} {f.tag}" for f in files)]
+    identity = [shown_url(url), *(f"{f.name} {f.size} {f.tag}" for f in files)]
     entry = cache / hashlib.sha256("\n".join(identity).encode()).hexdigest()[:32]
     if _whole(entry, digest):
         return entry
@@ -97,11 +99,11 @@ def _model_files(fs: RemoteFilesystem, root: str, shown: str) -> list[_Remote]:
     files = sorted((f for f in there if any(fnmatch(f.name, p) for p in PATTERNS)), key=lambda f: f.name)
     names = [f.name for f in files]
     if "config.json" not in names:
-        raise ModelError(f"model.path {shown}: has no config.json; it must be the folder of one model")
+        raise ModelError(f"{shown}: has no config.json; it must be the folder of one model")
     if not any(fnmatch(n, "*.safetensors") for n in names):
         pickles = [f.name for f in there if any(fnmatch(f.name, p) for p in _PICKLES)]
         why = f"only pickles ({pickles[0]}), which can run code and are never read" if pickles else "no weights"
-        raise ModelError(f"model.path {shown}: {why}; it needs *.safetensors files")
+        raise ModelError(f"{shown}: {why}; it needs *.safetensors files")
     return files
 
 
@@ -129,7 +131,7 @@ def _download(fs: RemoteFilesystem, files: list[_Remote], entry: Path, shown: st
     free = shutil.disk_usage(entry.parent).free
     if total > free:
         raise EnvironmentFailed(
-            f"{entry.parent}: the model {shown} needs {total / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; make "
+            f"{entry.parent}: {shown} needs {total / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; make "
             "room, or set PIPELINE_CACHE to a folder on a larger disk"
         )
     temporary = entry.parent / f".{entry.name}.{secrets.token_hex(8)}"
@@ -267,15 +269,15 @@ def _store(fs: RemoteFilesystem, shown: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise ModelError(f"model.path {shown}: no such folder in the store") from None
+        raise ModelError(f"{shown}: no such folder in the store") from None
     except PermissionError as e:
         raise ModelError(
-            f"model.path {shown}: the store denies it ({fs.said(e)}); it needs the rights to list and read below it"
+            f"{shown}: the store denies it ({fs.said(e)}); it needs the rights to list and read below it"
         ) from None
     except Exception as e:
         # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
         if isinstance(e, PipelineError) or (type(e).__module__ == "builtins" and not isinstance(e, OSError)):
             raise
         if is_malformed(e):
-            raise ModelError(f"model.path {shown}: no place in a store ({fs.said(e)})") from None
-        raise EnvironmentFailed(f"model.path {shown}: {fs.said(e)}; fix it, then run again") from None
+            raise ModelError(f"{shown}: no place in a store ({fs.said(e)})") from None
+        raise EnvironmentFailed(f"{shown}: {fs.said(e)}; fix it, then run again") from None

@@ -11,9 +11,9 @@ from typing import Any
 from pipeline.checkpoints.cache import cache_folder, fetch_model
 from pipeline.checkpoints.files import checked_file
 from pipeline.checkpoints.locate import locate_model, why_no_checkpoint
-from pipeline.errors import ModelError, PipelineError
+from pipeline.errors import ModelError
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.storage import RetryCounts, is_url
 
 FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
 SAMPLE_BYTES = 64 * 2**10
@@ -40,14 +40,8 @@ def resolve_draft(
     say: Callable[[str], None] | None = None,
     retries: RetryCounts | None = None,
 ) -> Path | None:
-    """The local folder of `model.draft`, if there is one; a url takes the model's storage options. Raises as
-    `resolve_model` does, in its own name."""
-    if path is None:
-        return None
-    try:
-        return resolve_model(path, storage if "://" in path else None, say, retries)
-    except PipelineError as error:
-        raise type(error)(str(error).replace("model.path", "model.draft", 1)) from error
+    """As `resolve_model`, of `model.draft`, if there is one; a url takes the model's storage options."""
+    return None if path is None else resolve_model(path, storage, say, retries, "model.draft")
 
 
 def resolve_model(
@@ -55,22 +49,22 @@ def resolve_model(
     storage: Mapping[str, Any] | None = None,
     say: Callable[[str], None] | None = None,
     retries: RetryCounts | None = None,
+    key: str = "model.path",
 ) -> Path:
-    """The local folder of `model.path`. A url is downloaded once per machine (`model_cache`); a Hugging Face id is
-    fetched into its own cache, or only looked up there with HF_HUB_OFFLINE=1.
+    """The local folder of a model. A url is downloaded once per machine (`cache.py`); a Hugging Face id is fetched into
+    its own cache, or only looked up there with HF_HUB_OFFLINE=1.
 
-    storage: fsspec options of a url. say: told what is being downloaded. retries: counts requests
-    to a store that are tried again. Raises ModelError, and EnvironmentFailed
-    when a store or the disk fails.
+    storage: fsspec options, for a url alone. say: told what is being downloaded. retries: counts requests to a store
+    that are tried again. key: of the job file, which errors name. Raises ModelError, and EnvironmentFailed when a store
+    or the disk fails.
     """
-    if "://" in path:
-        folder = fetch_model(path, storage or {}, cache_folder(), _file_digest, say or (lambda text: None), retries)
-    elif storage:
-        raise ModelError(f"model.storage: only a url takes options, found {', '.join(sorted(storage))}")
+    if is_url(path):
+        say = say or (lambda text: None)
+        folder = fetch_model(path, storage or {}, cache_folder(), _file_digest, say, retries, key)
     else:
         folder = locate_model(path)
     if reason := why_no_checkpoint(str(folder)):
-        raise ModelError(f"model.path {shown_url(path)}: {reason}")
+        raise ModelError(f"{key} {shown_url(path)}: {reason}")
     return folder.resolve()
 
 

@@ -1,30 +1,46 @@
-"""From what a user writes for a model to a local folder: a folder, `demo` names, or a Hugging Face id."""
+"""What a model's path means (a folder, a url, an embedded model, a Hugging Face id), and from it to a local folder."""
 
 import os
 from pathlib import Path
+from typing import Literal
 
-from pipeline.demo import demo_model
+from pipeline.demo import NAMES, demo_model
 from pipeline.errors import ModelError
+from pipeline.stores.storage import is_url
 
+EMBEDDED_MODELS = ("demo", *(f"demo:{name}" for name in NAMES))
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # no pickles, no code
 
 
+def model_kind(path: str) -> Literal["embedded", "url", "folder", "id", "missing"]:
+    """What a model's path can only mean, by its form and by what is there on this machine."""
+    if path in EMBEDDED_MODELS:
+        return "embedded"
+    if is_url(path):
+        return "url"
+    place = Path(path).expanduser()
+    if place.exists():
+        return "folder" if place.is_dir() else "missing"
+    is_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    return "id" if is_id else "missing"
+
+
 def locate_model(name: str) -> Path:
-    """The folder of a model. A Hugging Face id is downloaded once (only safetensors, JSON and tokenizer files).
+    """The folder of a model that is no url. A Hugging Face id is downloaded once (only safetensors, JSON and tokenizer
+    files).
 
     Raises ModelError saying what was tried.
     """
-    if name == "demo" or name.startswith("demo:"):
-        try:
+    if name.startswith("demo:") and name not in EMBEDDED_MODELS:
+        raise ModelError(f"model {name!r}: no such embedded model; there are {', '.join(EMBEDDED_MODELS)}")
+    match model_kind(name):
+        case "embedded":
             return demo_model(name.partition(":")[2] or "target")
-        except KeyError as error:
-            raise ModelError(f"model {name!r}: {error.args[0]}") from None
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(f"model {name!r}: {why_no_checkpoint(name)}")
-    return _download(name)
+        case "folder":
+            return Path(name).expanduser()
+        case "id":
+            return _download(name)
+    raise ModelError(f"model {name!r}: {why_no_checkpoint(name)}")
 
 
 def why_no_checkpoint(name: str) -> str:

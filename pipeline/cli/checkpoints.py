@@ -220,7 +220,7 @@ def quantize_command(
     from pipeline.job.samples import read_samples
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    storage = config.model.storage if config is not None and "://" in model else None
+    storage = None if config is None else config.model.storage
     source = resolve_model(model, storage, say)
     fields, texts = check_plain(source), []
     if config is not None:

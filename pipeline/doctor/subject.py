@@ -7,12 +7,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoints.locate import why_no_checkpoint
+from pipeline.checkpoints.locate import model_kind, why_no_checkpoint
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
-from pipeline.doctor.check import Check, Subject, shown_bytes
+from pipeline.doctor.check import Check, Subject
 from pipeline.errors import ModelError, OutputError, PipelineError
-from pipeline.job.validate import MODEL_FILES, examine, missing_model_files, model_kind
+from pipeline.formatting import shown_bytes
+from pipeline.job.validate import MODEL_FILES, examine, missing_model_files
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.storage import filesystem
 

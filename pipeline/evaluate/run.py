@@ -18,8 +18,8 @@ from pipeline.engine.step.scoring import prompt_logits
 from pipeline.errors import ConfigError, ModelError
 from pipeline.evaluate.divergence import Divergence, Likelihood
 from pipeline.evaluate.table import Evaluation, Measured
+from pipeline.formatting import Remaining
 from pipeline.job.samples import Samples, read_samples
-from pipeline.machine.progress_lines import Remaining
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import checkpoint_files
 from pipeline.stores.redaction import shown_url
@@ -124,7 +124,7 @@ def _prepare(
     config: JobConfig, every: Sequence[Subject], params: SamplingParams, expected: str | None, say: Say
 ) -> tuple[list[_Found], Samples]:
     """The checkpoints, each fit to be compared with the first, and the texts."""
-    folders = [resolve_model(s.path, config.model.storage if "://" in s.path else None, say) for s in every]
+    folders = [resolve_model(s.path, config.model.storage, say) for s in every]
     models = [quantized_on_load(read_config(folder), s.quantization) for folder, s in zip(folders, every)]
     tokenizer = Tokenizer.from_folder(str(folders[0]))
     try:

@@ -17,8 +17,8 @@ from pipeline.data.output.inventory import Inventory, read_counts
 from pipeline.data.output.parts import PartName, PartStore, Progress
 from pipeline.data.output.records import PartTotals, result_column
 from pipeline.errors import OutputError, RowError
+from pipeline.formatting import Remaining
 from pipeline.job.fingerprint import JOB
-from pipeline.machine.progress_lines import Remaining
 from pipeline.stores.read_ahead import read_ahead
 
 MAX_SHOWN = 20

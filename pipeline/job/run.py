@@ -17,23 +17,25 @@ from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.parts import SUCCESS, PartStore, Progress
 from pipeline.data.output.records import PartTotals
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
-from pipeline.job.actor.ledger import ActorState, Order
+from pipeline.job.actor.ledger import Order
 from pipeline.job.actor.partial import remove_all
 from pipeline.job.actor.spot import SpotNotice
-from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.actor.worker import Backend
-from pipeline.job.actor_specs import FlowSpec, flow_spec, provenance, resolve_device
+from pipeline.job.actor_specs import flow_spec, provenance, resolve_device
+from pipeline.job.dataflow.spec import FlowSpec
 from pipeline.job.fingerprint import check_dated, claim, record_numerics
-from pipeline.job.plan import Plan, make_plan, what_is_left
+from pipeline.job.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.retry_failed import split_totals, tasks_with_failed
 from pipeline.job.stall import Stall
 from pipeline.job.stop import Stopped, StopSignals
+from pipeline.job.success import read_success, verify, write_empty_part, write_success
+from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import DRIVER, RAY, LogFolder, RotatedLog, collect_ray_logs
 from pipeline.job.telemetry.pace import Pace
-from pipeline.job.telemetry.record import RunLog, load_runs, make_report, put_status, totals_so_far, versions
+from pipeline.job.telemetry.run_log import RunLog, load_runs, make_report, put_status, totals_so_far, versions
 from pipeline.job.telemetry.status import Status
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.job.verify import read_success, verify, write_empty_part, write_success
 from pipeline.machine.host import wall_time
 from pipeline.report.cost import RunReport
 from pipeline.report.records import Computed, RunRecord, SkippedInput
@@ -130,7 +132,7 @@ def _interrupted(stop: StopSignals, phase: str) -> Interrupted:
     return Interrupted(f"Stopped by {stop.why} while {phase}.")
 
 
-def _already_complete(plan: Plan, store: PartStore, done: Progress, runs: list[RunRecord], show: Show) -> RunReport:
+def _already_complete(plan: JobPlan, store: PartStore, done: Progress, runs: list[RunRecord], show: Show) -> RunReport:
     """Nothing is left to compute or to count. What tells of the job is written again: a run may have ended between
     `_SUCCESS` and that."""
     rows = plan.num_rows
@@ -189,7 +191,7 @@ class _Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: JobPlan,
         store: PartStore,
         log: RunLog,
         before: PartTotals,

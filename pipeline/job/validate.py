@@ -8,21 +8,20 @@ import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pipeline.checkpoints.locate import why_no_checkpoint
-from pipeline.config import EMBEDDED_MODELS, FromColumn, JobConfig, Mistake
+from pipeline.checkpoints.locate import model_kind, why_no_checkpoint
+from pipeline.config import FromColumn, JobConfig, Mistake
 from pipeline.data.columns import is_text
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.records import output_schema
-from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
-from pipeline.formatting import printable
+from pipeline.formatting import printable, shown_bytes
 from pipeline.report.render import money
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import filesystem
+from pipeline.stores.storage import filesystem, is_url
 
 MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
 _MODEL_KINDS = {
@@ -63,8 +62,7 @@ def examine(config: JobConfig) -> Examined:
 class _Examination:
     def __init__(self, config: JobConfig, found: Examined) -> None:
         self.config, self.found, self.facts = config, found, found.facts
-        prompt = config.prompt
-        self.spec = PromptSpec(prompt.column, prompt.template, prompt.messages, prompt.max_bytes)
+        self.spec = config.prompt.spec()
 
     def run(self) -> None:
         self._model()
@@ -90,13 +88,9 @@ class _Examination:
 
     def _model(self) -> None:
         model = self.config.model
-        if model.storage and model_kind(model.path) != "url":
-            given = ", ".join(sorted(model.storage))
-            self._mistake("model.storage", f"only a url takes options; found {given}", "Leave it out.")
         self.facts["model"] = self._checkpoint("model.path", model.path, model.storage)
         if model.draft is not None:
-            storage = model.storage if "://" in model.draft else {}
-            self.facts["draft model"] = self._checkpoint("model.draft", model.draft, storage)
+            self.facts["draft model"] = self._checkpoint("model.draft", model.draft, model.storage)
 
     def _checkpoint(self, key: str, path: str, storage: Mapping[str, Any]) -> dict[str, str]:
         """What there is to tell of the checkpoint that `key` names."""
@@ -207,21 +201,9 @@ class _Examination:
         self.facts["output"] = facts
 
 
-def model_kind(path: str) -> Literal["embedded", "url", "folder", "id", "missing"]:
-    """What `model.path` can only mean, as `model.locate` takes it."""
-    if path in EMBEDDED_MODELS:
-        return "embedded"
-    if "://" in path:
-        return "url"
-    place = Path(path).expanduser()
-    if place.exists():
-        return "folder" if place.is_dir() else "missing"
-    return "id" if path.count("/") == 1 and not path.startswith((".", "/", "~")) else "missing"
-
-
 def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
     """Which of MODEL_FILES are not in a folder or at an fsspec url. Raises ModelError, EnvironmentFailed."""
-    if "://" not in path:
+    if not is_url(path):
         return [name for name in MODEL_FILES if not (Path(path).expanduser() / name).is_file()]
     shown = shown_url(path)
     try:
@@ -251,7 +233,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     rows = f"{source['rows']:,} rows"
     if source["rows_to_do"] != source["rows"]:
         rows = f"the first {source['rows_to_do']:,} of {rows}"
-    size = f"{_plural(source['files'], 'file')}, {rows}, {_bytes(source['bytes'])}"
+    size = f"{_plural(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
     chat = "a chat" if config.prompt.chat is not None else "text"
     given = {"max_tokens", *config.sampling.model_fields_set}
     sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
@@ -302,12 +284,3 @@ def _option(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(repr, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

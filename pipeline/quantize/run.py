@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from pipeline import __version__
 from pipeline.checkpoints.digest import model_digest
 from pipeline.errors import ConfigError, ModelError
-from pipeline.machine.progress_lines import Remaining
+from pipeline.formatting import Remaining
 from pipeline.model.config import ModelConfig, read_config, read_json
 from pipeline.model.load import DERIVED, LayerWeights, WeightReader
 from pipeline.quantize import layouts

@@ -58,6 +58,11 @@ class RetryCounts:
             return dict(self._counts)
 
 
+def is_url(place: str) -> bool:
+    """Whether this is an fsspec url rather than a path of this machine."""
+    return "://" in place
+
+
 def filesystem(
     url: str,
     options: Mapping[str, Any] | None = None,

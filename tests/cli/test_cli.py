@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import errors
-from pipeline.cli.main import main as cli
-from pipeline.cli.progress import PlainProgress, eta, progress_for, status_line
+from pipeline.cli.progress import PlainProgress, progress_for, status_line
 from pipeline.data.output.parts import PartName, PartStore
 from pipeline.data.output.records import PartTotals, output_schema
+from pipeline.formatting import duration
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import build_report
 from pipeline.report.records import ActorRecord, RunRecord, SkippedInput, no_phases
@@ -109,7 +109,7 @@ def test_help_teaches_with_examples(pipe):
 def test_help_imports_nothing_heavy():
     """Half a second for a help text is where people stop asking for it."""
     script = (
-        "import sys\nfrom pipeline import cli\nsys.argv = ['pipeline', 'run', '--help']\n"
+        "import sys\nfrom pipeline.cli import main as cli\nsys.argv = ['pipeline', 'run', '--help']\n"
         "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'ray', 'pyarrow', 'pydantic', 'numpy', 'yaml', 'rich'} & set(sys.modules)\n"
         "sys.exit(', '.join(heavy) or 0)\n"
@@ -305,7 +305,8 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
     """In a process of its own, as it is about file descriptors: Ray and C libraries print when actors die, also
     after the job has ended and out of buffers that are flushed at exit."""
     script = (
-        "import atexit, ctypes, os, subprocess, sys, threading\nimport pipeline.job.run\nfrom pipeline import cli\n"
+        "import atexit, ctypes, os, subprocess, sys, threading\nimport pipeline.job.run\n"
+        "from pipeline.cli import main as cli\n"
         "def run_job(*a, **k):\n"
         "    print('noise'); os.system('echo noise of a child'); os.write(1, b'(raylet) noise of C')\n"
         "    ctypes.CDLL(None).printf(b'noise in a buffer of C')\n"
@@ -318,7 +319,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
         "pipeline.job.run.run_job = run_job\n"
         "sys.argv = ['pipeline', 'run', 'job.yaml', '--json']\ncli.main()\n"
     )
-    source = Path(cli.__file__).parents[2]
+    source = Path(errors.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
                           check=False, env=os.environ | {"PYTHONPATH": str(source)})  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -566,7 +567,7 @@ def test_a_status_in_one_line():
     assert status_line(status) == ("running: 50.0 %, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left")
     ended = replace(status, outcome="interrupted", phase="interrupted")
     assert status_line(ended) == "interrupted: 50.0 %, 1,000/2,000 rows (3 errors)"
-    assert [eta(s) for s in (0, 40, 720, 11_100, 200_000)] == ["0 s", "40 s", "12 min", "3 h 05 min", "2 d 7 h"]
+    assert [duration(s) for s in (0, 40, 720, 11_100, 200_000)] == ["0 s", "40 s", "12 min", "3 h 05 min", "2 d 7 h"]
 
 
 def test_a_live_bar_is_drawn_on_a_terminal(monkeypatch):

@@ -328,7 +328,7 @@ def configured(job: dict) -> JobConfig:
 
 @pytest.mark.parametrize("job", [RAY_JOB["spec"], NIGHTLY["spec"]["jobTemplate"]], ids=["once", "nightly"])
 def test_the_cluster_runs_the_job_it_names(job):
-    from pipeline.job.dataflow.graph import NUM_READERS
+    from pipeline.job.dataflow.spec import NUM_READERS
 
     config = configured(job)
     assert config.run.ray_address == "auto"

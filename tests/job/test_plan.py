@@ -8,9 +8,10 @@ import pytest
 from pipeline.checkpoints.digest import FULL_BYTES, model_digest, resolve_model
 from pipeline.data.output.parts import PartName, PartStore, Progress
 from pipeline.errors import ModelError, OutputError
+from pipeline.job.dataflow.spec import WindowTask, check_units
 from pipeline.job.fingerprint import difference, shown
-from pipeline.job.plan import WindowTask, check_units, make_plan, what_is_left
-from pipeline.job.telemetry.record import RunLog, load_runs
+from pipeline.job.plan import make_plan, what_is_left
+from pipeline.job.telemetry.run_log import RunLog, load_runs
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.stores.storage import RetryCounts
 

@@ -24,13 +24,13 @@ from pipeline.errors import (
     PipelineError,
     TooManyRowErrors,
 )
-from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.plan import make_plan
 from pipeline.job.run import _Run, run_job
 from pipeline.job.stop import StopSignals
-from pipeline.job.telemetry.record import RunLog
+from pipeline.job.success import verify
+from pipeline.job.telemetry.run_log import RunLog
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.job.verify import verify
 from pipeline.report.cost import Tokens
 from pipeline.stores.folder import LocalFolder
 from pipeline.stores.storage import RetryCounts

@@ -31,7 +31,7 @@ from pipeline.bench.workload import Workload
 from pipeline.data.output.parts import PartStore
 from pipeline.demo.reports import make_report
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.job.telemetry.record import load_runs
+from pipeline.job.telemetry.run_log import load_runs
 from pipeline.machine.host import available_cores
 from pipeline.machine.interpreter import child_environment
 from pipeline.report.records import RunRecord

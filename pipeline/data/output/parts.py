@@ -22,7 +22,7 @@ from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores.folder import Folder, LocalFolder
 from pipeline.stores.objects import open_objects
 from pipeline.stores.read_ahead import read_ahead
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.storage import RetryCounts, is_url
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one
@@ -134,7 +134,7 @@ class PartStore:
         OutputError when it cannot be one."""
         path = path.removeprefix("file://")
         self.folder: Folder
-        if "://" in path:
+        if is_url(path):
             self.folder = open_objects(path, storage or {}, retries)
         elif storage:
             raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")

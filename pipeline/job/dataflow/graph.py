@@ -43,14 +43,14 @@ from pipeline.data.source import Source, narrowed, read_window
 from pipeline.data.source_file import SourceFile
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.actor.ledger import REPORT_S, ActorState, Ledger, Order
+from pipeline.job.actor.ledger import REPORT_S, Ledger, Order
 from pipeline.job.actor.spot import SpotNotice
-from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.actor.worker import Worker, WorkSpec
-from pipeline.job.actor_specs import NUM_READERS, FlowSpec, Spot
 from pipeline.job.dataflow.block_stats import forget_blocks
 from pipeline.job.dataflow.ray_session import connect, disconnect, session_logs
-from pipeline.job.plan import WindowTask, check_units
+from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, check_units
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import available_cores, now_us
 from pipeline.stores import failpoints
 

@@ -12,8 +12,10 @@ from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.params import Completion, Request, SamplingParams, TokenLogprobs
 from pipeline.errors import PipelineError
 from pipeline.job.actor.partial import PartialUnits
-from pipeline.job.actor.stages import Chat, Tokenize, UnitSummary, Write, failed_row, row_seed, row_stats
+from pipeline.job.actor.tokenize import Chat, Tokenize, failed_row, row_seed
+from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.records import Computed
 from pipeline.report.rows import MAX_MESSAGE, Histogram
 from pipeline.tokenization.chat import ChatTemplateError
