@@ -184,11 +184,11 @@ import sys, time
 import pipeline.job.run
 from pipeline import __main__
 from pipeline.errors import Interrupted
-from pipeline.job.run import _harmless
+from pipeline.job.reporter import harmless
 from pipeline.job.telemetry.status import Status
 from pipeline.job.stop import StopSignals
 def run_job(config, *, accept_numerics, retry_failed, progress):
-    show = _harmless(progress)
+    show = harmless(progress)
     with StopSignals() as stop, stop.draining():
         for number in range(300):
             show(Status(phase=f"running {number}", warning=f"warning {number}"))

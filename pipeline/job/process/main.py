@@ -27,10 +27,10 @@ from pipeline.job.process.messages import (
     Finished,
     FromEngine,
     Loading,
-    Progress,
     Ready,
     Start,
     StartFailed,
+    Worked,
 )
 from pipeline.machine.host import now_us
 
@@ -72,7 +72,7 @@ def serve(engine: Engine, inbox: "queue.SimpleQueue[Add]", send: Callable[[FromE
             mark = now
         # Told before rows are, so that whoever takes a row finds the work for it counted.
         if completions or mark - reported >= REPORT_US:
-            send(Progress(mark, busy_us, idle_us, engine.counters()))
+            send(Worked(mark, busy_us, idle_us, engine.counters()))
             reported = mark
         if completions:
             send(Finished(tuple(completions)))
