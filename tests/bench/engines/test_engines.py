@@ -79,7 +79,8 @@ def test_the_whole_at_a_small_size():
     assert "Processor time of transformers.generate" in told.to_text()
     assert set(told.trials) == {2, 6}
     assert told.memory.weight_bytes > 2**20 < told.memory.kv_bytes
-    assert abs(told.memory.excess) < 0.5  # of a few MB; the pages of libraries come and go
+    # A few MB are held. Run alone, the test also sees pages of libraries that other tests have touched before it.
+    assert abs(told.memory.excess) * (told.memory.weight_bytes + told.memory.kv_bytes) < 2**25
     assert "Memory, MB" in told.to_text()
     assert told.strict
     prompts, decoding = told.phases[:2]

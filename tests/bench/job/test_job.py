@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from pipeline.bench.job import job as bench
 from pipeline.bench.job.job import Times, bench_job
-from pipeline.bench.job.job import job as bench
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.report.records import ActorRecord, RunRecord, no_phases
 

@@ -5,7 +5,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.bench.job.job import plan as bench
+from pipeline.bench.job import plan as bench
 from pipeline.data.source import open_source
 from pipeline.errors import PipelineError
 

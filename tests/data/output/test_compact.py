@@ -11,7 +11,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.cli.main import main as cli
+from pipeline.cli import main as cli
 from pipeline.data.output.compact import PLAN, Compacted, compact
 from pipeline.data.output.parts import PartName, PartStore
 from pipeline.data.output.records import PartTotals, output_schema
