@@ -21,6 +21,12 @@ from pipeline.formatting import printable_json, printable_lines
 json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON object, and nothing else.")
 
 
+def set_option(example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--set`, where a command's other flags stand for a job file."""
+    text = f"Any other key of a job file: {example}. May be repeated."
+    return click.option("sets", "--set", metavar="KEY=VALUE", multiple=True, help=text)
+
+
 def answers(command: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps standard output for the results of `command`, and turns its errors into a message and an exit code; with
     --json into a result, too."""

@@ -174,13 +174,8 @@ def report(place: str, as_json: bool) -> None:
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml")
 @click.option("--to", required=True, metavar="DIR", help="A new folder, or an fsspec url.")
-@click.option(
-    "--order",
-    type=click.Choice(["parts", "input"]),
-    default="parts",
-    show_default=True,
-    help="input: rows in the order of (source_file, source_row).",
-)
+@click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
+              help="input: rows in the order of (source_file, source_row).")  # fmt: skip
 @click.option("--target-size", default="256MB", show_default=True, metavar="SIZE", help="About how large a file is.")
 @json_flag
 @answers

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pipeline.cli.console import answers, print_json, print_result, say
+from pipeline.cli.console import answers, print_json, print_result, say, set_option
 from pipeline.cli.jobs import run_and_report
 from pipeline.errors import ConfigError, TooManyRowErrors
 
@@ -33,15 +33,10 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.option(
-    "--model", default="demo:target-awq", show_default=True, help="A folder, a Hugging Face id, or demo:target-awq."
-)
-@click.option(
-    "--input",
-    "place",
-    metavar="PATH",
-    help="A text file (a prompt a line), a .jsonl file, - for standard input; or Parquet.",
-)
+@click.option("--model", default="demo:target-awq", show_default=True,
+              help="A folder, a Hugging Face id, or demo:target-awq.")  # fmt: skip
+@click.option("place", "--input", metavar="PATH",
+              help="A text file (a prompt a line), a .jsonl file, - for standard input; or Parquet.")  # fmt: skip
 @click.option("--prompt", help='The prompt, or a template over the input: "Summarize: {text}".')
 @click.option("--chat", is_flag=True, help="Send prompts through the model's chat template.")
 @click.option("--system", help="A system message; implies --chat.")
@@ -50,13 +45,7 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End a completion before this text. May be repeated.")
 @_generate_flags
-@click.option(
-    "sets",
-    "--set",
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="Any other key of a job file: engine.max_num_seqs=8. May be repeated.",
-)
+@set_option("engine.max_num_seqs=8")
 @click.option("as_json", "--json", is_flag=True, help="Print one JSON object a line, one for each prompt.")
 @answers
 def generate(

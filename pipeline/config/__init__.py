@@ -9,12 +9,4 @@ from pipeline.config.jobfile import JobFileError, Mistake
 from pipeline.config.load import job_from_flags, load_job
 from pipeline.config.values import FromColumn, parse_bytes
 
-__all__ = [
-    "FromColumn",
-    "JobConfig",
-    "JobFileError",
-    "Mistake",
-    "job_from_flags",
-    "load_job",
-    "parse_bytes",
-]
+__all__ = ["FromColumn", "JobConfig", "JobFileError", "Mistake", "job_from_flags", "load_job", "parse_bytes"]

@@ -28,9 +28,7 @@ _KNOWN_ELSEWHERE = {
     "logit_bias": _NOT_YET,
     "hourly_price": "named cost.hourly_usd here",
 }
-_PLANNED_VALUES: dict[KeyPath, str] = {
-    ("model", "trust"): "code from a checkpoint is never run: leave it out",
-}
+_PLANNED_VALUES: dict[KeyPath, str] = {("model", "trust"): "code from a checkpoint is never run: leave it out"}
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -48,12 +46,7 @@ _LIMITS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("less than", "lt"),
 }
-_FIRST_KEY: dict[KeyPath, str] = {
-    ("input",): "path",
-    ("prompt",): "column",
-    ("model",): "path",
-    ("output",): "path",
-}
+_FIRST_KEY: dict[KeyPath, str] = {("input",): "path", ("prompt",): "column", ("model",): "path", ("output",): "path"}
 
 
 def from_validation(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Mistake]:

@@ -54,10 +54,7 @@ class JobPlan:
 
 
 def make_plan(
-    config: JobConfig,
-    device: str,
-    say: Callable[[str], None] | None = None,
-    retries: RetryCounts | None = None,
+    config: JobConfig, device: str, say: Callable[[str], None] | None = None, retries: RetryCounts | None = None
 ) -> JobPlan:
     """Read footers and model files. `device`: what `engine.device` became. `say`: told of a model's download.
     `retries`: counts requests to stores that are tried again. Raises UserError's kinds."""

@@ -147,11 +147,7 @@ class _Examination:
         for option, name in config.sampling_columns().items():
             if option in _NUMBERS and name not in absent and is_text(source.schema.field(name).type):
                 self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
-        self.facts["columns"] = {
-            "kept": kept,
-            "prompt": list(self.spec.columns),
-            "sampling": config.sampling_columns(),
-        }
+        self.facts["columns"] = {"kept": kept, "prompt": list(self.spec.columns), "sampling": config.sampling_columns()}
         return kept
 
     def _output_columns(self, source: Source, kept: list[str]) -> None:
@@ -252,10 +248,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         ("Sampling", ", ".join(sampling)),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
-        (
-            "Price",
-            "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor",
-        ),
+        ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
     ]
 
 

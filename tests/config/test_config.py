@@ -293,10 +293,7 @@ FREE = [
     ("path: demo", "path: other/folder"),
     ("prompt:", "name: other\nprompt:"),
     ("prompt:", "run: {actors: 3, max_error_rate: 0.5, drain_s: 3, units_in_flight: 2}\nprompt:"),
-    (
-        "prompt:",
-        "engine: {max_num_seqs: 3, block_size: 16, enable_prefix_caching: off, speculation: off}\nprompt:",
-    ),
+    ("prompt:", "engine: {max_num_seqs: 3, block_size: 16, enable_prefix_caching: off, speculation: off}\nprompt:"),
     ("path: demo", "path: demo, draft: demo:draft"),
     ("prompt:", "engine: {speculation: {proposer: draft, max_draft_tokens: 3}}\nprompt:"),
     ("prompt:", "cost: {hourly_usd: 3}\nprompt:"),

@@ -310,13 +310,7 @@ def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
     job.parts()[0].unlink()
     run(job, engine={"dtype": "float32"})
     assert json.loads((job.output / "_pipeline" / "accepted-numerics.json").read_text()) == [
-        {
-            "activation_dtype": "auto",
-            "device": "cpu",
-            "dtype": "float32",
-            "kernels": "auto",
-            "kv_cache_dtype": "auto",
-        }
+        {"activation_dtype": "auto", "device": "cpu", "dtype": "float32", "kernels": "auto", "kv_cache_dtype": "auto"}
     ]
 
 
@@ -393,11 +387,7 @@ def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
 def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job):
     job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
     with pytest.raises(Interrupted):
-        run(
-            job,
-            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
-            run={"drain_s": 0.0, "unit_rows": 16},
-        )
+        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.0, "unit_rows": 16})
     assert not job.parts()
     (kept,) = (job.output / "_pipeline" / "partial").iterdir()
     done = json.loads(kept.read_text())

@@ -29,14 +29,7 @@ import pyarrow as pa
 import ray
 import ray.data
 import ray.exceptions
-from ray.data import (
-    ActorPoolStrategy,
-    DataContext,
-    Datasource,
-    ExecutionResources,
-    ReadTask,
-    TaskPoolStrategy,
-)
+from ray.data import ActorPoolStrategy, DataContext, Datasource, ExecutionResources, ReadTask, TaskPoolStrategy
 from ray.data.block import BlockMetadata
 
 from pipeline.data.source import Source, narrowed, read_window
@@ -283,10 +276,7 @@ def units_of(spec: FlowSpec) -> ray.data.Dataset:
         # of a cluster's node `cluster_cpus` leaves room for so many beside its actors
         readers = num_readers(spec) if spec.ray_address is None else min(num_readers(spec), NUM_READERS * max(1, nodes))
         return ray.data.read_datasource(
-            Windows(spec),
-            num_cpus=1,
-            compute=TaskPoolStrategy(size=readers),
-            override_num_blocks=len(spec.tasks),
+            Windows(spec), num_cpus=1, compute=TaskPoolStrategy(size=readers), override_num_blocks=len(spec.tasks)
         )
 
 

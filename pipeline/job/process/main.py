@@ -21,17 +21,7 @@ from typing import Any, Protocol
 
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.process.messages import (
-    Add,
-    Crashed,
-    Finished,
-    FromEngine,
-    Loading,
-    Ready,
-    Start,
-    StartFailed,
-    Worked,
-)
+from pipeline.job.process.messages import Add, Crashed, Finished, FromEngine, Loading, Ready, Start, StartFailed, Worked
 from pipeline.machine.host import now_us
 
 REPORT_US = 500_000
