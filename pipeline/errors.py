@@ -19,9 +19,14 @@ from enum import StrEnum
 
 
 class PipelineError(Exception):
-    """Base of all errors raised on purpose. The message says what happened, where, and what to do."""
+    """Base of all errors raised on purpose. The message says what happened, where, and what to do. One about a key of
+    the job file begins with it: `output.path out: ...`, `prompt.template: ...`."""
 
     exit_code = 70
+
+    def problem(self, key: str) -> str:
+        """The message, for where `key` is told beside it."""
+        return str(self).removeprefix(key).lstrip(": ")
 
 
 class UserError(PipelineError):

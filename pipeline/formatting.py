@@ -7,7 +7,8 @@ leaves the program; what is written as data stays what it is.
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 SAY_EVERY_S = 5.0  # between two lines of progress
 
@@ -40,6 +41,11 @@ def duration(seconds: float) -> str:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """What somebody who wrote `name` may have meant."""
+    return next(iter(get_close_matches(name, list(names), n=1)), None)
 
 
 def shown_bytes(num_bytes: int) -> str:

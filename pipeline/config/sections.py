@@ -84,7 +84,7 @@ class PromptSection(Section):
             try:
                 template_columns(template)
             except ConfigError as error:
-                raise ValueError(str(error).removeprefix("prompt.template: ")) from None
+                raise ValueError(error.problem("prompt.template")) from None
         return template
 
     @model_validator(mode="before")
@@ -204,14 +204,14 @@ class SamplingSection(Section):
     def _in_range(cls, value: Any, info: Any) -> Any:
         """Each value alone against SamplingParams' own checks, so that all mistakes are seen at once."""
         if not isinstance(value, FromColumn):
-            given = {info.field_name: value}
-            if info.field_name == "min_tokens":
+            name = info.field_name
+            given = {name: value}
+            if name == "min_tokens":
                 given["max_tokens"] = max(value, 16)
             try:
                 SamplingParams(**given)
             except ConfigError as error:
-                expected = str(error).partition(": ")[2] or str(error)
-                raise ValueError(f"{expected}; got {value!r}") from None
+                raise ValueError(f"{error.problem(f'sampling.{name} = {value!r}')}; got {value!r}") from None
         return value
 
     @model_validator(mode="after")

@@ -5,7 +5,8 @@ reported, with the line of the job file that leads to it.
 """
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,9 @@ class _Examination:
 
     def run(self) -> None:
         self._model()
-        try:
+        with self._noting("input.path"):
             given = self.config.input
             source = open_source(given.path, given.storage, given.on_corrupt)
-        except PipelineError as error:
-            self._mistake("input.path", error)
-        else:
             self._dataset(source)
             kept = self._columns(source)
             if not self.found.mistakes:
@@ -79,12 +77,20 @@ class _Examination:
                 self._first_prompt(source)
         self._output()
 
-    def _mistake(self, key: str, error: Exception | str, hint: str = "") -> None:
-        text = str(error).removeprefix(key).lstrip(": ")
+    @contextmanager
+    def _noting(self, key: str) -> Iterator[None]:
+        """What fails inside is a mistake of `key`, or a failure of what it names."""
+        try:
+            yield
+        except PipelineError as error:
+            self._mistake(key, error)
+
+    def _mistake(self, key: str, error: PipelineError | str, hint: str = "") -> None:
+        text, where = error.problem(key) if isinstance(error, PipelineError) else error, self.config.where(key)
         if isinstance(error, EnvironmentFailed):
-            self.found.failures.append(f"{self.config.where(key)}: {key}: {text}")
-            return
-        self.found.mistakes.append(Mistake(self.config.where(key), key, text, hint))
+            self.found.failures.append(f"{where}: {key}: {text}")
+        else:
+            self.found.mistakes.append(Mistake(where, key, text, hint))
 
     def _model(self) -> None:
         model = self.config.model
@@ -100,12 +106,8 @@ class _Examination:
         elif kind == "folder" and (reason := why_no_checkpoint(path)):
             self._mistake(key, f"{shown}: {reason}")
         elif kind in ("folder", "url"):
-            try:
-                absent = missing_model_files(path, storage)
-            except PipelineError as error:
-                self._mistake(key, error)
-            else:
-                for name in absent:
+            with self._noting(key):
+                for name in missing_model_files(path, storage):
                     self._mistake(key, f"{shown}: no {name} in this folder", "Give a checkpoint's folder.")
         return {"path": shown, "kind": _MODEL_KINDS[kind]}
 
@@ -134,16 +136,13 @@ class _Examination:
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
         absent = set()
         for key, name in wanted:
-            try:
+            absent.add(name)
+            with self._noting(key):
                 source.check_columns([name])
-            except PipelineError as error:
-                absent.add(name)
-                self._mistake(key, error)
+                absent.remove(name)
         if not absent & set(self.spec.columns):
-            try:
+            with self._noting(prompt_key):
                 self.spec.check(source.schema)
-            except PipelineError as error:
-                self._mistake(prompt_key, error)
         for option, name in config.sampling_columns().items():
             if option in _NUMBERS and name not in absent and is_text(source.schema.field(name).type):
                 self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
@@ -153,13 +152,10 @@ class _Examination:
     def _output_columns(self, source: Source, kept: list[str]) -> None:
         import pyarrow as pa
 
-        try:
+        with self._noting("output.rename"):
             fields = [source.kept.field(name) for name in kept]
             logprobs = self.config.sampling.logprobs is not None
             schema: pa.Schema = output_schema(pa.schema(fields), self.config.output.rename, logprobs)
-        except PipelineError as error:
-            self._mistake("output.rename", error)
-        else:
             self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
 
     def _first_prompt(self, source: Source) -> None:
@@ -168,11 +164,7 @@ class _Examination:
         if not first:
             self.facts["first_prompt"] = None
             return
-        try:
-            table = read_window(source, first[0], self.spec.columns)
-        except PipelineError as error:
-            self._mistake("input.path", error)
-            return
+        table = read_window(source, first[0], self.spec.columns)
         unit = next(iter(make_units(table, UnitSpec(self.spec))))
         prompt, error, message, file, row = (
             unit.own(name)[0].as_py() for name in ("_prompt", "_error", "_error_message", "source_file", "source_row")
@@ -189,11 +181,9 @@ class _Examination:
     def _output(self) -> None:
         output = self.config.output
         facts: dict[str, Any] = {"path": shown_url(output.path)}
-        try:
+        with self._noting("output.path"):
             done = PartStore(output.path, output.storage).list()
             facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
-        except PipelineError as error:
-            self._mistake("output.path", error)
         self.facts["output"] = facts
 
 
