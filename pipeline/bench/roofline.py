@@ -16,7 +16,7 @@ from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.startup.memory import EXPECTED_TOKENS, SLACK_BYTES, cache_before_dense
 from pipeline.engine.startup.resolve import no_such_weight
 from pipeline.errors import ConfigError
-from pipeline.kernels.fp8 import LEAST_CAPABILITY
+from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import read_config
 from pipeline.model.size import decoder_size, weights_of

@@ -125,24 +125,24 @@ def eval_command(
     works on any machine, slower where there are no units for it: see what it costs before renting a card for its speed.
     """
     from pipeline.engine.params import SamplingParams
-    from pipeline.evaluate import Subject, evaluate
+    from pipeline.evaluate import ModelVariant, evaluate
 
     first = models[0] if models else against
     if first is None and texts.job is None:
         raise ConfigError("no MODEL: name a checkpoint, or a job with --job")
     config = texts.config(first, limit, device=device, dtype=dtype)
-    reference = None if against is None else Subject(against)
+    reference = None if against is None else ModelVariant(against)
     activations = activation_dtype or config.engine.activation_dtype
-    measured = [Subject(path, activation_dtype=activations) for path in models]
+    measured = [ModelVariant(path, activation_dtype=activations) for path in models]
     if against is not None:
-        measured += [Subject(against, kind, activations) for kind in kinds]
-        measured += [] if kv_cache_dtype is None else [Subject(against, kv_cache_dtype=kv_cache_dtype)]
+        measured += [ModelVariant(against, kind, activations) for kind in kinds]
+        measured += [] if kv_cache_dtype is None else [ModelVariant(against, kv_cache_dtype=kv_cache_dtype)]
     elif kinds:
         raise ConfigError("--quantization: quantizes the reference on load; name it with --against")
     elif kv_cache_dtype is not None:
         raise ConfigError("--kv-cache-dtype: is compared with the reference's own; name that with --against")
     elif not measured:
-        measured = [Subject(config.model.path, config.model.quantization, activations)]
+        measured = [ModelVariant(config.model.path, config.model.quantization, activations)]
     wanted = config.sampling_params()
     most = max_tokens or (wanted.max_tokens if texts.job is not None else 64)
     params = SamplingParams(max_tokens=most, stop=wanted.stop, stop_token_ids=wanted.stop_token_ids)
@@ -198,7 +198,7 @@ def quantize_command(
 
     from pipeline.quantize import Recipe, quantize
     from pipeline.quantize.awq import check_installed
-    from pipeline.quantize.run import CALIBRATED, check_plain
+    from pipeline.quantize.recipe import CALIBRATED, check_plain
 
     recipe = Recipe(method, int(group_size), act_order)
     if method == "awq":
@@ -210,11 +210,12 @@ def quantize_command(
         raise ConfigError(f"--method {method} looks at no texts; leave --calibration and --job out")
     import torch
 
-    from pipeline.checkpoints.digest import resolve_model
+    from pipeline.checkpoints.locate import resolve_model
     from pipeline.job.samples import read_samples
+    from pipeline.stores.filesystem import storage_for
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    storage = None if config is None else config.model.storage
+    storage = None if config is None else storage_for(model, config.model.storage)
     source = resolve_model(model, storage, say)
     fields, token_ids = check_plain(source), []
     if config is not None:

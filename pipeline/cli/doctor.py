@@ -32,9 +32,9 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
     replace those of the job file. Leaves with 3 when something failed, with 2 when only what was given is wrong.
     """
     from pipeline.config import load_job
-    from pipeline.doctor import Subject, diagnose, exit_code, memory_of
+    from pipeline.doctor import Setup, diagnose, exit_code, memory_of
 
-    subject = Subject.of_job(load_job(job)) if job is not None else Subject()
+    subject = Setup.of_job(load_job(job)) if job is not None else Setup()
     subject = subject.replacing(model, source, output)
     checks, group = [], ""
     for check in diagnose(subject):

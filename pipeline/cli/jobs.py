@@ -196,7 +196,7 @@ def compact(place: str, to: str, order: Literal["parts", "input"], target_size: 
     from pipeline.data.output.compact import compact as merge
     from pipeline.data.output.parts import PartStore
     from pipeline.job.read_output import open_output, output_of
-    from pipeline.stores.storage import is_url
+    from pipeline.stores.filesystem import is_url
 
     size = parse_bytes(target_size)
     if size is None or not 0 < size <= MAX_FILE_BYTES:

@@ -26,7 +26,7 @@ from pipeline.config.values import (
 )
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import ConfigError
-from pipeline.stores.storage import is_url
+from pipeline.stores.filesystem import is_url
 
 if TYPE_CHECKING:
     from pipeline.data.prompts import PromptSpec

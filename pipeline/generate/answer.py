@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from pipeline.engine.params import Completion
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 from pipeline.formatting import printable
+from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import is_url
 
 _MAX_LINES = 6  # of a prompt
 _MAX_WIDTH = 160

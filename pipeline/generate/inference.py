@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.checkpoints.digest import resolve_draft, resolve_model
+from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
-from pipeline.data.output.records import RESULT_NAMES, output_schema
+from pipeline.data.output.result_columns import RESULT_NAMES, output_schema
 from pipeline.data.units import make_units
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import ConfigError

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from pipeline.data.prompts import template_columns
 from pipeline.data.source import open_source
 from pipeline.errors import ConfigError, InputError
+from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import is_url
 
 MAX_BYTES = 64 * 2**20
 STDIN = "-"

@@ -11,7 +11,7 @@ from pipeline.job.plan import JobPlan
 from pipeline.job.telemetry.run_log import versions
 from pipeline.machine.host import available_cores
 from pipeline.stores import failpoints
-from pipeline.stores.storage import is_url
+from pipeline.stores.filesystem import is_url
 
 
 def flow_spec(

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.checkpoints.digest import asks_for_date, model_digest, resolve_draft, resolve_model
+from pipeline.checkpoints.digest import asks_for_date, model_digest
+from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
-from pipeline.data.output.parts import Progress
-from pipeline.data.output.records import output_schema
+from pipeline.data.output.parts import DoneUnits
+from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import Fingerprint, fingerprint
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.retries import RetryCounts
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def make_plan(
     return JobPlan(config, source, windows, units, schema, model, draft, ours, device)
 
 
-def what_is_left(plan: JobPlan, progress: Progress) -> list[WindowTask]:
+def what_is_left(plan: JobPlan, progress: DoneUnits) -> list[WindowTask]:
     """The windows that are not complete, in order."""
     tasks = []
     for window in plan.windows:

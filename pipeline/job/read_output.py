@@ -4,7 +4,6 @@ Owns reading it back for people; writing it is the job's. Nothing here changes t
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from pipeline.job.fingerprint import JOB
 from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import RunReport, build_report
-from pipeline.stores.storage import is_url
+from pipeline.stores.filesystem import is_url
 
 SILENT_S = 120.0  # a run writes its status each few seconds
 
@@ -94,7 +93,7 @@ def report_of(store: PartStore) -> RunReport:
                 return kept
         job = _read(store, JOB, "the job's own record, _pipeline/job.json, is missing")
         rows = _read(store, STATUS, "the job's status, _pipeline/status.json, is missing")["rows_total"]
-        return build_report(job["job"], job["fingerprint"], runs, asdict(store.totals()), rows)
+        return build_report(job["job"], job["fingerprint"], runs, store.totals(), rows)
     except (KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{store.path}/_pipeline: not written by this version ({error!r})") from None
 

@@ -16,8 +16,8 @@ from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.totals import OutputTotals
 from pipeline.report.cost import RunReport
-from pipeline.report.records import Computed, RunRecord
-from pipeline.stores.storage import is_url
+from pipeline.report.run_record import Computed, RunRecord
+from pipeline.stores.filesystem import is_url
 
 TICK_S = 1.0
 STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for

@@ -7,13 +7,13 @@ once at every moment, and a run that is killed in between leaves units of the ol
 
 from collections.abc import Iterable
 
-from pipeline.data.output.parts import PartName, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartName
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.plan import JobPlan, what_is_left
 
 
-def tasks_with_failed(plan: JobPlan, progress: Progress, failed: Iterable[PartName]) -> list[WindowTask]:
+def tasks_with_failed(plan: JobPlan, progress: DoneUnits, failed: Iterable[PartName]) -> list[WindowTask]:
     """What is left of the job, and the units of the parts in `failed`, by window in order."""
     again: dict[int, set[int]] = {}
     for name in failed:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
 from pipeline.data.output.inventory import what_is_wrong
-from pipeline.data.output.parts import SUCCESS, PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
 from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actor.partial import remove_all
 from pipeline.job.actor.worker import Backend
@@ -32,8 +32,8 @@ from pipeline.job.totals import OutputTotals
 from pipeline.job.watch import Watch
 from pipeline.machine.host import wall_time
 from pipeline.report.cost import RunReport
-from pipeline.report.records import RunRecord, SkippedInput
-from pipeline.stores.storage import RetryCounts
+from pipeline.report.run_record import RunRecord, SkippedInput
+from pipeline.stores.retries import RetryCounts
 
 
 def run_job(
@@ -107,7 +107,7 @@ class _Left:
     are not made again, else None."""
 
     tasks: tuple[WindowTask, ...]
-    stood: Progress
+    stood: DoneUnits
     whole: PartTotals | None = None
     has_failed: bool = False
 
@@ -128,7 +128,7 @@ class _Left:
         return OutputTotals(store, log, before, stood, plan.num_rows, plan.config.run.max_error_rate)
 
 
-def _already_complete(plan: JobPlan, store: PartStore, done: Progress, runs: list[RunRecord], show: Show) -> RunReport:
+def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: list[RunRecord], show: Show) -> RunReport:
     """Nothing is left to compute or to count. What tells of the job is written again: a run may have ended between
     `_SUCCESS` and that."""
     rows, run_id = plan.num_rows, runs[-1].run_id if runs else ""
@@ -143,7 +143,7 @@ def _already_complete(plan: JobPlan, store: PartStore, done: Progress, runs: lis
     return report
 
 
-def _with_types_of_parts(plan: JobPlan, store: PartStore, stood: Progress) -> JobPlan:
+def _with_types_of_parts(plan: JobPlan, store: PartStore, stood: DoneUnits) -> JobPlan:
     some_part = next(stood.parts(), None)
     return plan if some_part is None else plan.with_types_of(store.footer(some_part).schema.to_arrow_schema())
 

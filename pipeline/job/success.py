@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import closing
 
 from pipeline.data.output.inventory import Inventory, read_counts
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore
-from pipeline.data.output.records import PartTotals
 from pipeline.errors import OutputError, PipelineError
 from pipeline.job.plan import JobPlan, what_is_left
 

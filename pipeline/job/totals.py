@@ -1,7 +1,7 @@
 """What the output holds as far as a run knows, and whether `run.max_error_rate` can still be kept."""
 
-from pipeline.data.output.parts import PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartStore
 from pipeline.errors import TooManyRowErrors
 from pipeline.job.telemetry.run_log import RunLog
 
@@ -13,7 +13,7 @@ class OutputTotals:
     """
 
     def __init__(
-        self, store: PartStore, log: RunLog, before: PartTotals, stood: Progress | None, num_rows: int, limit: float
+        self, store: PartStore, log: RunLog, before: PartTotals, stood: DoneUnits | None, num_rows: int, limit: float
     ) -> None:
         """num_rows: of the input. limit: `run.max_error_rate`."""
         self._store, self._log, self._stood = store, log, stood

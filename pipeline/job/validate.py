@@ -15,14 +15,14 @@ from pipeline.checkpoints.locate import model_kind, why_no_checkpoint
 from pipeline.config import FromColumn, JobConfig, Mistake
 from pipeline.data.columns import is_text
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.records import output_schema
+from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.formatting import printable, shown_bytes
-from pipeline.report.render import money
+from pipeline.report.figures import money
+from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import filesystem, is_url
 
 MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
 _MODEL_KINDS = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.files import checked_file
+from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.rope import Rope

@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.checkpoints import cache as model_cache
 from pipeline.checkpoints.cache import MANIFEST, cache_folder
-from pipeline.checkpoints.digest import model_digest, resolve_draft, resolve_model
+from pipeline.checkpoints.digest import model_digest
+from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.demo import demo_model
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from tests.faults.store import KEY, SECRET, FaultyStore

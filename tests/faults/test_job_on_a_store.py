@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import Interrupted
-from pipeline.stores.storage import RetryPolicy
+from pipeline.stores.retries import RetryPolicy
 from tests.faults.store import KEY, SECRET, FaultyStore
 from tests.job.conftest import Job
 from tests.job.test_run import TEXTS, run, without_ray  # noqa: F401 - a fixture
@@ -26,7 +26,8 @@ def store():
 @pytest.fixture
 def job(tmp_path, store, monkeypatch) -> Job:
     """The job of `tests.job`, with its files in the store under the test's own name."""
-    monkeypatch.setattr("pipeline.stores.storage.RetryPolicy", lambda: RetryPolicy(first_wait_s=0.001, max_wait_s=0.01))
+    quick = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01)
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: quick)
     monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
     return Job(tmp_path)
 

@@ -253,14 +253,14 @@ def test_a_terminal_is_not_waited_for(monkeypatch):
 
 
 def test_parquet_is_a_job(pipe, tmp_path, monkeypatch):
-    from pipeline.data.output.records import PartTotals
+    from pipeline.data.output.part_totals import PartTotals
     from pipeline.report.cost import build_report
 
     seen = []
 
     def run_job(config, **_):
         seen.append(config)
-        return build_report("new", "1a2b3c4d", [], PartTotals().__dict__, 0)
+        return build_report("new", "1a2b3c4d", [], PartTotals(), 0)
 
     monkeypatch.setattr("pipeline.job.run.run_job", run_job)
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "rows.pq")

@@ -211,7 +211,7 @@ def under_policy(monkeypatch):
 def test_the_policy_is_enough_for_input_output_and_model_and_no_more(under_policy):
     from pipeline.data.output.parts import PartStore
     from pipeline.data.source import cut_windows, open_source, read_window
-    from pipeline.stores.storage import filesystem
+    from pipeline.stores.filesystem import filesystem
     from tests.data.output.finished_units import FP, name, result
 
     bucket, used, refused = under_policy

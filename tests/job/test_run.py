@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.output.parts import PartName, PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import (
     EnvironmentFailed,
     FingerprintError,
@@ -31,8 +31,8 @@ from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.totals import OutputTotals
 from pipeline.report.cost import Tokens
-from pipeline.stores.folder import LocalFolder
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.local_folder import LocalFolder
+from pipeline.stores.retries import RetryCounts
 from tests.data.output.finished_units import result
 from tests.job.conftest import FAKES
 from tests.job.local_flow import LocalFlow
@@ -197,7 +197,7 @@ def test_a_signal_ends_the_count_though_reads_hang(job, monkeypatch):
 def test_the_parts_are_looked_at_once_for_the_error_rate(job, monkeypatch):
     """A part may be written before the look and its summary come after it: it is counted once, without another."""
     store, looks = PartStore(str(job.output)), []
-    stood = Progress()
+    stood = DoneUnits()
     for unit, errors in ((0, 6), (1, 3)):
         name = PartName("0123abcd", 1, unit, 40, 50)
         store.write(name, result(50, errors=errors))

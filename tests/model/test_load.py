@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoints.digest import resolve_model
-from pipeline.checkpoints.locate import locate_model, why_no_checkpoint
+from pipeline.checkpoints.locate import locate_model, resolve_model, why_no_checkpoint
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config

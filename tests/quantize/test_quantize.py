@@ -18,8 +18,8 @@ from pipeline.demo.reports import make_report
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader
 from pipeline.quantize import awq
-from pipeline.quantize.folder import OutputFolder
-from pipeline.quantize.layers import FUSED, Calibration
+from pipeline.quantize.calibration import FUSED, Calibration
+from pipeline.quantize.checkpoint_writer import CheckpointWriter
 from tests.model_folders import FAMILIES, Family, load_reference, make_family, write_checkpoint
 
 CONFIG = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -162,19 +162,19 @@ def test_the_demonstration_model_is_as_right_as_before(pipe, tmp_path):
 def test_a_killed_run_goes_on_and_comes_to_the_same_bytes(pipe, base, data, tmp_path, monkeypatch):
     given = ["--group-size", "32", "--calibration", str(data), "--samples", "8"]
     made(pipe, base, tmp_path / "whole", "gptq", *given)
-    write = OutputFolder.write
+    write = CheckpointWriter.write
 
     def write_or_die(self, name: str, tensors) -> None:
         if name.startswith("model-00003"):
             raise KeyboardInterrupt
         write(self, name, tensors)
 
-    monkeypatch.setattr(OutputFolder, "write", write_or_die)
+    monkeypatch.setattr(CheckpointWriter, "write", write_or_die)
     out = tmp_path / "out"
     code, _, _ = pipe("quantize", str(base), "--out", str(out), "--method", "gptq", *given)
     assert code == 75
     assert not out.exists()
-    monkeypatch.setattr(OutputFolder, "write", write)
+    monkeypatch.setattr(CheckpointWriter, "write", write)
     (tmp_path / "out.partial" / ".model-00003-of-00004.safetensors").write_bytes(b"half")
     code, _, err = pipe("quantize", str(base), "--out", str(out), "--method", "gptq", *given, "--seed", "1")
     assert (code, "which differs in texts; remove the folder" in err) == (2, True)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import ModelError
-from pipeline.kernels.cpu.linear import Int4Linear, serves_int4
+from pipeline.kernels.cpu.linear.selection import Int4Linear, serves_int4
 from pipeline.model.config import read_config
 from pipeline.weights.awq import AwqFormat, unpack_columns
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, concatenate

@@ -18,17 +18,17 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config import load_job
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, serialize
-from pipeline.data.output.records import PartTotals
 from pipeline.data.source import Window, narrowed
 from pipeline.job.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.success import verify
 from pipeline.job.telemetry.run_log import RunLog
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.report.rows import LengthBucket, RowStats, Timing, latency_of
-from pipeline.stores.folder import LocalFolder
-from pipeline.stores.storage import RetryCounts
+from pipeline.report.row_stats import LengthBucket, RowStats, Timing, latency_of
+from pipeline.stores.local_folder import LocalFolder
+from pipeline.stores.retries import RetryCounts
 
 UNITS_A_STEP = 10  # that Ray's executor hands on between two looks at what it keeps, at most
 
@@ -75,13 +75,14 @@ def _execute(plan: JobPlan, store: PartStore, parts_per_window: int) -> list[byt
     log = RunLog(store, {}, None, {}, Telemetry(store), RetryCounts())
     latency = latency_of([Timing(0, 100_000 + 5000 * i, 2_000_000 + 9000 * i, 100) for i in range(512)])
     rows = RowStats(latency, {500: LengthBucket(512, 512 * 500, 0, 512 * 100)})
-    text = UnitSummary(0, 0, PartTotals(512, 1, {}, 512 * 500, 0, 512 * 100), True, rows).to_json()
+    summary = UnitSummary(0, 0, PartTotals(512, 1, {}, 512 * 500, 0, 512 * 100), True, rows)
+    text = json.dumps(summary.to_json())
     for unit in range(len(plan.windows) * parts_per_window):
         for operator in operators:
             operator._output_blocks_stats.append(_block_stats(unit))
         if unit % UNITS_A_STEP == 0:
             after_step()
-        log.add(UnitSummary.from_json(text))
+        log.add(UnitSummary.from_json(json.loads(text)))
     assert log.written.units == len(plan.windows) * parts_per_window
     return tasks
 

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from pipeline.data.output.records import result_column
+from pipeline.data.output.result_columns import result_column
 from pipeline.data.units import Unit
 
 

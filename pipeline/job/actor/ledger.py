@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.machine.host import now_us
-from pipeline.report.records import ActorRecord, no_phases
+from pipeline.report.run_record import ActorRecord, no_phases
 
 REPORT_S = 1.0  # how often an actor tells
 MAX_REPLACED = 3  # actors' own processes that may end, per actor; Ray itself would replace them for ever

@@ -16,9 +16,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.checkpoints.digest import resolve_model
+from pipeline.checkpoints.locate import resolve_model
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.records import PartTotals
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.errors import PipelineError
@@ -31,8 +31,9 @@ from pipeline.job.process.supervisor import Launch, Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import LogFolder, RotatedLog, engine_log
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.records import ActorRecord, Computed
-from pipeline.stores.storage import RetryCounts
+from pipeline.report.run_record import ActorRecord, Computed
+from pipeline.stores.filesystem import storage_for
+from pipeline.stores.retries import RetryCounts
 
 LOG_SYNC_S = 3.0  # between looks for log lines that an output in a store does not have yet
 
@@ -77,7 +78,9 @@ class WorkSpec:
         """`engine`, with the folders of its models on this machine; they are downloaded where they are missing."""
 
         def folder(found: str, path: str, key: str) -> str:
-            return found if Path(found).is_dir() else str(resolve_model(path, self.model_storage, None, retries, key))
+            if Path(found).is_dir():
+                return found
+            return str(resolve_model(path, storage_for(path, self.model_storage), None, retries, key))
 
         model, draft = folder(self.engine.model, self.model, "model.path"), None
         if self.engine.draft is not None and self.draft is not None:

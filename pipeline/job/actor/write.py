@@ -6,14 +6,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, StoredPart
-from pipeline.data.output.records import PartTotals, output_schema
+from pipeline.data.output.result_columns import output_schema
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.rows import (
+from pipeline.report.row_stats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
     ErrorExample,

@@ -10,14 +10,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pipeline
-from pipeline.data.output.parts import PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartStore
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.run_id import next_run_id, run_number
 from pipeline.job.telemetry.status import Status
@@ -25,10 +25,10 @@ from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import process_mark
 from pipeline.report.cost import RunReport, build_report
-from pipeline.report.records import Outcome, RunRecord, SkippedInput
 from pipeline.report.render import markdown
-from pipeline.report.rows import RowStats
-from pipeline.stores.storage import RetryCounts
+from pipeline.report.row_stats import RowStats
+from pipeline.report.run_record import Outcome, RunRecord, SkippedInput
+from pipeline.stores.retries import RetryCounts
 
 RUNS = "_pipeline/runs"
 SKIPPED = "_pipeline/skipped"  # the damaged files that a run left out, written once: there may be many
@@ -167,7 +167,7 @@ def load_runs(store: PartStore) -> list[RunRecord]:
     return runs
 
 
-def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: Progress) -> PartTotals:
+def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: DoneUnits) -> PartTotals:
     """About what the parts hold, without opening one: rows and units from their names, tokens and errors as the runs
     recorded them. Of a killed run the last second or two is missing.
 
@@ -204,7 +204,7 @@ def make_report(
 ) -> RunReport:
     """The job's report over its runs, written beside the run. `finished`: the output is complete, in whatever way its
     last run ended."""
-    report = build_report(job_name, fingerprint, runs, asdict(totals), input_rows)
+    report = build_report(job_name, fingerprint, runs, totals, input_rows)
     if finished:
         report = replace(report, outcome="finished")
     telemetry.put(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())

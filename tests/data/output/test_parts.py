@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.output.parts import PartName, PartStore, Progress
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores import failpoints
-from pipeline.stores.folder import LocalFolder
+from pipeline.stores.local_folder import LocalFolder
 from tests.data.output.finished_units import FP, name, result
 
 STEPS = ["part.serialized", "part.synced", "part.linked", "part.dir_synced"]
@@ -51,7 +51,6 @@ def test_names_round_trip(fingerprint, numbers):
     window, unit, more, rows = numbers
     part = PartName(f"{fingerprint:08x}", window, unit, unit + more + 1, rows)
     assert PartName.parse(str(part)) == part
-    assert part.format() == str(part)
 
 
 def test_names_as_people_see_them():
@@ -103,7 +102,7 @@ def test_a_listing_of_many_parts_keeps_numbers_and_no_names(store):
 def test_footers_are_read_some_at_a_time(store):
     store.write(name(), result(50))
     whole = Path(store.path, str(name())).read_bytes()
-    progress, asked, held = Progress(), 0, []
+    progress, asked, held = DoneUnits(), 0, []
     for i in range(1000):
         progress.add(name(i % 40, window=i // 40))
 

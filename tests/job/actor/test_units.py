@@ -1,5 +1,6 @@
 """A unit's way through Tokenize and Write."""
 
+import json
 from dataclasses import asdict, replace
 
 import pyarrow as pa
@@ -16,8 +17,8 @@ from pipeline.job.actor.tokenize import Chat, Tokenize, failed_row, row_seed
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.records import Computed
-from pipeline.report.rows import MAX_MESSAGE, Histogram
+from pipeline.report.row_stats import MAX_MESSAGE, Histogram
+from pipeline.report.run_record import Computed
 from pipeline.tokenization.chat import ChatTemplateError
 from tests.engine.hash_runner import hash_engine
 from tests.job.fake_engine import FakeTokenizer
@@ -133,7 +134,7 @@ def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(t
     (example,) = summary.row_stats.errors["null_prompt"]
     assert (example.source_file, example.row) == ("a.parquet", 10)
     assert "null" in example.message
-    assert UnitSummary.from_json(summary.to_json()) == summary
+    assert UnitSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
     again = write(tmp_path)(unit, completions)
     assert not again.written
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from pipeline.bench.gpu.kernels.paged import Heads, PagedStep, paged_step
+from pipeline.kernels.activations.fp8 import fp8_block
 from pipeline.kernels.cache import FP8, FP8_MAX, LayerCache
 from pipeline.kernels.contract import Kernels, RoundedLinears
-from pipeline.kernels.fp8 import fp8_block
 from pipeline.kernels.reference import read_kv, reference_kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight

@@ -20,8 +20,8 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.step.runner import ModelRunner
 from pipeline.errors import PipelineError
+from pipeline.kernels.activations.rounded_linears import with_rounded_activations
 from pipeline.kernels.reference import reference_kernels
-from pipeline.kernels.rounded import with_rounded_activations
 from pipeline.model.config import DTYPES, read_config
 from pipeline.model.decoder import Decoder
 

@@ -17,7 +17,7 @@ from pipeline.bench.gpu.kernels.correctness import TOLERANCES, random_int4
 from pipeline.bench.gpu.kernels.kernel_times import DRAFTS
 from pipeline.bench.gpu.kernels.paged import Heads, PagedStep, paged_step
 from pipeline.bench.gpu.kernels.tile_times import Tile, TileCase, TileSizes
-from pipeline.kernels.fp8 import fp8_block
+from pipeline.kernels.activations.fp8 import fp8_block
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_work import DecodeWork, most_queries
 from pipeline.kernels.triton.attention.prefill import PrefillWork, prefill_launch, rows_of
