@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from pipeline.checkpoints.cache import cache_folder
+from pipeline.checkpoints.locate import locate_model
 from pipeline.demo import demo_model
 from pipeline.errors import ConfigError, OutputError
-from pipeline.job.model_cache import cache_folder
 from pipeline.model.config import read_config, read_json
 from pipeline.model.load import Checkpoint
-from pipeline.model.locate import locate_model
-from pipeline.quant.awq import SUFFIXES, AwqFormat
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.awq import SUFFIXES, AwqFormat
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 SHARD_BYTES = 512 << 20
 GROUP = 128

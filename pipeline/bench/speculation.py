@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, use_threads
+from pipeline.checkpoints.locate import locate_model
 from pipeline.demo.reports import make_report
 from pipeline.engine.drafting import Drafting
 from pipeline.engine.engine import Engine
@@ -25,7 +26,6 @@ from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.kernels.select import select_lookup
-from pipeline.model.locate import locate_model
 
 PLAIN, NGRAM, DRAFT, AUTO, AGAIN = "plain", "lookup, forced", "draft model, forced", "auto", "plain again"
 TEXTS = ("reports", "extractive")

@@ -23,10 +23,11 @@ from pipeline.data.columns import did_you_mean, kept_schema, merge_schemas, plai
 from pipeline.data.footer import DamagedFile, read_footer
 from pipeline.data.listing import find_files, is_local
 from pipeline.data.partitions import partition_array, partition_columns
-from pipeline.data.redaction import shown_url
 from pipeline.data.source_file import Slice, SourceFile, read_slices
-from pipeline.data.storage import RetryCounts, filesystem
 from pipeline.errors import InputError
+from pipeline.stores.filesystem import filesystem
+from pipeline.stores.redaction import shown_url
+from pipeline.stores.retries import RetryCounts
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
 DAMAGED_KEY = b"pipeline.damaged"  # and its rows that could not be read, a JSON list of [start, stop, reason]

@@ -6,8 +6,8 @@ Nobody is preempted for them.
 
 import numpy as np
 
-from pipeline.engine.scheduler import Scheduler
-from pipeline.engine.step import StepPlan, runs, share
+from pipeline.engine.schedule.scheduler import Scheduler
+from pipeline.engine.schedule.step_plan import StepPlan, runs, share
 
 
 class DraftRoom:

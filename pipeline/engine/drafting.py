@@ -4,7 +4,8 @@ StepPlan -> policy: who? -> proposer: offer -> policy: how many -> room -> propo
 -> one step computes known tokens and drafts -> `verify` -> rounds of tokens, as plain steps would give them
 
 Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
-(`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed (flight.py).
+(`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed
+(step/in_flight.py).
 
 Where the policy wants to know what drafts would be worth, those of some sequences are replayed over the tokens that
 came, when a step has landed (propose/replay.py), or what was offered is compared with those that come
@@ -18,22 +19,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.engine.accounting import record_drafts
 from pipeline.engine.draft_room import DraftRoom
-from pipeline.engine.drawn import Chooser
-from pipeline.engine.flight import Flight, LateTokens
 from pipeline.engine.params import EngineStats
-from pipeline.engine.penalties import LateIds
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import DraftPolicy, StepFacts, StepOutcome
 from pipeline.engine.propose.proposer import Drafts, Proposer
 from pipeline.engine.propose.replay import LooksUp, replay
 from pipeline.engine.propose.shadow import ShadowOffers
-from pipeline.engine.rejection import DraftLaw
-from pipeline.engine.sampling_batch import SamplingBatch
-from pipeline.engine.scheduler import Scheduler
-from pipeline.engine.step import StepPlan, runs
-from pipeline.engine.verify import Checked, Verified, check_on_device, verify
+from pipeline.engine.sampling.batch import SamplingBatch
+from pipeline.engine.sampling.on_device import Chooser
+from pipeline.engine.sampling.penalties import LateIds
+from pipeline.engine.sampling.rejection import DraftLaw
+from pipeline.engine.sampling.verify import Checked, Verified, check_on_device, verify
+from pipeline.engine.schedule.accounting import record_drafts
+from pipeline.engine.schedule.scheduler import Scheduler
+from pipeline.engine.schedule.step_plan import StepPlan, runs
+from pipeline.engine.step.in_flight import Flight, LateTokens
 from pipeline.kernels.transfer import on_device
 
 MOST_SHADOWED = 8  # sequences whose offers are looked at: looking up takes some microseconds for each

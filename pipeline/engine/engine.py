@@ -1,6 +1,6 @@
 """The engine: requests in, completions out, one unified step at a time.
 
-    add -> Scheduler (waiting, running) -> steps (stepping.py) -> completions
+    add -> Scheduler (waiting, running) -> steps (step/loop.py) -> completions
 
 `Engine` owns one model on one device. It knows nothing of Parquet, jobs or Ray. Not safe for use from several threads;
 several engines may live in one process.
@@ -15,27 +15,27 @@ from itertools import islice
 import numpy as np
 import torch
 
-from pipeline.engine.block_pool import BlockPool
-from pipeline.engine.build import build
 from pipeline.engine.call import Call
-from pipeline.engine.completing import Completing
-from pipeline.engine.detokenizer import StopChecker
 from pipeline.engine.drafting import Drafting
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
-from pipeline.engine.place import Place
 from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
 from pipeline.engine.propose.proposer import Proposer
-from pipeline.engine.resolve import Speculation
-from pipeline.engine.runner import Runner
-from pipeline.engine.scheduler import Scheduler
-from pipeline.engine.sequence import Sequence, SlotTable
-from pipeline.engine.stepping import Stepping
+from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.scheduler import Scheduler
+from pipeline.engine.schedule.sequence import Sequence, SlotTable
+from pipeline.engine.startup.build import build
+from pipeline.engine.startup.place import Place
+from pipeline.engine.startup.resolve import Speculation
+from pipeline.engine.step.completing import Completing
+from pipeline.engine.step.loop import Stepping
+from pipeline.engine.step.runner import Runner
 from pipeline.engine.timing import controlled_drafts
-from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, RowError
 from pipeline.kernels.select import must_compile, select_lookup
+from pipeline.tokenization.detokenizer import StopChecker
+from pipeline.tokenization.tokenizer import Tokenizer
 
 
 class Engine:

@@ -10,15 +10,15 @@ import torch
 
 from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.engine.propose.proposer import Proposer
-from pipeline.engine.runner import Runner
-from pipeline.engine.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.step_plan import made_input
 from pipeline.engine.speculation.acceptance import DRAFT_MODEL, NGRAM
 from pipeline.engine.speculation.controlled import ControlledDrafts
 from pipeline.engine.speculation.controller import Controller
 from pipeline.engine.speculation.cost import StepCost
 from pipeline.engine.speculation.measuring import TOKENS_PER_SEQUENCE
 from pipeline.engine.speculation.proposing import ProposingCost
-from pipeline.engine.step import made_input
+from pipeline.engine.step.runner import Runner
 
 CONTEXTS = (64, 1024)  # tokens of the contexts that steps are timed at, as far as the model goes
 BUDGET_S = 1.5  # seconds for the table of steps

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from pipeline.config import JobConfig
-from pipeline.data.parts import PartStore
+from pipeline.data.output.parts import PartStore
 from pipeline.data.source import Source
 from pipeline.errors import FingerprintError, OutputError
 

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.transfer import on_device
-from pipeline.quant.packed import LinearWeight
+from pipeline.weights.packed import LinearWeight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x_TK -> y_TN, in x's type. Owns its packed weight."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pipeline.kernels.activations.rounded_linears import rounded_linears
 from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
-from pipeline.quant.packed import LinearWeight
+from pipeline.weights.packed import LinearWeight
 
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype, device: torch.device) -> Linear:

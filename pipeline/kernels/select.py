@@ -56,7 +56,7 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool, 
     if find_spec("triton") is None:
         raise ConfigError("engine.kernels = 'triton': the package triton is not installed; pip install triton")
     from pipeline.kernels.triton.kernel_set import is_interpreted, triton_kernels
-    from pipeline.kernels.triton.linear import Scratch
+    from pipeline.kernels.triton.linear.dispatch import Scratch
 
     if device.type == "cpu" and not is_interpreted():
         raise ConfigError(

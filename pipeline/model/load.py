@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
 from pipeline.model.config import ModelConfig, read_json
-from pipeline.model.folder import checked_file
-from pipeline.quant.packed import DenseWeight, LinearWeight, concatenate
-from pipeline.quant.reading import FLOATS, take_dense
+from pipeline.weights.packed import DenseWeight, LinearWeight, concatenate
+from pipeline.weights.tensor_reader import FLOATS, take_dense
 
 DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 PLAIN_NAME = re.compile(r"[\w.+=@ ()-]+\.safetensors")

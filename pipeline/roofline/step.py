@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.hardware import Card
+from pipeline.roofline.cards import Card
 
 DENSE_BYTES = 2.0  # of a weight or activation in 16 bit
 SCALE_BYTES = 4.0  # of a vector in the KV cache, or of a group of weights, in fp8

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pipeline.bench import scheduler as bench
-from pipeline.engine.tokenizer import Tokenizer
-from pipeline.model.locate import locate_model
+from pipeline.checkpoints.locate import locate_model
+from pipeline.tokenization.tokenizer import Tokenizer
 
 
 def test_it_measures_what_it_says():

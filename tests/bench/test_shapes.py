@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.bench import shapes
 from pipeline.bench.shapes import BenchModel, bench_model, dequantized, in_int8
-from pipeline.engine.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader
+from pipeline.tokenization.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ PROGRAM = """
 import sys
 from dataclasses import replace
 
-from pipeline.data.parts import PartStore
+from pipeline.data.output.parts import PartStore
 from pipeline.errors import PipelineError
-from tests.data.finished_units import name, result
+from tests.data.output.finished_units import name, result
 
 assert False, "assertions are on"
 store = PartStore(sys.argv[1])

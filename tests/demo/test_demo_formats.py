@@ -5,11 +5,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.demo import demo_model, formats
-from pipeline.demo.quantize import MAX_TOKENS, calibration_texts
+from pipeline.demo import demo_model
 from pipeline.demo.reports import make_report
-from pipeline.engine.tokenizer import Tokenizer
 from pipeline.quantize import Recipe
+from pipeline.tokenization.tokenizer import Tokenizer
+from tools.demo import formats
+from tools.demo.quantize import MAX_TOKENS, calibration_texts
 
 
 def test_calibration_texts_are_training_prompts_with_their_summaries() -> None:

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipeline.demo import demo_model
-from pipeline.demo.data import write_job_data
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
 from tests.demo.test_demo_reports import open_ended_values
+from tools.demo.data import write_job_data
 
 JOB_DATA = Path(__file__).parents[2] / "jobs" / "data"
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.demo import MODELS, NAMES, demo_model
-from pipeline.demo.measure import AWQ_NIBBLE_COLUMN, chat_text, load, measure, unpack_awq
-from pipeline.demo.tokenizer import EOS, IM_END
+from tools.demo.measure import AWQ_NIBBLE_COLUMN, chat_text, load, measure, unpack_awq
+from tools.demo.tokenizer import EOS, IM_END
 
 
 def test_an_unknown_model_is_refused() -> None:

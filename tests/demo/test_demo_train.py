@@ -8,10 +8,10 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.demo import demo_model
-from pipeline.demo.measure import chat_text
 from pipeline.demo.reports import make_report
-from pipeline.demo.tokenizer import EOS, IM_END
-from pipeline.demo.train import batches, build_model, encode, learning_rate, loss_of
+from tools.demo.measure import chat_text
+from tools.demo.tokenizer import EOS, IM_END
+from tools.demo.train import batches, build_model, encode, learning_rate, loss_of
 
 
 @pytest.fixture(scope="module")

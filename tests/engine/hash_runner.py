@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from pipeline.engine.engine import Engine
-from pipeline.engine.flight import LateTokens
-from pipeline.engine.step import StepInput
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.step.in_flight import LateTokens
 from pipeline.kernels.reference import draw, greedy
 
 VOCAB = 97

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipeline.engine.flight import Flight
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts
-from pipeline.engine.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.step.in_flight import Flight
 
 
 class Recorded:

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from pipeline.engine.engine import Engine
-from pipeline.engine.flight import Flight, LateTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import FixedDrafts
-from pipeline.engine.step import StepInput
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.step.in_flight import Flight, LateTokens
 from pipeline.errors import ConfigError
 from tests.engine.hash_runner import expected_tokens, hash_engine
-from tests.engine.test_flight_drafts import drafting_engine
-from tests.engine.test_scheduler import run
+from tests.engine.schedule.test_scheduler import run
+from tests.engine.step.test_in_flight_drafts import drafting_engine
 
 MEMORY = 2  # tokens that the next one depends on, where texts are to repeat themselves
 

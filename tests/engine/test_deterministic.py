@@ -13,10 +13,10 @@ from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.engine.params import Completion
 from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.errors import ConfigError
-from tests.checkpoints import Family, make_family
 from tests.engine.proposers import Recorded
 from tests.engine.test_gpu_kernels import replayed
 from tests.kernels.triton.problems import DEVICE, make_dots_ordered
+from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine
 
 LENGTHS = (1, 9, 23, 30, 37, 41, 56, 70)

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from pipeline.engine.engine import Engine
-from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.propose.draft_model import NEAR, DraftModelProposer
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts
-from pipeline.engine.step import StepInput
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.step.in_flight import LateTokens
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy
-from tests.checkpoints import Family, make_family
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
-from tests.engine.test_scheduler import random_requests, run
-from tests.engine.test_verify import p_value
+from tests.engine.sampling.test_verify import p_value
+from tests.engine.schedule.test_scheduler import random_requests, run
+from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pipeline import Engine, EngineConfig, Request, SamplingParams
-from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Completion
-from pipeline.engine.step import StepInput
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.step.in_flight import LateTokens
 from pipeline.errors import ConfigError
-from tests.checkpoints import Family, load_reference, make_family
+from tests.model_folders import Family, load_reference, make_family
 from tests.parity.harness import float32_engine, greedy, reference_logits
 
 

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine import memory
 from pipeline.engine.engine import Engine
-from pipeline.engine.memory import weight_bytes
 from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.startup import memory
+from pipeline.engine.startup.memory import weight_bytes
 from pipeline.model.config import read_config
-from tests.checkpoints import Family, quantize_randomly, write_checkpoint
 from tests.engine.test_gpu_kernels import QWEN3, engine_of
 from tests.kernels.triton.problems import DEVICE
+from tests.model_folders import Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

@@ -12,7 +12,7 @@ from pipeline import Engine, SamplingParams
 from pipeline.engine.params import Completion
 from pipeline.engine.propose.draft_model import DraftModelProposer
 from pipeline.kernels.cache import FP8
-from tests.checkpoints import Family, make_family
+from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy, our_logits
 
 NUM_TOKENS = 24

@@ -10,22 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.build import captured_shapes
 from pipeline.engine.engine import Engine
-from pipeline.engine.flight import LateTokens
-from pipeline.engine.graphs import graph_sizes
 from pipeline.engine.params import EngineConfig, SamplingParams
-from pipeline.engine.resolve import resolve
-from pipeline.engine.step import StepInput
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.startup.build import captured_shapes
+from pipeline.engine.startup.resolve import resolve
+from pipeline.engine.step.graphs import graph_sizes
+from pipeline.engine.step.in_flight import LateTokens
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton import cascade_work
-from pipeline.kernels.triton.cascade_work import CascadeShape, Decided
-from pipeline.kernels.triton.decode_work import DecodeWork
+from pipeline.kernels.triton.attention import cascade_work
+from pipeline.kernels.triton.attention.cascade_work import CascadeShape, Decided
+from pipeline.kernels.triton.attention.decode_work import DecodeWork
 from pipeline.kernels.triton.kernel_set import triton_kernels
-from pipeline.kernels.triton.linear import Scratch
+from pipeline.kernels.triton.linear.dispatch import Scratch
 from pipeline.model.config import read_config
-from tests.checkpoints import VOCAB, Family, quantize_randomly, write_checkpoint
 from tests.kernels.triton.problems import DEVICE
+from tests.model_folders import VOCAB, Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -95,9 +96,9 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     expected, _ = tokens_of(engine_of(folder, "reference", kv_cache_dtype=kv_cache_dtype), is_drawn)
     speculation = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True} if with_drafts else "off"
     if not with_drafts:
-        monkeypatch.setattr("pipeline.kernels.triton.linear.CROSSOVER_SCRATCH", 4)
+        monkeypatch.setattr("pipeline.kernels.triton.linear.dispatch.CROSSOVER_SCRATCH", 4)
         kernels = triton_kernels(torch.float32, DEVICE, scratch=Scratch(torch.float32, DEVICE))
-        monkeypatch.setattr("pipeline.engine.loaded.select_kernels", lambda *_: kernels)
+        monkeypatch.setattr("pipeline.engine.startup.loaded.select_kernels", lambda *_: kernels)
     engine = engine_of(folder, "triton", speculation=speculation, kv_cache_dtype=kv_cache_dtype)
     runner: Any = engine.runner
     runner.capture_steps(replayed, max_num_seqs=3, max_queries=3, most_tokens=6, say=lambda done, total: None)

@@ -7,9 +7,10 @@ import pytest
 
 from pipeline.kernels.cpu.linear.linear_int8 import multiplies_bytes
 from pipeline.kernels.cpu.tiles.int8_tile import forms_here
-from tests.checkpoints import Family, quantize_randomly, write_checkpoint
 from tests.engine.test_fp8_activations import completed
 from tests.engine.test_gpu_kernels import QWEN3, engine_of
+from tests.model_folders import Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
 
 pytestmark = pytest.mark.skipif(not multiplies_bytes(), reason="this processor has no AVX2")
 

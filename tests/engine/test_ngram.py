@@ -8,7 +8,7 @@ from pipeline.engine.propose import ngram
 from pipeline.engine.propose.corpus import FinishedOutputs
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
-from pipeline.engine.sequence import Sequence, SlotTable
+from pipeline.engine.schedule.sequence import Sequence, SlotTable
 from pipeline.kernels.compiled_lookup import CompiledLookup
 from pipeline.kernels.select import select_lookup
 

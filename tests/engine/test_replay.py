@@ -7,12 +7,12 @@ from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.propose.replay import MOST_TOKENS, TELLING, Foretold, replay
-from pipeline.engine.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.kernels.select import select_lookup
 from tests.engine.hash_runner import expected_tokens, hash_engine
-from tests.engine.test_flight_drafts import Waits
+from tests.engine.schedule.test_scheduler import run
+from tests.engine.step.test_in_flight_drafts import Waits
 from tests.engine.test_ngram import admit, append, leave
-from tests.engine.test_scheduler import run
 
 K = 4
 

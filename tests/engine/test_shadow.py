@@ -12,11 +12,11 @@ from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.propose.replay import Foretold
 from pipeline.engine.propose.shadow import ShadowOffers
-from pipeline.engine.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable
 from tests.engine.hash_runner import expected_tokens, hash_engine
 from tests.engine.proposers import Recorded
+from tests.engine.schedule.test_scheduler import run
 from tests.engine.test_ngram import admit, append, leave
-from tests.engine.test_scheduler import run
 from tests.engine.test_speculation import odd_requests, roomy_engine, same, tight_engine
 
 

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.block_pool import ROOT, chain_hashes
 from pipeline.engine.engine import Engine
-from pipeline.engine.flight import LateTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.policy import FixedDrafts, StepFacts, StepOutcome
-from pipeline.engine.step import StepInput
+from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.step.in_flight import LateTokens
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
-from tests.checkpoints import Family, make_family
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
 from tests.engine.proposers import Certain, Recorded
-from tests.engine.test_out_of_memory import fail_where
-from tests.engine.test_scheduler import random_requests, run
+from tests.engine.schedule.test_scheduler import random_requests, run
+from tests.engine.step.test_out_of_memory import fail_where
+from tests.model_folders import Family, make_family
 from tests.parity.harness import LOGIT_TOLERANCE, float32_engine
 
 

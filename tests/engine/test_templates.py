@@ -8,7 +8,7 @@ import pytest
 from pipeline.engine.propose.ngram import NgramProposer
 from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH
 from pipeline.engine.propose.templates import MOST_COPIES
-from pipeline.engine.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.kernels.compiled_lookup import CompiledLookup
 from pipeline.kernels.select import select_lookup
 from tests.engine.test_ngram import admit, append, leave

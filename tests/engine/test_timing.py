@@ -6,8 +6,8 @@ import torch
 
 from pipeline.engine import timing
 from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.sequence import SlotTable
-from pipeline.engine.step import StepInput, made_input
+from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.step_plan import StepInput, made_input
 
 
 class Noting:

@@ -166,7 +166,7 @@ def family(driver: int) -> dict[str, list[int]]:
             above = parent.get(above, 0)
         if not above or pid == driver:
             continue
-        if "pipeline.job.engine_process" in line:
+        if "pipeline.job.process.main" in line:
             found.setdefault("engine", []).append(pid)
         elif "/raylet " in line or (line.startswith("ray::") and "Agent" in line):  # they end together
             found.setdefault("node", []).append(pid)

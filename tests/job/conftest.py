@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pipeline.config import JobConfig, load_job
-from pipeline.job.worker import Backend
+from pipeline.job.actor.worker import Backend
 from tests.job.fake_engine import answer, text_of
 
 FAKES = Backend("tests.job.fake_engine:FakeEngine", "tests.job.fake_engine:load_tokenizer")
@@ -65,7 +65,7 @@ class Job:
 
     def check(self, texts: list[str | None], per_file: int = 1000, seed: int = 0) -> None:
         """The output holds each input row once, with the answer that an undisturbed run gives."""
-        from pipeline.job.stages import row_seed
+        from pipeline.job.actor.tokenize import row_seed
 
         rows = {row["id"]: row for row in self.table().to_pylist()}
         assert self.table().num_rows == len(texts) == len(rows)
@@ -90,7 +90,7 @@ def job(tmp_path) -> Job:
 def local_ray():
     import ray
 
-    from pipeline.job.ray_session import connect
+    from pipeline.job.dataflow.ray_session import connect
 
     assert connect(None, cores=8)
     yield ray.get_runtime_context().gcs_address

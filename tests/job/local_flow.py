@@ -4,16 +4,16 @@ process."""
 import queue
 import threading
 
-from pipeline.job.actors import FlowSpec
-from pipeline.job.dataflow import EndOfUnits, read_units
-from pipeline.job.ledger import Ledger, Order
-from pipeline.job.machine import now_us
-from pipeline.job.stages import UnitSummary
-from pipeline.job.worker import Worker
+from pipeline.job.actor.ledger import Ledger, Order
+from pipeline.job.actor.worker import Worker
+from pipeline.job.dataflow.graph import EndOfUnits, read_units
+from pipeline.job.dataflow.spec import FlowSpec
+from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.machine.host import now_us
 
 
 class LocalFlow:
-    """Stands in for `pipeline.job.dataflow.Dataflow`."""
+    """Stands in for `pipeline.job.dataflow.graph.Dataflow`."""
 
     session_logs = None
     started = 0  # how many were made: a finished job makes none

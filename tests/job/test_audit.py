@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from pipeline.audit import MAX_SHOWN, Audit, _Rows, audit
-from pipeline.cli import cli
-from pipeline.data.parts import PartName, PartStore
+from pipeline.cli.main import cli
+from pipeline.data.output.parts import PartName, PartStore
 from pipeline.errors import OutputError
+from pipeline.job.audit import MAX_SHOWN, Audit, _Rows, audit
 from tests.faults.store import FaultyStore
 from tests.job.test_run import TEXTS, run, success, without_ray  # noqa: F401 - a fixture is used by its name
 
@@ -43,7 +43,7 @@ def changed(part: Path, change) -> None:
 
 def keep_success(job) -> None:
     """Let _SUCCESS know the sizes as they are now, so that only what is inside is wrong."""
-    from pipeline.data.inventory import Inventory
+    from pipeline.data.output.inventory import Inventory
 
     there = Inventory.of(PartStore(str(job.output)))
     counts = {**success(job), "parts_bytes": there.parts_bytes, "parts_digest": there.parts_digest}

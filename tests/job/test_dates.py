@@ -5,14 +5,14 @@ from datetime import datetime
 
 import pytest
 
-from pipeline.data.parts import PartStore
+from pipeline.checkpoints.digest import asks_for_date
+from pipeline.data.output.parts import PartStore
 from pipeline.errors import FingerprintError, OutputError
-from pipeline.job.checkpoint import asks_for_date
+from pipeline.job.actor.worker import Backend
 from pipeline.job.plan import make_plan
 from pipeline.job.run import run_job
-from pipeline.job.worker import Backend
-from tests.engine import small_tokenizers
 from tests.job.local_flow import LocalFlow
+from tests.tokenization import small_tokenizers
 
 REAL_TOKENIZER = Backend("tests.job.fake_engine:FakeEngine")
 TEXTS = [f"text {i}" for i in range(30)]
@@ -23,7 +23,7 @@ FIRST, LATER = datetime(2026, 11, 23, 23, 59, 58), datetime(2026, 11, 24, 0, 0, 
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LocalFlow)
+    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
     monkeypatch.setattr(LocalFlow, "started", 0)
 
 

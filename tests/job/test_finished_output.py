@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.parts import PartStore
+from pipeline.data.output.parts import PartStore
 from pipeline.errors import OutputError
-from pipeline.output import doubt_of, status_of
+from pipeline.job.read_output import doubt_of, status_of
 from tests.job.test_run import TEXTS, run, runs, success, without_ray  # noqa: F401 - a fixture is used by its name
 
 

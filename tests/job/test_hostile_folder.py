@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import interpreter
-from pipeline.interpreter import child_environment
+from pipeline.machine import interpreter
+from pipeline.machine.interpreter import child_environment
 from tests.job.conftest import Job
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 from pipeline.errors import FingerprintError, InputError
 from pipeline.job.plan import make_plan
 from pipeline.job.run import run_job
-from pipeline.report import text
+from pipeline.report.render import text
 from tests.job.conftest import FAKES, Job
 from tests.job.local_flow import LocalFlow
 
@@ -19,8 +19,8 @@ SKIP = {"on_corrupt": "skip"}
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LocalFlow)
-    monkeypatch.setattr("pipeline.job.run.TICK_S", 0.2)
+    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
+    monkeypatch.setattr("pipeline.job.watch.TICK_S", 0.2)
     monkeypatch.setattr(LocalFlow, "started", 0)
 
 

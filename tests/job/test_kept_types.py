@@ -5,9 +5,9 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.compact import compact
 from pipeline.data.columns import plain_schema
-from pipeline.data.parts import PartStore
+from pipeline.data.output.compact import compact
+from pipeline.data.output.parts import PartStore
 from tests.job.test_run import run, success, without_ray  # noqa: F401 - a fixture is used by its name
 
 ROWS = 60

@@ -12,12 +12,12 @@ from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the
 ROOT = Path(__file__).parents[2]
 DRIVER = """
 import sys
-import pipeline.job.dataflow
+import pipeline.job.dataflow.graph
 from pipeline.config import load_job
 from pipeline.job.run import run_job
 from tests.job.conftest import FAKES
 from tests.job.local_flow import LocalFlow
-pipeline.job.dataflow.Dataflow = LocalFlow
+pipeline.job.dataflow.graph.Dataflow = LocalFlow
 run_job(load_job(sys.argv[1]), backend=FAKES)
 """
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from pipeline.data.folder import LocalFolder
 from pipeline.errors import EnvironmentFailed
+from pipeline.stores.local_folder import LocalFolder
 from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
 
 

@@ -46,19 +46,19 @@ class LostActors(LocalFlow):
 
 
 def test_fault_09_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", NoActors)
+    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", NoActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"no engine actor could be started.*run\.actors"):
         run(job, run={"progress_timeout_s": 0.5})
 
 
 def test_fault_09_actors_that_are_gone_for_too_long_end_the_run_and_the_next_one_goes_on(job, monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LostActors)
+    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LostActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"Nothing has moved for 1 s.*1 engine actors were seen"):
         run(job, run={**job.settings["run"], "progress_timeout_s": 1})
     assert runs(job)[-1]["outcome"] == "failed"
-    monkeypatch.setattr("pipeline.job.dataflow.Dataflow", LocalFlow)
+    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
     run(job)
     job.check(TEXTS)
 
@@ -80,7 +80,7 @@ def test_fault_50_clocks_that_jump_change_nothing(job, monkeypatch):
             looks += 1
             return datetime(2026, 3, 1, tzinfo=UTC) - timedelta(days=looks)
 
-    monkeypatch.setattr("pipeline.job.record.datetime", Jumping)
+    monkeypatch.setattr("pipeline.job.telemetry.run_log.datetime", Jumping)
     job.rows(TEXTS)
     run(job)
     job.parts()[0].unlink()
@@ -99,4 +99,4 @@ def test_fault_50_no_file_asks_for_wall_time_but_those_that_show_it():
     # kernels/cpu/threads.py compares the ages of two files, as numba does, to say whether it is going to compile
     found = {str(f.relative_to(package)) for f in package.rglob("*.py") if asks.search(f.read_text())}
     found = {name for name in found if not name.startswith("bench/")}  # they measure, and decide nothing
-    assert found <= {"job/record.py", "job/machine.py", "kernels/cpu/threads.py"}
+    assert found <= {"job/telemetry/run_log.py", "machine/host.py", "kernels/cpu/threads.py"}

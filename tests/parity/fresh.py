@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from tests.checkpoints import FAMILIES, VOCAB, draw_config, load_reference, write_checkpoint
+from tests.model_folders import FAMILIES, VOCAB, draw_config, load_reference, write_checkpoint
 from tests.parity.harness import (
     LOGIT_TOLERANCE,
     Agreement,

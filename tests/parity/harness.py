@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pipeline import Engine, EngineConfig, SamplingParams
-from pipeline.engine.step import StepInput
+from pipeline.engine.schedule.step_plan import StepInput
 
 LOGIT_TOLERANCE = 1e-4
 TIE = 1e-4  # two best logits closer than this may come out either way

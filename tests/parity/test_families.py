@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import FAMILIES, VOCAB, Family, load_reference, make_family
+from tests.model_folders import FAMILIES, VOCAB, Family, load_reference, make_family
 from tests.parity.harness import (
     LOGIT_TOLERANCE,
     Agreement,

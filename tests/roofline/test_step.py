@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
-from pipeline.hardware import load_cards
+from pipeline.roofline.cards import load_cards
 from pipeline.roofline.step import (
     AWQ,
     DENSE,

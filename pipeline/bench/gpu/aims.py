@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from pipeline.bench.gpu.borders import borders
 from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.jobs import OurJob
-from pipeline.bench.gpu.kernel_times import CHECKING, DECODING, PROMPTS, SKEWED, KernelTime
-from pipeline.bench.gpu.linear_times import ALLOWED_BEHIND
+from pipeline.bench.gpu.kernels.crossover import borders
+from pipeline.bench.gpu.kernels.kernel_times import CHECKING, DECODING, PROMPTS, SKEWED, KernelTime
+from pipeline.bench.gpu.kernels.linear_times import ALLOWED_BEHIND
 
 LEAST_S = 30e-6  # of a kernel's floor, or of the other kernel: starting one takes some 5 us
 DECODING_SHARE = 0.85  # of the copy bandwidth
@@ -86,7 +86,7 @@ def _decoding(model: ModelFigures, kind: str, why_not: _WhyNot) -> Aim:
     worst, case = min((time.num_bytes / time.seconds / model.rates.copy_bytes_per_s, time.case) for time in times)
     look = (
         _tile_hint(model, "decode"),
-        *(["how tiles are dealt to programs: kernels/triton/decode_work.py"] if kind == SKEWED else []),
+        *(["how tiles are dealt to programs: kernels/triton/attention/decode_work.py"] if kind == SKEWED else []),
     )
     about = f"worst of {len(times)}: {case}"
     return _judged(name, wanted, worst, f"{worst:.1%}", worst >= DECODING_SHARE, about, look)
@@ -126,7 +126,7 @@ def _idle(model: ModelFigures, why_not: _WhyNot) -> Aim:
         return _unmeasured(name, wanted, why_not("jobs", "there was no card to profile"))
     worst = max(gaps, key=lambda gap: gap.share)
     look = (
-        "most of it waits for the host: planning a step ahead (engine/flight.py), `pipeline bench scheduler`"
+        "most of it waits for the host: planning a step ahead (engine/step/in_flight.py), `pipeline bench scheduler`"
         if worst.host_s > worst.idle_s / 2
         else "most of it lies between kernels of a step: fewer and longer kernels",
     )

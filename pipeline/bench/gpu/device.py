@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from pipeline.bench.measure import machine_facts
-from pipeline.engine.memory import free_cpu_bytes
+from pipeline.engine.startup.memory import free_cpu_bytes
 from pipeline.errors import ConfigError
 
 

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.bench.gpu.aims import Aim, aims_of, aims_to_text
-from pipeline.bench.gpu.correctness import Correctness
 from pipeline.bench.gpu.figures import Failure, ModelFigures
+from pipeline.bench.gpu.kernels.checks import Correctness
 from pipeline.bench.measure import facts_to_text
 
 

@@ -7,7 +7,7 @@ model stands still, and catches up when it is asked again, a bounded number of t
 
 Passes run one after the other, each over all sequences that draft so deep. Where a device works beside the host, a
 pass is launched before the tokens of the last one are known, and they go to the target without the host; and drafts are
-made behind those that are still being checked, for places that the device corrects (flight.py).
+made behind those that are still being checked, for places that the device corrects (step/in_flight.py).
 
 Where a request samples, its drafts are drawn from the draft's distribution under the same options, so that rejection
 sampling can accept most of them; a greedy request gets the draft's best tokens. Where tokens must not depend on drafts,
@@ -24,20 +24,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pipeline.engine.block_pool import BlockPool
 from pipeline.engine.draft_room import share
-from pipeline.engine.drawn import choose
-from pipeline.engine.draws import DRAFT, PLAIN, draw, uniforms
-from pipeline.engine.flight import Flight, LateTokens
-from pipeline.engine.penalties import LateIds, takes_best
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts, DrawnDrafts
-from pipeline.engine.runner import Runner
-from pipeline.engine.sampler import distribution, greedy
-from pipeline.engine.sampling_batch import SamplingBatch
-from pipeline.engine.scheduler import UNKNOWN_TOKEN
-from pipeline.engine.sequence import SlotTable
-from pipeline.engine.step import StepPlan, build_input
+from pipeline.engine.sampling.batch import SamplingBatch
+from pipeline.engine.sampling.on_device import choose
+from pipeline.engine.sampling.on_host import distribution, greedy
+from pipeline.engine.sampling.penalties import LateIds, takes_best
+from pipeline.engine.sampling.random_numbers import DRAFT, PLAIN, draw, uniforms
+from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.scheduler import UNKNOWN_TOKEN
+from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.step_plan import StepPlan, build_input
+from pipeline.engine.step.in_flight import Flight, LateTokens
+from pipeline.engine.step.runner import Runner
 from pipeline.kernels.transfer import on_device
 
 RECENT_TOKENS = 16  # known tokens after which what became of the last drafts is forgotten

@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline.engine.flight import Flight
 from pipeline.engine.propose.corpus import FinishedOutputs
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.proposer import Drafts
 from pipeline.engine.propose.suffix_index import MIN_MATCH, SuffixIndex, tails
 from pipeline.engine.propose.templates import Templates
-from pipeline.engine.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.step.in_flight import Flight
 from pipeline.kernels.compiled_lookup import CompiledLookup
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB

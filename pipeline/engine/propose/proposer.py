@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from pipeline.engine.flight import Flight
 from pipeline.engine.propose.offer import Offer
+from pipeline.engine.step.in_flight import Flight
 
 
 class DrawnDrafts(NamedTuple):
@@ -33,8 +33,8 @@ class Drafts:
 
     drawn: where a device draws them and the host does not know them (yet); then token_id_SK means nothing.
 
-    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see draws.py); None where
-    drafts are not drawn from a law that is known, which is always right.
+    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see random_numbers.py); None
+    where drafts are not drawn from a law that is known, which is always right.
     """
 
     token_id_SK: np.ndarray  # int64

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from pipeline.engine.propose.offer import Offer
-from pipeline.engine.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable
 
 MOST_TOKENS = 32  # of a sequence, the last ones
 TELLING = 3  # right tokens of an offer whose others have not come yet, which tell enough; it is asked for again

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.replay import Foretold
-from pipeline.engine.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable
 
 
 class ShadowOffers:

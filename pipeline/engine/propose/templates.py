@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.engine.propose.corpus import BORDER, FinishedOutputs
 from pipeline.engine.propose.offer import Offer
 from pipeline.engine.propose.suffix_index import SuffixIndex
-from pipeline.engine.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.kernels.compiled_lookup import CompiledLookup
 
 MOST_CONTEXTS = 1 << 13  # of copies

@@ -25,7 +25,7 @@ Everywhere else it costs time, and is there to see what it does to a model's out
 import torch
 
 from pipeline.kernels.activations.activation_blocks import block_of, in_blocks
-from pipeline.quant.packed import Fp8Weight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 LEAST_CAPABILITY = (8, 9)  # of an NVIDIA GPU that multiplies e4m3
 LARGEST = 448.0  # of float8_e4m3fn

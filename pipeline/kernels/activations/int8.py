@@ -18,7 +18,7 @@ several times as fast as it widens and multiplies floats; what is lost is the ro
 import torch
 
 from pipeline.kernels.activations.activation_blocks import block_of, in_blocks
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 LARGEST = 127.0
 

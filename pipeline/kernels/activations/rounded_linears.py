@@ -11,7 +11,7 @@ import torch
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import fp8, int8
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pipeline.kernels.cpu.linear.linear_kernel import TILE_TOKENS
 from pipeline.kernels.cpu.linear.linear_widened import float32_linear, widened_linear
 from pipeline.kernels.cpu.linear.selection import ReorderedLinear
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
 class WholeTilesLinear:

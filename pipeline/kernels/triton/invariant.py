@@ -1,6 +1,6 @@
 """Linears and attention on a GPU that give a row the same bits whatever else is in a step, and at what cost.
 
-Linears: `fixed_product.py` on 16-bit weights in place of cuBLAS. Narrower weights are widened, 4-bit ones in each call
+Linears: `fixed_order.py` on 16-bit weights in place of cuBLAS. Narrower weights are widened, 4-bit ones in each call
 where the wide ones have no room: so a step of few tokens reads 16 bits a weight, or more, and not 4.
 
 Attention: the kernel for many queries computes all of them, those of decoding too. A query's keys come in tiles that
@@ -20,13 +20,13 @@ import torch
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, GraphShape, Linear
 from pipeline.kernels.transfer import on_device
-from pipeline.kernels.triton.attention import checked_group, plan_key
-from pipeline.kernels.triton.fixed_product import fixed_launches
-from pipeline.kernels.triton.int4 import TiledInt4, dequantize_launch, serves
+from pipeline.kernels.triton.attention.dispatch import checked_group, plan_key
+from pipeline.kernels.triton.attention.prefill import PrefillWork, prefill_launch, rows_of
 from pipeline.kernels.triton.launch import Target
-from pipeline.kernels.triton.linear import Scratch
-from pipeline.kernels.triton.prefill import PrefillWork, prefill_launch, rows_of
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.kernels.triton.linear.dispatch import Scratch
+from pipeline.kernels.triton.linear.fixed_order import fixed_launches
+from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, serves
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _NO_WINDOW = 1 << 30
 """Wider than any context. The kernel without a window takes tiles that all of its queries see by a loop of its own,

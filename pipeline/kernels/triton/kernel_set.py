@@ -7,13 +7,13 @@ from triton import knobs
 
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.triton import invariant
-from pipeline.kernels.triton.attention import PagedAttention
-from pipeline.kernels.triton.draw import draw
-from pipeline.kernels.triton.fp8 import fp8_linears
-from pipeline.kernels.triton.fused import add_rms_norm, norm_rope_write, silu_mul
-from pipeline.kernels.triton.graph import CapturedAttention
-from pipeline.kernels.triton.linear import Scratch, prepare_linear
-from pipeline.kernels.triton.sampling import greedy
+from pipeline.kernels.triton.attention.captured import CapturedAttention
+from pipeline.kernels.triton.attention.dispatch import PagedAttention
+from pipeline.kernels.triton.elementwise import add_rms_norm, norm_rope_write, silu_mul
+from pipeline.kernels.triton.linear.dispatch import Scratch, prepare_linear
+from pipeline.kernels.triton.linear.fp8 import fp8_linears
+from pipeline.kernels.triton.sampling.argmax import greedy
+from pipeline.kernels.triton.sampling.sample import draw
 
 
 def triton_kernels(

@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.bench.agreement import Agreement
+from pipeline.bench.engines.agreement import Agreement
 from pipeline.bench.gpu.aims import AGAINST_PEER, aims_of, aims_to_text
-from pipeline.bench.gpu.borders import borders
-from pipeline.bench.gpu.correctness import Check, Correctness
 from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.gaps import Gap
 from pipeline.bench.gpu.jobs import OurJob, OurJobs
-from pipeline.bench.gpu.kernel_times import CHECKING, DECODING, PROMPTS, SKEWED, KernelTime, KernelTimes
-from pipeline.bench.gpu.linear_times import LinearTime, summed_up
+from pipeline.bench.gpu.kernels.checks import Check, Correctness
+from pipeline.bench.gpu.kernels.crossover import borders
+from pipeline.bench.gpu.kernels.kernel_times import CHECKING, DECODING, PROMPTS, SKEWED, KernelTime, KernelTimes
+from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
+from pipeline.bench.gpu.kernels.tile_times import TileTime, TileTimes
 from pipeline.bench.gpu.peers import PeerJob, PeerJobs
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.report import GpuBench
 from pipeline.bench.gpu.run import SECTIONS
-from pipeline.bench.gpu.tile_times import TileTime, TileTimes
 from pipeline.roofline.step import AWQ, DecoderSize, Reached
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
@@ -109,10 +109,10 @@ def test_linears_are_held_against_the_better_path_and_the_border_is_suggested():
     assert "3 numbers of tokens from 1 to 256: 64" in found.about
     cached, scratch = found.look_first
     assert cached == (
-        "CROSSOVER_CACHED in kernels/triton/crossover.py is 64; this run says 64 (measured next: 256); by linear: "
-        "qkv 64, down 64"
+        "CROSSOVER_CACHED in kernels/triton/linear/crossover.py is 64; this run says 64 (measured next: 256); "
+        "by linear: qkv 64, down 64"
     )
-    assert "CROSSOVER_SCRATCH in kernels/triton/crossover.py is 192; this run says 64" in scratch
+    assert "CROSSOVER_SCRATCH in kernels/triton/linear/crossover.py is 192; this run says 64" in scratch
     assert cached in replace(BARE, linears=model.linears).to_text(), "told whether the aim is met or not"
     assert [border["now"] for border in model.to_json()["borders"]] == [64, 192]
     plain = summed_up(linears(dense=(1, 1, 1), served=(1, 1, 2)), SIZE, AWQ, RATES)

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.bench import peer as peer_module
+from pipeline.bench.engines import peer as peer_module
 from pipeline.bench.gpu import peers
 from pipeline.bench.gpu.jobs import Limits, OurJobs, run_our_jobs, run_round
 from pipeline.bench.gpu.peers import run_peers
 from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.gpu.request_sets import Lengths, RequestSet
+from pipeline.bench.request_sets import BenchRequest, Lengths, RequestSet
 from pipeline.bench.roofline import model_size
 from pipeline.bench.shapes import bench_model
-from pipeline.bench.workload import BenchRequest
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import PipelineError
@@ -70,7 +69,7 @@ def test_a_request_that_comes_short_ends_the_round(folder):
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "engines"))
     monkeypatch.setitem(peer_module.DRIVERS, "fake", "fake_peer")
     monkeypatch.setitem(peers.MODES, "fake", (None, "throughput"))
 

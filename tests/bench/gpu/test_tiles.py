@@ -8,14 +8,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.bench.gpu import run, tile_times
+from pipeline.bench.gpu import run
+from pipeline.bench.gpu.kernels import tile_times
+from pipeline.bench.gpu.kernels.tile_times import (
+    OUT_OF_TIME,
+    TileCase,
+    TileSizes,
+    TileTime,
+    TileTimes,
+    tile_measurements,
+)
 from pipeline.bench.gpu.stopwatch import Stopwatch
-from pipeline.bench.gpu.tile_times import OUT_OF_TIME, TileCase, TileSizes, TileTime, TileTimes, tile_measurements
 from pipeline.roofline.step import AWQ, DENSE, DecoderSize
 
 pytest.importorskip("triton")
 
-from pipeline.bench.gpu.tile_cases import tile_cases
+from pipeline.bench.gpu.kernels.tile_cases import tile_cases
 from pipeline.kernels.triton.kernel_set import is_interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -141,7 +149,7 @@ def test_tiles_of_every_kernel_compute_the_same():
     """Each table's shipped tile, two that differ in one size, and the last, which differs in the most."""
     cases = tile_cases(SIZE, AWQ, torch.float32, DEVICE, SIZES)
     assert [case.func.__name__ for case in tile_cases(SIZE, DENSE, torch.float32, DEVICE, SIZES)] == [
-        "_prefill", "_decode", "_decode", "_prefill", "_decode", "_draw", "_draw"
+        "prefill", "decode", "decode", "prefill", "decode", "draw", "draw"
     ]  # fmt: skip
     seen = set()
     for build in cases:
@@ -202,7 +210,9 @@ def test_without_a_device_for_triton_it_says_so(pipe, tmp_path, monkeypatch):
 
 def test_the_section_keeps_what_each_case_gave(monkeypatch, pipe, tmp_path):
     monkeypatch.setattr(run, "_no_tiles", lambda device: "")
-    monkeypatch.setattr("pipeline.bench.gpu.tile_cases.tile_cases", lambda *_: [fake_case, lambda: 1 / 0, fake_case])
+    monkeypatch.setattr(
+        "pipeline.bench.gpu.kernels.tile_cases.tile_cases", lambda *_: [fake_case, lambda: 1 / 0, fake_case]
+    )
     monkeypatch.setattr(Stopwatch, "seconds", lambda self, call: 1.0)
     smoke = ("--device", "cpu", "--quick", "--model", "tiny-awq", "--folder", str(tmp_path), "--json")
     code, stdout, _ = pipe("bench", "gpu", *smoke, "--sections", "tiles")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pipeline.bench.gpu.gaps import Gap, pauses
-from pipeline.bench.gpu.kernel_times import KernelTime, KernelTimes, _skewed
-from pipeline.bench.gpu.linear_times import LinearTime, summed_up
+from pipeline.bench.gpu.kernels.kernel_times import KernelTime, KernelTimes, _skewed
+from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.rates import Rates, measure_rates
 from pipeline.bench.gpu.run import reached_of
 from pipeline.bench.gpu.stopwatch import MIN_RUNS, WARM_UPS, Stopwatch

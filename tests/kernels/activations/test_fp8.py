@@ -11,8 +11,8 @@ from pipeline.kernels.activations.fp8 import fp8_block, rounded
 from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.reference import prepare_linear, reference_kernels
 from pipeline.kernels.select import select_kernels
-from pipeline.quant.nearest import int4, int8, nf4
-from pipeline.quant.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
+from pipeline.weights.round_to_nearest import int4, int8, nf4
 
 CPU = torch.device("cpu")
 E4M3 = sorted(  # the finite values of at least 0, the even ones at even places

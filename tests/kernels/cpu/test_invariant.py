@@ -11,7 +11,7 @@ from pipeline.kernels.cpu.attention import attention as batched
 from pipeline.kernels.cpu.invariant import WholeTilesLinear, attention, prepare_linear
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.select import select_kernels
-from pipeline.quant.packed import DenseWeight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 from tests.kernels.cpu.test_attention import TOLERANCE, ragged_step
 
 CPU = torch.device("cpu")

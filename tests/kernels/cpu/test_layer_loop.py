@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.engine.resolve import quantized_on_load
+from pipeline.engine.startup.resolve import quantized_on_load
 from pipeline.kernels.activations.rounded_linears import with_rounded_activations
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.contract import AttentionInput, Kernels
@@ -20,7 +20,7 @@ from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder, KVCache
-from tests.checkpoints import FAMILIES, make_family
+from tests.model_folders import FAMILIES, make_family
 
 CPU, BLOCK = torch.device("cpu"), 8
 PROMPTS = [5, 19, 12]

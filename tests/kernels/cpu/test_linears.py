@@ -22,8 +22,8 @@ from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 from pipeline.kernels.cpu.tiles.int8_tile import Form, forms_here
 from pipeline.kernels.cpu.tiles.weight_tiles import TOKENS
 from pipeline.kernels.select import select_kernels
-from pipeline.quant.nearest import NF4
-from pipeline.quant.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
+from pipeline.weights.round_to_nearest import NF4
 
 WIDENED = ["float32", "bfloat16", "int4", "int8", "float8", "codebook4"]
 PAIRS = ["bf16", "bf16_int4"] if MULTIPLIES_PAIRS else []

@@ -17,7 +17,7 @@ from pipeline.kernels.cpu.attention.decode_kernel import paged_decode
 from pipeline.kernels.cpu.compile.threads import is_cached
 from pipeline.kernels.cpu.linear.selection import DenseLinear, padded_tokens, prepare_linear
 from pipeline.kernels.select import select_kernels
-from pipeline.quant.packed import DenseWeight
+from pipeline.weights.packed import DenseWeight
 from tests.kernels.cpu.test_attention import TOLERANCE
 
 

@@ -13,7 +13,7 @@ from pipeline.kernels.cpu import elementwise
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.cpu.compile.threads import WHOLE, kernel, own_threads, share_out, use_threads
 from pipeline.kernels.cpu.linear.linear_widened import widened_linear
-from pipeline.quant.packed import DenseWeight
+from pipeline.weights.packed import DenseWeight
 
 MOST = config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 

@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.triton.cascade_work import CascadeShape, CascadeWork
-from pipeline.kernels.triton.decode import decode_launches
-from pipeline.kernels.triton.decode_work import DecodeWork, most_queries
-from pipeline.kernels.triton.draw import draw_launch
-from pipeline.kernels.triton.fixed_product import fixed_launches
-from pipeline.kernels.triton.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
-from pipeline.kernels.triton.fused import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
-from pipeline.kernels.triton.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
+from pipeline.kernels.triton.attention.cascade_work import CascadeShape, CascadeWork
+from pipeline.kernels.triton.attention.decode import decode_launches
+from pipeline.kernels.triton.attention.decode_work import DecodeWork, most_queries
+from pipeline.kernels.triton.attention.prefill import PrefillWork, prefill_launch
+from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.launch import Launch, Target
-from pipeline.kernels.triton.prefill import PrefillWork, prefill_launch
-from pipeline.kernels.triton.sampling import greedy_launches
+from pipeline.kernels.triton.linear.fixed_order import fixed_launches
+from pipeline.kernels.triton.linear.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
+from pipeline.kernels.triton.linear.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
+from pipeline.kernels.triton.sampling.argmax import greedy_launches
+from pipeline.kernels.triton.sampling.sample import draw_launch
 
 _META = torch.device("meta")
 _BLOCKS, _BLOCK, _TABLE = 1024, 64, 128

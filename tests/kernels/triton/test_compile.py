@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.errors import EnvironmentFailed
-from pipeline.kernels.triton.fused import silu_mul_launch
+from pipeline.kernels.triton.elementwise import silu_mul_launch
 from pipeline.kernels.triton.launch import H100, shared_bytes_of
 from tests.kernels.triton.compile import compile_for
 from tests.kernels.triton.compiling import CASCADE, FIXED

@@ -10,12 +10,12 @@ import torch
 from pipeline.errors import ModelError
 from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.reference import attention as reference_attention
-from pipeline.kernels.triton.attention import PagedAttention
-from pipeline.kernels.triton.fixed_product import fixed_launches, part_inputs, tile_for
+from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.invariant import CapturedInvariantAttention, InvariantAttention, prepare_linear
 from pipeline.kernels.triton.launch import A100, H100
-from pipeline.kernels.triton.linear import Scratch, TwoPathLinear
-from pipeline.quant.packed import DenseWeight, GroupIntWeight
+from pipeline.kernels.triton.linear.dispatch import Scratch, TwoPathLinear
+from pipeline.kernels.triton.linear.fixed_order import fixed_launches, part_inputs, tile_for
+from pipeline.weights.packed import DenseWeight, GroupIntWeight
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, PRODUCT, Step, make_dots_ordered, make_step
 
 # numpy's, of rows that stand for no query: 0 / 0 in the interpreter

@@ -4,7 +4,7 @@ import torch
 
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.triton.kernel_set import triton_kernels
-from pipeline.kernels.triton.linear import Scratch
+from pipeline.kernels.triton.linear.dispatch import Scratch
 
 
 def test_it_is_said_what_serves() -> None:

@@ -14,7 +14,7 @@ import torch
 from pipeline.kernels.cpu.compile.processor import MULTIPLIES_PAIRS, MULTIPLIES_TILES
 from pipeline.kernels.cpu.linear.tiled_linear import Scratch, TiledLinear
 from pipeline.kernels.cpu.tiles.weight_tiles import bf16_tiles, narrow_scales, word_tiles
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Of a word's eight inputs, the one in each 4 bits from the lowest on."""

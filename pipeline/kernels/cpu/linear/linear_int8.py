@@ -15,7 +15,7 @@ from pipeline.kernels.cpu.linear.selection import ReorderedLinear
 from pipeline.kernels.cpu.linear.tiled_linear import Scratch, TiledLinear
 from pipeline.kernels.cpu.tiles.int8_tile import Form, forms_here
 from pipeline.kernels.cpu.tiles.weight_tiles import narrow_scales, word_tiles
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 1, 2, 3)}
 """By bits, the order in which a word's inputs are joined. Of 4 bits the first four are the low halves of its bytes, the

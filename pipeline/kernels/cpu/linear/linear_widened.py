@@ -12,7 +12,7 @@ import torch
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 from pipeline.kernels.cpu.linear.widening import FLOAT8_EXPONENT
 from pipeline.kernels.cpu.tiles.weight_tiles import bf16_tiles, tiles, word_tiles
-from pipeline.quant.packed import CodebookWeight, DenseWeight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import CodebookWeight, DenseWeight, GroupIntWeight, LinearWeight
 
 FLOAT8_SCALE_LIMIT = 128.0
 """Scales are kept times 2^120, which float32 holds below this."""

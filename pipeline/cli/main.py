@@ -1,0 +1,57 @@
+"""The command line: the group of all commands, and the process's exit code.
+
+A call goes through these files in order: `main` -> a command in `jobs`, `prompts`, `doctor`, `checkpoints` or `bench`
+-> what it calls -> `console` (what is printed, and the exit code of an error). `run` goes on in a fork (`guard`).
+Everything heavy is imported by the command that needs it.
+"""
+
+import sys
+
+import click
+
+from pipeline import __version__
+from pipeline.cli import bench, checkpoints, doctor, jobs, prompts
+from pipeline.cli.console import leave_with_exit_code
+
+EPILOG = """\b
+Start here:
+  pipeline validate jobs/summarize.yaml      what the job is; nothing is run
+  pipeline run jobs/summarize.yaml           run it, or go on where it stopped
+  pipeline report out/summarize              what it cost
+  pipeline generate --input prompts.txt      a handful of prompts, without a job
+  pipeline doctor jobs/summarize.yaml        whether this machine can run it
+
+\b
+Exit codes:
+  0   finished; error rows within run.max_error_rate
+  1   stopped by run.max_error_rate; can be resumed
+  2   the job file, the input or the output has to be changed
+  3   the environment failed (disk, store, actors); can be resumed
+  70  a defect of this program
+  75  interrupted; the same command goes on
+"""
+
+
+@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="pipeline")
+def cli() -> None:
+    """Prompts in Parquet to completions in Parquet, and what they cost.
+
+    A job is one YAML file. A run that was stopped goes on when the same command is given again: every input
+    row is in the output exactly once, as a completion or as an error row.
+    """
+
+
+for command in (
+    *(jobs.run, jobs.validate, jobs.status, jobs.report, jobs.compact, jobs.verify, prompts.generate, doctor.doctor),
+    *(checkpoints.eval_command, checkpoints.quantize_command, bench.bench),
+):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """The console script. Leaves with an exit code that means what EPILOG says."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a narrow locale must not end a run
+    with leave_with_exit_code():
+        cli.main(standalone_mode=False)

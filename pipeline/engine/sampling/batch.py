@@ -1,0 +1,67 @@
+"""What sampling is told of a step's rows, and what it gives back. See on_host.py.
+
+Suffix: R rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.engine.params import TokenLogprobs
+from pipeline.engine.schedule.sequence import SlotTable
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The rows of one step that need a token, in the order of the logits.
+
+    options: of SAMPLING_OPTIONS. seeds (uint64) and positions (int64; how many tokens the row has generated so far)
+    key the draw. ending_ids (object): the tokens that would end the row (int64), masked before its min_tokens, or None.
+    token_ids is a table of known tokens, read only for rows with penalties: row r has the first num_known[r] of
+    token_ids[slots[r]], and the first num_prompt[r] of those are its prompt.
+    """
+
+    options: np.ndarray
+    seeds: np.ndarray
+    positions: np.ndarray
+    ending_ids: np.ndarray
+    token_ids: np.ndarray
+    slots: np.ndarray
+    num_prompt: np.ndarray
+    num_known: np.ndarray
+
+    @classmethod
+    def of(cls, table: SlotTable, slot_R: np.ndarray, known_R: np.ndarray) -> "SamplingBatch":
+        """Rows whose next token follows the first known_R tokens of the sequences in these slots."""
+        return cls(
+            options=table.sampling[slot_R],
+            seeds=table.seed[slot_R],
+            positions=known_R - table.num_prompt[slot_R],
+            ending_ids=table.ending_ids[slot_R],
+            token_ids=table.token_ids,
+            slots=slot_R,
+            num_prompt=table.num_prompt[slot_R],
+            num_known=known_R,
+        )
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """One token per row, and log-probabilities by row where they were asked for. Where `finite` is False the row's
+    logits hold NaN or +inf, or nothing above -inf; its token id is then 0 and means nothing."""
+
+    token_ids: np.ndarray  # int64 [R]
+    finite: np.ndarray  # bool [R]
+    logprobs: dict[int, TokenLogprobs]
+
+    def of_rows(self, rows: np.ndarray) -> "SamplerOutput":
+        """Of these rows alone, in their order."""
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self.logprobs:
+            logprobs = {r: self.logprobs[row] for r, row in enumerate(rows.tolist()) if row in self.logprobs}
+        return SamplerOutput(self.token_ids[rows], self.finite[rows], logprobs)
+
+
+def tokens_and_finite(both_2R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    finite = both_2R[1].astype(bool)
+    return np.where(finite, both_2R[0], 0), finite

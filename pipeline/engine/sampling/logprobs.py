@@ -1,0 +1,52 @@
+"""Log-probabilities that rows ask for: those of the raw logits, before masks, penalties and temperature.
+
+Suffixes: R rows of the step, Q rows that ask, V vocabulary, K most alternatives asked for.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.engine.params import TokenLogprobs
+from pipeline.engine.sampling.batch import SamplingBatch
+from pipeline.engine.sampling.penalties import on_rows
+
+
+@dataclass(frozen=True)
+class AskedLogprobs:
+    """Of the rows row_Q, which want width_Q alternatives. Tensors on the logits' device or, as a copy, on the host."""
+
+    row_Q: np.ndarray
+    width_Q: np.ndarray
+    chosen_Q: torch.Tensor
+    top_QK: torch.Tensor
+    top_id_QK: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_RV: torch.Tensor, batch: SamplingBatch, token_ids_R: torch.Tensor) -> "AskedLogprobs | None":
+        """Of the tokens that were chosen, ids on the logits' device; None where nobody asks. Waits for nothing."""
+        row_Q = np.flatnonzero(batch.options["logprobs"] >= 0)
+        if not len(row_Q):
+            return None
+        on = on_rows(row_Q, logits_RV)
+        logprobs_QV = logits_RV[on].float().log_softmax(dim=-1)
+        chosen_Q = logprobs_QV.gather(1, token_ids_R[on][:, None])[:, 0]
+        width_Q = np.minimum(batch.options["logprobs"][row_Q], logprobs_QV.shape[1])
+        top = logprobs_QV.topk(int(width_Q.max()), dim=-1)
+        return cls(row_Q, width_Q, chosen_Q, top.values, top.indices)
+
+    def copied(self) -> "AskedLogprobs":
+        """On their way into pinned memory of the host."""
+        tensors = (tensor.to("cpu", non_blocking=True) for tensor in (self.chosen_Q, self.top_QK, self.top_id_QK))
+        return AskedLogprobs(self.row_Q, self.width_Q, *tensors)
+
+    def by_row(self, token_ids: np.ndarray, finite: np.ndarray) -> dict[int, TokenLogprobs]:
+        """For people, of the rows that are finite; the tensors are on the host."""
+        chosen, values, ids = self.chosen_Q.tolist(), self.top_QK.tolist(), self.top_id_QK.tolist()
+        kept = np.flatnonzero(finite[self.row_Q]).tolist()
+        rows, widths, tokens = self.row_Q.tolist(), self.width_Q.tolist(), token_ids[self.row_Q].tolist()
+        return {
+            rows[q]: TokenLogprobs(tokens[q], chosen[q], tuple(zip(ids[q][: widths[q]], values[q][: widths[q]])))
+            for q in kept
+        }

@@ -1,0 +1,176 @@
+"""A running request: a `Sequence` for the cold facts, slot-indexed arrays for the counters of every step. No torch.
+
+Planning a step reads and writes only the arrays, so it costs no Python per sequence; a `Sequence` is touched when it is
+admitted, when its blocks become findable and when it ends. For every occupied slot, while it runs:
+
+    0 <= num_computed < num_known <= limit        num_blocks * block_size >= num_computed
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeline.engine.call import Call
+from pipeline.engine.params import Request, SamplingParams, TokenLogprobs
+from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
+from pipeline.tokenization.detokenizer import StopChecker
+
+SAMPLING_OPTIONS = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("repetition_penalty", np.float64),
+        ("presence_penalty", np.float64),
+        ("frequency_penalty", np.float64),
+        ("top_k", np.int64),
+        ("min_tokens", np.int64),
+        ("logprobs", np.int64),  # -1: none wanted
+    ]
+)
+_LARGEST = np.iinfo(np.int64).max
+
+
+def sampling_options(params: SamplingParams) -> tuple[float | int, ...]:
+    """The row of `SAMPLING_OPTIONS` that says how tokens are drawn; stop conditions are not in it."""
+    return (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        min(params.top_k, _LARGEST),
+        min(params.min_tokens, _LARGEST),
+        -1 if params.logprobs is None else params.logprobs,
+    )
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the next token is always the best of the logits as they are, and nothing else is asked about it."""
+    return (
+        params.temperature == 0.0
+        and params.repetition_penalty == 1.0
+        and params.presence_penalty == 0.0
+        and params.frequency_penalty == 0.0
+        and params.min_tokens == 0
+        and params.logprobs is None
+    )
+
+
+@dataclass
+class Sequence:
+    """One request on its way. `token_ids` is the prompt and, after a preemption, what was generated too."""
+
+    request: Request
+    token_ids: np.ndarray  # int32
+    order: int  # of arrival; older sequences are served first
+    seed: int = 0  # of its random numbers, with the position
+    call: Call = field(default_factory=Call)  # that gets its completion
+    queued_us: int = 0  # when it was added, on the machine's monotonic clock
+    first_token_us: int = 0  # when its first token was appended, whatever happened later; 0: not yet
+    slot: int = -1  # -1: not running
+    hashes: list[bytes] = field(default_factory=list)  # chain hashes of full blocks of known tokens, as far as needed
+    num_prompt: int = 0
+    num_cached: int = -1  # prompt tokens found in shared blocks at the first admission; -1: not admitted yet
+    high_water: int = 0  # tokens computed before a preemption; computing them again is repeated work
+    logprobs: list[TokenLogprobs] | None = None
+    stop_checker: StopChecker | None = None
+    ending_ids: np.ndarray | None = None  # int64, with min_tokens: tokens that would end it, masked until then
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_token_ids)
+        if self.request.params.logprobs is not None:
+            self.logprobs = []
+
+    def extend_hashes(self, token_ids: np.ndarray, num_blocks: int, block_size: int) -> None:
+        """Make `hashes` cover the first `num_blocks` full blocks of `token_ids`."""
+        known = len(self.hashes)
+        if known < num_blocks:
+            parent = self.hashes[-1] if self.hashes else ROOT
+            self.hashes += chain_hashes(parent, token_ids[known * block_size : num_blocks * block_size], block_size)
+
+
+class SlotTable:
+    """The counters of all running sequences, indexed by slot. Memory pages are touched only when used."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((num_slots, max_model_len), dtype=np.int32)
+        self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(num_slots, dtype=np.int64)
+        self.num_known = np.zeros(num_slots, dtype=np.int64)
+        self.num_computed = np.zeros(num_slots, dtype=np.int64)
+        self.num_prompt = np.zeros(num_slots, dtype=np.int64)
+        self.limit = np.zeros(num_slots, dtype=np.int64)  # most tokens it may come to: prompt + max_tokens, or context
+        self.order = np.zeros(num_slots, dtype=np.int64)
+        self.repeat_until = np.zeros(num_slots, dtype=np.int64)
+        self.stops_at_eos = np.zeros(num_slots, dtype=bool)
+        self.min_known = np.zeros(num_slots, dtype=np.int64)  # no stop condition before this many known tokens
+        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or stop token ids: looked at one by one
+        self.seed = np.zeros(num_slots, dtype=np.uint64)
+        self.is_plain = np.zeros(num_slots, dtype=bool)  # greedy, and nothing of `sampling` or `ending_ids` is needed
+        self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
+        self.ending_ids = np.full(num_slots, None, dtype=object)
+        self.last_step = np.zeros(num_slots, dtype=np.int64)  # number of the last step that computed some of it
+        self.sequences: list[Sequence | None] = [None] * num_slots
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def occupy(self, sequence: Sequence, blocks: list[int]) -> int:
+        """Give `sequence` a slot and these blocks; its counters start at zero computed tokens."""
+        slot = self._free_slots.pop()
+        params, known = sequence.request.params, len(sequence.token_ids)
+        self.sequences[slot], sequence.slot = sequence, slot
+        self.token_ids[slot, :known] = sequence.token_ids
+        self.num_known[slot], self.num_computed[slot] = known, 0
+        self.num_blocks[slot] = len(blocks)
+        self.block_table[slot, : len(blocks)] = blocks
+        self.num_prompt[slot] = sequence.num_prompt
+        self.limit[slot] = min(sequence.num_prompt + params.max_tokens, self.max_model_len)
+        self.order[slot] = sequence.order
+        self.repeat_until[slot] = sequence.high_water
+        self.stops_at_eos[slot] = not params.ignore_eos
+        self.min_known[slot] = sequence.num_prompt + params.min_tokens
+        self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
+        self.seed[slot] = sequence.seed & 0xFFFFFFFFFFFFFFFF
+        self.is_plain[slot] = is_plain(params)
+        self.sampling[slot] = sampling_options(params)
+        self.ending_ids[slot] = sequence.ending_ids
+        self.last_step[slot] = 0
+        return slot
+
+    def append_blocks(self, slot_S: np.ndarray, count_S: np.ndarray, blocks: list[int]) -> None:
+        """Deal `blocks` out: the first count_S[0] go to the end of slot_S[0], and so on."""
+        index_B = np.arange(len(blocks)) + np.repeat(self.num_blocks[slot_S] - np.cumsum(count_S) + count_S, count_S)
+        self.block_table[np.repeat(slot_S, count_S), index_B] = blocks
+        self.num_blocks[slot_S] += count_S
+
+    def blocks_of(self, slot: int) -> list[int]:
+        """The blocks that the sequence there holds, in order."""
+        return self.block_table[slot, : self.num_blocks[slot]].tolist()
+
+    def drop_blocks(self, slot: int, end: int) -> list[int]:
+        """Take the blocks behind its first `end` tokens off the sequence; they are the caller's to release."""
+        kept = -(-end // self.block_size)
+        dropped = self.block_table[slot, kept : self.num_blocks[slot]].tolist()
+        self.num_blocks[slot] = kept
+        return dropped
+
+    def vacate(self, slot: int) -> Sequence:
+        """Free the slot and give the sequence its known tokens back. Its blocks have been taken by the caller."""
+        sequence = self.at(slot)
+        sequence.token_ids = self.token_ids[slot, : self.num_known[slot]].copy()
+        sequence.slot = -1
+        self.sequences[slot] = None
+        self._free_slots.append(slot)
+        return sequence
+
+    def at(self, slot: int) -> Sequence:
+        sequence = self.sequences[slot]
+        assert sequence is not None, f"slot {slot} is empty"
+        return sequence

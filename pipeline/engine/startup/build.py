@@ -1,0 +1,140 @@
+"""From an `EngineConfig` to a loaded model with a KV cache: all that an engine is made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.checkpoints.locate import locate_model
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.startup.loaded import LoadedModel
+from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
+from pipeline.engine.startup.place import Place
+from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
+from pipeline.engine.step.graphs import CudaCapture
+from pipeline.engine.step.runner import ModelRunner
+from pipeline.errors import ConfigError
+from pipeline.model.config import ModelConfig, read_config
+from pipeline.tokenization.tokenizer import Tokenizer
+
+PASS_QUERIES = 2  # tokens of a sequence in a draft pass that is captured
+
+
+@dataclass(frozen=True)
+class Built:
+    """`num_blocks`: of the KV cache, which the draft model's runner has as well. about: what every `auto` became."""
+
+    resolved: Resolved
+    place: Place
+    runner: ModelRunner
+    draft_runner: ModelRunner | None
+    tokenizer: Tokenizer
+    num_blocks: int
+    max_model_len: int
+    about: dict[str, str | int]
+
+
+def build(config: EngineConfig, say: Callable[[str], None]) -> Built:
+    """Load what `config` names. `say` is told what takes long.
+
+    Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
+    """
+    folder = locate_model(config.model)
+    model = quantized_on_load(read_config(folder), config.quantization)
+    resolved = resolve(config, model)
+    place = Place(config.num_threads, resolved.device)
+    with place:
+        return _built(config, folder, model, resolved, place, say)
+
+
+def _built(
+    config: EngineConfig, folder: Path, model: ModelConfig, resolved: Resolved, place: Place, say: Callable[[str], None]
+) -> Built:
+    tokenizer = Tokenizer.from_folder(str(folder))
+    say("reading weights")
+    target = LoadedModel.load(folder, model, resolved)
+    draft = None
+    if resolved.speculation is not None and "draft" in resolved.speculation.proposers:
+        assert config.draft is not None
+        say("reading the draft model's weights")
+        draft = LoadedModel.load_draft(config.draft, tokenizer, resolved)
+    return_freed_bytes()
+    loaded = [target] if draft is None else [target, draft]
+    step_bytes = 0
+    if resolved.device.type == "cuda":  # a CPU's memory has room to give
+        captured = [most_tokens for _, most_tokens in captured_shapes(resolved)]
+        step_bytes = max(each.step_bytes(resolved) for each in loaded)
+        step_bytes += sum(each.captured_bytes(resolved, most) for each, most in zip(loaded, captured))
+    num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
+    max_model_len = _fit_length(config, resolved, num_blocks)
+    runner = target.runner(num_blocks, resolved.block_size, max_model_len)
+    draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
+    if resolved.device.type == "cuda":
+        _capture_steps(runner, draft_runner, resolved, say)
+    about: dict[str, str | int] = {
+        "device": str(resolved.device),
+        "dtype": str(resolved.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(resolved.kv_dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "max_num_seqs": resolved.max_num_seqs,
+        "max_num_batched_tokens": resolved.max_num_batched_tokens,
+        "block_size": resolved.block_size,
+        "num_kv_blocks": num_blocks,
+        "weights": target.weights,
+        "deterministic": "on" if resolved.deterministic else "off",
+        "num_threads": place.num_threads,
+        "speculation": "off" if resolved.speculation is None else str(resolved.speculation),
+    } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
+    return Built(resolved, place, runner, draft_runner, tokenizer, num_blocks, max_model_len, about)
+
+
+def captured_shapes(resolved: Resolved) -> list[tuple[int, int]]:
+    """The most tokens of a sequence, and in all, of captured steps of the target and of the draft model, whose first
+    pass computes what the target gave behind accepted drafts, and the last of those."""
+    drafts = 0 if resolved.speculation is None else resolved.speculation.max_draft_tokens
+    in_pass = min(PASS_QUERIES * resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    return [(1 + drafts, resolved.most_checked_tokens), (PASS_QUERIES, in_pass)]
+
+
+def _capture_steps(
+    runner: ModelRunner, draft: ModelRunner | None, resolved: Resolved, say: Callable[[str], None]
+) -> None:
+    """Of the target: plain decoding and the checking of drafts; of the draft model: its passes."""
+    for each, (max_queries, most_tokens) in zip((runner, draft), captured_shapes(resolved)):
+        if each is None or each.decoder.kernels.graph_attention is None:
+            continue
+        each.capture_steps(
+            CudaCapture(),
+            max_num_seqs=resolved.max_num_seqs,
+            max_queries=max_queries,
+            most_tokens=most_tokens,
+            say=lambda done, total: say(f"capturing steps, {done} of {total}"),
+        )
+
+
+def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: int, step_bytes: int) -> int:
+    block_bytes = resolved.block_size * bytes_per_token
+    per_sequence = -(-resolved.max_model_len // resolved.block_size)
+    need = resolved.max_num_seqs * per_sequence * block_bytes
+    budget = kv_budget_bytes(
+        resolved.device, config.kv_cache_memory_bytes, need, config.gpu_memory_utilization, step_bytes
+    )
+    num_blocks = budget // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"a KV cache of {budget} bytes holds no two blocks of {block_bytes} bytes; raise "
+            "engine.kv_cache_memory_bytes"
+        )
+    return num_blocks
+
+
+def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:
+    """max_model_len, lowered to what the KV cache holds when the user left it open, refused when they did not."""
+    capacity = num_blocks * resolved.block_size
+    if resolved.max_model_len <= capacity:
+        return resolved.max_model_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"engine.max_model_len = {config.max_model_len} does not fit the KV cache of {capacity} tokens; lower "
+            "it or raise engine.kv_cache_memory_bytes"
+        )
+    return capacity

@@ -1,0 +1,105 @@
+"""A checkpoint's weights on a device, from which a runner is made once the KV cache's size is known."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoints.locate import locate_model
+from pipeline.engine.startup.footprint import forward_bytes, largest_step_bytes, step_input_shape
+from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit, gpu_share_bytes
+from pipeline.engine.startup.resolve import Resolved, no_such_weight
+from pipeline.engine.step.runner import ModelRunner
+from pipeline.errors import ModelError
+from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
+from pipeline.kernels.contract import Kernels
+from pipeline.kernels.select import select_kernels
+from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.decoder import Decoder, KVCache
+from pipeline.tokenization.tokenizer import Tokenizer
+from pipeline.weights.fp8 import AS_THEY_COME
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """kv_dtype: of its KV cache."""
+
+    config: ModelConfig
+    decoder: Decoder
+    kernels: Kernels
+    kv_dtype: torch.dtype
+
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig, resolved: Resolved) -> "LoadedModel":
+        """Raises ModelError when the checkpoint's tensors do not match its config, ConfigError where activations are to
+        be rounded and the device or all of the weights cannot have it."""
+        keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
+            config,
+            resolved.dtype,
+            resolved.kv_dtype,
+            gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
+            cache_before_dense(resolved.max_num_seqs, resolved.max_model_len),
+        )
+        kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
+        if resolved.activation_dtype != "auto":
+            kernels = with_rounded_activations(kernels, resolved.activation_dtype, resolved.device)
+        decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device)
+        if isinstance(kernels.prepare_linear, RoundedWherePossible) and kernels.prepare_linear.num_rounded == 0:
+            raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
+        return cls(config, decoder, kernels, resolved.kv_dtype)
+
+    @classmethod
+    def load_draft(cls, path: str, target: Tokenizer, resolved: Resolved) -> "LoadedModel":
+        """The draft model in `path`. Raises ModelError when its token ids mean other texts than the target's."""
+        folder = locate_model(path)
+        own = Tokenizer.from_folder(str(folder))
+        try:
+            differs = own.differs_from(target)
+        finally:
+            own.close()
+        if differs is not None:
+            raise ModelError(
+                f"model.draft {path}: its tokens are not those of model.path ({differs}), so it cannot draft for it; "
+                "take a draft model of the same family, or leave it out"
+            )
+        ordinary = replace(resolved, activation_dtype="auto", deterministic=False)  # drafts may be anything
+        return cls.load(folder, read_config(folder), ordinary)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.config.kv_bytes_per_token(self.kv_dtype)
+
+    @property
+    def weights(self) -> str:
+        """What kind of weights it has, to read."""
+        kind = "dense" if self.config.quantization is None else str(self.config.quantization)
+        widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
+        if widened:
+            kind += f"; {widened} fused linears of several formats dequantized"
+        if isinstance(linears, RoundedWherePossible):
+            kind = kind.replace(AS_THEY_COME, "")
+            kind += f"; inputs of {linears.num_rounded} of {linears.num_all} linears in {linears.activation_dtype}"
+        return kind
+
+    def step_bytes(self, resolved: Resolved) -> int:
+        """What the largest step takes on a GPU beside weights and KV cache."""
+        return largest_step_bytes(self._small_runner(resolved), resolved)
+
+    def captured_bytes(self, resolved: Resolved, most_tokens: int) -> int:
+        """What captured steps of up to so many tokens keep for themselves on a GPU, at most: the largest one's memory,
+        into which the others fit. Logits are not among it."""
+        if self.kernels.graph_attention is None:
+            return 0
+        return forward_bytes(self._small_runner(resolved), resolved, most_tokens)
+
+    def _small_runner(self, resolved: Resolved) -> ModelRunner:
+        """One to run the largest step with, of sequences that all read and write the same blocks."""
+        num_tokens, num_sequences, _ = step_input_shape(resolved)
+        num_blocks = -(-num_tokens // num_sequences // resolved.block_size) + 1
+        return self.runner(num_blocks, resolved.block_size, resolved.max_model_len)
+
+    def runner(self, num_blocks: int, block_size: int, max_model_len: int) -> ModelRunner:
+        """A runner with a KV cache of that size."""
+        spare = self.kernels.graph_attention is not None
+        kv = KVCache.allocate(self.config, num_blocks, block_size, self.kv_dtype, self.decoder.device, spare)
+        return ModelRunner(self.decoder, kv, block_size, max_model_len)

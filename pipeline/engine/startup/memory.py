@@ -1,0 +1,147 @@
+"""How much memory there is, how many KV blocks it is worth, and how running out of it shows."""
+
+import ctypes
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from pipeline.errors import ConfigError
+from pipeline.kernels.select import serves_int4_alone
+from pipeline.model.config import ModelConfig
+from pipeline.weights.formats import is_int4
+
+CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
+MIN_GROUP_SIZE = 32  # of 4-bit weights, which have a scale of 16 bits and a zero of 8 for each group on a GPU
+EXPECTED_TOKENS = 2048  # of a sequence, for which the KV cache is to have room before 4-bit weights get a 16-bit form
+ENOUGH_TOKENS = 128 << 10  # for all sequences: by the cost model that form serves more than cache beyond these does
+SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
+
+
+def free_cpu_bytes() -> int:
+    """Memory that can be taken without swapping, within this process's cgroup."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, current = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit is not None and current is not None:
+        available = min(available, max(limit - current, 0))
+    return available
+
+
+def return_freed_bytes() -> None:
+    """Give what was freed back to the system. Loading frees as much as it keeps, in pieces that glibc holds on to."""
+    with suppress(AttributeError):  # another C library has no such call
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def weight_bytes(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    keeps_dense: bool = True,
+    activation_dtype: str = "auto",
+) -> int:
+    """What linears and embeddings take once loaded, about; norms and biases left out.
+
+    keeps_dense: of 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: rounded ones
+    serve all quantized linears; in fp8 on a GPU with a byte a weight and a scale in float32 for each group.
+    """
+    if device.type != "cpu":
+        dense = config.num_parameters() * dtype.itemsize
+        if activation_dtype == "fp8" and config.quantization is not None:
+            per_group = 4 / config.quantization.group_size if config.quantization.group_size is not None else 0
+            return dense - int(config.num_linear_parameters() * (dtype.itemsize - 1 - per_group))
+        if config.quantization is None or not is_int4(config.quantization):
+            return dense
+        packed = int(config.num_linear_parameters() * (0.5 + 3 / (config.quantization.group_size or MIN_GROUP_SIZE)))
+        return packed + dense - (0 if keeps_dense else config.num_linear_parameters() * dtype.itemsize)
+    width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
+    embeddings = 2 * config.vocab_size * config.hidden_size * width  # a table to look up and a linear, tied or not
+    if config.quantization is None:
+        return config.num_linear_parameters() * width + embeddings
+    bits, group_size = config.quantization.bits, config.quantization.group_size
+    packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a scale and a zero in float32 for a group
+    if dtype != torch.float32 and activation_dtype == "auto":  # products on rounded ones are those of float32 there
+        # The dense form for many tokens, and of others than 4-bit integers for few too.
+        if is_int4(config.quantization) and serves_int4_alone(dtype):
+            packed = 0.5 + (3 / group_size if group_size is not None else 0)  # in float16 and a byte
+        else:
+            packed = dtype.itemsize + (packed if is_int4(config.quantization) else 0)
+    return int(config.num_linear_parameters() * packed) + embeddings
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed in a way after which the process is as sound as before.
+
+    torch's CPU allocator has no type of its own for this: it raises a bare RuntimeError, so its message has to be read.
+    Other device errors may leave the device in an unknown state and are not among these.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def release_cached_memory() -> None:
+    """Give what the device's allocator keeps for reuse back, so that pieces of other sizes can be had."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        text = (Path("/sys/fs/cgroup") / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def gpu_share_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    """What is free of the part of a GPU's memory that may be used; below 0 where others use more than the rest."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free - int(total * (1.0 - gpu_memory_utilization))
+
+
+def cache_before_dense(max_num_seqs: int, max_model_len: int) -> int:
+    """Tokens that the KV cache is to hold before 4-bit weights get a 16-bit form.
+
+    A larger cache runs more sequences at once, over which a step's reading of the weights is spread. That is little
+    beyond some hundred sequences, whose products take longer than reading 4-bit weights, and less than what each step
+    loses where it has to write the 16-bit form anew.
+    """
+    return min(max_num_seqs * min(max_model_len, EXPECTED_TOKENS), ENOUGH_TOKENS)
+
+
+def dense_weights_fit(
+    config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, budget_bytes: int, kv_tokens: int
+) -> bool:
+    """Whether `budget_bytes` hold 4-bit weights, their `dtype` form beside them and a KV cache of so many tokens.
+
+    Steps of many tokens are multiplied with that form; without room for it, it is written anew in each of them.
+    kv_tokens: see `cache_before_dense`.
+    """
+    weights = weight_bytes(config, torch.device("cuda"), dtype)
+    return weights + kv_tokens * config.kv_bytes_per_token(kv_dtype) + SLACK_BYTES <= budget_bytes
+
+
+def kv_budget_bytes(
+    device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float, step_bytes: int
+) -> int:
+    """Bytes for the KV cache: `wanted` when given, else what `need` asks for within the device's share.
+
+    `step_bytes`: what the largest step takes beside weights and cache, on a GPU.
+    """
+    if wanted is not None:
+        return wanted
+    if device.type == "cpu":
+        return min(need, int(free_cpu_bytes() * CPU_SHARE))
+    budget = gpu_share_bytes(device, gpu_memory_utilization) - step_bytes - SLACK_BYTES
+    if budget <= 0:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ConfigError(
+            f"{device}: {free >> 20} MiB free of {total >> 20} after loading the weights leave nothing for the KV "
+            f"cache at engine.gpu_memory_utilization = {gpu_memory_utilization}: a step takes {step_bytes >> 20} MiB, "
+            f"{SLACK_BYTES >> 20} are kept in reserve. Lower engine.max_num_batched_tokens, or raise the utilization"
+        )
+    return min(need, budget)

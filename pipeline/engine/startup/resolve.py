@@ -1,0 +1,200 @@
+"""From an `EngineConfig` with "auto" in it to the numbers an engine runs with."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipeline.engine.params import EngineConfig
+from pipeline.errors import ConfigError
+from pipeline.kernels.activations.rounded_linears import ROUNDINGS
+from pipeline.kernels.cache import FP8
+from pipeline.kernels.select import default_dtype
+from pipeline.model.config import DTYPES, ModelConfig
+from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
+
+DEFAULT_DRAFT_TOKENS = 6
+GPU_MAX_NUM_SEQS = 512
+MOST_DRAFT_TOKENS = 32
+KV_CACHE_DTYPES = ("auto", "fp8")
+PROPOSERS = ("ngram", "draft")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Who drafts, and how many tokens at most for one sequence in one step. forced: in every step, paying or not."""
+
+    proposers: tuple[str, ...]
+    max_draft_tokens: int
+    forced: bool = False
+
+    def __str__(self) -> str:
+        when = "in every step" if self.forced else "where it pays"
+        return f"{' and '.join(self.proposers)}, up to {self.max_draft_tokens} tokens, {when}"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What every `auto` became, except the KV cache's size, which is known once the weights are loaded."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype  # of the KV cache: `dtype` or FP8
+    kernels: str  # of kernels.select.KERNELS
+    deterministic: bool
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    gpu_memory_utilization: float
+    speculation: Speculation | None  # None: off
+    activation_dtype: str = "auto"  # of the model, not of its draft model
+
+    @property
+    def most_checked_tokens(self) -> int:
+        """Of a step in which every sequence decodes, with as many drafts as there can be."""
+        drafts = 0 if self.speculation is None else self.speculation.max_draft_tokens
+        return min(self.max_num_seqs * (1 + drafts), self.max_num_batched_tokens)
+
+
+def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
+    """Fill in what `config` leaves open. Raises ConfigError for what this machine or model cannot do."""
+    _refuse_unserved(config)
+    device = _device(config.device)
+    on_gpu = device.type == "cuda"
+    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, GPU_MAX_NUM_SEQS if on_gpu else 64)
+    batched = _positive("max_num_batched_tokens", config.max_num_batched_tokens, 8192 if on_gpu else 2048)
+    if batched < max_num_seqs:
+        raise ConfigError(
+            f"engine.max_num_batched_tokens = {batched}: expected at least engine.max_num_seqs = {max_num_seqs}, since "
+            "each running sequence computes one token a step"
+        )
+    max_model_len = _positive("max_model_len", config.max_model_len, model.max_position)
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"engine.max_model_len = {max_model_len}: the model was made for at most {model.max_position} positions"
+        )
+    dtype = _dtype(config.dtype, device, model)
+    return Resolved(
+        device=device,
+        dtype=dtype,
+        kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
+        kernels=config.kernels,
+        deterministic=config.deterministic,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        speculation=_speculation(config),
+        activation_dtype=_activation_dtype(config, model),
+    )
+
+
+def quantized_on_load(model: ModelConfig, method: str) -> ModelConfig:
+    """The model with its linears quantized by `method` as they are loaded. Raises ConfigError where that cannot be."""
+    if method == "none":
+        return model
+    if method not in METHODS:
+        raise ConfigError(f"model.quantization = {method!r}: expected none, {', '.join(METHODS)}")
+    if model.quantization is not None:
+        raise ConfigError(
+            f"model.quantization = {method!r}: this checkpoint is quantized already ({model.quantization}); leave the "
+            "key out, or take the 16-bit checkpoint"
+        )
+    return replace(model, quantization=RoundToNearest(method))
+
+
+def _positive(name: str, value: int | None, default: int) -> int:
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"engine.{name} = {value!r}: expected an integer of at least 1")
+    return value
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"engine.device = {name!r}: expected auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device = {name!r}: expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device = {name!r}: torch {torch.__version__} sees no CUDA device; use cpu or auto")
+    return device
+
+
+def _dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
+    if name == "auto":
+        return default_dtype(device, model.dtype)
+    if name not in DTYPES:
+        raise ConfigError(f"engine.dtype = {name!r}: expected auto, {', '.join(DTYPES)}")
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError("engine.dtype = 'float16' is slow and unserved on cpu; use auto, bfloat16 or float32")
+    return DTYPES[name]
+
+
+def _speculation(config: EngineConfig) -> Speculation | None:
+    wanted = config.speculation
+    if wanted == "off" or wanted is False:
+        return None
+    available = PROPOSERS if config.draft is not None else PROPOSERS[:1]
+    if wanted == "auto":
+        return Speculation(available, DEFAULT_DRAFT_TOKENS) if config.draft is not None else None
+    if not isinstance(wanted, dict) or not set(wanted) <= {"proposer", "max_draft_tokens", "forced"}:
+        raise ConfigError(
+            f'engine.speculation = {wanted!r}: expected off, auto or {{"proposer": "ngram", "max_draft_tokens": n}}'
+        )
+    proposer = wanted.get("proposer")
+    most, forced = wanted.get("max_draft_tokens", DEFAULT_DRAFT_TOKENS), wanted.get("forced", False)
+    if proposer not in (None, *PROPOSERS):
+        raise ConfigError(f"engine.speculation.proposer = {proposer!r}: expected one of {', '.join(PROPOSERS)}")
+    if proposer == "draft" and config.draft is None:
+        raise ConfigError("engine.speculation.proposer = 'draft': needs model.draft, the draft model's checkpoint")
+    if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MOST_DRAFT_TOKENS:
+        raise ConfigError(
+            f"engine.speculation.max_draft_tokens = {most!r}: expected an integer from 1 to {MOST_DRAFT_TOKENS}"
+        )
+    if not isinstance(forced, bool):
+        raise ConfigError(f"engine.speculation.forced = {forced!r}: expected true or false")
+    if proposer is None and forced:
+        raise ConfigError("engine.speculation.forced: needs a proposer, whose drafts are then always taken")
+    return Speculation(available if proposer is None else (proposer,), most, forced)
+
+
+def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    if config.activation_dtype not in ("auto", *ROUNDINGS):
+        raise ConfigError(
+            f"engine.activation_dtype = {config.activation_dtype!r}: expected auto, {' or '.join(ROUNDINGS)}"
+        )
+    if config.activation_dtype != "auto" and model.quantization is None:
+        raise no_such_weight(config.activation_dtype, "16- or 32-bit weights")
+    if config.activation_dtype != "auto" and config.deterministic:
+        raise ConfigError(
+            f"engine.deterministic: not with engine.activation_dtype = {config.activation_dtype!r}, whose linears "
+            "were not all shown to be batch-invariant; leave one of the two out"
+        )
+    return config.activation_dtype
+
+
+def no_such_weight(activation_dtype: str, weights: str) -> ConfigError:
+    """That no linear of a model with such weights can be served with activations in that type."""
+    return ConfigError(
+        f"engine.activation_dtype = {activation_dtype!r}: {weights} have no exact form beside it. Take an "
+        f"{activation_dtype} checkpoint or one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; "
+        "`pipeline quantize` makes them), quantize a 16-bit one on load with model.quantization: int4-rtn, or leave "
+        "the key at auto"
+    )
+
+
+def _refuse_unserved(config: EngineConfig) -> None:
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"engine.kv_cache_dtype = {config.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}"
+        )
+    if not 0.0 < config.gpu_memory_utilization <= 1.0:
+        raise ConfigError(
+            f"engine.gpu_memory_utilization = {config.gpu_memory_utilization}: expected a number in (0, 1]"
+        )

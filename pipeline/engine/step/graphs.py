@@ -1,0 +1,176 @@
+"""Steps captured once and replayed: on a GPU, launching some hundred kernels one by one takes longer than running them.
+
+A step can be replayed where each sequence computes few tokens: plain decoding, checking drafts, a draft model's
+passes. It is padded to one of a few numbers of tokens, for each of which there is a graph; what pads it reads token 0
+at position 0, writes its key and value into a block that no sequence has, and attends to nothing. Everything
+that changes from step to step lies in tensors that stay where they are: token ids, positions and slots here, who
+attends to what in `kernels.contract.GraphAttention`. Other steps are launched kernel by kernel.
+
+Suffixes: those of `kernels/contract.py`; P tokens of a padded step, H hidden.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.step.in_flight import LateTokens
+from pipeline.kernels.contract import AttentionInput, GraphAttention, GraphShape
+from pipeline.kernels.transfer import on_device
+from pipeline.model.decoder import Decoder, KVCache
+
+SayProgress = Callable[[int, int], None]  # so many captured, of so many
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, AttentionInput], torch.Tensor
+]  # token ids, positions -> last hidden states
+
+
+class Capture(Protocol):
+    """Run a function and return what runs the same work again, on the same tensors."""
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]: ...
+
+
+class CudaCapture:
+    """Graphs that share one pool of memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()  # what is compiled or allocated at the first call must not be captured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            function()
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class _Graph:
+    numbers_3P: torch.Tensor  # token ids, positions, slots
+    replay: Callable[[], None]
+
+
+def graph_sizes(most_tokens: int) -> list[int]:
+    """Numbers of tokens that steps are padded to, up to and with `most_tokens`: at most an eighth is added above 64."""
+    sizes, size = [], 1
+    while size < most_tokens:
+        sizes.append(size)
+        size = 2 * size if size < 8 else size + max(8, 1 << (size.bit_length() - 4))
+    return [*sizes, most_tokens]
+
+
+class StepGraphs:
+    """All graphs of one runner. Made once, when nothing is running."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        forward: Forward,
+        capture: Capture,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        max_queries: int,
+        most_tokens: int,
+        say: SayProgress,
+    ) -> None:
+        """Capture steps of up to `most_tokens` tokens: at most `max_num_seqs` sequences of `max_blocks` blocks at most,
+        of which each computes up to `max_queries`, or as many as the kernels can take. The last block of `kv` must
+        belong to no sequence."""
+        config, self._device, block_size = decoder.config, decoder.device, kv.block_size
+        assert decoder.kernels.graph_attention is not None
+        shape = GraphShape(
+            max_num_seqs,
+            max_blocks,
+            block_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            frozenset(config.windows),
+            max_queries,
+            most_tokens,
+        )
+        self.max_num_seqs = max_num_seqs
+        self._padding_slot = (kv.num_blocks - 1) * block_size
+        self._attention: GraphAttention = decoder.kernels.graph_attention(shape, self._device)
+        most_tokens = min(most_tokens, max_num_seqs * self._attention.max_queries)
+        self._sizes = np.array(graph_sizes(most_tokens))
+        self._graphs: dict[int, _Graph] = {}
+        # All of them write here: only one runs at a time, and each would keep its own.
+        self._hidden_PH = torch.empty(most_tokens, config.hidden_size, dtype=decoder.dtype, device=self._device)
+        numbers = torch.zeros(3 * most_tokens, dtype=torch.int64, device=self._device)
+        self._attention.refill(_one_token(block_size))
+        for done, size in enumerate(reversed(self._sizes.tolist())):  # the largest first: the others fit its memory
+            say(done, len(self._sizes))
+            numbers_3P = numbers[: 3 * size].view(3, size)
+            numbers_3P.copy_(torch.tensor([[0], [0], [self._padding_slot]]).expand(3, size))
+            where = AttentionInput(
+                np.arange(size + 1, dtype=np.int32),
+                np.ones(size, dtype=np.int32),
+                np.zeros((size, 1), dtype=np.int32),
+                numbers_3P[2],
+                block_size,
+                self._attention.worked_out,
+            )
+            hidden_PH = self._hidden_PH[:size]
+            replay = capture(lambda n=numbers_3P, w=where, h=hidden_PH: _write(h, forward(n[0], n[1], w)))
+            self._graphs[size] = _Graph(numbers_3P, replay)
+
+    @property
+    def max_queries(self) -> int:
+        """Tokens that a sequence may compute in a captured step."""
+        return self._attention.max_queries
+
+    @property
+    def sizes(self) -> list[int]:
+        return self._sizes.tolist()
+
+    def serves(self, step: StepInput) -> bool:
+        num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)
+        if num_tokens > self._sizes[-1] or num_seqs > self.max_num_seqs:
+            return False
+        return num_tokens == num_seqs or int(np.diff(step.query_start_S1).max()) <= self._attention.max_queries
+
+    def run(self, step: StepInput, where: AttentionInput, late: LateTokens | None) -> torch.Tensor:
+        """The last hidden states of the step's rows that want logits; overwritten by the next run.
+
+        Logits are no part of a graph: each would keep its own, and they are the largest tensor there is.
+        """
+        num_tokens = len(step.token_id_T)
+        size = int(self._sizes[np.searchsorted(self._sizes, num_tokens)])
+        graph = self._graphs[size]
+        padded_3P = np.empty((3, size), dtype=np.int64)
+        padded_3P[:, num_tokens:] = [[0], [0], [self._padding_slot]]
+        padded_3P[:, :num_tokens] = step.token_id_T, step.position_T, step.slot_mapping_T
+        graph.numbers_3P.copy_(on_device(padded_3P, self._device), non_blocking=True)
+        shortfall = None
+        if late is not None:
+            late.put_into(graph.numbers_3P)
+            shortfall = late.shortfall
+        self._attention.refill(where, 0 if shortfall is None else shortfall.most)
+        if shortfall is not None:
+            self._attention.shorten(shortfall.short_S)
+        graph.replay()
+        if len(step.logit_row_R) == num_tokens:
+            return self._hidden_PH[:num_tokens]
+        return self._hidden_PH[on_device(step.logit_row_R, self._device)]
+
+
+def _write(into_PH: torch.Tensor, hidden_PH: torch.Tensor) -> None:
+    into_PH.copy_(hidden_PH)
+
+
+def _one_token(block_size: int) -> AttentionInput:
+    """A sequence of one token in block 0: while steps are captured, somebody has to attend to something."""
+    return AttentionInput(
+        np.array([0, 1], dtype=np.int32),
+        np.ones(1, dtype=np.int32),
+        np.zeros((1, 1), dtype=np.int32),
+        torch.zeros(1, dtype=torch.int64),
+        block_size,
+    )

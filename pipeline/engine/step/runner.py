@@ -1,0 +1,109 @@
+"""Runs a step on the device: host arrays in, logits of the sampling rows out. Owns the tensors of the KV cache and of
+the positions."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.step.graphs import Capture, SayProgress, StepGraphs
+from pipeline.engine.step.in_flight import LateTokens
+from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.transfer import on_device
+from pipeline.model.decoder import Decoder, KVCache
+
+
+class Runner(Protocol):
+    """What the engine needs of a model: `ModelRunner`, or a test's model that proves the scheduler."""
+
+    vocab_size: int
+    is_asynchronous: bool
+    """Whether `execute` returns while the device is still at work."""
+
+    @property
+    def most_short_queries(self) -> int:
+        """How many tokens a sequence may compute in a step that has a `flight.Shortfall`; 0: there can be none."""
+        ...
+
+    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor: ...
+    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernels.greedy`; asked only where `is_asynchronous`, as `draw` is."""
+        ...
+
+    def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def zero_blocks(self, blocks: list[int]) -> None: ...
+
+
+class ModelRunner:
+    """`execute` is the only way tokens are computed; it overwrites the KV slots the step names."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, block_size: int, max_model_len: int) -> None:
+        self.decoder, self.kv, self.block_size = decoder, kv, block_size
+        self.vocab_size = decoder.config.vocab_size
+        self.is_asynchronous = decoder.device.type == "cuda"
+        self._graphs: StepGraphs | None = None
+        # As long as a sequence can be here, which is less than what the checkpoint claims where the cache is smaller.
+        cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)
+        self.cos_PD2, self.sin_PD2 = cos_PD2.to(decoder.device), sin_PD2.to(decoder.device)
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        """Logits (R, vocabulary) in float32 of the rows `step.logit_row_R`. `late`: tokens that the step does not hold
+        yet; a shortfall only in steps that are captured."""
+        places = step.query_start_S1, step.context_len_S, step.block_table_SM
+        if self._graphs is not None and self._graphs.serves(step):
+            where = AttentionInput(*places, torch.from_numpy(step.slot_mapping_T), self.block_size)
+            return self.decoder.logits(self._graphs.run(step, where, late))
+        assert late is None or late.shortfall is None, "only captured attention reads contexts on the device"
+        numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
+        if late is not None:
+            late.put_into(numbers_3T)
+        where = AttentionInput(*places, numbers_3T[2], self.block_size)
+        return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], where, step.logit_row_R))
+
+    def _forward(
+        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, where: AttentionInput, row_R: np.ndarray
+    ) -> torch.Tensor:
+        cos_TD2, sin_TD2 = self.cos_PD2[positions_T], self.sin_PD2[positions_T]
+        return self.decoder.forward(token_ids_T, cos_TD2, sin_TD2, where, row_R, self.kv)
+
+    @torch.inference_mode()
+    def capture_steps(
+        self, capture: Capture, *, max_num_seqs: int, max_queries: int, most_tokens: int, say: SayProgress
+    ) -> None:
+        """Capture steps in which each sequence computes at most `max_queries` tokens.
+
+        The KV cache must have a block that no sequence has.
+        """
+        assert self.kv.has_spare_block
+        max_blocks = -(-len(self.cos_PD2) // self.block_size)
+        self._graphs = StepGraphs(
+            self.decoder,
+            self.kv,
+            lambda ids, positions, where: self._forward(ids, positions, where, np.arange(len(ids))),
+            capture,
+            max_num_seqs=max_num_seqs,
+            max_blocks=max_blocks,
+            max_queries=max_queries,
+            most_tokens=most_tokens,
+            say=say,
+        )
+
+    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.decoder.kernels.greedy(logits_RV)
+
+    def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.decoder.kernels.draw(logits_RV, how_5R)
+
+    @property
+    def most_short_queries(self) -> int:
+        return 0 if self._graphs is None else self._graphs.max_queries
+
+    @property
+    def captured_tokens(self) -> list[int]:
+        """The numbers of tokens that captured steps are padded to, rising."""
+        return [] if self._graphs is None else self._graphs.sizes
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        self.kv.fill(blocks, 0.0)

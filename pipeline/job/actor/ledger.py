@@ -1,0 +1,112 @@
+"""What engine actors tell about themselves while they run, kept where it outlives them.
+
+A plain class; `dataflow/graph.py` makes it a small actor of its own. It imports next to nothing, as its process has
+to be up before anything else can start.
+"""
+
+from dataclasses import replace
+from enum import IntEnum
+
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.machine.host import now_us
+from pipeline.report.run_record import ActorRecord, no_phases
+
+REPORT_S = 1.0  # how often an actor tells
+MAX_REPLACED = 3  # actors' own processes that may end, per actor; Ray itself would replace them for ever
+
+
+class Order(IntEnum):
+    """What the run says to its actors; a later one includes those before it."""
+
+    GO_ON = 0
+    ADMIT_NO_MORE = 1  # finish the units that are open, take no other
+    GIVE_UP = 2  # keep what is finished of the open units, and rest
+
+
+class Ledger:
+    """What the engine actors last said. All times are this process's monotonic clock: no two hosts' clocks
+    meet."""
+
+    def __init__(self, actors: int) -> None:
+        self._num_actors = actors
+        self._max_actors = actors * (1 + MAX_REPLACED)
+        self._run_began_us: int | None = None
+        self._births_us: dict[int, int] = {}  # since the run began, by actor number
+        self._heard_us: dict[int, int] = {}
+        self._states: dict[int, ActorState] = {}
+        self._replaced: dict[int, int] = {}  # actor to the one that took its place
+        self._handles: list[bytes] = []
+        self._order = Order.GO_ON
+
+    def begin(self, run_us: int) -> None:
+        """The run goes on for so long already."""
+        self._run_began_us = now_us() - run_us
+
+    def register(self, actor: bytes) -> tuple[int, int, bool] | None:
+        """A new actor's number, how long its time has run already (the first ones' since the run began, a
+        replacement's since its predecessor was last heard) and whether there were too many before it.
+        None before `begin`."""
+        if self._run_began_us is None:
+            return None
+        self._handles.append(actor)
+        number, now = len(self._births_us), self._now_us()
+        born = 0
+        silent = [n for n in self._births_us if n not in self._replaced and now - self._heard_us[n] > 2e6 * REPORT_S]
+        if silent:
+            predecessor = min(silent, key=lambda n: self._heard_us[n])
+            self._replaced[predecessor] = number
+            born = self._heard_us[predecessor]
+        self._births_us[number] = born
+        self._heard_us[number] = now
+        return number, now - born, number >= self._max_actors
+
+    def report(self, state: ActorState) -> Order:
+        """Take an actor's word and give it the run's."""
+        known = self._states.get(state.record.actor)
+        if known is None or known.told <= state.told:
+            self._states[state.record.actor] = state
+        self._heard_us[state.record.actor] = self._now_us()
+        return self._order
+
+    def give(self, order: Order) -> None:
+        """Say to every actor that reports from now on."""
+        self._order = order
+
+    def is_up(self) -> bool:
+        return True
+
+    def actors(self) -> list[bytes]:
+        """What the actors registered with: their handles, packed."""
+        return self._handles
+
+    def states(self, end: bool = False) -> list[ActorState]:
+        """All actors' last words; one that has said nothing yet is starting up since its birth. With `end` the time
+        since the last word is added, to the phase each was at rest in: an actor holds its machine until the run
+        ends, unless another took its place. While the run goes on, those that have not even registered are
+        starting up too, or a run that is killed early would seem to have used no machine."""
+        known = len(self._births_us) if end else max(len(self._births_us), self._num_actors)
+        states = [self._state(number) for number in range(known)]
+        if not end:
+            return states
+        now = self._now_us()
+        return [state if state.record.actor in self._replaced else self._extended(state, now) for state in states]
+
+    def _state(self, number: int) -> ActorState:
+        state = self._states.get(number)
+        if state is None:
+            until = self._heard_us[number] if number in self._replaced else self._now_us()
+            phases = {**no_phases(), "startup": max(0, until - self._births_us.get(number, 0))}
+            state = ActorState(ActorRecord(number, phases))
+        predecessor = next((old for old, new in self._replaced.items() if new == number), None)
+        return replace(state, record=replace(state.record, replaces=predecessor))
+
+    def _now_us(self) -> int:
+        """Since the run began."""
+        assert self._run_began_us is not None
+        return now_us() - self._run_began_us
+
+    def _extended(self, state: ActorState, now: int) -> ActorState:
+        record = state.record
+        rest = max(0, now - self._births_us[record.actor] - record.machine_us)
+        phases = {**record.phases_us, state.at_rest: record.phases_us[state.at_rest] + rest}
+        return replace(state, record=replace(record, phases_us=phases))

@@ -1,0 +1,61 @@
+"""Finished rows of units that a stopped run had no time to finish, kept in `_pipeline/partial/` for the next run.
+
+They save work and decide nothing: a unit is done when its part is there, and one that is lost is computed again.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.data.output.parts import PartStore
+from pipeline.data.units import Unit
+from pipeline.engine.params import Completion, TokenLogprobs
+
+FOLDER = "_pipeline/partial"
+
+
+class PartialUnits:
+    """Of one job's output. A row is known by where it comes from."""
+
+    def __init__(self, store: PartStore, fingerprint: str) -> None:
+        self._store = store
+        self._fingerprint = fingerprint
+
+    def save(self, unit: Unit, completions: Iterable[Completion]) -> None:
+        """Keep these rows of the unit, in the place of what was kept of it before."""
+        files, rows = unit.own("source_file"), unit.own("source_row")
+        kept = []
+        for completion in completions:
+            assert isinstance(completion.row_id, int)
+            place = [files[completion.row_id].as_py(), rows[completion.row_id].as_py()]
+            kept.append({**asdict(completion), "row_id": place})
+        self._store.replace(self._name(unit), json.dumps(kept).encode())
+
+    def load(self, unit: Unit) -> list[Completion]:
+        """What is kept of the unit, with the rows' indices in it as row_id."""
+        raw = self._store.read(self._name(unit))
+        if raw is None:
+            return []
+        places = zip(unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist(), strict=True)
+        index = {place: i for i, place in enumerate(places)}
+        return [_completion(kept, index[tuple(kept["row_id"])]) for kept in json.loads(raw)]
+
+    def remove(self, unit: Unit) -> None:
+        self._store.remove(self._name(unit))
+
+    def _name(self, unit: Unit) -> str:
+        return f"{FOLDER}/{self._fingerprint}-w{unit.window:05d}-u{unit.index:04d}of{unit.of:04d}.json"
+
+
+def remove_all(store: PartStore) -> None:
+    """Of a finished job nothing is kept."""
+    for name in store.names(FOLDER):
+        store.remove(f"{FOLDER}/{name}")
+
+
+def _completion(raw: dict[str, Any], row_id: int) -> Completion:
+    logprobs = raw["logprobs"]
+    if logprobs is not None:
+        logprobs = [TokenLogprobs(t["token_id"], t["logprob"], tuple((i, p) for i, p in t["top"])) for t in logprobs]
+    return Completion(**{**raw, "row_id": row_id, "logprobs": logprobs})

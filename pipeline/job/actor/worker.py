@@ -1,0 +1,238 @@
+"""One engine actor's work on units, without Ray, and the actor's own record.
+
+unit -> `tokenize` -> requests -> the engine's process (`process/supervisor`) -> completions -> `write` -> its part
+
+Several units are worked on at once, each in a thread of its own, so that the engine goes on with one unit's rows while
+another is tokenized or written.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.checkpoints.locate import resolve_model
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import PartStore
+from pipeline.data.units import Unit
+from pipeline.engine.params import Completion, EngineConfig, SamplingParams
+from pipeline.errors import PipelineError
+from pipeline.job.actor.error_rows import failed_rows
+from pipeline.job.actor.partial import PartialUnits
+from pipeline.job.actor.tokenize import Chat, Tokenize
+from pipeline.job.actor.write import Write
+from pipeline.job.process.main import load_factory
+from pipeline.job.process.supervisor import Launch, Supervisor, computed
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.job.telemetry.logs import LogFolder, RotatedLog, engine_log
+from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.report.run_record import ActorRecord, Computed
+from pipeline.stores.filesystem import storage_for
+from pipeline.stores.retries import RetryCounts
+
+LOG_SYNC_S = 3.0  # between looks for log lines that an output in a store does not have yet
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What computes: `module:callable` of the engine (called in its own process, with an EngineConfig and a function
+    to say what it does while it loads) and of the tokenizer (called with the model's folder). Tests name fakes here."""
+
+    engine: str = "pipeline.engine.engine:Engine"
+    tokenizer: str = "pipeline.tokenization.tokenizer:Tokenizer.from_folder"
+
+
+@dataclass(frozen=True)
+class WorkSpec:
+    """All that an actor needs to know of its job. Picklable; storage options may hold secrets and are never shown.
+
+    `engine` names the folders in which the driver found the models; `model` and `draft` are what the job file says, for
+    a machine where these folders are not there.
+    """
+
+    backend: Backend
+    model: str
+    engine: EngineConfig
+    params: SamplingParams
+    output: str
+    fingerprint: str
+    run_id: str  # whose logs the actor writes to
+    seed: int = 0
+    chat: Chat | None = None
+    draft: str | None = None
+    model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    storage: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the output
+    rename: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, where not plain
+    step_timeout_s: float = 300.0
+    load_timeout_s: float = 3600.0
+    retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
+
+    def here(self, retries: RetryCounts) -> EngineConfig:
+        """`engine`, with the folders of its models on this machine; they are downloaded where they are missing."""
+
+        def folder(found: str, path: str, key: str) -> str:
+            if Path(found).is_dir():
+                return found
+            return str(resolve_model(path, storage_for(path, self.model_storage), None, retries, key))
+
+        model, draft = folder(self.engine.model, self.model, "model.path"), None
+        if self.engine.draft is not None and self.draft is not None:
+            draft = folder(self.engine.draft, self.draft, "model.draft")
+        return replace(self.engine, model=model, draft=draft)
+
+
+class Worker:
+    """Thread-safe. `process` takes a unit all the way; the rest is for the report."""
+
+    def __init__(self, spec: WorkSpec, actor: int, birth_us: int) -> None:
+        self._actor = actor
+        self._lock = threading.Lock()
+        self._units = self._rows = self._error_rows = 0
+        self._open_units = self._told = 0
+        self._delivered = self._doubled = self._kept = Computed()
+        self._taken_rows = self._taken_tokens = 0
+        self._retries = RetryCounts()  # of this actor, for storage
+        store = self._store = PartStore(spec.output, spec.storage, self._retries)
+        engine = spec.here(self._retries)
+        logs = LogFolder(store, spec.run_id)
+        self._log = RotatedLog(logs.path / engine_log(actor))
+        if not logs.is_local:
+            threading.Thread(target=self._upload, args=(logs,), daemon=True, name="upload logs").start()
+        # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
+        threads = {f"{library}_NUM_THREADS": str(engine.num_threads) for library in ("OMP", "MKL", "NUMBA")}
+        launch = Launch(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads)
+        self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
+        # While the engine's process starts:
+        tokenizer = load_factory(spec.backend.tokenizer)(engine.model)
+        self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
+        self._retry_failed = spec.retry_failed
+        self._partial = PartialUnits(store, spec.fingerprint)
+        logprobs = spec.params.logprobs is not None
+        self._write = Write(store, spec.fingerprint, spec.rename, logprobs, spec.metadata, spec.kept_types)
+
+    def process(self, data: bytes) -> UnitSummary | None:
+        """Tokenize, generate, write. A failure of the system comes back in the summary, as its type and message.
+
+        None after `interrupt`: the unit is not finished, and what is of it is kept for the next run.
+        """
+        unit = Unit.from_bytes(data)
+        with self._lock:
+            self._open_units += 1
+        try:
+            summary = self._process(unit)
+        except PipelineError as error:
+            return UnitSummary(unit.window, unit.index, failure_kind=type(error).__name__, failure_message=str(error))
+        except Exception:
+            return UnitSummary(unit.window, unit.index, failure_kind="", failure_message=traceback.format_exc())
+        finally:
+            with self._lock:
+                self._open_units -= 1
+        if summary is not None:
+            with self._lock:
+                self._units += 1
+                self._rows += summary.totals.rows
+                self._error_rows += summary.totals.num_error_rows
+        return summary
+
+    def _process(self, unit: Unit) -> UnitSummary | None:
+        if self._store.has(self._write.name(unit)):  # a task that Ray tries again may have got as far as that
+            return self._there(unit)
+        requests, failed = self._tokenize(unit)
+        kept = self._partial.load(unit)  # of a run that was stopped
+        done = {completion.row_id for completion in kept}
+        generated = kept + self._supervisor.generate([r for r in requests if r.row_id not in done])
+        if len(generated) < len(requests):
+            if generated:
+                self._partial.save(unit, generated)
+                with self._lock:
+                    self._kept += computed(generated[len(kept) :])
+            return None
+        summary = self._write(unit, failed + generated)
+        if kept:
+            self._partial.remove(unit)
+        self._count(summary, kept, generated[len(kept) :])
+        return summary
+
+    def _there(self, unit: Unit) -> UnitSummary | None:
+        """What becomes of a unit that has its part: nothing, or with `retry_failed` its error rows are computed again
+        and the part is replaced whole."""
+        name = self._write.name(unit)
+        part = self._store.read_part(name)
+        again = failed_rows(unit, part.table) if self._retry_failed else None
+        if again is None or again.num_rows == 0:
+            return UnitSummary(unit.window, unit.index, PartTotals.of_table(part.table), found=True)
+        requests, failed = self._tokenize(again)
+        generated = self._supervisor.generate(requests)
+        if len(generated) < len(requests):
+            return None
+        summary = self._write.again(again, failed + generated, name, part)
+        self._count(summary, [], generated)
+        return summary
+
+    def _count(self, summary: UnitSummary, kept: list[Completion], generated: list[Completion]) -> None:
+        """Where the work for a unit went: `kept` is an earlier run's, `generated` this actor's."""
+        with self._lock:
+            if not summary.written:
+                self._doubled += computed(generated)
+                return
+            self._delivered += computed(generated)
+            self._taken_rows += len(kept)
+            self._taken_tokens += computed(kept).generated
+
+    def interrupt(self) -> None:
+        """Stop in the middle of what is open; `process` returns soon."""
+        self._supervisor.interrupt()
+
+    def state(self) -> ActorState:
+        with self._lock:
+            self._told += 1
+            deaths = self._supervisor.deaths()
+            record = ActorRecord(
+                self._actor,
+                self._supervisor.phases(),
+                self._supervisor.stats(),
+                self._units,
+                self._rows,
+                self._error_rows,
+                deaths.count,
+                list(deaths.reasons),
+                deaths.restart_us,
+                deaths.died_us,
+                deaths.convicted_rows,
+                self._open_units,
+                self._delivered,
+                self._doubled,
+                self._kept,
+                deaths.lost,
+                self._taken_rows,
+                self._taken_tokens,
+                storage_retries=self._retries.counted(),
+            )
+            return ActorState(
+                record,
+                self._supervisor.open_rows_done(),
+                at_rest=self._supervisor.at_rest(),
+                resolved=self._supervisor.resolved,
+                loading=self._supervisor.loading,
+                told=self._told,
+            )
+
+    def note(self, text: str) -> None:
+        """Add a line to the actor's log."""
+        self._log.line(text)
+
+    def close(self) -> None:
+        self._supervisor.close()
+        self._log.close()
+
+    def _upload(self, logs: LogFolder) -> None:
+        while True:
+            time.sleep(LOG_SYNC_S)
+            logs.sync()

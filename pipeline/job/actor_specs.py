@@ -1,0 +1,83 @@
+"""What the engine actors are given: work, cores, a device, and all they need to know of the job."""
+
+import json
+import os
+
+from pipeline.config import JobConfig
+from pipeline.job.actor.tokenize import chat_of
+from pipeline.job.actor.worker import Backend, WorkSpec
+from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask
+from pipeline.job.plan import JobPlan
+from pipeline.job.telemetry.run_log import versions
+from pipeline.machine.host import available_cores
+from pipeline.stores import failpoints
+from pipeline.stores.filesystem import is_url
+
+
+def flow_spec(
+    plan: JobPlan, tasks: tuple[WindowTask, ...], backend: Backend, run_id: str, retry_failed: bool = False
+) -> FlowSpec:
+    """What each actor gets: its share of the machine's cores unless the job says so, and a GPU where it uses
+    one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
+    config, run = plan.config, plan.config.run
+    gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
+    cpus = run.cpus_per_actor or _cpus(run.actors, run.ray_address, gpus)
+    work = WorkSpec(
+        backend=backend,
+        model=config.model.path,
+        model_storage=dict(config.model.storage),
+        draft=config.model.draft,
+        engine=config.engine_config(str(plan.model), plan.draft and str(plan.draft), max(1, int(cpus))),
+        step_timeout_s=run.step_timeout_s,
+        load_timeout_s=run.load_timeout_s,
+        params=config.sampling_params(),
+        seed=config.seed,
+        chat=chat_of(config, plan.fingerprint.date),
+        output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
+        storage=dict(config.output.storage),
+        rename=dict(config.output.rename),
+        kept_types=plan.kept_types,
+        metadata=provenance(plan),
+        fingerprint=plan.fingerprint.short,
+        run_id=run_id,
+        retry_failed=retry_failed,
+    )
+    spot, in_flight = Spot(run.spot_notice, run.drain_s), run.units_in_flight
+    requested = failpoints.requested(os.environ)
+    return FlowSpec(
+        plan.source, tasks, plan.units, work, run.actors, cpus, gpus, in_flight, run.ray_address, spot, requested
+    )
+
+
+def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:
+    if ray_address is None:
+        return max(1, available_cores() // actors)
+    from pipeline.job.dataflow.ray_session import cluster_cpus
+
+    return cluster_cpus(ray_address, gpus, reserved=NUM_READERS)
+
+
+def resolve_device(config: JobConfig) -> str:
+    """What `engine.device` is: `auto` is cuda where this machine (or the cluster to join) has a GPU."""
+    if config.engine.device != "auto":
+        return config.engine.device
+    if config.run.ray_address is not None:
+        from pipeline.job.dataflow.ray_session import cluster_has_gpus
+
+        return "cuda" if cluster_has_gpus(config.run.ray_address) else "cpu"
+    if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def provenance(plan: JobPlan) -> dict[str, str]:
+    """Where a part comes from, kept in its footer."""
+    found = {name: v for name, v in versions().items() if name not in ("host", "pid", "process")}
+    return {
+        "pipeline.fingerprint": plan.fingerprint.digest,
+        "pipeline.model": json.dumps(plan.fingerprint.identity["model"], sort_keys=True),
+        "pipeline.numerics": json.dumps(plan.fingerprint.numerics, sort_keys=True),
+        "pipeline.versions": json.dumps(found, sort_keys=True),
+    }

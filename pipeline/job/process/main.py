@@ -1,0 +1,144 @@
+"""The engine's own process: `python -m pipeline.job.process.main FD`, started by `supervisor.py`.
+
+It owns one engine and nothing else, so that a hang, a segmentation fault, a sticky device error or an
+out-of-memory kill ends this process and never the bookkeeping. One thread steps the engine; another reads the
+socket, so that the parent never waits for a step to end before it can hand over rows. The process ends when
+its socket closes: a parent that died leaves no engine behind.
+"""
+
+import faulthandler
+import functools
+import importlib
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from pipeline.engine.params import Completion, Request
+from pipeline.errors import EnvironmentFailed, PipelineError
+from pipeline.job.process.messages import Add, Crashed, Finished, FromEngine, Loading, Ready, Start, StartFailed, Worked
+from pipeline.machine.host import now_us
+
+REPORT_US = 500_000
+
+
+class Engine(Protocol):
+    """What this process needs of an engine: `pipeline.engine.engine.Engine`, or a test's fake."""
+
+    resolved: dict[str, str | int]
+
+    @property
+    def has_unfinished(self) -> bool: ...
+    def counters(self) -> dict[str, int]: ...
+    def add(self, request: Request) -> None: ...
+    def step(self) -> list[Completion]: ...
+    def warm_up(self) -> None: ...
+
+
+def serve(engine: Engine, inbox: "queue.SimpleQueue[Add]", send: Callable[[FromEngine], None]) -> None:
+    """Step the engine for as long as the process lives, take in rows between steps, tell what finished."""
+    mark = reported = now_us()
+    busy_us = idle_us = 0
+    while True:
+        busy = engine.has_unfinished
+        for add in _drain(inbox, wait_s=None if busy else REPORT_US / 1e6):
+            for request in add.requests:
+                engine.add(request)
+        if not busy:
+            now = now_us()
+            idle_us += now - mark
+            mark = now
+        completions: list[Completion] = []
+        if engine.has_unfinished:
+            completions = engine.step()
+            now = now_us()
+            busy_us += now - mark
+            idle_us = 0
+            mark = now
+        # Told before rows are, so that whoever takes a row finds the work for it counted.
+        if completions or mark - reported >= REPORT_US:
+            send(Worked(mark, busy_us, idle_us, engine.counters()))
+            reported = mark
+        if completions:
+            send(Finished(tuple(completions)))
+
+
+def _drain(inbox: "queue.SimpleQueue[Add]", wait_s: float | None) -> list[Add]:
+    """All that has come; with `wait_s` at least one message or that much time."""
+    messages = []
+    try:
+        messages.append(inbox.get(timeout=wait_s) if wait_s is not None else inbox.get_nowait())
+        while True:
+            messages.append(inbox.get_nowait())
+    except queue.Empty:
+        return messages
+
+
+def _read(connection: Connection, inbox: "queue.SimpleQueue[Add]") -> None:
+    try:
+        while True:
+            inbox.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(0)  # the parent is gone or wants us gone: no step is worth finishing
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's own, and torch's on a device, whose class is known by name where torch may be missing."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _no_room(model: str, error: Exception) -> str:
+    return (
+        f"There is not enough memory to load {model} ({type(error).__name__}: {error}). Lower "
+        "engine.kv_cache_memory_bytes or engine.max_num_seqs, or take a machine or device with more memory."
+    )
+
+
+def load_factory(path: str) -> Callable[..., Any]:
+    """The callable that `module:name` or `module:Class.method` means."""
+    module, _, name = path.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))  # type: ignore[return-value]
+
+
+def main(fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the driver's to handle
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the supervisor asks a hung engine where it is
+    connection = Connection(fd)
+    start = connection.recv()
+    assert isinstance(start, Start)
+
+    def say(what: str) -> None:
+        connection.send(Loading(now_us(), what))
+
+    try:
+        factory = load_factory(start.factory)
+        say("opening it")
+        engine = factory(start.config, say)
+        engine.warm_up()
+    except PipelineError as error:
+        connection.send(StartFailed(type(error).__name__, str(error)))
+        sys.exit(error.exit_code)
+    except Exception as error:
+        if _is_out_of_memory(error):
+            connection.send(StartFailed(EnvironmentFailed.__name__, _no_room(start.config.model, error)))
+            sys.exit(EnvironmentFailed.exit_code)
+        connection.send(StartFailed("", traceback.format_exc()))
+        sys.exit(70)
+    connection.send(Ready(now_us(), dict(engine.resolved)))
+    inbox: queue.SimpleQueue[Add] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
+    try:
+        serve(engine, inbox, connection.send)
+    except Exception as error:
+        connection.send(Crashed(traceback.format_exc(), _is_out_of_memory(error)))
+        os._exit(70)  # a device in an unknown state may hang in its destructors
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""What an output folder tells of its job: how far it is, whether its run is still there, what it cost.
+
+Owns reading it back for people; writing it is the job's. Nothing here changes the folder.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import load_job
+from pipeline.data.output.inventory import what_is_wrong
+from pipeline.data.output.parts import PartStore
+from pipeline.errors import OutputError
+from pipeline.formatting import duration
+from pipeline.job.fingerprint import JOB
+from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_runs, silent_s
+from pipeline.job.telemetry.status import Status
+from pipeline.report.cost import RunReport, build_report
+from pipeline.stores.filesystem import is_url
+
+SILENT_S = 120.0  # a run writes its status each few seconds
+
+
+def open_output(place: str) -> PartStore:
+    """The output at `place`, a folder or an fsspec url, or the one of the job file there. Raises OutputError,
+    ConfigError."""
+    path, storage = output_of(place)
+    if not is_url(path) and place == path and not Path(path).is_dir():
+        problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
+        raise OutputError(f"{place}: {problem}")
+    return PartStore(path, storage)
+
+
+def output_of(place: str) -> tuple[str, dict[str, Any]]:
+    """Where an output is and the fsspec options that it takes: `place` itself with none, or what the job file says."""
+    path = Path(place)
+    if is_url(place) or path.suffix not in (".yaml", ".yml") or path.is_dir():
+        return place, {}
+    output = load_job(path).output
+    return output.path, output.storage
+
+
+def status_of(store: PartStore) -> Status:
+    """The last status that a run left."""
+    raw = _read(store, STATUS, "no run of a job has left a status here")
+    try:
+        return Status.from_json(raw)
+    except TypeError as error:
+        raise OutputError(f"{store.path}/{STATUS}: not written by this version ({error})") from None
+
+
+def doubt_of(store: PartStore, now: Status) -> str | None:
+    """Why a status is not to be believed, in one line: one that says `running`, when its process on this machine is
+    gone or nothing was heard of it for long; one that says `finished`, when its parts are not what it left."""
+    if now.outcome == "finished":
+        return damage_of(store)
+    if now.outcome != "running":
+        return None
+    run = next((run for run in load_runs(store) if run.run_id == now.run_id), None)
+    if run is not None and run.outcome == "killed":
+        pid = run.versions.get("pid", "unknown")
+        return f"Its process, {pid} on this machine, is gone. `pipeline run` goes on from what is written."
+    silent = silent_s(now)
+    if silent < SILENT_S:
+        return None
+    host = run.versions.get("host", "unknown") if run is not None else "unknown"
+    return (
+        f"Nothing was heard of it for {duration(silent)}. If its process on {host} is gone, `pipeline run` goes on "
+        "from what is written."
+    )
+
+
+def damage_of(store: PartStore) -> str | None:
+    """What is wrong with a finished output and what to do, from one listing; None where nothing is seen."""
+    wrong = what_is_wrong(store)
+    if wrong is None:
+        return None
+    return (
+        f"The output is not as it was when it was finished: {wrong}. `pipeline verify` lists what is damaged; "
+        "`pipeline run` makes what is missing."
+    )
+
+
+def report_of(store: PartStore) -> RunReport:
+    """The report over all runs: the folder's, or a fresh one where a run goes on or was killed since."""
+    runs = load_runs(store)
+    if not runs:
+        raise OutputError(f"{store.path}: no run of a job has left a record here")
+    try:
+        if store.read(REPORT_JSON) is not None:
+            kept = RunReport.from_json(_read(store, REPORT_JSON, ""))
+            if list(kept.runs) == runs:
+                return kept
+        job = _read(store, JOB, "the job's own record, _pipeline/job.json, is missing")
+        rows = _read(store, STATUS, "the job's status, _pipeline/status.json, is missing")["rows_total"]
+        return build_report(job["job"], job["fingerprint"], runs, store.totals(), rows)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise OutputError(f"{store.path}/_pipeline: not written by this version ({error!r})") from None
+
+
+def _read(store: PartStore, name: str, absent: str) -> dict[str, Any]:
+    data = store.read(name)
+    if data is None:
+        raise OutputError(f"{store.path}: {absent}")
+    try:
+        raw = json.loads(data)
+    except ValueError:
+        raw = None
+    if not isinstance(raw, dict):
+        raise OutputError(f"{store.path}/{name}: not one JSON object; was it edited?")
+    return raw

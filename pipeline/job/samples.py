@@ -1,0 +1,111 @@
+"""Rows of a dataset as token ids, rendered and encoded as a job would: the first ones, or some chosen by a seed.
+
+What measures a model and what calibrates one both read their texts here. Rows that a job would answer with an error
+have no text; they are counted.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from pipeline.config import JobConfig
+from pipeline.data.source import Source, Window, cut_windows, open_source, read_window
+from pipeline.data.units import Unit, UnitSpec, make_units
+from pipeline.engine.params import SamplingParams
+from pipeline.errors import InputError, RowError
+from pipeline.job.actor.tokenize import Tokenize, chat_of
+from pipeline.machine.host import wall_time
+from pipeline.tokenization.tokenizer import Tokenizer
+
+# Small, so that a few rows of a large dataset cost a few row groups.
+_WINDOW_ROWS = 1024
+_WINDOW_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Texts of a dataset, in its order. `left_out` counts the other rows that were looked at, by RowError code."""
+
+    token_ids: list[list[int]]
+    expected: list[str | None] = field(default_factory=list)  # of each its text in the column that was asked for
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+
+def read_samples(
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    *,
+    expected: str | None = None,
+    chosen: tuple[int, int] | None = None,
+    cut: bool = False,
+) -> Samples:
+    """The prompts of the rows that `config` names, as token ids. Rows of more than `max_tokens` tokens are left out, or
+    with `cut` taken as far as that.
+
+    expected: a column to keep the text of. chosen: (number, seed), to take so many rows at random from all of them.
+    Raises InputError when no row is left, ConfigError when the prompt does not fit the columns.
+    """
+    spec = config.prompt.spec()
+    kept = () if expected is None else (expected,)
+    source = open_source(config.input.path, config.input.storage, config.input.on_corrupt)
+    source.check_columns([*kept, *spec.columns])
+    spec.check(source.schema)
+    tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat_of(config, wall_time()))
+    unit_spec = UnitSpec(spec, kept)
+    found: list[tuple[tuple[int, str, int], list[int], str | None]] = []
+    left_out: Counter[str] = Counter()
+    for window, rows in _wanted(source, config.input.limit, chosen):
+        table = read_window(source, window, unit_spec.columns)
+        # without the notes on damaged rows, which count rows that are not taken: their prompts are null
+        table = table.take(rows).replace_schema_metadata(None)
+        for unit in make_units(table, unit_spec, window.index):
+            requests, failed = tokenize(unit)
+            left_out.update(str(completion.error) for completion in failed)
+            places, texts = _places(unit), _texts(unit, expected)
+            for request in requests:
+                token_ids = request.prompt_token_ids[:max_tokens] if cut else request.prompt_token_ids
+                if len(token_ids) > max_tokens:
+                    left_out[RowError.PROMPT_TOO_LONG] += 1
+                elif not token_ids:
+                    left_out[RowError.EMPTY_PROMPT] += 1
+                else:
+                    row: int = request.row_id  # type: ignore[assignment]
+                    found.append((places[row], token_ids, texts[row]))
+    if not found:
+        reasons = ", ".join(f"{code} {count:,}" for code, count in sorted(left_out.items())) or "there are none"
+        raise InputError(f"{source.root}: no row has a text of at most {max_tokens:,} tokens ({reasons})")
+    found.sort(key=lambda each: each[0])
+    return Samples([ids for _, ids, _ in found], [text for _, _, text in found], dict(sorted(left_out.items())))
+
+
+def _wanted(source: Source, limit: int | None, chosen: tuple[int, int] | None) -> Iterator[tuple[Window, list[int]]]:
+    """Each window that holds wanted rows, with their places in it."""
+    total = source.num_rows if limit is None else min(limit, source.num_rows)
+    windows = cut_windows(source, _WINDOW_ROWS, _WINDOW_BYTES, limit)
+    if chosen is None or chosen[0] >= total:
+        yield from ((window, list(range(window.num_rows))) for window in windows)
+        return
+    number, seed = chosen
+    rows = sorted(Random(seed).sample(range(total), number))
+    for window in windows:
+        inside = rows[bisect_left(rows, window.start) : bisect_left(rows, window.stop)]
+        if inside:
+            yield window, [row - window.start for row in inside]
+
+
+def _places(unit: Unit) -> Sequence[tuple[int, str, int]]:
+    files, rows = unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist()
+    return [(unit.window, file, row) for file, row in zip(files, rows)]
+
+
+def _texts(unit: Unit, expected: str | None) -> list[str | None]:
+    if expected is None:
+        return [None] * unit.num_rows
+    return [None if value is None else str(value) for value in unit.kept().column(expected).to_pylist()]

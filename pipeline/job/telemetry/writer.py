@@ -1,0 +1,63 @@
+"""Small files that tell about a run (status, record, report), written by a thread of their own.
+
+No row depends on them, so a disk or store that fails or hangs neither ends the run nor holds it up: failed writes are
+counted and told. Only the newest content of a file is kept waiting.
+"""
+
+import threading
+import time
+
+from pipeline.data.output.parts import PartStore
+
+
+class Telemetry:
+    """Writes to one output. `put` returns at once."""
+
+    FLUSH_S = 5.0  # at the end of a run, for what still waits
+
+    def __init__(self, store: PartStore) -> None:
+        self._store = store
+        self._changed = threading.Condition()
+        self._waiting: dict[str, bytes] = {}
+        self._is_writing = False
+        self._closed = False
+        self.failures = 0
+        self.last_failure = ""
+        self.last_write_s = 0.0  # what the last write took
+        threading.Thread(target=self._run, daemon=True, name="telemetry").start()
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write the file soon, in the place of what it held."""
+        with self._changed:
+            self._waiting[name] = data
+            self._changed.notify_all()
+
+    def close(self) -> bool:
+        """Wait for what is to be written, FLUSH_S at most, and write nothing after it. False: it took longer."""
+        with self._changed:
+            written = self._changed.wait_for(lambda: not self._waiting and not self._is_writing, self.FLUSH_S)
+            self._closed = True
+            self._changed.notify_all()
+            return written
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                name = next(iter(self._waiting))
+                data = self._waiting.pop(name)
+                self._is_writing = True
+            began, failure = time.monotonic(), ""
+            try:
+                self._store.replace(name, data)
+            except Exception as error:  # whatever it is, it must not end the thread
+                failure = f"{type(error).__name__}: {error}"
+            with self._changed:
+                self.last_write_s = time.monotonic() - began
+                self._is_writing = False
+                if failure:
+                    self.failures += 1
+                    self.last_failure = failure
+                self._changed.notify_all()

@@ -1,0 +1,269 @@
+"""Looks at a job without running it: what is in its dataset and output, and whether its parts fit together.
+
+Owns `pipeline validate`. Reads footers and one row; loads no model and writes nothing. Every mistake found is
+reported, with the line of the job file that leads to it.
+"""
+
+import posixpath
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.locate import model_kind, why_no_checkpoint
+from pipeline.config import FromColumn, JobConfig, Mistake
+from pipeline.data.columns import is_text
+from pipeline.data.output.parts import PartStore
+from pipeline.data.output.result_columns import output_schema
+from pipeline.data.source import Source, cut_windows, open_source, read_window
+from pipeline.data.units import UnitSpec, make_units
+from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
+from pipeline.formatting import printable, shown_bytes
+from pipeline.report.figures import money
+from pipeline.stores.filesystem import filesystem, is_url
+from pipeline.stores.redaction import shown_url
+
+MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
+_MODEL_KINDS = {
+    "embedded": "embedded",
+    "url": "folder in a store, copied to this machine once",
+    "folder": "folder",
+    "id": "Hugging Face id, looked up when the job runs",
+    "missing": "missing",
+}
+_MAX_PROMPT_SHOWN = 1500  # characters
+_MAX_LINES_SHOWN = 24
+_MAX_SKIPPED_SHOWN = 5
+_NUMBERS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+            "presence_penalty", "frequency_penalty")  # fmt: skip
+
+
+@dataclass
+class Examined:
+    """What a job is, as far as it can be told, and what is wrong with it."""
+
+    job: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # what could not be looked at, by no mistake of the job
+
+    def to_json(self) -> dict[str, Any]:
+        mistakes = [vars(mistake) for mistake in self.mistakes]
+        return {"valid": not self.mistakes, "job": self.job, **self.facts, "mistakes": mistakes}
+
+
+def examine(config: JobConfig) -> Examined:
+    """Look at everything that can be seen before a model is loaded."""
+    found = Examined(config.name)
+    _Examination(config, found).run()
+    return found
+
+
+class _Examination:
+    def __init__(self, config: JobConfig, found: Examined) -> None:
+        self.config, self.found, self.facts = config, found, found.facts
+        self.spec = config.prompt.spec()
+
+    def run(self) -> None:
+        self._model()
+        with self._noting("input.path"):
+            given = self.config.input
+            source = open_source(given.path, given.storage, given.on_corrupt)
+            self._dataset(source)
+            kept = self._columns(source)
+            if not self.found.mistakes:
+                self._output_columns(source, kept)
+                self._first_prompt(source)
+        self._output()
+
+    @contextmanager
+    def _noting(self, key: str) -> Iterator[None]:
+        """What fails inside is a mistake of `key`, or a failure of what it names."""
+        try:
+            yield
+        except PipelineError as error:
+            self._mistake(key, error)
+
+    def _mistake(self, key: str, error: PipelineError | str, hint: str = "") -> None:
+        text, where = error.problem(key) if isinstance(error, PipelineError) else error, self.config.where(key)
+        if isinstance(error, EnvironmentFailed):
+            self.found.failures.append(f"{where}: {key}: {text}")
+        else:
+            self.found.mistakes.append(Mistake(where, key, text, hint))
+
+    def _model(self) -> None:
+        model = self.config.model
+        self.facts["model"] = self._checkpoint("model.path", model.path, model.storage)
+        if model.draft is not None:
+            self.facts["draft model"] = self._checkpoint("model.draft", model.draft, model.storage)
+
+    def _checkpoint(self, key: str, path: str, storage: Mapping[str, Any]) -> dict[str, str]:
+        """What there is to tell of the checkpoint that `key` names."""
+        kind, shown = model_kind(path), shown_url(path)
+        if kind == "missing":
+            self._mistake(key, f"{path}: {why_no_checkpoint(path)}")
+        elif kind == "folder" and (reason := why_no_checkpoint(path)):
+            self._mistake(key, f"{shown}: {reason}")
+        elif kind in ("folder", "url"):
+            with self._noting(key):
+                for name in missing_model_files(path, storage):
+                    self._mistake(key, f"{shown}: no {name} in this folder", "Give a checkpoint's folder.")
+        return {"path": shown, "kind": _MODEL_KINDS[kind]}
+
+    def _dataset(self, source: Source) -> None:
+        run, limit = self.config.run, self.config.input.limit
+        windows = cut_windows(source, run.window_rows, run.window_bytes, limit)
+        self.facts["input"] = {
+            "path": source.root,
+            "files": len(source.files),
+            "bytes": source.num_bytes,
+            "rows": source.num_rows,
+            "rows_to_do": sum(window.num_rows for window in windows),
+            "windows": len(windows),
+            "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in source.skipped],
+            "columns": {f.name: str(f.type) for f in source.schema},
+        }
+
+    def _columns(self, source: Source) -> list[str]:
+        """Every column that the job names is there, in each file, and of a kind that fits."""
+        config, prompt = self.config, self.config.prompt
+        given = config.input.columns
+        kept = list(source.schema.names if given is None else given)
+        prompt_key = next(f"prompt.{k}" for k in ("template", "column", "messages") if getattr(prompt, k) is not None)
+        wanted = [("input.columns", name) for name in given or ()]
+        wanted += [(prompt_key, name) for name in self.spec.columns]
+        wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
+        absent = set()
+        for key, name in wanted:
+            absent.add(name)
+            with self._noting(key):
+                source.check_columns([name])
+                absent.remove(name)
+        if not absent & set(self.spec.columns):
+            with self._noting(prompt_key):
+                self.spec.check(source.schema)
+        for option, name in config.sampling_columns().items():
+            if option in _NUMBERS and name not in absent and is_text(source.schema.field(name).type):
+                self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
+        self.facts["columns"] = {"kept": kept, "prompt": list(self.spec.columns), "sampling": config.sampling_columns()}
+        return kept
+
+    def _output_columns(self, source: Source, kept: list[str]) -> None:
+        import pyarrow as pa
+
+        with self._noting("output.rename"):
+            fields = [source.kept.field(name) for name in kept]
+            logprobs = self.config.sampling.logprobs is not None
+            schema: pa.Schema = output_schema(pa.schema(fields), self.config.output.rename, logprobs)
+            self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
+
+    def _first_prompt(self, source: Source) -> None:
+        run = self.config.run
+        first = cut_windows(source, run.window_rows, run.window_bytes, 1)
+        if not first:
+            self.facts["first_prompt"] = None
+            return
+        table = read_window(source, first[0], self.spec.columns)
+        unit = next(iter(make_units(table, UnitSpec(self.spec))))
+        prompt, error, message, file, row = (
+            unit.own(name)[0].as_py() for name in ("_prompt", "_error", "_error_message", "source_file", "source_row")
+        )
+        self.facts["first_prompt"] = {
+            "source_file": file,
+            "source_row": row,
+            "bytes": len(prompt.encode()) if prompt is not None else 0,
+            "text": prompt if prompt is None else prompt[:_MAX_PROMPT_SHOWN],
+            "error": error,
+            "error_message": message,
+        }
+
+    def _output(self) -> None:
+        output = self.config.output
+        facts: dict[str, Any] = {"path": shown_url(output.path)}
+        with self._noting("output.path"):
+            done = PartStore(output.path, output.storage).list()
+            facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
+        self.facts["output"] = facts
+
+
+def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
+    """Which of MODEL_FILES are not in a folder or at an fsspec url. Raises ModelError, EnvironmentFailed."""
+    if not is_url(path):
+        return [name for name in MODEL_FILES if not (Path(path).expanduser() / name).is_file()]
+    shown = shown_url(path)
+    try:
+        fs, root = filesystem(path, storage)
+        return [name for name in MODEL_FILES if not fs.exists(posixpath.join(root, name))]
+    except PipelineError:
+        raise
+    except Exception as error:
+        # each store's library has exceptions of its own, whose texts may repeat what is secret
+        given = ", ".join(sorted(storage)) or "none given"
+        raise ModelError(
+            f"{shown}: cannot be opened ({type(error).__name__}); are the url, the rights to it and model.storage "
+            f"({given}) right?"
+        ) from None
+
+
+def describe(found: Examined, config: JobConfig) -> str:
+    """The facts as a terminal shows them."""
+    head = [f"{printable(found.job)}: valid", ""]
+    facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found, config)]
+    return "\n".join([*head, *facts, "", *_shown_prompt(found.facts["first_prompt"])])
+
+
+def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
+    facts = found.facts
+    source, columns = facts["input"], facts["columns"]
+    rows = f"{source['rows']:,} rows"
+    if source["rows_to_do"] != source["rows"]:
+        rows = f"the first {source['rows_to_do']:,} of {rows}"
+    size = f"{_plural(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
+    chat = "a chat" if config.prompt.chat is not None else "text"
+    given = {"max_tokens", *config.sampling.model_fields_set}
+    sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
+    there = facts["output"]["rows_there"]
+    usd = config.cost.hourly_usd
+    skipped = source["skipped_files"]
+    more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
+    names = ", ".join(f"{f['file']} ({f['reason']})" for f in skipped[:_MAX_SKIPPED_SHOWN])
+    return [
+        ("Input", f"{shown_url(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
+        *([("Skipped", f"{_plural(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
+        ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
+        ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
+        ("Model", f"{facts['model']['path']} ({facts['model']['kind']})"),
+        *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
+        ("Sampling", ", ".join(sampling)),
+        ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
+        ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
+        ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
+    ]
+
+
+def _shown_prompt(first: dict[str, Any] | None) -> list[str]:
+    if first is None:
+        return ["  No rows: the output will be one empty part."]
+    where = f"{first['source_file']} row {first['source_row']}"
+    if first["text"] is None:
+        why = f"{first['error']}: {first['error_message']}"
+        return [printable(f"  The first row, {where}, becomes an error row: {why}")]
+    shown = first["text"].split("\n")
+    lines = [f"  First prompt ({printable(where)}, {first['bytes']:,} bytes)"]
+    lines += [f"    | {printable(line)}" for line in shown[:_MAX_LINES_SHOWN]]
+    if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == _MAX_PROMPT_SHOWN:
+        lines.append("    | ...")
+    return lines
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _option(value: object) -> str:
+    if isinstance(value, FromColumn):
+        return f"from column {value.column}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(repr, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,253 @@
+"""Attention of sequences that compute few tokens, over the paged cache, dealt equally to a fixed number of programs.
+
+All query heads of a KV head, at all of a sequence's query positions, form the rows of one tile, so keys and values are
+read once. The contexts are cut into tiles of 64 keys; each KV head has `lanes` programs, and each of them takes an
+equal run of the tiles of all sequences one after the other, whatever their lengths. A sequence that is cut between
+programs leaves partial sums, which a second launch adds up in a fixed order. Where several sequences begin with the
+same blocks, a launch before these may have read them for all (`cascade.py`); each then begins with what it left.
+
+The launches depend on nothing that changes from step to step but the contents of `DecodeWork`'s tensors, so that they
+can be captured in a CUDA graph.
+
+Suffixes: those of `kernels/contract.py`, and I items, P partial sums, R rows of a tile (queries times heads).
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# It does not see what `triton.jit` makes of a function.
+
+import torch
+import triton
+import triton.language as tl
+
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.triton.attention.cascade import cascade_launch, take_shared
+from pipeline.kernels.triton.attention.decode_work import KEYS, DecodeWork
+from pipeline.kernels.triton.attention.tiles import LOG2_E, attend, merge, stages_for
+from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def _decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    item_ptr,
+    lane_start_ptr,
+    query_start_ptr,
+    context_ptr,
+    table_ptr,
+    partial_ptr,
+    best_ptr,
+    sum_ptr,
+    shared_ptr,
+    place_ptr,
+    tile_ptr,
+    shared_partial_ptr,
+    shared_best_ptr,
+    shared_sum_ptr,
+    q_stride,
+    table_stride,
+    scale,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT_ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHARED_QUERIES: tl.constexpr,
+):
+    kv_head, lane = tl.program_id(0), tl.program_id(1)
+    row_R, column_D = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    head_R = kv_head * GROUP + row_R % GROUP
+    for item in range(tl.load(lane_start_ptr + lane), tl.load(lane_start_ptr + lane + 1)):
+        sequence = tl.load(item_ptr + 4 * item)
+        first_tile = tl.load(item_ptr + 4 * item + 1)
+        last_tile = tl.load(item_ptr + 4 * item + 2)
+        partial = tl.load(item_ptr + 4 * item + 3)
+        first_token = tl.load(query_start_ptr + sequence)
+        num_queries = tl.load(query_start_ptr + sequence + 1) - first_token
+        context = tl.load(context_ptr + sequence)
+
+        real_R = row_R < num_queries * GROUP
+        token_R = (first_token + row_R // GROUP).to(tl.int64)
+        position_R = context - num_queries + row_R // GROUP
+        there_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
+        q_at = q_ptr + token_R[:, None] * q_stride + head_R[:, None] * HEAD_DIM + column_D[None, :]
+        q_RD = tl.load(q_at, mask=there_RD, other=0.0)
+        weighted_RD = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        best_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        sum_R = tl.zeros([ROWS], dtype=tl.float32)
+        if SHARED_QUERIES:
+            shared = tl.load(shared_ptr + sequence)
+            begins_behind = tl.where(shared > 0, first_tile * KEYS, -1) == shared
+            weighted_RD, best_R, sum_R = take_shared(
+                weighted_RD,
+                best_R,
+                sum_R,
+                token_R,
+                row_R < tl.where(begins_behind, num_queries * GROUP, 0),
+                row_R % GROUP,
+                column_D,
+                kv_head,
+                place_ptr,
+                tile_ptr,
+                shared_partial_ptr,
+                shared_best_ptr,
+                shared_sum_ptr,
+                NUM_KV_HEADS,
+                GROUP,
+                HEAD_DIM,
+                SHARED_QUERIES,
+            )
+        weighted_RD, best_R, sum_R = attend(
+            weighted_RD,
+            best_R,
+            sum_R,
+            q_RD,
+            position_R,
+            k_ptr + kv_head * HEAD_DIM,
+            v_ptr + kv_head * HEAD_DIM,
+            k_scale_ptr + kv_head if IS_FP8 else None,
+            v_scale_ptr + kv_head if IS_FP8 else None,
+            table_ptr + sequence.to(tl.int64) * table_stride,
+            context,
+            first_tile * KEYS,
+            last_tile * KEYS,
+            scale,
+            window,
+            NUM_KV_HEADS * HEAD_DIM,
+            HEAD_DIM,
+            COLUMNS,
+            BLOCK,
+            KEYS,
+            True,
+            WINDOWED,
+            IS_FP8,
+            STAGES,
+        )
+        if partial < 0:
+            out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM
+            out_RD = weighted_RD / sum_R[:, None]
+            tl.store(out_at + column_D[None, :], out_RD.to(out_ptr.dtype.element_ty), mask=there_RD)
+        else:
+            partial_R = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * KEPT_ROWS + row_R
+            tl.store(best_ptr + partial_R, best_R, mask=real_R)
+            tl.store(sum_ptr + partial_R, sum_R, mask=real_R)
+            tl.store(partial_ptr + partial_R[:, None] * HEAD_DIM + column_D[None, :], weighted_RD, mask=there_RD)
+
+
+@triton.jit
+def _combine(
+    out_ptr,
+    split_ptr,
+    num_splits_ptr,
+    query_start_ptr,
+    partial_ptr,
+    best_ptr,
+    sum_ptr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT_ROWS: tl.constexpr,
+):
+    """Add up the partial sums of the sequences that were cut, in the order of their keys."""
+    kv_head = tl.program_id(0)
+    row_R, column_D = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    for split in range(tl.program_id(1), tl.load(num_splits_ptr), tl.num_programs(1)):
+        sequence = tl.load(split_ptr + 3 * split)
+        first_partial = tl.load(split_ptr + 3 * split + 1)
+        num_partials = tl.load(split_ptr + 3 * split + 2)
+        first_token = tl.load(query_start_ptr + sequence)
+        num_queries = tl.load(query_start_ptr + sequence + 1) - first_token
+        real_R = row_R < num_queries * GROUP
+        there_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
+        weighted_RD = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        best_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        sum_R = tl.zeros([ROWS], dtype=tl.float32)
+        for partial in range(first_partial, first_partial + num_partials):
+            partial_R = (partial * NUM_KV_HEADS + kv_head).to(tl.int64) * KEPT_ROWS + row_R
+            its_best_R = tl.load(best_ptr + partial_R, mask=real_R, other=0.0)
+            its_sum_R = tl.load(sum_ptr + partial_R, mask=real_R, other=1.0)
+            its_RD = tl.load(partial_ptr + partial_R[:, None] * HEAD_DIM + column_D[None, :], mask=there_RD, other=0.0)
+            weighted_RD, best_R, sum_R = merge(weighted_RD, best_R, sum_R, its_RD, its_best_R, its_sum_R)
+        token_R = (first_token + row_R // GROUP).to(tl.int64)
+        head_R = kv_head * GROUP + row_R % GROUP
+        out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM
+        out_RD = weighted_RD / sum_R[:, None]
+        tl.store(out_at + column_D[None, :], out_RD.to(out_ptr.dtype.element_ty), mask=there_RD)
+
+
+def decode_launches(
+    q_TND: torch.Tensor,
+    cache: LayerCache,
+    out_TND: torch.Tensor,
+    work: DecodeWork,
+    scale: float,
+    target: Target,
+) -> tuple[Launch, ...]:
+    """Attention of the sequences in `work`, written to their tokens of `out_TND`: with its `cascade` the sums over
+    shared prefixes, then the sums over the rest, then what joins them."""
+    num_heads, head_dim = q_TND.shape[1:]
+    _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
+    group = num_heads // num_kv_heads
+    assert q_TND.stride()[1:] == (head_dim, 1)
+    assert out_TND.is_contiguous()
+    columns = power_of_two(head_dim, 16)
+    shape = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "COLUMNS": columns,
+        "ROWS": work.num_rows,
+        "KEPT_ROWS": work.sum_PKR.shape[2],
+    }
+    partials = work.partial_PKRD, work.best_PKR, work.sum_PKR
+    is_fp8 = cache.k_CBKD.dtype == FP8
+    stages = _stages(columns, cache.k_CBKD.element_size(), target)
+    shared = work.cascade
+    of_shared = (None,) * 6
+    if shared is not None:
+        places = shared.shared_S, shared.place_T, shared.tile_W3
+        of_shared = *places, shared.partial_UKRD, shared.best_UKR, shared.sum_UKR
+    arguments = (
+        *(q_TND, *cache_arguments(cache), out_TND),
+        *(work.item_I4, work.lane_start, work.query_start_S1, work.context_len_S, work.block_table_SM, *partials),
+        *of_shared,
+        *(q_TND.stride(0), work.block_table_SM.stride(0), scale * LOG2_E, work.window or 0),
+    )
+    windowed = work.window is not None
+    sums = Launch(
+        _decode,
+        (num_kv_heads, work.num_lanes),
+        arguments,
+        shape
+        | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8, "STAGES": stages}
+        | {"SHARED_QUERIES": 0 if shared is None else shared.shape.num_queries},
+        num_stages=stages,
+    )
+    join = Launch(
+        _combine,
+        (num_kv_heads, min(work.num_lanes, len(work.split_S3))),
+        (out_TND, work.split_S3, work.num_splits, work.query_start_S1, *partials),
+        shape,
+    )
+    if shared is None:
+        return sums, join
+    return cascade_launch(q_TND, cache, shared, work.block_table_SM, scale, target), sums, join
+
+
+def _stages(columns: int, element_size: int, target: Target) -> int:
+    """Three tiles in flight, or as many as leave room for a second program on a multiprocessor."""
+    tile_bytes = 2 * KEYS * columns * element_size
+    return stages_for(max(1, min(3, target.max_shared_bytes // 2 // tile_bytes)))

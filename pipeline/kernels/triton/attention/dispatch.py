@@ -1,0 +1,106 @@
+"""Attention over the paged cache on a GPU: one kernel for sequences with few query tokens, another for many.
+
+Both write into one output, so a step may mix them. See `contract.Kernels`.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from pipeline.errors import ModelError
+from pipeline.kernels.cache import LayerCache
+from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.triton.attention.cascade_work import CascadeShape
+from pipeline.kernels.triton.attention.decode import decode_launches
+from pipeline.kernels.triton.attention.decode_work import DecodeWork, most_queries
+from pipeline.kernels.triton.attention.prefill import PrefillWork, prefill_launch, rows_of
+from pipeline.kernels.triton.launch import Target, power_of_two
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What the layers of one window need of a step; None where no sequence of the step is of that kind."""
+
+    decode: DecodeWork | None
+    prefill: PrefillWork | None
+
+
+class PagedAttention:
+    """`attention` of the contract for one device.
+
+    A step's plan is worked out once for each window and kept in `AttentionInput.worked_out` under `plan_key(window)`.
+    Whoever captures steps in a CUDA graph allocates a `DecodeWork` for each window himself, refills it before each
+    step and puts it there; then a call only launches, the same kernels every time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.target = Target.of(device)
+
+    def __call__(
+        self,
+        q_TND: torch.Tensor,
+        cache: LayerCache,
+        where: AttentionInput,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """float16, bfloat16 and float32; the cache must be contiguous, and of q's type or FP8."""
+        key = plan_key(window)
+        if key not in where.worked_out:
+            where.worked_out[key] = self._plan(where, q_TND, cache.k_CBKD.shape[2], window)
+        plan: AttentionPlan = where.worked_out[key]
+        q_TND = q_TND.contiguous()
+        out_TND = torch.empty_like(q_TND)
+        tensors = q_TND, cache, out_TND
+        if plan.prefill is not None:
+            prefill_launch(*tensors, plan.prefill, scale, self.target).run()
+        if plan.decode is not None:
+            for launch in decode_launches(*tensors, plan.decode, scale, self.target):
+                launch.run()
+        return out_TND
+
+    def _plan(self, where: AttentionInput, q_TND: torch.Tensor, num_kv_heads: int, window: int | None) -> AttentionPlan:
+        num_heads, head_dim = q_TND.shape[1:]
+        group = checked_group(num_heads, num_kv_heads, head_dim)
+        count_S = np.diff(where.query_start_S1)
+        few, many = np.flatnonzero(count_S <= most_queries(group)), np.flatnonzero(count_S > most_queries(group))
+        decode = prefill = None
+        if len(few):
+            most = power_of_two(int(count_S[few].max()))
+            cascade, shared = None, []
+            if window is None:
+                shape = CascadeShape.of(int(count_S[few].sum()), num_heads, num_kv_heads, head_dim, self.target)
+                together = shape.plan(where, few)
+                if together is not None:
+                    most_tokens, most_tiles = int(where.query_start_S1[-1]), int(together.tiles_G.sum())
+                    cascade = replace(shape, most_tokens=most_tokens, most_tiles=most_tiles)
+                    shared = shape.numbers(where, together)
+            max_seqs, max_blocks = where.block_table_SM.shape
+            decode = DecodeWork.allocate(
+                *(max_seqs, max_blocks, where.block_size),
+                *(num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
+                num_queries=min(most, most_queries(group)),
+                window=window,
+                cascade=cascade,
+            )
+            decode.refill(where, few, shared)
+        if len(many):
+            prefill = PrefillWork.of(where, many, rows_of(head_dim) // group, window, q_TND.device)
+        return AttentionPlan(decode, prefill)
+
+
+def checked_group(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Query heads to a KV head. Raises ModelError where the kernels do not take as many."""
+    group = num_heads // num_kv_heads
+    if group > rows_of(head_dim):
+        raise ModelError(
+            f"{num_heads} query heads on {num_kv_heads} KV heads of {head_dim}: the attention kernels take at most "
+            f"{rows_of(head_dim)} to a KV head"
+        )
+    return group
+
+
+def plan_key(window: int | None) -> tuple[str, int | None]:
+    """Where in `AttentionInput.worked_out` the plan of the layers with this window lies."""
+    return "triton", window

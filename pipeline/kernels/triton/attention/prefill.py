@@ -1,0 +1,198 @@
+"""Attention of sequences that compute many tokens, over the paged cache: tiles of 128 rows, large enough for wgmma.
+
+A tile's rows are neighbouring query tokens with all query heads of a KV head, so that a short run of queries fills a
+tile as well as a long one, and few keys of the diagonal are multiplied in vain. Keys and values are read through the
+block table, so a prefix in shared blocks is read like what the step wrote.
+
+Suffixes: those of `kernels/contract.py`, and I items, R rows of a tile (queries times heads).
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# It does not see what `triton.jit` makes of a function.
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.triton.attention.tiles import LOG2_E, attend, stages_for
+from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
+
+
+def rows_of(head_dim: int) -> int:
+    """Rows of a tile: their sums must stay in registers."""
+    return 128 if head_dim <= 128 else 64
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def _prefill(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    item_ptr,
+    query_start_ptr,
+    context_ptr,
+    table_ptr,
+    q_stride,
+    table_stride,
+    scale,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(item_ptr + 2 * item)
+    first_query = tl.load(item_ptr + 2 * item + 1)
+    first_token = tl.load(query_start_ptr + sequence)
+    num_queries = tl.load(query_start_ptr + sequence + 1) - first_token
+    context = tl.load(context_ptr + sequence)
+
+    QUERIES: tl.constexpr = ROWS // GROUP
+    row_R, column_D = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    query_R = first_query + row_R // GROUP
+    head_R = kv_head * GROUP + row_R % GROUP
+    real_R = (row_R < QUERIES * GROUP) & (query_R < num_queries)
+    token_R = (first_token + query_R).to(tl.int64)
+    position_R = context - num_queries + query_R
+    there_RD = real_R[:, None] & (column_D < HEAD_DIM)[None, :]
+    q_at = q_ptr + token_R[:, None] * q_stride + head_R[:, None] * HEAD_DIM + column_D[None, :]
+    q_RD = tl.load(q_at, mask=there_RD, other=0.0)
+
+    first_position = context - num_queries + first_query
+    end = tl.minimum(first_position + QUERIES, context)
+    if WINDOWED:
+        begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+        masked_from = begin
+    else:
+        begin = 0
+        masked_from = (first_position + 1) // KEYS * KEYS
+    k_ptr += kv_head * HEAD_DIM
+    v_ptr += kv_head * HEAD_DIM
+    if IS_FP8:
+        k_scale_ptr += kv_head
+        v_scale_ptr += kv_head
+    table_ptr += sequence.to(tl.int64) * table_stride
+    KV_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+
+    weighted_RD = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    best_R = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    sum_R = tl.zeros([ROWS], dtype=tl.float32)
+    if not WINDOWED:
+        weighted_RD, best_R, sum_R = attend(
+            *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
+            *(table_ptr, context),
+            *(begin, masked_from, scale, window),
+            *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, False, False, IS_FP8, STAGES),
+        )
+    weighted_RD, best_R, sum_R = attend(
+        *(weighted_RD, best_R, sum_R, q_RD, position_R, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr),
+        *(table_ptr, context),
+        *(masked_from, end, scale, window),
+        *(KV_STRIDE, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, STAGES),
+    )
+    out_at = out_ptr + (token_R[:, None] * (NUM_KV_HEADS * GROUP) + head_R[:, None]) * HEAD_DIM + column_D[None, :]
+    out_RD = weighted_RD / sum_R[:, None]
+    tl.store(out_at, out_RD.to(out_ptr.dtype.element_ty), mask=there_RD)
+
+
+@dataclass(frozen=True)
+class PrefillWork:
+    """Device tensors, int32. item_I2: sequence and first query of it, those with the most keys first."""
+
+    window: int | None
+    item_I2: torch.Tensor
+    query_start_S1: torch.Tensor
+    context_len_S: torch.Tensor
+    block_table_SM: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, where: AttentionInput, sequences: np.ndarray, queries: int, window: int | None, device: torch.device
+    ) -> "PrefillWork":
+        """For the sequences of `where` at these indices, `queries` query tokens to a tile."""
+        count_S = np.diff(where.query_start_S1)[sequences].astype(np.int64)
+        tiles_S = -(-count_S // queries)
+        of_I = np.repeat(np.arange(len(sequences)), tiles_S)
+        first_query_I = (np.arange(len(of_I)) - np.repeat(np.cumsum(tiles_S) - tiles_S, tiles_S)) * queries
+        end_I = (where.context_len_S[sequences] - count_S)[of_I] + first_query_I
+        heaviest = np.argsort(-end_I, kind="stable")
+        item_I2 = np.stack([sequences[of_I], first_query_I], axis=1)[heaviest]
+        arrays = item_I2, where.query_start_S1, where.context_len_S, where.block_table_SM
+        return cls(window, *(_to(array, device) for array in arrays))
+
+
+def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def prefill_launch(
+    q_TND: torch.Tensor,
+    cache: LayerCache,
+    out_TND: torch.Tensor,
+    work: PrefillWork,
+    scale: float,
+    target: Target,
+) -> Launch:
+    """Attention of the sequences in `work`, written to their tokens of `out_TND`."""
+    num_heads, head_dim = q_TND.shape[1:]
+    _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
+    assert q_TND.stride()[1:] == (head_dim, 1)
+    assert out_TND.is_contiguous()
+    columns = power_of_two(head_dim, 16)
+    is_fp8 = cache.k_CBKD.dtype == FP8
+    keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, work.window is not None, target)
+    return Launch(
+        _prefill,
+        (num_kv_heads, len(work.item_I2)),
+        (
+            *(q_TND, *cache_arguments(cache), out_TND),
+            *(work.item_I2, work.query_start_S1, work.context_len_S, work.block_table_SM),
+            *(q_TND.stride(0), work.block_table_SM.stride(0), scale * LOG2_E, work.window or 0),
+        ),
+        {
+            "NUM_KV_HEADS": num_kv_heads,
+            "GROUP": num_heads // num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "COLUMNS": columns,
+            "BLOCK": block_size,
+            "ROWS": rows_of(columns),
+            "KEYS": keys,
+            "WINDOWED": work.window is not None,
+            "IS_FP8": is_fp8,
+            "STAGES": stages,
+        },
+        num_warps=8,
+        num_stages=stages,
+    )
+
+
+def tile_of(columns: int, element_size: int, is_fp8: bool, windowed: bool, target: Target) -> tuple[int, int]:
+    """Keys of a tile and pipeline stages: the largest that the compiler fits in 255 registers of 256 threads."""
+    row_bytes = columns * element_size
+    if target.has_wgmma:
+        keys = 128 if row_bytes <= 128 or (row_bytes == 256 and not windowed) else 64 if row_bytes <= 256 else 32
+    else:
+        keys = 64 if row_bytes <= 128 else 32
+    most = 1 if keys * row_bytes > 64 * 256 else 2
+    left = target.max_shared_bytes - rows_of(columns) * row_bytes
+    stored_bytes = 2 * keys * row_bytes
+    if is_fp8:  # the widened tile lies beside the stored ones
+        left -= stored_bytes
+        stored_bytes = 2 * keys * columns
+    return keys, stages_for(max(1, min(most, left // stored_bytes)))

@@ -1,0 +1,223 @@
+"""The elementwise work of a layer on a GPU: three launches. See `contract.Kernels`.
+
+Everything is computed in float32 and rounded once, but for the residual, which is rounded before its norm as it is
+stored. Suffixes are those of `kernels/contract.py`. Inside a kernel a name that ends in `_ptr` is a tensor's address,
+names in capitals are fixed when it is compiled.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# It does not see what `triton.jit` makes of a function.
+
+import torch
+import triton
+import triton.language as tl
+
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.triton.attention.fp8_cache import codes_of, scales_of
+from pipeline.kernels.triton.launch import Launch, cache_arguments, power_of_two
+
+_HEADS = 8  # heads that one program of norm_rope_write works on
+_WIDTH = 1024  # outputs that one program of silu_mul works on
+
+
+@triton.jit
+def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, width, eps, WIDTH: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    x_at = x_ptr + token * x_stride + column
+    residual_at = residual_ptr + token * residual_stride + column
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    total = x + tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(residual_ptr.dtype.element_ty)
+    tl.store(residual_at, total, mask=inside)
+    total = total.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x_at, (total * factor * weight).to(x_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed(low, high, norm_ptr, pair, inside, eps, HEAD_DIM: tl.constexpr):
+    """Halves of heads (float32) over their root mean square, times the weight."""
+    factor = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM + eps)
+    weight_low = tl.load(norm_ptr + pair, mask=inside, other=0.0).to(tl.float32)
+    weight_high = tl.load(norm_ptr + HEAD_DIM // 2 + pair, mask=inside, other=0.0).to(tl.float32)
+    return low * factor[:, None] * weight_low[None, :], high * factor[:, None] * weight_high[None, :]
+
+
+@triton.jit
+def _norm_rope_write(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    slot_ptr,
+    q_ptr,
+    qkv_stride,
+    cos_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORMED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, PAIRS)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    inside = pair < HALF
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+
+    source = qkv_ptr + token * qkv_stride + head[:, None] * HEAD_DIM + pair[None, :]
+    there = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
+    raw_low = tl.load(source, mask=there, other=0.0)
+    raw_high = tl.load(source + HALF, mask=there, other=0.0)
+    low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
+    if NORMED:
+        q_low, q_high = _normed(low, high, q_norm_ptr, pair, inside, eps, HEAD_DIM)
+        k_low, k_high = _normed(low, high, k_norm_ptr, pair, inside, eps, HEAD_DIM)
+        low = tl.where(is_query[:, None], q_low, k_low)
+        high = tl.where(is_query[:, None], q_high, k_high)
+    cos = tl.load(cos_ptr + token * cos_stride + pair, mask=inside, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * cos_stride + pair, mask=inside, other=0.0)[None, :]
+    turned_low = (low * cos - high * sin).to(q_ptr.dtype.element_ty)
+    turned_high = (high * cos + low * sin).to(q_ptr.dtype.element_ty)
+
+    q_at = q_ptr + token * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + pair[None, :]
+    query_there = is_query[:, None] & inside[None, :]
+    tl.store(q_at, turned_low, mask=query_there)
+    tl.store(q_at + HALF, turned_high, mask=query_there)
+
+    slot = tl.load(slot_ptr + token)
+    k_head, v_head = slot * NUM_KV_HEADS + (head - NUM_HEADS), slot * NUM_KV_HEADS + (head - NUM_HEADS - NUM_KV_HEADS)
+    if IS_FP8:
+        kept_low = tl.where(is_value[:, None], raw_low, turned_low).to(tl.float32)
+        kept_high = tl.where(is_value[:, None], raw_high, turned_high).to(tl.float32)
+        scale, inverse = scales_of(kept_low, kept_high)
+        key_low, key_high = codes_of(kept_low, inverse), codes_of(kept_high, inverse)
+        value_low, value_high = key_low, key_high
+    else:
+        key_low, key_high, value_low, value_high = turned_low, turned_high, raw_low, raw_high
+    if slot >= 0:
+        key_there = is_key[:, None] & inside[None, :]
+        k_at = k_cache_ptr + k_head[:, None] * HEAD_DIM + pair[None, :]
+        tl.store(k_at, key_low, mask=key_there)
+        tl.store(k_at + HALF, key_high, mask=key_there)
+        value_there = is_value[:, None] & inside[None, :]
+        v_at = v_cache_ptr + v_head[:, None] * HEAD_DIM + pair[None, :]
+        tl.store(v_at, value_low, mask=value_there)
+        tl.store(v_at + HALF, value_high, mask=value_there)
+        if IS_FP8:
+            tl.store(k_scale_ptr + k_head, scale, mask=is_key)
+            tl.store(v_scale_ptr + v_head, scale, mask=is_value)
+
+
+@triton.jit
+def _silu_mul(gate_up_ptr, out_ptr, gate_up_stride, width, WIDTH: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < width
+    gate_at = gate_up_ptr + token * gate_up_stride + column
+    gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_at + width, mask=inside, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + token * width + column, product.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm(
+    x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place: `x_TH` becomes the norm and `residual_TH` the sum."""
+    if len(x_TH):
+        add_rms_norm_launch(x_TH, residual_TH, weight_H, eps).run()
+    return x_TH, residual_TH
+
+
+def add_rms_norm_launch(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> Launch:
+    num_tokens, width = x_TH.shape
+    block = power_of_two(width, 16)
+    return Launch(
+        _add_rms_norm,
+        (num_tokens,),
+        (x_TH, residual_TH, weight_H, x_TH.stride(0), residual_TH.stride(0), width, eps),
+        {"WIDTH": block},
+        num_warps=min(16, max(1, block // 512)),
+    )
+
+
+def norm_rope_write(
+    qkv_TMD: torch.Tensor,
+    cos_TD2: torch.Tensor,
+    sin_TD2: torch.Tensor,
+    qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    cache: LayerCache,
+    slot_mapping_T: torch.Tensor,
+) -> torch.Tensor:
+    """The cache must be contiguous, as must the heads of a token. A token whose slot is negative writes nothing."""
+    num_tokens, num_all_heads, head_dim = qkv_TMD.shape
+    q_TND = qkv_TMD.new_empty(num_tokens, num_all_heads - 2 * cache.k_CBKD.shape[2], head_dim)
+    if num_tokens:
+        norm_rope_write_launch(qkv_TMD, cos_TD2, sin_TD2, qk_norm_D, eps, cache, slot_mapping_T, q_TND).run()
+    return q_TND
+
+
+def norm_rope_write_launch(
+    qkv_TMD: torch.Tensor,
+    cos_TD2: torch.Tensor,
+    sin_TD2: torch.Tensor,
+    qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    cache: LayerCache,
+    slot_mapping_T: torch.Tensor,
+    q_TND: torch.Tensor,
+) -> Launch:
+    num_tokens, num_all_heads, head_dim = qkv_TMD.shape
+    assert qkv_TMD.stride()[1:] == (head_dim, 1)
+    assert cos_TD2.stride() == sin_TD2.stride()
+    q_norm_D, k_norm_D = qk_norm_D or (None, None)
+    places = *cache_arguments(cache), slot_mapping_T, q_TND
+    strides = qkv_TMD.stride(0), cos_TD2.stride(0)
+    return Launch(
+        _norm_rope_write,
+        (num_tokens, -(-num_all_heads // _HEADS)),
+        (qkv_TMD, cos_TD2, sin_TD2, q_norm_D, k_norm_D, *places, *strides, eps),
+        {
+            "NUM_HEADS": q_TND.shape[1],
+            "NUM_KV_HEADS": cache.k_CBKD.shape[2],
+            "HEAD_DIM": head_dim,
+            "PAIRS": power_of_two(head_dim // 2),
+            "HEADS": _HEADS,
+            "NORMED": qk_norm_D is not None,
+            "IS_FP8": cache.k_CBKD.dtype == FP8,
+        },
+    )
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    out_TF = gate_up_T2F.new_empty(num_tokens, width)
+    if num_tokens:
+        silu_mul_launch(gate_up_T2F, out_TF).run()
+    return out_TF
+
+
+def silu_mul_launch(gate_up_T2F: torch.Tensor, out_TF: torch.Tensor) -> Launch:
+    num_tokens, width = out_TF.shape
+    return Launch(
+        _silu_mul,
+        (num_tokens, -(-width // _WIDTH)),
+        (gate_up_T2F, out_TF, gate_up_T2F.stride(0), width),
+        {"WIDTH": _WIDTH},
+    )

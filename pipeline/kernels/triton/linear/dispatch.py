@@ -1,0 +1,110 @@
+"""Linears on a GPU: 4-bit weights by two ways, few tokens through the fused kernel, many through cuBLAS on 16-bit ones.
+
+With few tokens the time of a linear is that of reading its weight, so a quarter of the bytes is up to four times as
+fast; with many it is the multiply, at which cuBLAS on 16-bit weights is up to twice as fast as any product that unpacks
+on its way. Both ways compute the same: the fused product does not round its weights to 16 bits, the other one does.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from pipeline.kernels.contract import Linear
+from pipeline.kernels.triton.launch import Target
+from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, int4_launches, serves
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
+
+
+class Scratch:
+    """Memory for one 16-bit weight, shared by all linears of a model, which use it one after the other on a stream."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._buffer.numel() * self._buffer.element_size()
+
+    def reserve(self, num_outputs: int, num_inputs: int) -> None:
+        """Make room for a weight of this shape. Only at load: it may move the memory, unknown to a CUDA graph."""
+        if num_outputs * num_inputs > self._buffer.numel():
+            self._buffer = self._buffer.new_empty(num_outputs * num_inputs)
+
+    def weight(self, num_outputs: int, num_inputs: int) -> torch.Tensor:
+        """(N, K), with whatever the last call left in it."""
+        return self._buffer[: num_outputs * num_inputs].view(num_outputs, num_inputs)
+
+
+class DenseLinear:
+    """y = x @ weight.T + bias by cuBLAS."""
+
+    def __init__(
+        self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.weight_NK = weight_NK.to(device, dtype)
+        self.bias_N = None if bias_N is None else bias_N.to(device, dtype)
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_MK, self.weight_NK, self.bias_N)
+
+
+class TwoPathLinear:
+    """A grouped 4-bit weight: fused up to `crossover` tokens, above that cuBLAS on its 16-bit form."""
+
+    def __init__(
+        self,
+        weight: GroupIntWeight,
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch: Scratch | None = None,
+        crossover: int | None = None,
+    ) -> None:
+        """With a `scratch`, the 16-bit form is written there in each call that needs it; without, it is kept for ever.
+
+        Raises ValueError where `int4.serves` does not hold.
+        """
+        if not serves(weight):
+            raise ValueError(
+                f"{weight.bits} bits in groups of {weight.group_size}: the fused kernels take 4 bits in groups of 32, "
+                "64 or multiples of 128"
+            )
+        self.target = Target.of(device)
+        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
+        self.tiled = TiledInt4.of(weight, device)
+        self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
+        self.scratch, self.shape_NK = scratch, (weight.out_features, weight.in_features)
+        default = CROSSOVER_CACHED if scratch is None else CROSSOVER_SCRATCH
+        self.crossover = default if crossover is None else crossover
+        if scratch is None:
+            self.kept_NK = self._dequantized(torch.empty(self.shape_NK, dtype=dtype, device=device))
+        else:
+            scratch.reserve(*self.shape_NK)
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        if self.input_order_K is not None:
+            x_MK = x_MK[:, self.input_order_K]
+        return self.fused(x_MK) if 0 < len(x_MK) <= self.crossover else self.dense(x_MK)
+
+    def fused(self, x_MK: torch.Tensor) -> torch.Tensor:
+        out_MN = x_MK.new_empty(len(x_MK), self.shape_NK[0])
+        for launch in int4_launches(x_MK, self.tiled, self.bias_N, out_MN, self.target):
+            launch.run()
+        return out_MN
+
+    def dense(self, x_MK: torch.Tensor) -> torch.Tensor:
+        if self.scratch is None:
+            return F.linear(x_MK, self.kept_NK, self.bias_N)
+        return F.linear(x_MK, self._dequantized(self.scratch.weight(*self.shape_NK)), self.bias_N)
+
+    def _dequantized(self, into_NK: torch.Tensor) -> torch.Tensor:
+        dequantize_launch(self.tiled, into_NK).run()
+        return into_NK
+
+
+def prepare_linear(
+    weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch | None = None
+) -> Linear:
+    """Pack one weight for a GPU. The caller can drop its own copy."""
+    if isinstance(weight, GroupIntWeight) and serves(weight):
+        return TwoPathLinear(weight, dtype, device, scratch)
+    return DenseLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)

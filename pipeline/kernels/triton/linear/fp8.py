@@ -1,0 +1,296 @@
+"""Products of e4m3 weights and e4m3 activations on a GPU; what they compute is defined in `kernels/activations/fp8.py`.
+
+Two launches for any number of tokens: one rounds the tokens' inputs, one multiplies, folding the scales of inputs and
+weights in behind the dot product of each block. The units of sm_90 add up within a dot product in fewer bits than
+float32 has (DeepSeek-V3, section 3.3.2); a block has at most 128 products, and all that follows is in float32.
+
+A weight's inputs are cut into as many parts as its shape asks for, whatever the number of tokens; parts are summed from
+their own beginning and added in their order, by programs of their own with few tokens, by one program with many. So the
+order of sums, and with it every bit of a token's result, is the same beside however many others. The outputs are the
+rows of a tile and the tokens its columns: wgmma takes at least 64 rows, and from 8 columns on.
+
+There is no narrower way for few tokens, as int4 weights have it without fp8: a weight is a byte, read once a step.
+
+Suffixes: N outputs, K inputs (filled up to whole blocks with zeros), M tokens, B blocks of inputs, G groups of inputs
+with a scale, P parts of the inputs.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
+# It does not see what `triton.jit` makes of a function.
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from pipeline.kernels.activations.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
+from pipeline.kernels.contract import Linear, RoundedLinears
+from pipeline.kernels.triton.launch import Launch, Target, power_of_two
+from pipeline.kernels.triton.linear.int4 import add_parts_launch
+from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
+
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST = tl.constexpr(SMALLEST_MAGNITUDE)
+_ROUNDED_AT_ONCE = 2048  # inputs of a token that one program rounds
+
+
+@triton.jit
+def _nearest_e4m3(value):
+    """float32 of at most 448 -> the nearest value of e4m3, still in float32: ties to even, as the cast of a GPU rounds.
+
+    By arithmetic, because the cast of Triton's interpreter cuts off instead.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    subnormal = (value + 24576.0) - 24576.0  # 1.5 * 2^14, whose neighbours are 2^-9 apart, as those of e4m3 near zero
+    return tl.where(tl.abs(value) < 0.015625, subnormal, normal)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+def _round(
+    x_ptr,
+    value_ptr,
+    scale_ptr,
+    num_tokens,
+    num_inputs,
+    num_blocks,
+    x_stride,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Some blocks of a token: values to (M, K) and scales to (B, M). Behind the last input values are 0."""
+    token = tl.program_id(0).to(tl.int64)
+    block_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    input_BK = block_B[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x_BK = tl.load(x_ptr + token * x_stride + input_BK, mask=input_BK < num_inputs, other=0.0).to(tl.float32)
+    largest_B = tl.max(tl.where(x_BK == x_BK, tl.abs(x_BK), float("inf")), axis=1)  # tl.max passes over NaN
+    scale_B = tl.div_rn(tl.maximum(largest_B, _SMALLEST), _LARGEST)
+    scale_B = tl.where(largest_B < float("inf"), scale_B, float("nan"))
+    value_BK = _nearest_e4m3(tl.div_rn(x_BK, tl.broadcast_to(scale_B[:, None], (BLOCKS, BLOCK))))
+    there_B = block_B < num_blocks
+    value_at = value_ptr + token * num_blocks * BLOCK + input_BK
+    tl.store(value_at, value_BK.to(value_ptr.dtype.element_ty), mask=there_B[:, None])
+    tl.store(scale_ptr + block_B.to(tl.int64) * num_tokens + token, scale_B, mask=there_B)
+
+
+@triton.jit
+def _sum_of_part(
+    weight_at,
+    x_at,
+    weight_scale_at,
+    x_scale_at,
+    there_N,
+    there_M,
+    begin,
+    end,
+    num_outputs,
+    num_tokens,
+    BLOCK: tl.constexpr,
+    BLOCKS_PER_SCALE: tl.constexpr,
+):
+    """The blocks from `begin` to `end`, from zero on."""
+    total_NM = tl.zeros([there_N.shape[0], there_M.shape[0]], dtype=tl.float32)
+    for block in range(begin, end):
+        weight_NK = tl.load(weight_at + block * BLOCK, mask=there_N[:, None], other=0.0)
+        x_KM = tl.load(x_at + block * BLOCK, mask=there_M[None, :], other=0.0)
+        weight_scale_N = tl.load(weight_scale_at + block // BLOCKS_PER_SCALE * num_outputs, mask=there_N, other=0.0)
+        x_scale_M = tl.load(x_scale_at + block * num_tokens, mask=there_M, other=0.0)
+        total_NM += tl.dot(weight_NK, x_KM) * (weight_scale_N[:, None] * x_scale_M[None, :])
+    return total_NM
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "blocks_per_part"])
+def _multiply(
+    weight_ptr,
+    x_ptr,
+    weight_scale_ptr,
+    x_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    num_outputs,
+    num_blocks,
+    row_stride,
+    blocks_per_part,
+    BLOCK: tl.constexpr,
+    BLOCKS_PER_SCALE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Weights (N, K) times inputs (M, K) over PARTS parts of the inputs; out_ptr is (P / PARTS, M, N)."""
+    output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    token_M = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    input_K = tl.arange(0, BLOCK)
+    there_N, there_M = output_N < num_outputs, token_M < num_tokens
+    weight_at = weight_ptr + output_N[:, None].to(tl.int64) * row_stride + input_K[None, :]
+    x_at = x_ptr + token_M[None, :].to(tl.int64) * row_stride + input_K[:, None]
+    weight_scale_at, x_scale_at = weight_scale_ptr + output_N, x_scale_ptr + token_M
+    begin = tl.program_id(1) * PARTS * blocks_per_part
+    total_NM = _sum_of_part(
+        *(weight_at, x_at, weight_scale_at, x_scale_at, there_N, there_M),
+        *(begin, tl.minimum(begin + blocks_per_part, num_blocks), num_outputs, num_tokens, BLOCK, BLOCKS_PER_SCALE),
+    )
+    for _ in range(1, PARTS):
+        begin += blocks_per_part
+        total_NM += _sum_of_part(
+            *(weight_at, x_at, weight_scale_at, x_scale_at, there_N, there_M),
+            *(begin, tl.minimum(begin + blocks_per_part, num_blocks), num_outputs, num_tokens, BLOCK, BLOCKS_PER_SCALE),
+        )
+    if BIASED:
+        total_NM += tl.load(bias_ptr + output_N, mask=there_N, other=0.0)[:, None]
+    row_M = tl.program_id(1).to(tl.int64) * num_tokens + token_M
+    out_at = out_ptr + row_M[None, :] * num_outputs + output_N[:, None]
+    tl.store(out_at, total_NM.to(out_ptr.dtype.element_ty), mask=there_N[:, None] & there_M[None, :])
+
+
+@dataclass(frozen=True)
+class E4m3Weight:
+    """A weight as the product reads it: 1 byte a weight, and a scale in float32 for each group.
+
+    block: inputs that share a scale of the activations; group_size: a scale of the weight, one or more blocks.
+    """
+
+    value_NK: torch.Tensor  # float8_e4m3fn
+    scale_GN: torch.Tensor
+    block: int
+    group_size: int
+    num_inputs: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.value_NK.numel() + 4 * self.scale_GN.numel()
+
+    @classmethod
+    def of(cls, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device) -> "E4m3Weight":
+        """Repack on `device`; `block` is what `fp8_block` says. Inputs are in the order that the weight has them in."""
+        num_inputs = weight.in_features
+        if isinstance(weight, GroupIntWeight):
+            q_NGg = weight.q_NK.to(device).unflatten(1, (-1, weight.group_size)).to(torch.float16)
+            value_NGg = q_NGg - weight.zeros_NG.to(device, torch.float16).unsqueeze(-1)
+            value_NK, group_size = value_NGg.flatten(1).to(torch.float8_e4m3fn), weight.group_size
+        else:
+            value_NK, group_size = weight.value_NK.to(device), weight.block[1]
+        missing = -num_inputs % block
+        value_NK = torch.nn.functional.pad(value_NK.view(torch.uint8), (0, missing)).view(torch.float8_e4m3fn)
+        scale_GN = weight.scales_NG.to(device, torch.float32).t().contiguous()
+        whole = num_inputs + missing
+        return cls(value_NK.contiguous(), scale_GN, block, min(group_size, whole), num_inputs)
+
+
+@dataclass(frozen=True)
+class Fp8Tile:
+    """outputs x tokens of a program, its warps and stages."""
+
+    outputs: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_for(num_tokens: int, parts: int, block: int, target: Target) -> Fp8Tile:
+    """Of 64 tokens at most where a tile of 128 would not fit the registers: beside the sums of a block and of a part it
+    holds, of several parts, those of all."""
+    most = 128 if target.has_wgmma and parts == 1 else 64
+    tokens = min(most, power_of_two(num_tokens, 16))
+    outputs, num_warps = (64, 4) if tokens <= 32 else (128, 8)
+    stages = (target.max_shared_bytes - 8192) // ((outputs + tokens) * block)
+    return Fp8Tile(outputs, tokens, num_warps, max(2, min(4, stages)))
+
+
+def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> int:
+    """Into how many parts a weight's inputs are cut: as many as give each multiprocessor two programs with few tokens,
+    but at least 512 inputs each. Not by the number of tokens, for the order of sums depends on it."""
+    wanted = 2 * target.num_multiprocessors // -(-num_outputs // 64)
+    per_part = -(-num_blocks // max(1, min(wanted, num_blocks * block // 512)))
+    return -(-num_blocks // per_part)
+
+
+def fp8_launches(
+    x_MK: torch.Tensor,
+    weight: E4m3Weight,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    target: Target,
+    tile: Fp8Tile | None = None,
+) -> list[Launch]:
+    """out = rounded x @ weight.T + bias: rounding, the product, and the sum of its parts where these are apart.
+
+    Rows of x may lie apart. bias_N in float32. tile: else `tile_for` says.
+    """
+    num_tokens, block = len(x_MK), weight.block
+    num_outputs, row_stride = weight.value_NK.shape
+    num_blocks = row_stride // block
+    assert x_MK.stride(1) == 1
+    value_MK = torch.empty(num_tokens, row_stride, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    scale_BM = torch.empty(num_blocks, num_tokens, dtype=torch.float32, device=x_MK.device)
+    blocks = min(_ROUNDED_AT_ONCE // block, power_of_two(num_blocks))
+    rounding = Launch(
+        _round,
+        (num_tokens, -(-num_blocks // blocks)),
+        (x_MK, value_MK, scale_BM, num_tokens, weight.num_inputs, num_blocks, x_MK.stride(0)),
+        {"BLOCK": block, "BLOCKS": blocks},
+    )
+    parts = parts_of(num_outputs, num_blocks, block, target)
+    tile = tile or tile_for(num_tokens, parts, block, target)
+    # Parts are written and read again, 8 bytes a token and output each: small beside the weight, or not at all.
+    are_apart = 1 < parts <= row_stride // (16 * num_tokens)
+    into = out_MN
+    if are_apart:
+        into = torch.empty(parts, num_tokens, num_outputs, dtype=torch.float32, device=x_MK.device)
+    product = Launch(
+        _multiply,
+        (-(-num_outputs // tile.outputs), parts if are_apart else 1, -(-num_tokens // tile.tokens)),
+        (
+            *(weight.value_NK, value_MK, weight.scale_GN, scale_BM, bias_N, into),
+            *(num_tokens, num_outputs, num_blocks, row_stride, -(-num_blocks // parts)),
+        ),
+        {
+            "BLOCK": block,
+            "BLOCKS_PER_SCALE": -(-weight.group_size // block),
+            "OUTPUTS": tile.outputs,
+            "TOKENS": tile.tokens,
+            "PARTS": 1 if are_apart else parts,
+            "BIASED": bias_N is not None and not are_apart,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return [rounding, product, *([add_parts_launch(into, bias_N, out_MN)] if are_apart else [])]
+
+
+class Fp8Linear:
+    """y = rounded x @ weight.T + bias, by the same sums for every number of tokens."""
+
+    def __init__(self, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device) -> None:
+        self.target = Target.of(device)
+        self.weight = E4m3Weight.of(weight, block, device)
+        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, torch.float32)
+        order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
+        self.input_order_K = None if order_K is None else order_K.to(device)
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        if self.input_order_K is not None:
+            x_MK = x_MK[:, self.input_order_K]
+        out_MN = x_MK.new_empty(len(x_MK), len(self.weight.value_NK))
+        if len(x_MK) > 0:
+            for launch in fp8_launches(x_MK, self.weight, self.bias_N, out_MN, self.target):
+                launch.run()
+        return out_MN
+
+
+def fp8_linears(device: torch.device) -> dict[str, RoundedLinears]:
+    """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return {}
+
+    def prepare(weight: LinearWeight) -> Linear | None:
+        block = fp8_block(weight)
+        if block is None or not isinstance(weight, GroupIntWeight | Fp8Weight):
+            return None
+        return Fp8Linear(weight, block, device)
+
+    return {"fp8": RoundedLinears(prepare, "Triton, fp8 inputs and weights")}

@@ -1,0 +1,323 @@
+"""What a job cost over all its runs: machine time, its price, and which tokens it is charged to.
+
+Owns the allocation and the report's numbers; `faults.py` estimates what faults cost, `render.py` writes it all
+out for people. Prices are declared by the job, never looked up. A job without a price is unpriced (null), not free.
+
+Allocation: reading prompts (prefill) is charged to prompt tokens and writing (decode) to generated tokens.
+All other machine time (start-up, load, repeated work, waiting, the tail) is charged to both in the
+proportion of those two, because it was spent to make them possible. The divisor is what was delivered in the
+output and had to be computed for it: prompt tokens of completed rows without those from cache, and generated ones. So
+work lost to a killed run, or spent on rows that failed, makes the delivered tokens dearer, and a prompt that was
+refused or found in the cache makes none of them cheaper.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.report.drafts import Speculated
+from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
+from pipeline.report.json_record import JsonRecord
+from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
+from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, split_exactly
+
+METHOD = (
+    "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"
+    " both in proportion to those two; divided by what was delivered in the output: prompt tokens computed for"
+    " completed rows (none from cache, none of error rows), generated tokens, rows"
+)
+PERCENTS = (50, 95, 99)
+MAX_REASONS = 10  # of engine restarts that are told
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of the whole job: rows of the input, and rows in the output so far (completed + errors)."""
+
+    input: int
+    written: int
+    errors: int
+    errors_by_code: dict[str, int]
+
+    @property
+    def completed(self) -> int:
+        return self.written - self.errors
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of completed rows: `cached` is the share of `input` that was served from shared KV blocks, the rest was computed.
+    `error_input` are prompt tokens of error rows: delivered in no case, whether an engine had begun them or not.
+
+    What engines computed for rows that failed in them is work that nobody got (`row_failed` in `faults.py`).
+    """
+
+    input: int
+    cached: int
+    generated: int
+    error_input: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that had to be computed."""
+        return self.input - self.cached
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the engines did over all runs, lost work included.
+
+    `wasted_*_tokens` is what engines computed and the output does not hold, summed over the runs (`faults.py`);
+    prompt tokens without those from cache. A run that was killed has not recorded its last second or two, so it is a
+    lower bound when `wasted_is_lower_bound`. `wasted_us` is the engines' time for it, on average a token.
+    `unseen_generated_tokens` is in the output, but in no run's record, for the same reason.
+    """
+
+    generated_tokens: int
+    wasted_generated_tokens: int
+    wasted_is_lower_bound: bool
+    recomputed_tokens: int
+    preemptions: int
+    units_lost: int
+    restarts: int
+    steps: int
+    mean_batch: float
+    mean_kv_used: float
+    wasted_prompt_tokens: int = 0
+    wasted_us: int = 0
+    wasted_usd: float | None = None
+    unseen_generated_tokens: int = 0
+    units_begun_again: int = 0  # open at the last that was heard of a run or an actor that is gone
+    units_found: int = 0  # handed out, but their part was there before any work: no work was done twice
+    taken_rows: int = 0  # finished by a run that was stopped, delivered by a later one
+    convicted_rows: int = 0  # that ended the engine's process and became error rows
+    actors_replaced: int = 0
+    storage_retries: Mapping[str, int] = field(default_factory=dict)
+    restart_reasons: Mapping[str, int] = field(default_factory=dict)  # how engine processes ended, the commonest
+    steps_out_of_memory: int = 0  # undone, and tried again with fewer tokens
+    telemetry_failures: int = 0  # writes of status, record and report that failed
+
+
+@dataclass(frozen=True)
+class Cost:
+    """US dollars; None where there is no price, or nothing to divide by."""
+
+    total_usd: float | None
+    prompt_usd: float | None
+    generated_usd: float | None
+    per_1m_prompt_usd: float | None
+    per_1m_generated_usd: float | None
+    per_1m_blended_usd: float | None
+    per_row_usd: float | None
+    unpriced_runs: int
+    method: str = METHOD
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Microseconds, of `rows` rows; None of none."""
+
+    rows: int
+    p50: int | None
+    p95: int | None
+    p99: int | None
+
+    @classmethod
+    def of(cls, histogram: Histogram) -> "Percentiles":
+        return cls(histogram.count, *(histogram.percentile(percent) for percent in PERCENTS))
+
+
+@dataclass(frozen=True)
+class LengthCost:
+    """Completed rows whose prompts have at most `longest` tokens (and more than the bucket before), and their share
+    of the machine time."""
+
+    longest: int
+    rows: LengthBucket
+    machine_us: int
+
+
+@dataclass(frozen=True)
+class RunReport(JsonRecord):
+    """The job so far. Times are whole microseconds; `phases_us` sums to `machine_us` exactly.
+
+    `latency`, `lengths` and `examples` are of the rows that the runs' records know: all but those that a killed
+    run wrote after its last record.
+    """
+
+    job: str
+    fingerprint: str
+    outcome: str
+    rows: Rows
+    tokens: Tokens
+    work: Work
+    cost: Cost
+    machine_us: int
+    wall_us: int
+    write_us: int
+    phases_us: dict[str, int]
+    driver_us: dict[str, int]
+    runs: tuple[RunRecord, ...]
+    latency: Mapping[str, Percentiles] = field(default_factory=dict)
+    lengths: tuple[LengthCost, ...] = ()
+    examples: Mapping[str, tuple[ErrorExample, ...]] = field(default_factory=dict)
+    faults: tuple[FaultCost, ...] = ()
+    speculated: Speculated | None = None
+
+    @property
+    def input_tokens_per_s(self) -> float:
+        """Delivered prompt tokens that were computed, per second of machine time, everything included."""
+        return per_second(self.tokens.computed, self.machine_us)
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Delivered generated tokens per second of machine time, everything included."""
+        return per_second(self.tokens.generated, self.machine_us)
+
+    def to_json(self) -> dict[str, Any]:
+        raw = super().to_json()
+        raw["rows"]["completed"] = self.rows.completed
+        raw["tokens"]["computed"] = self.tokens.computed
+        raw["input_tokens_per_s"] = self.input_tokens_per_s
+        raw["generated_tokens_per_s"] = self.generated_tokens_per_s
+        raw["runs"] = [run.to_json() | {"machine_us": run.machine_us} for run in self.runs]
+        raw["faults"] = [fault.to_json() for fault in self.faults]
+        return raw
+
+
+def build_report(
+    job_name: str, fingerprint: str, runs: Sequence[RunRecord], totals: PartTotals, input_rows: int
+) -> RunReport:
+    """The report over all runs of a job, killed ones included, in the order they ran. `totals`: of the output."""
+    phases_us = {phase: sum(run.phase_us(phase) for run in runs) for phase in PHASES}
+    machine_us = sum(run.machine_us for run in runs)
+    assert sum(phases_us.values()) == machine_us, f"phases {phases_us} do not sum to {machine_us} us"
+    errors = {code: count for code, count in sorted(totals.error_rows.items()) if count}
+    rows = Rows(input_rows, totals.rows, sum(errors.values()), errors)
+    tokens = Tokens(
+        totals.num_input_tokens, totals.num_cached_tokens, totals.num_generated_tokens, totals.num_error_input_tokens
+    )
+    cost = allocate(runs, tokens, rows.written)
+    faults = fault_costs(runs, tokens.generated, priced=cost.total_usd is not None)
+    stats = sum((run.row_stats for run in reversed(runs)), RowStats())  # rows that were tried again: the last result
+    return RunReport(
+        job=job_name,
+        fingerprint=fingerprint,
+        outcome=runs[-1].outcome if runs else "running",
+        rows=rows,
+        tokens=tokens,
+        work=_work(runs, tokens, faults),
+        cost=cost,
+        machine_us=machine_us,
+        wall_us=sum(run.wall_us for run in runs),
+        write_us=sum(run.write_us for run in runs),
+        phases_us=phases_us,
+        driver_us=_summed([run.driver_us for run in runs]),
+        runs=tuple(runs),
+        latency={f.name: Percentiles.of(getattr(stats.latency, f.name)) for f in fields(stats.latency)},
+        lengths=_lengths(stats.lengths, machine_us, phases_us),
+        examples={code: stats.errors[code][:count] for code, count in errors.items() if code in stats.errors},
+        faults=faults,
+        speculated=Speculated.of(runs),
+    )
+
+
+def _lengths(
+    lengths: Mapping[int, LengthBucket], machine_us: int, phases_us: Mapping[str, int]
+) -> tuple[LengthCost, ...]:
+    """All machine time, divided among the buckets as the cost is among tokens: what prompts are charged by the prompt
+    tokens that were computed, the rest by the generated ones."""
+    if not lengths:
+        return ()
+    for_prompts, for_generated = split_exactly(machine_us, [phases_us["prefill"], phases_us["decode"]])
+    prompt_us = split_exactly(for_prompts, [n.input_tokens - n.cached_tokens for n in lengths.values()])
+    generated_us = split_exactly(for_generated, [n.generated_tokens for n in lengths.values()])
+    return tuple(
+        LengthCost(longest, rows, p + g)
+        for (longest, rows), p, g in zip(lengths.items(), prompt_us, generated_us, strict=True)
+    )
+
+
+def allocate(runs: Sequence[RunRecord], tokens: Tokens, rows: int) -> Cost:
+    """The price of all machine time, and its share of prompt and generated tokens (see the head of this
+    file).
+
+    One run without a price leaves the whole job unpriced, as a part of its machine time has no known cost.
+    """
+    # A run that never got as far as an actor used no machine time, so that its price is not missed.
+    unpriced = sum(run.hourly_usd is None and run.machine_us > 0 for run in runs)
+    if unpriced or not any(run.hourly_usd is not None for run in runs):
+        return Cost(None, None, None, None, None, None, None, unpriced_runs=unpriced)
+    usd = dict.fromkeys(PHASES, 0.0)
+    for run in runs:
+        for phase in PHASES:
+            usd[phase] += run.usd(run.phase_us(phase))
+    total = sum(usd.values())
+    direct = usd["prefill"] + usd["decode"]
+    prompt = total * usd["prefill"] / direct if direct else None
+    generated = total * usd["decode"] / direct if direct else None
+    return Cost(
+        total_usd=total,
+        prompt_usd=prompt,
+        generated_usd=generated,
+        per_1m_prompt_usd=_each(prompt, tokens.computed, 1_000_000),
+        per_1m_generated_usd=_each(generated, tokens.generated, 1_000_000),
+        per_1m_blended_usd=_each(total, tokens.computed + tokens.generated, 1_000_000),
+        per_row_usd=_each(total, rows, 1),
+        unpriced_runs=0,
+    )
+
+
+def _each(usd: float | None, count: int, times: int) -> float | None:
+    return usd * times / count if usd is not None and count > 0 else None
+
+
+def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]) -> Work:
+    actors = [actor for run in runs for actor in run.actors]
+    steps = sum(run.stat("num_steps") for run in runs)
+    unseen = unseen_tokens(runs, tokens.generated)
+    lost = [fault for fault in faults if fault.kind != "preempted"]
+    reasons = Counter(reason for actor in actors for reason in actor.restart_reasons)
+    return Work(
+        generated_tokens=sum(run.stat("generated_tokens") for run in runs),
+        wasted_generated_tokens=sum(fault.tokens.generated for fault in lost),
+        wasted_is_lower_bound=unseen > 0 or any(run.outcome in ("killed", "running") for run in runs),
+        recomputed_tokens=sum(run.stat("recomputed_tokens") for run in runs),
+        preemptions=sum(run.stat("num_preemptions") for run in runs),
+        units_lost=sum(run.units_lost for run in runs),
+        restarts=sum(actor.restarts for actor in actors),
+        steps=steps,
+        mean_batch=sum(run.stat("batch_sum") for run in runs) / steps if steps else 0.0,
+        mean_kv_used=sum(run.stat("kv_used_ppm_sum") for run in runs) / steps / 1e6 if steps else 0.0,
+        wasted_prompt_tokens=sum(fault.tokens.prompt for fault in lost),
+        wasted_us=sum(fault.work_us for fault in lost),
+        wasted_usd=_total(fault.work_usd for fault in lost),
+        unseen_generated_tokens=unseen,
+        units_begun_again=sum(actor.open_units for run in runs for actor in run.actors if _is_gone(run, actor, runs)),
+        units_found=sum(run.units_found for run in runs),
+        taken_rows=sum(actor.taken_rows for actor in actors),
+        convicted_rows=sum(actor.convicted_rows for actor in actors),
+        actors_replaced=sum(actor.replaces is not None for actor in actors),
+        storage_retries=_summed([run.storage_retries for run in runs] + [a.storage_retries for a in actors]),
+        restart_reasons=dict(reasons.most_common(MAX_REASONS)),
+        steps_out_of_memory=sum(run.stat("num_out_of_memory") for run in runs),
+        telemetry_failures=sum(run.telemetry_failures for run in runs),
+    )
+
+
+def _is_gone(run: RunRecord, actor: ActorRecord, runs: Sequence[RunRecord]) -> bool:
+    """Whether nothing more will come of the actor."""
+    return run is not runs[-1] or run.outcome != "running" or actor.actor in {a.replaces for a in run.actors}
+
+
+def _total(usd: Iterable[float | None]) -> float | None:
+    """Of prices that are all known or all unknown; None also of none."""
+    known = [u for u in usd if u is not None]
+    return sum(known) if known else None
+
+
+def _summed(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}

@@ -1,0 +1,174 @@
+"""Writes a job's report out for people: text for a terminal, Markdown for `report.md`.
+
+Owns the layout; what is in it comes from `figures`. Names and messages are data: on a page they are escaped, for a
+terminal spelled out.
+"""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from textwrap import wrap
+
+from pipeline.formatting import printable
+from pipeline.report.cost import RunReport
+from pipeline.report.figures import (
+    bar,
+    cost_rows,
+    draft_rows,
+    example_line,
+    facts,
+    fault_rows,
+    latency_rows,
+    length_rows,
+    percent,
+    phase_rows,
+    run_row,
+    seconds,
+    skipped_files,
+    unseen_rows,
+)
+from pipeline.report.row_stats import HISTOGRAM_ERROR
+from pipeline.report.run_record import PHASE_MEANING
+
+LATENCY_NOTE = "From when the engine took the row in, its queue included: a batch trades it for throughput"
+LATENCY_ERROR = f"From histograms: off by at most {HISTOGRAM_ERROR * 100:.1f} % of itself"
+LENGTHS_NOTE = (
+    "Completed rows. Time is all machine time, divided as the cost is: what prompts are charged by prompt tokens"
+    " computed, the rest by generated ones; rows share steps, so that no row has a time of its own"
+)
+DRAFTS_NOTE = (
+    "Bars: the share of steps in which drafting was on. Saved: against plain steps, by the measured cost of steps"
+)
+_WIDTH = 100  # of a terminal
+_NARROW = 20
+_ENDED = {
+    "finished": "finished",
+    "stopped": "stopped by run.max_error_rate",
+    "interrupted": "interrupted; the same command goes on",
+    "failed": "failed; the same command goes on",
+    "killed": "killed; the same command goes on",
+    "running": "not finished",
+}
+
+
+class _Markdown(str):
+    """A cell that is Markdown of our own making, not data."""
+
+
+def text(report: RunReport) -> str:
+    """The report as a terminal shows it at the end of a run."""
+    lines = [f"{printable(report.job)}: {_ENDED.get(report.outcome, report.outcome)}", ""]
+    for label, value in facts(report):
+        lines += wrap(value, _WIDTH, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
+    lines += _columns("  Where the machine time went", "    {:<10}{:>10}{:>9}  {}", phase_rows(report))
+    lines += _columns("  Cost", "    {:<28}{:>14}", cost_rows(report))
+    if report.cost.total_usd is None:
+        lines.append("    To price it, set cost.hourly_usd: what one actor's machine costs for an hour.")
+    if latency := latency_rows(report):
+        title = f"  Latency of a row{'p50':>17}{'p95':>12}{'p99':>12}"
+        lines += [*_columns(title, "    {:<22}{:>9}{:>12}{:>12}", latency), f"    {LATENCY_NOTE}."]
+    if report.lengths:
+        title = f"  By length of prompt{'rows':>9}{'tokens in':>14}{'from cache':>13}{'out':>13}{'time':>9}"
+        rows = [(*told, bar(share, _NARROW)) for *told, share in length_rows(report)]
+        lines += _columns(title, "    {:<16}{:>9}{:>14}{:>13}{:>13}{:>9}  {}", rows)
+    if drafts := draft_rows(report.speculated):
+        title = f"  Drafts by sequences at once{'steps':>9}{'with drafts':>14}{'tokens/step':>14}{'saved':>10}"
+        rows = [(*told, bar(on, _NARROW)) for *told, on in drafts]
+        lines += [*_columns(title, "    {:<24}{:>8}{:>14}{:>14}{:>10}  {}", rows), f"    {DRAFTS_NOTE}."]
+    if report.examples:
+        lines += ["", "  Error rows"]
+        for code, examples in report.examples.items():
+            lines.append(f"    {code}: {report.rows.errors_by_code.get(code, 0):,}")
+            for example in map(example_line, examples):
+                lines += wrap(
+                    example, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8, break_on_hyphens=False
+                )
+    if report.faults:
+        title = f"  What faults cost, estimated{'times':>24}{'tokens':>14}{'time':>10}{'USD':>15}"
+        lines += _columns(title, "    {:<44}{:>7}{:>14}{:>10}{:>15}", fault_rows(report))
+    if len(report.runs) > 1:
+        runs = [(run.run_id, run.outcome, seconds(run.wall_us), run.rows_written) for run in report.runs]
+        lines += _columns(f"  Over {len(runs)} runs", "    {:<26}{:<12}{:>10}{:>12,} rows", runs)
+    return "\n".join(lines)
+
+
+def markdown(report: RunReport) -> str:
+    """The report as `report.md` keeps it."""
+    lines = [f"# {_cell(report.job)}", "", f"Outcome: **{_ENDED.get(report.outcome, report.outcome)}**", ""]
+    lines += _table(["", ""], facts(report))
+    phases = [(phase, PHASE_MEANING[phase], *told, _bar_cell(bars)) for phase, *told, bars in phase_rows(report)]
+    phases.append((_Markdown("**all**"), "machine time of all actors", seconds(report.machine_us), "", ""))
+    written = f"Writing results took {seconds(report.write_us)} beside it."
+    lines += _section("Where the machine time went", ["phase", "what it is", "time", "share", ""], phases, written)
+    if report.driver_us:
+        driver = ", ".join(f"{name.removesuffix('_us')} {seconds(us)}" for name, us in report.driver_us.items())
+        lines += [f"The driver's own time, not in the machine time: {driver}."]
+    unpriced = "Unpriced: set `cost.hourly_usd`, what one actor's machine costs for an hour."
+    notes = [unpriced] * (report.cost.total_usd is None) + [f"How it is divided: {report.cost.method}."]
+    lines += _section("Cost", ["", "US dollars"], cost_rows(report), *notes)
+    if latency := latency_rows(report):
+        lines += _section("Latency of a row", ["", "p50", "p95", "p99"], latency, f"{LATENCY_NOTE}. {LATENCY_ERROR}.")
+    if drafts := draft_rows(report.speculated):
+        head = ["sequences at once", "steps", "with drafts", "tokens a sequence and step", "saved", "on"]
+        rows = [(*told, _bar_cell(bar(on, _NARROW))) for *told, on in drafts]
+        lines += _section("Drafts by sequences at once", head, rows, f"{DRAFTS_NOTE}.")
+    if report.lengths:
+        head = ["prompt tokens", "rows", "tokens in", "of them from cache", "tokens out", "machine time", "share", ""]
+        rows = [(*told, percent(share), _bar_cell(bar(share))) for *told, share in length_rows(report)]
+        lines += _section("Rows by length of prompt", head, rows, f"{LENGTHS_NOTE}.{unseen_rows(report)}")
+    if report.rows.errors_by_code:
+        rows = [
+            (code, f"{n:,}", _Markdown("<br>".join(_cell(example_line(e)) for e in report.examples.get(code, ()))))
+            for code, n in report.rows.errors_by_code.items()
+        ]
+        lines += _section("Error rows by code", ["code", "rows", "for example"], rows)
+    if skipped := skipped_files(report):
+        rows = [(f.file, f"{f.bytes:,}", f.reason) for f in skipped]
+        lines += _section("Damaged files, left out as `input.on_corrupt: skip` asks", ["file", "bytes", "why"], rows)
+    if report.faults:
+        head = ["fault", "times", "tokens", "machine time", "US dollars"]
+        how = "Tokens that were computed for nothing or computed again. How the machine time is estimated:"
+        lines += [*_section("What faults cost, estimated", head, fault_rows(report), how), ""]
+        lines += [f"- {fault.title}: {fault.how}." for fault in report.faults]
+        if any(fault.at_least for fault in report.faults):
+            lines += ["", "At least: of a killed run's last second or two, after its last record, nothing is known."]
+    if report.work.restart_reasons:
+        lines += ["", "How engine processes ended (what they printed: `_pipeline/logs/<run>/engine-<actor>.log`):", ""]
+        lines += [f"- {count:,} times: {_cell(reason)}" for reason, count in report.work.restart_reasons.items()]
+    head = ["run", "started", "outcome", "wall", "actors", "rows written", "tokens in", "of them from cache",
+            "in error rows", "tokens out", "USD per hour"]  # fmt: skip
+    lines += _section("Runs", head, [run_row(run) for run in report.runs])
+    if report.runs:
+        last = report.runs[-1]
+        ran_on = [(key, str(value)) for key, value in (last.resolved | last.versions).items()]
+        lines += _section("What it ran on (last run)", ["", ""], ran_on)
+    return "\n".join(lines) + "\n"
+
+
+def _columns(title: str, form: str, rows: Sequence[Sequence[object]]) -> list[str]:
+    """For a terminal: the title of some rows, and each as `form` has it."""
+    return ["", title, *(form.format(*row).rstrip() for row in rows)]
+
+
+def _bar_cell(bars: str) -> str:
+    return _Markdown(f"`{bars}`" if bars else "")
+
+
+def _section(title: str, head: list[str], rows: Sequence[Sequence[str]], *notes: str) -> list[str]:
+    """Of a page: a title, a table, and paragraphs after it."""
+    after = [line for note in notes for line in ("", note)]
+    return ["", f"## {title}", "", *_table(head, rows), *after]
+
+
+def _table(head: list[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)] + [
+        "| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows
+    ]
+
+
+def _cell(value: str) -> str:
+    """Of a table, or text in a line: data cannot be Markdown or HTML there."""
+    if isinstance(value, _Markdown):
+        return value
+    shown = escape(printable(" ".join(value.split())), quote=False)
+    return re.sub(r"([\\|\[`])", r"\\\1", shown)

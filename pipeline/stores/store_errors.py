@@ -1,0 +1,179 @@
+"""What the errors of object stores and of the libraries in front of them mean: whether another try may help (`Fault`),
+and what has failed once none does (`Failure`).
+
+Decided by codes, classes and numbers, never by the text of a message.
+"""
+
+import errno
+from enum import StrEnum
+from typing import Any
+
+from pipeline.errors import PipelineError
+
+
+class Fault(StrEnum):
+    """Why a request is tried again."""
+
+    THROTTLED = "throttled"
+    SERVER_ERROR = "server_error"
+    TIMEOUT = "timeout"
+    CONNECTION = "connection"
+    SHORT_READ = "short_read"  # a body that came short or damaged, in either direction
+    CONFLICT = "conflict"  # 409: another request on the same key is under way
+    CREDENTIALS = "credentials"  # expired: read afresh and tried once more
+
+
+class Failure(StrEnum):
+    """What a request that failed for good ran into."""
+
+    ABSENT = "absent"
+    DENIED = "denied"
+    SYSTEM = "system"  # an OSError: of the disk, or of a store as its library has it
+    MALFORMED = "malformed"  # never sent, because its bucket or key cannot be one
+    OTHER = "other"  # what else a store's library raises
+
+
+class ShortRead(OSError):
+    """Fewer bytes came than there are."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.EIO, message)
+
+
+class PreconditionFailed(Exception):
+    """The file is not the one that was to be replaced."""
+
+
+_THROTTLED = frozenset(
+    ("SlowDown", "ServiceUnavailable", "TooManyRequestsException", "RequestLimitExceeded", "429", "503", "Throttling",
+     "ThrottlingException", "ThrottledException", "RequestThrottled", "RequestThrottledException")
+)  # fmt: skip
+_SERVER = frozenset(("InternalError", "InternalFailure", "500", "502", "504"))
+_TIMEOUT = frozenset(("RequestTimeout", "RequestTimeoutException", "408"))
+_BROKEN = frozenset(("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"))
+_CONFLICT = frozenset(("OperationAborted", "ConditionalRequestConflict", "Conflict", "409"))
+_EXPIRED = frozenset(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"))
+_BY_STATUS = {
+    408: Fault.TIMEOUT,
+    429: Fault.THROTTLED,
+    500: Fault.SERVER_ERROR,
+    502: Fault.SERVER_ERROR,
+    503: Fault.THROTTLED,
+    504: Fault.SERVER_ERROR,
+}
+_BY_ERRNO = {
+    errno.ECONNRESET: Fault.CONNECTION,
+    errno.ECONNABORTED: Fault.CONNECTION,
+    errno.ECONNREFUSED: Fault.CONNECTION,
+    errno.EPIPE: Fault.CONNECTION,
+    errno.ENETUNREACH: Fault.CONNECTION,
+    errno.EHOSTUNREACH: Fault.CONNECTION,
+    errno.ETIMEDOUT: Fault.TIMEOUT,
+    errno.EBUSY: Fault.THROTTLED,  # s3fs for 503
+    errno.EREMOTEIO: Fault.SERVER_ERROR,  # s3fs for 500
+}
+
+
+def fault_of(error: BaseException) -> Fault | None:
+    """Why another try may help; None where it cannot."""
+    if isinstance(error, ShortRead):
+        return Fault.SHORT_READ
+    said = client_error(error)
+    if said is not None:
+        return _fault_of_answer(said)
+    if isinstance(error, (FileNotFoundError, FileExistsError, PermissionError, PreconditionFailed)):
+        return None
+    fault = _fault_of_class(error)
+    if fault is not None:
+        return fault
+    status = status_of(error)
+    if status is not None:
+        return _BY_STATUS.get(status)
+    return _BY_ERRNO.get(error.errno or 0) if isinstance(error, OSError) else None
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status of the answer that the error stands for, where there was one."""
+    said = client_error(error)
+    if said is not None:
+        return said.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    for attribute in ("status", "status_code", "code"):  # aiohttp, azure, gcsfs
+        status = getattr(error, attribute, None)
+        if isinstance(status, int) and 100 <= status < 600:
+            return status
+    return None
+
+
+def _fault_of_answer(error: Any) -> Fault | None:
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    for codes, fault in (
+        (_EXPIRED, Fault.CREDENTIALS),
+        (_THROTTLED, Fault.THROTTLED),
+        (_SERVER, Fault.SERVER_ERROR),
+        (_TIMEOUT, Fault.TIMEOUT),
+        (_BROKEN, Fault.SHORT_READ),
+        (_CONFLICT, Fault.CONFLICT),
+    ):
+        if code in codes:
+            return fault
+    if code == "400" and error.operation_name.startswith("Head"):
+        # an answer to HEAD has no body, so expired credentials have no other name there
+        return Fault.CREDENTIALS
+    return _BY_STATUS.get(status_of(error) or 0)
+
+
+def _fault_of_class(error: BaseException) -> Fault | None:
+    import aiohttp
+    import botocore.exceptions as boto
+    import botocore.parsers
+
+    for classes, fault in (
+        ((boto.ReadTimeoutError, boto.ConnectTimeoutError, TimeoutError), Fault.TIMEOUT),
+        (
+            (
+                boto.IncompleteReadError,
+                boto.ResponseStreamingError,
+                boto.ChecksumError,
+                boto.FlexibleChecksumError,
+                aiohttp.ClientPayloadError,
+            ),
+            Fault.SHORT_READ,
+        ),
+        (botocore.parsers.ResponseParserError, Fault.SERVER_ERROR),
+        (
+            (boto.HTTPClientError, boto.ConnectionError, aiohttp.ClientConnectionError, ConnectionError),
+            Fault.CONNECTION,
+        ),
+    ):
+        if isinstance(error, classes):
+            return fault
+    return None
+
+
+def failure_of(error: Exception) -> Failure | None:
+    """What has failed; None for an error that neither a disk nor a store raised.
+
+    The libraries behind fsspec have exceptions of their own without a common base. So a builtin that is no OSError is
+    a defect, and everything else is theirs.
+    """
+    for kind, failure in (
+        (FileNotFoundError, Failure.ABSENT),
+        (PermissionError, Failure.DENIED),
+        (OSError, Failure.SYSTEM),
+    ):
+        if isinstance(error, kind):
+            return failure
+    if isinstance(error, (PipelineError, PreconditionFailed)) or type(error).__module__ == "builtins":
+        return None
+    from botocore.exceptions import ParamValidationError
+
+    return Failure.MALFORMED if isinstance(error, ParamValidationError) else Failure.OTHER
+
+
+def client_error(error: BaseException | None) -> Any:
+    """The answer of an S3 store that the error was made from, by s3fs or by botocore; None for others."""
+    from botocore.exceptions import ClientError
+
+    while error is not None and not isinstance(error, ClientError):
+        error = error.__cause__  # not __context__: that may be another answer, looked into when this one came
+    return error

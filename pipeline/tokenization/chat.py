@@ -1,0 +1,242 @@
+"""Chat templates: rendering a conversation with a template that came with a checkpoint.
+
+A template is a program from a stranger. It runs in transformers' Jinja sandbox, and in a child process with a
+limit on memory and on CPU time (`chat_worker.py`), because a sandbox stops it from reading files but not from
+looping or from multiplying strings. One child serves all conversations of a tokenizer; one that passes a
+limit ends and is replaced for the next conversation.
+
+Owns which stretches of the rendered text came from the data. Encoding them is `tokenizer.py`'s work.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ModelError, UserError
+from pipeline.machine.interpreter import child_environment
+
+_WORKER = Path(__file__).with_name("chat_worker.py")
+CPU_LIMIT_S = 5.0  # for one conversation; real templates take well under a millisecond
+MEMORY_LIMIT_BYTES = 1 << 30
+RENDERED_LIMIT_CHARS = 1 << 25
+# What formats a date (%B, %s) and orders a set is the same for all workers.
+_AMBIENT = {"LC_ALL": "C", "TZ": "UTC", "PYTHONHASHSEED": "0"}
+_MAX_BLANKS = 64  # looked at behind a control token, so that marking stays linear
+
+
+class ChatTemplateError(UserError):
+    """These messages cannot be rendered by this template. A row's failure: code `invalid_messages`."""
+
+
+class ChatRenderer:
+    """Renders conversations with one template. Thread-safe; conversations are rendered one at a time.
+
+    The child process starts with the first conversation and ends with the renderer.
+    """
+
+    def __init__(
+        self,
+        template: str,
+        *,
+        name: str,
+        cpu_limit_s: float = CPU_LIMIT_S,
+        memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+        rendered_limit_chars: int = RENDERED_LIMIT_CHARS,
+    ) -> None:
+        self._hello = {
+            "template": template,
+            "cpu_limit_s": cpu_limit_s,
+            "memory_limit_bytes": memory_limit_bytes,
+            "rendered_limit_chars": rendered_limit_chars,
+        }
+        self._template = template
+        self._name = name
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        literal: re.Pattern[str] | None,
+        now: datetime | None = None,
+    ) -> str | list[tuple[str, bool]]:
+        """The rendered conversation: one string when no message holds a match of `literal`, else its
+        stretches in order, each with whether it is such a match out of a message (True) or anything else
+        (False). `now` is what the template is told when it asks for the date; it is refused when that is None.
+
+        Raises ChatTemplateError, or ModelError when the template itself does not parse.
+        """
+        if literal is None or not any(literal.search(text) for text in _strings(messages)):
+            return self._ask({"messages": messages, "tools": None, "documents": None, **variables}, now)
+        start, end = _unused_marks([self._template, *_strings(messages), *_strings(variables)])
+        marked = _marked(messages, literal, start, end)
+        rendered = self._ask({"messages": marked, "tools": None, "documents": None, **variables}, now)
+        if any(mark in rendered for mark in (_escaped(start), _escaped(end))):
+            raise ChatTemplateError(
+                "the messages hold control-token text and the chat template writes them as escaped JSON, "
+                "where it cannot be told from the template's own control tokens"
+            )
+        return list(_stretches(rendered, literal, start, end))
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+    def _ask(self, variables: Mapping[str, Any], now: datetime | None) -> str:
+        message = {"variables": variables, "now": now and now.isoformat()}
+        try:
+            request = json.dumps(message).encode("ascii") + b"\n"
+        except (TypeError, ValueError) as error:
+            raise ChatTemplateError(f"messages must be plain JSON values: {error}") from error
+        with self._lock:
+            if self._child is None or self._child.poll() is not None:
+                self._start()
+            answer = self._exchange(request)
+            if "ended" in answer:  # by someone else's hand, perhaps: the same row must get the same answer
+                self._start()
+                answer = self._exchange(request)
+        if "error" in answer:
+            raise ChatTemplateError(f"the chat template refused the messages: {answer['error']}")
+        return answer["text"]
+
+    def _start(self) -> None:
+        self._stop()
+        self._child = subprocess.Popen(
+            [sys.executable, str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(**_AMBIENT),
+        )
+        self._finalizer = weakref.finalize(self, _end, self._child)
+        answer = self._exchange(json.dumps(self._hello).encode("ascii") + b"\n")
+        if "error" in answer:
+            self._stop()
+            raise ModelError(f"{self._name}: the chat template cannot be used: {answer['error']}")
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._child = self._finalizer = None
+
+    def _exchange(self, line: bytes) -> dict[str, str]:
+        """Send one line and read one. A child that passed its CPU limit was ended by the kernel."""
+        child = self._child
+        assert child is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with suppress(BrokenPipeError):  # it ended; the empty answer below says so
+            child.stdin.write(line)
+            child.stdin.flush()
+        answer = child.stdout.readline()
+        if answer.endswith(b"\n"):
+            return json.loads(answer)
+        status = child.wait()
+        self._stop()
+        if status == -signal.SIGPROF:
+            return {"error": f"rendering took more than {self._hello['cpu_limit_s']} s of CPU time"}
+        return {"ended": "", "error": f"the process that renders it ended with status {status}"}
+
+
+def with_system(messages: Sequence[Mapping[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """The conversation as the template gets it: `system` first unless it starts with one, no None values."""
+    if not messages:
+        raise ChatTemplateError("the conversation holds no message")
+    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    if system is not None and chat[0].get("role") != "system":
+        chat.insert(0, {"role": "system", "content": system})
+    return chat
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):  # what was left to send has no reader any more
+                pipe.close()
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string value inside, at any depth; keys are the template's words and do not count."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _marked(value: Any, literal: re.Pattern[str], start: str, end: str) -> Any:
+    """A copy with marks around each match and the blanks beside it.
+
+    The text itself stays, so that a template can look for it (`</think>`); the blanks go inside, so that a
+    template that cuts there finds them at the ends of its pieces and can strip them. Blanks at the ends of
+    the whole string stay outside for the same reason.
+    """
+    if isinstance(value, str):
+        return _mark_string(value, literal, start, end)
+    if isinstance(value, Mapping):
+        return {key: _marked(inner, literal, start, end) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(inner, literal, start, end) for inner in value]
+    return value
+
+
+def _mark_string(text: str, literal: re.Pattern[str], start: str, end: str) -> str:
+    pieces: list[str] = []
+    at = 0
+    while match := literal.search(text, at):
+        before = text[at : match.start()]
+        kept = before.rstrip() if pieces or before.strip() else before
+        behind = text[match.end() : match.end() + _MAX_BLANKS]
+        num_blanks = len(behind) - len(behind.lstrip())
+        stop = match.end() + num_blanks if num_blanks < len(behind) else match.end()
+        pieces += [kept, start, before[len(kept) :], match[0], text[match.end() : stop], end]
+        at = stop
+    return "".join([*pieces, text[at:]])
+
+
+def _unused_marks(texts: list[str]) -> tuple[str, str]:
+    """Two private-use characters that occur in none of the texts, neither bare nor as a JSON escape."""
+    unused = (
+        mark
+        for mark in map(chr, range(0xE000, 0xF900))
+        if not any(mark in text or _escaped(mark) in text for text in texts)
+    )
+    pair = next(unused, None), next(unused, None)
+    if pair[0] is None or pair[1] is None:
+        raise ChatTemplateError("the messages use every private-use character there is")
+    return pair[0], pair[1]
+
+
+def _escaped(mark: str) -> str:
+    return f"\\u{ord(mark):04x}"
+
+
+def _stretches(rendered: str, literal: re.Pattern[str], start: str, end: str) -> Iterator[tuple[str, bool]]:
+    """Cut at the marks. A template may have torn a pair apart (split, slices): a lone mark is dropped, and
+    still cuts.
+    """
+    pair = re.compile(f"{start}(\\s*(?:{literal.pattern})\\s*){end}|[{start}{end}]")
+    at = 0
+    for match in pair.finditer(rendered):
+        if match.start() > at:
+            yield rendered[at : match.start()], False
+        if match[1] is not None:
+            yield match[1], True
+        at = match.end()
+    if at < len(rendered):
+        yield rendered[at:], False

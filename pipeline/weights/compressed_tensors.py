@@ -1,0 +1,220 @@
+"""compressed-tensors checkpoints (llm-compressor) -> packed weights.
+
+Layouts for K inputs, N outputs, G groups (compressed-tensors, `compressors/`), by a group of linears' `format`:
+`pack-quantized`: `weight_packed` (N, K/p) int32, p = 32 / bits integers a word from the lowest bits on, each moved up
+by half its range; `weight_scale` (N, G), `weight_shape` (N, K) as two integers; where not symmetric
+`weight_zero_point` (N/p, G) int32, packed in the same way along N; `weight_g_idx` (K,) int32, the group of each input,
+where inputs were ordered by activation.
+`int-quantized`: `weight` (N, K) int8, `weight_scale`, and `weight_zero_point` as int8.
+`float-quantized`: `weight` (N, K) float8_e4m3fn and its scales, as `fp8.py` has them.
+`naive-quantized`: one of these two, by the weights' `type`.
+weight = (q - zero) * scale. G is 1 where there is a scale for each output; one for the whole weight is (1,).
+
+Weights alone are served: a checkpoint that wants its activations in 8 bits too is computed with them as they come,
+which is closer to the model it was made from.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import ModelError
+from pipeline.weights.fp8 import ACTIVATION_SCALES, AS_THEY_COME, block_of, fp8_text, read_float8
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.tensor_reader import (
+    Options,
+    Tensors,
+    group_of,
+    groups_text,
+    input_order,
+    take_as,
+    take_dense,
+    take_scales,
+    unpack_words,
+)
+
+PACKED, INTEGERS, FLOATS8, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+FORMATS = (PACKED, INTEGERS, FLOATS8, NAIVE)  # naive: integers or floats of 8 bits, activations as they come
+STRATEGIES = ("tensor", "channel", "group", "block")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one group of linears is stored. `group_size` None: a scale for each output, or for the whole weight.
+
+    `targets` are module names, patterns ("re:...") or the class of all linears.
+    """
+
+    format: str
+    bits: int
+    symmetric: bool
+    group_size: int | None
+    block: tuple[int, int] | None
+    has_activations: bool
+    targets: "Modules"
+
+
+@dataclass(frozen=True)
+class Modules:
+    names: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+
+    def rank(self, prefix: str) -> int:
+        """0: named; 1: by a pattern; 2: as a linear; 3: not at all. As compressed-tensors ranks its targets."""
+        if prefix in self.names:
+            return 0
+        if any(pattern.match(prefix) for pattern in self.patterns):
+            return 1
+        return 2 if "Linear" in self.names else 3
+
+
+@dataclass(frozen=True)
+class CompressedFormat:
+    """The quantization_config of a compressed-tensors checkpoint, checked."""
+
+    schemes: tuple[Scheme, ...]
+    ignored: Modules
+    unused: tuple[str, ...] = ACTIVATION_SCALES
+
+    @property
+    def bits(self) -> int:
+        return max(scheme.bits for scheme in self.schemes)
+
+    @property
+    def group_size(self) -> int | None:
+        sizes = [scheme.group_size for scheme in self.schemes]
+        return None if None in sizes else min(size for size in sizes if size is not None)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], path: Path) -> "CompressedFormat":
+        """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
+        options = Options(config, path)
+        options.one_of("quant_method", ("compressed-tensors",))
+        options.one_of("quantization_status", ("compressed", "frozen"), "compressed")
+        if options.section("sparsity_config").values.get("format", "dense") != "dense":
+            raise options.refuse("sparsity_config", "none, or the format dense: sparse weights are not served")
+        if options.section("transform_config").values.get("config_groups"):
+            raise options.refuse("transform_config", "none: transforms of activations are not served")
+        groups = options.section("config_groups")
+        if not groups.values:
+            raise options.refuse("config_groups", "at least one group")
+        default = config.get("format")
+        schemes = tuple(_scheme(groups.section(name), default) for name in groups.values)
+        return cls(schemes, _modules(options, "ignore"))
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(_shown(scheme) for scheme in self.schemes)
+        note = AS_THEY_COME if any(scheme.has_activations for scheme in self.schemes) else ""
+        return f"compressed-tensors {' and '.join(kinds)}{note}"
+
+    def read_linear(
+        self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None
+    ) -> LinearWeight:
+        """One linear: dense where the checkpoint has no quantized tensors of that name.
+
+        Raises ModelError when a tensor's type or shape is not the scheme's for `shape_NK` (N, K).
+        """
+        if f"{prefix}.weight_packed" not in tensors and f"{prefix}.weight_scale" not in tensors:
+            return take_dense(prefix, shape_NK, tensors, bias_N)
+        scheme = min(self.schemes, key=lambda scheme: scheme.targets.rank(prefix))
+        if scheme.targets.rank(prefix) == 3 or self.ignored.rank(prefix) < 2:
+            raise ModelError(f"{prefix}: stored quantized, but its quantization_config has no scheme for it")
+        if scheme.format == FLOATS8:
+            return read_float8(f"{prefix}.weight", f"{prefix}.weight_scale", shape_NK, scheme.block, tensors, bias_N)
+        size = group_of(shape_NK, scheme.group_size, prefix)
+        half = 1 << (scheme.bits - 1)
+        q_NK = _packed(prefix, shape_NK, scheme.bits, tensors) if scheme.format == PACKED else None
+        if q_NK is None:
+            q_NK = _moved_up(take_as(tensors, f"{prefix}.weight", [shape_NK], [torch.int8]), half)
+        scales_NG = _scales(prefix, shape_NK, size, tensors)
+        zeros_NG = torch.full_like(scales_NG, half)
+        if not scheme.symmetric or f"{prefix}.weight_zero_point" in tensors:
+            zeros_NG = _zeros(prefix, shape_NK, size, scheme, tensors)
+        order_K = None
+        if f"{prefix}.weight_g_idx" in tensors:
+            name = f"{prefix}.weight_g_idx"
+            group_K = take_as(tensors, name, [shape_NK[1:]], [torch.int32, torch.int64])
+            order_K = None if bool((group_K == -1).all()) else input_order(group_K, size, name)  # -1: never set
+            q_NK = q_NK if order_K is None else q_NK[:, order_K].contiguous()
+        return GroupIntWeight(q_NK, scales_NG, zeros_NG, size, bias_N, scheme.bits, order_K)
+
+
+def _scheme(group: Options, default_format: object) -> Scheme:
+    given = {key: value for key, value in group.values.items() if value is not None}
+    inner = Options({"format": default_format} | given, group.path, group.where)
+    form = inner.one_of("format", FORMATS)
+    weights = inner.section("weights")
+    is_float = form == FLOATS8 or (form == NAIVE and weights.values.get("type") == "float")
+    weights.one_of("type", ("float",) if is_float else ("int",), "int")
+    bits = weights.one_of("num_bits", (4, 8) if form == PACKED else (8,))
+    strategy = weights.one_of("strategy", STRATEGIES if is_float else STRATEGIES[:3], "tensor")
+    if is_float and strategy == "group":
+        raise weights.refuse("strategy", "tensor, channel or block for weights in fp8")
+    if weights.values.get("dynamic") not in (None, False):
+        raise weights.refuse("dynamic", "false")
+    return Scheme(
+        FLOATS8 if is_float else form,
+        bits,
+        weights.one_of("symmetric", (True, False), True),
+        weights.group_size() if strategy == "group" else None,
+        block_of(weights, "block_structure") if strategy == "block" else None,
+        inner.values.get("input_activations") is not None,
+        _modules(inner, "targets"),
+    )
+
+
+def _modules(options: Options, name: str) -> Modules:
+    texts = options.names(name)
+    patterns = [text.removeprefix("re:") for text in texts if text.startswith("re:")]
+    return Modules(frozenset(texts), tuple(options.pattern(name, text) for text in patterns))
+
+
+def _shown(scheme: Scheme) -> str:
+    if scheme.format != FLOATS8:
+        return f"int{scheme.bits}, {groups_text(scheme.group_size)}"
+    return fp8_text(scheme.block)
+
+
+def _packed(prefix: str, shape_NK: tuple[int, int], bits: int, tensors: Tensors) -> torch.Tensor:
+    (n, k), parts = shape_NK, 32 // bits
+    name = f"{prefix}.weight_shape"
+    stored = take_as(tensors, name, [(2,)], [torch.int64, torch.int32]).tolist()
+    if tuple(stored) != shape_NK:
+        raise ModelError(f"{name}: says {tuple(stored)}, expected {shape_NK}")
+    words = take_as(tensors, f"{prefix}.weight_packed", [(n, -(-k // parts))], [torch.int32])
+    return unpack_words(words, bits)[:, :k].contiguous()
+
+
+def _moved_up(signed: torch.Tensor, half: int) -> torch.Tensor:
+    return (signed.to(torch.int16) + half).to(torch.uint8)
+
+
+def _scales(prefix: str, shape_NK: tuple[int, int], size: int, tensors: Tensors) -> torch.Tensor:
+    n, groups = shape_NK[0], shape_NK[1] // size
+    whole = [(), (1,), (1, 1), (n,)] if groups == 1 else []
+    scales = take_scales(tensors, f"{prefix}.weight_scale", [(n, groups), *whole])
+    return scales.expand(n, 1).contiguous() if scales.numel() == 1 else scales.view(n, groups)
+
+
+def _zeros(prefix: str, shape_NK: tuple[int, int], size: int, scheme: Scheme, tensors: Tensors) -> torch.Tensor:
+    """(N, G) float32, moved up as the weights are. Older files have them as int8, those of symmetric weights too."""
+    (n, groups), parts = (shape_NK[0], shape_NK[1] // size), 32 // scheme.bits
+    name, half = f"{prefix}.weight_zero_point", 1 << (scheme.bits - 1)
+    small = [(n, groups)] + ([(), (1,), (1, 1), (n,)] if groups == 1 else [])
+    zeros = tensors.take(name)
+    if zeros.dtype == torch.int32 and tuple(zeros.shape) == (-(-n // parts), groups):
+        zeros_NG = unpack_words(zeros.t(), scheme.bits)[:, :n].t()
+    elif zeros.dtype == torch.int8 and tuple(zeros.shape) in small:
+        zeros_NG = _moved_up(zeros, half)
+        zeros_NG = zeros_NG.expand(n, 1) if zeros_NG.numel() == 1 else zeros_NG.view(n, groups)
+    else:
+        raise ModelError(
+            f"{name}: found {tuple(zeros.shape)} {zeros.dtype}, expected {(-(-n // parts), groups)} torch.int32 or "
+            f"{(n, groups)} torch.int8"
+        )
+    if scheme.symmetric and bool((zeros_NG != half).any()):
+        raise ModelError(f"{name}: not zero, where its quantization_config says symmetric")
+    return zeros_NG.to(torch.float32).contiguous()

@@ -1,0 +1,95 @@
+"""Checkpoints of float8_e4m3fn weights -> packed weights.
+
+Layout: `weight` (N, K) float8_e4m3fn, and its scales in float32, float16, bfloat16 or float8_e8m0fnu, as
+`weight_scale_inv` (N/b, K/b), rounded up, for blocks of b x b (DeepSeek, transformers' `FineGrainedFP8Config`; by
+its name the inverse of what the weight was divided by), or as `weight_scale`, () or (1,) for the whole weight, (N,) or
+(N, 1) for each output. weight = value * scale. Whatever scales of activations a checkpoint holds are not used: they are
+computed as they come.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import ModelError
+from pipeline.weights.packed import Fp8Weight, LinearWeight
+from pipeline.weights.tensor_reader import FLOATS, Options, Tensors, take_as, take_dense, take_scales
+
+SCALES = ("weight_scale_inv", "weight_scale")
+SCALE_TYPES = (*FLOATS, torch.float8_e8m0fnu)
+AS_THEY_COME = ", activations not in 8 bits"  # of a checkpoint that wants them so, where it is not asked for
+ACTIVATION_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """The quantization_config of an fp8 checkpoint, checked. `block` None: a scale for a weight or for each output."""
+
+    block: tuple[int, int] | None
+    bits: int = 8
+    unused: tuple[str, ...] = ACTIVATION_SCALES
+
+    @property
+    def group_size(self) -> int | None:
+        return None if self.block is None else self.block[1]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], path: Path) -> "Fp8Format":
+        """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
+        options = Options(config, path)
+        options.one_of("quant_method", ("fp8",))
+        options.one_of("fmt", ("e4m3",), "e4m3")
+        options.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+        for name in ("modules_to_not_convert", "ignored_layers"):
+            options.names(name)  # the type of such a weight says it too
+        return cls(block_of(options, "weight_block_size"))
+
+    def __str__(self) -> str:
+        return f"{fp8_text(self.block)}{AS_THEY_COME}"
+
+    def read_linear(
+        self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None
+    ) -> LinearWeight:
+        """One linear: dense where its weight has no scales. Raises ModelError for what is not this layout."""
+        for name in SCALES:
+            if f"{prefix}.{name}" in tensors:
+                return read_float8(f"{prefix}.weight", f"{prefix}.{name}", shape_NK, self.block, tensors, bias_N)
+        return take_dense(prefix, shape_NK, tensors, bias_N)
+
+
+def fp8_text(block: tuple[int, int] | None) -> str:
+    """How weights in fp8 are scaled, to read."""
+    return "fp8 (e4m3)" if block is None else f"fp8 (e4m3), blocks of {block[0]}x{block[1]}"
+
+
+def block_of(options: Options, name: str) -> tuple[int, int] | None:
+    """(outputs, inputs) of a block; None where there is no such key."""
+    block = options.values.get(name)
+    if block is None:
+        return None
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    if not is_pair or not all(type(size) is int and 0 < size <= 1 << 17 and size % 8 == 0 for size in block):
+        raise options.refuse(name, "two multiples of 8, such as [128, 128]")
+    return block[0], block[1]
+
+
+def read_float8(
+    weight: str,
+    scale: str,
+    shape_NK: tuple[int, int],
+    block: tuple[int, int] | None,
+    tensors: Tensors,
+    bias_N: torch.Tensor | None,
+) -> Fp8Weight:
+    """One linear from the tensors named `weight` and `scale`; `block` as in `Fp8Format`."""
+    n, k = shape_NK
+    value_NK = take_as(tensors, weight, [shape_NK], [torch.float8_e4m3fn])
+    if bool(((value_NK.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise ModelError(f"{weight}: holds values that are no numbers")
+    shapes = [(), (1,), (1, 1), (n,), (n, 1)] if block is None else [(-(-n // block[0]), -(-k // block[1]))]
+    scales = take_scales(tensors, scale, shapes, SCALE_TYPES)
+    if block is not None:
+        return Fp8Weight(value_NK, scales, block, bias_N)
+    return Fp8Weight(value_NK, scales.view(-1, 1), (n if scales.numel() == 1 else 1, k), bias_N)

@@ -1,0 +1,114 @@
+"""Quantizing a plain checkpoint while it is loaded: each weight goes to the nearest value that its form has.
+
+No calibration, so no data and no time; a checkpoint that was quantized with calibration loses less. The output
+embedding (`lm_head`) stays as it is, as other tools leave it too.
+
+int8: symmetric, q - 128 from -127 to 127, a scale for each output. int4-rtn: q from 0 to 15 and a zero point, in groups
+of 128 inputs. nf4: the 16 quantiles of a normal distribution in Dettmers et al., "QLoRA" (arXiv 2305.14314, appendix
+E), times the largest magnitude of a block of 64 inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.errors import ModelError
+from pipeline.weights.packed import CodebookWeight, GroupIntWeight, LinearWeight
+from pipeline.weights.tensor_reader import Tensors, groups_text, take_dense
+
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+METHODS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4-rtn": (4, 128), "nf4": (4, 64)}
+"""Bits, and inputs that share a scale where they divide; None: all of an output's."""
+
+
+@dataclass(frozen=True)
+class RoundToNearest:
+    """One of METHODS."""
+
+    method: str
+    unused: tuple[str, ...] = ()
+
+    @property
+    def bits(self) -> int:
+        return METHODS[self.method][0]
+
+    @property
+    def group_size(self) -> int | None:
+        return METHODS[self.method][1]
+
+    def __str__(self) -> str:
+        return f"{self.method} made on load, {groups_text(self.group_size)}"
+
+    def read_linear(
+        self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None
+    ) -> LinearWeight:
+        """One linear. Raises ModelError for one that is not plain, or holds what is no finite number."""
+        dense = take_dense(prefix, shape_NK, tensors, bias_N)
+        if prefix == "lm_head":
+            return dense
+        weight_NK = dense.weight_NK.to(torch.float32)
+        if not bool(torch.isfinite(weight_NK).all()):
+            raise ModelError(f"{prefix}.weight: holds infinities or values that are no numbers")
+        return {"int8": int8, "int4-rtn": int4, "nf4": nf4}[self.method](weight_NK, bias_N)
+
+
+def int8(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> GroupIntWeight:
+    """The nearest of 255 values for each weight (N, K) in float32, with a scale for each output."""
+    scale_N1 = _not_zero(weight_NK.abs().amax(1, keepdim=True) / 127)
+    q_NK = (weight_NK / scale_N1).round_().clamp_(-127, 127).add_(128)
+    zeros_N1 = torch.full_like(scale_N1, 128.0)
+    return GroupIntWeight(q_NK.to(torch.uint8), scale_N1, zeros_N1, weight_NK.shape[1], bias_N, 8)
+
+
+def int4(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> GroupIntWeight:
+    """The nearest of 16 values for each weight (N, K) in float32, with a scale and a zero point for each group.
+
+    Zero is one of the values: the range of a group is made to hold it.
+    """
+    weight_NGg = _grouped(weight_NK, 128)
+    low_NG1 = weight_NGg.amin(-1, keepdim=True).clamp_max(0)
+    high_NG1 = weight_NGg.amax(-1, keepdim=True).clamp_min(0)
+    scale_NG1 = _not_zero((high_NG1 - low_NG1) / 15)
+    zero_NG1 = (-low_NG1 / scale_NG1).round_().clamp_(0, 15)
+    q_NGg = (weight_NGg / scale_NG1).round_().add_(zero_NG1).clamp_(0, 15)
+    q_NK = q_NGg.view_as(weight_NK).to(torch.uint8)
+    return GroupIntWeight(q_NK, scale_NG1.squeeze(-1), zero_NG1.squeeze(-1), weight_NGg.shape[-1], bias_N)
+
+
+def nf4(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> CodebookWeight:
+    """The nearest value of NF4 for each weight (N, K) in float32, times its block's largest magnitude."""
+    weight_NGg = _grouped(weight_NK, 64)
+    scale_NG1 = _not_zero(weight_NGg.abs().amax(-1, keepdim=True))
+    codebook_C = torch.tensor(NF4)
+    borders = (codebook_C[1:] + codebook_C[:-1]) / 2
+    code_NK = torch.bucketize(weight_NGg / scale_NG1, borders).view_as(weight_NK).to(torch.uint8)
+    return CodebookWeight(code_NK, scale_NG1.squeeze(-1), codebook_C, weight_NGg.shape[-1], bias_N)
+
+
+def _grouped(weight_NK: torch.Tensor, most: int) -> torch.Tensor:
+    """(N, G, g) with the largest g of `most` and its halves down to 32 that divides the inputs; else one group."""
+    inputs = weight_NK.shape[1]
+    size = next((size for size in (128, 64, 32) if size <= most and inputs % size == 0), inputs)
+    return weight_NK.view(len(weight_NK), -1, size)
+
+
+def _not_zero(scale: torch.Tensor) -> torch.Tensor:
+    """1 where a group is all zeros."""
+    return torch.where(scale == 0, 1.0, scale)

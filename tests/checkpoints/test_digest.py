@@ -1,0 +1,230 @@
+"""The model's folder: local, or downloaded once from a store and checked."""
+
+import hashlib
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoints import cache as model_cache
+from pipeline.checkpoints.cache import MANIFEST, cache_folder
+from pipeline.checkpoints.digest import model_digest
+from pipeline.checkpoints.locate import resolve_draft, resolve_model
+from pipeline.demo import demo_model
+from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
+from tests.faults.store import KEY, SECRET, FaultyStore
+from tests.threads import at_once
+
+
+@pytest.fixture(scope="module")
+def store():
+    with FaultyStore() as store:
+        for path in demo_model("draft").iterdir():
+            store.bucket.upload(path, f"model/{path.name}")
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch, request):
+    """The cache, with ranges small enough for a file of 2 MB to have many."""
+    monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_cache, "RANGE_BYTES", 400_000)
+    yield cache_folder()
+    if "store" in request.fixturenames:
+        request.getfixturevalue("store").proxy.calm()
+
+
+def resolve(store: FaultyStore, folder: str = "model", **options) -> Path:
+    return resolve_model(store.bucket.url(folder), store.bucket.storage, **options)
+
+
+def gets(store: FaultyStore) -> int:
+    return sum(r.startswith("GET /bucket/model/") for r in store.proxy.requests)
+
+
+def visible(cache: Path) -> list[str]:
+    return [p.name for p in cache.iterdir() if p.is_dir()]
+
+
+def test_local_folders_and_what_is_none(tmp_path):
+    assert resolve_model("demo:draft") == demo_model("draft").resolve()
+    assert resolve_model(f"file://{demo_model('draft')}") == demo_model("draft").resolve()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        resolve_model(str(tmp_path))
+    assert cache_folder({}) == Path.home() / ".cache" / "parquet-batch-inference" / "models"
+
+
+def test_a_draft_model_is_found_like_a_model_and_missed_under_its_own_name(tmp_path):
+    assert resolve_draft(None, {"key": "of the model's url"}) is None
+    assert resolve_draft("demo:draft", {"key": "of the model's url"}) == demo_model("draft").resolve()
+    with pytest.raises(ModelError, match=r"model\.draft .* has no config\.json"):
+        resolve_draft(str(tmp_path), {})
+
+
+def test_a_model_is_downloaded_once(store, cache):
+    said: list[str] = []
+    store.bucket.put("model/README.md", b"not of the model")
+    store.bucket.put("model/onnx/model.safetensors", b"nor this")
+    folder = resolve(store, say=said.append)
+    local = demo_model("draft")
+    assert folder.parent == cache
+    assert sorted(p.name for p in folder.iterdir()) == sorted([MANIFEST, *(p.name for p in local.iterdir())])
+    assert all((folder / p.name).read_bytes() == p.read_bytes() for p in local.iterdir())
+    assert model_digest(folder) == model_digest(local)
+    assert any("model.safetensors" in text and "GB" in text for text in said)
+    before = gets(store)
+    assert before > 5
+    assert resolve(store, say=said.append) == folder
+    assert gets(store) == before
+    text = (folder / MANIFEST).read_text()
+    assert SECRET not in text
+    assert KEY not in text
+
+
+def test_another_model_of_the_same_url_is_another_entry(store, cache):
+    first = resolve(store)
+    old = store.bucket.get("model/config.json")
+    store.bucket.put("model/config.json", old + b"\n")
+    second = resolve(store)
+    store.bucket.put("model/config.json", old)
+    assert first != second
+    assert resolve(store) == first
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "manifest"])
+def test_a_damaged_entry_is_made_anew(store, cache, damage):
+    folder = resolve(store)
+    path = folder / (MANIFEST if damage == "manifest" else "model.safetensors")
+    good = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(good[:-1] if damage == "cut" else good[:200] + bytes([good[200] ^ 1]) + good[201:])
+    assert resolve(store) == folder
+    assert path.read_bytes() == good
+    assert visible(cache) == [folder.name]
+
+
+def test_faults_15_17_20_and_21_while_a_model_is_downloaded(store, monkeypatch):
+    for fault in ("truncated", "slow_down", "server_error", "error_body", "reset", "slow"):
+        store.proxy.add(fault, "model.safetensors", "GET")
+    folder = resolve(store)
+    assert model_digest(folder) == model_digest(demo_model("draft"))
+    assert store.proxy.done["truncated"] == 1
+
+
+def test_a_range_that_came_damaged_is_found_by_the_tag(store, monkeypatch):
+    read, times = model_cache.RemoteFilesystem.cat_file, [1]
+
+    def damaging(self, path, start=None, end=None):
+        data = read(self, path, start, end)
+        if path.endswith("model.safetensors") and start == 400_000 and times:
+            times.pop()
+            return data[:-1] + bytes([data[-1] ^ 1])
+        return data
+
+    monkeypatch.setattr(model_cache.RemoteFilesystem, "cat_file", damaging)
+    folder = resolve(store)
+    assert times == []
+    assert (folder / "model.safetensors").read_bytes() == (demo_model("draft") / "model.safetensors").read_bytes()
+
+
+def test_entity_tags_of_uploads_in_parts_and_of_encrypted_files(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * 50_000)  # 12.8 MB
+    data = path.read_bytes()
+    parts = [data[i : i + 8 * 2**20] for i in range(0, len(data), 8 * 2**20)]
+    tag = hashlib.md5(b"".join(hashlib.md5(p).digest() for p in parts)).hexdigest()
+    assert model_cache._matches(path, f"{tag}-2") is True
+    assert model_cache._matches(path, f"{tag}-3") is None
+    assert model_cache._matches(path, hashlib.md5(data).hexdigest()) is True
+    assert model_cache._matches(path, hashlib.md5(b"").hexdigest()) is False
+    assert model_cache._matches(path, "0x8DC") is None
+    assert model_cache._matches(path, "") is None
+
+
+def test_a_tag_that_is_no_md5_costs_a_second_download(store, monkeypatch):
+    monkeypatch.setattr(model_cache, "_matches", lambda path, tag: False)
+    before = gets(store)
+    folder = resolve(store)
+    assert model_digest(folder) == model_digest(demo_model("draft"))
+    assert gets(store) - before == 2 * (5 + 5)  # five ranges of the weights, five small files
+
+
+def test_processes_at_once_download_once(store, cache):
+    """Threads with a lock of their own each, as processes have."""
+    before = gets(store)
+    assert len(set(at_once(3, lambda _: resolve(store)))) == 1
+    assert gets(store) - before == 10
+
+
+def test_without_locks_one_rename_wins(store, cache, monkeypatch):
+    entered = threading.Barrier(2)
+
+    def no_locks(*_):
+        entered.wait(20)
+        raise OSError("no locks")
+
+    monkeypatch.setattr(model_cache.fcntl, "flock", no_locks)
+    found = at_once(2, lambda _: resolve(store))
+    assert len(set(found)) == 1
+    assert model_digest(found[0]) == model_digest(demo_model("draft"))
+
+
+def test_a_download_that_died_leaves_nothing_that_is_used(store, cache, monkeypatch):
+    store.proxy.add("denied", "tokenizer.json", "GET", 10)
+    with pytest.raises(ModelError, match=r"model\.path s3://bucket/model: the store denies it .*rights to list"):
+        resolve(store)
+    assert visible(cache) == []
+    store.proxy.calm()
+    folder = resolve(store)
+    left = cache / f".{folder.name}.0123456789abcdef"  # of a writer that was killed
+    left.mkdir()
+    (left / "config.json").write_text("{}")
+    (folder / MANIFEST).unlink()
+    assert resolve(store) == folder
+    assert visible(cache) == [folder.name]
+
+
+def test_fault_13_a_disk_too_small_for_the_model(store, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=1_000_000)
+    monkeypatch.setattr(model_cache.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(
+        EnvironmentFailed, match=r"needs 0\.0 GB and 0\.0 GB are free; make room, or set PIPELINE_CACHE"
+    ):
+        resolve(store)
+
+
+def test_fault_36_a_folder_of_pickles_is_refused(store):
+    store.bucket.put("pickles/config.json", b"{}")
+    store.bucket.put("pickles/pytorch_model.bin", b"")
+    with pytest.raises(ModelError, match=r"only pickles \(pytorch_model\.bin\), which can run code"):
+        resolve(store, "pickles")
+    store.bucket.put("empty/config.json", b"{}")
+    with pytest.raises(ModelError, match="no weights; it needs"):
+        resolve(store, "empty")
+    with pytest.raises(ModelError, match=r"s3://bucket/nothing: no such folder in the store"):
+        resolve(store, "nothing")
+    store.bucket.put("other/x.safetensors", b"")
+    with pytest.raises(ModelError, match=r"s3://bucket/other: has no config\.json"):
+        resolve(store, "other")
+
+
+def test_fault_46_no_message_shows_storage_options(store):
+    for fault in ("denied", "expired"):
+        store.proxy.add(fault, times=1000)
+        with pytest.raises(PipelineError) as error:
+            resolve(store)
+        assert SECRET not in f"{error.value!r}"
+        assert KEY not in f"{error.value!r}"
+        store.proxy.calm()
+    with pytest.raises(ModelError, match=r"nope://x: cannot be opened .*these its options: secret"):
+        resolve_model("nope://x", {"secret": SECRET})
+
+
+def test_the_manifest_names_sizes_and_tags(store):
+    manifest = json.loads((resolve(store) / MANIFEST).read_text())
+    assert manifest["model.safetensors"]["size"] == (demo_model("draft") / "model.safetensors").stat().st_size
+    assert len(manifest["config.json"]["tag"]) == 32

@@ -1,0 +1,219 @@
+"""A command in a process of its own: its exit codes are its own, and an end without a word is the environment's."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+from pipeline.errors import PipelineError
+from pipeline.cli.guard import guarded
+
+try:
+    with guarded():
+        {body}
+    print("went on")
+except PipelineError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def start(body: str) -> subprocess.Popen:
+    code = SCRIPT.format(body=body)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "out", "said"),
+    [
+        ("print('done')", 0, "done\nwent on\n", ""),
+        ("sys.exit(1)", 1, "", ""),
+        ("sys.exit(75)", 75, "", ""),
+        ("sys.exit()", 0, "", ""),
+        ("os._exit(75)", 3, "", "left with 75"),  # nobody had sent a signal
+        ("os._exit(1)", 3, "", "left with 1, as Ray makes it do"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "ended by SIGKILL. Was there too little memory"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 3, "", "ended by SIGSEGV"),
+    ],
+)
+def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, said):
+    process = start(body)
+    got = process.communicate(timeout=30)
+    assert (process.returncode, got[0]) == (code, out)
+    assert said in got[1]
+
+
+@pytest.mark.parametrize(
+    ("handler", "code"),
+    [
+        ("lambda n, f: os._exit(75)", 75),  # as a run that something will not let go
+        ("signal.SIG_DFL", 75),  # where a library has taken the handler away: Ray does, as it ends
+        ("lambda n, f: os.abort()", 75),  # as Ray's own handler
+        ("lambda n, f: os._exit(1)", 3),
+        ("lambda n, f: os.kill(os.getpid(), signal.SIGKILL)", 3),
+    ],
+)
+def test_an_end_without_a_word_after_a_signal_is_an_interruption(handler, code):
+    process = start(f"signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); time.sleep(30)")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=10)[1]
+    assert process.returncode == code
+    assert ("Stopped by SIGTERM." in said) == (code == 75)
+
+
+def test_signals_reach_the_command():
+    process = start(
+        "signal.signal(signal.SIGTERM, lambda n, f: sys.exit(75)); print('ready', flush=True); time.sleep(30)"
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 75
+
+
+def test_a_signal_to_the_whole_group_reaches_the_command_once():
+    """As Ctrl-C on a terminal: a second one would stop a drain at once."""
+    body = "seen = []; signal.signal(signal.SIGINT, lambda n, f: seen.append(n)); print('ready', flush=True); "
+    body += "time.sleep(1.5); print(len(seen))"
+    code = SCRIPT.format(body=body)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=10)[0] == "1\nwent on\n"
+
+
+def test_a_hangup_that_is_ignored_is_not_passed_on():
+    """As `nohup` asks."""
+    body = "signal.signal(signal.SIGHUP, lambda n, f: sys.exit(75)); print('ready', flush=True); time.sleep(1)"
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SCRIPT.format(body=body)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate(timeout=10)[0] == "went on\n"
+
+
+def test_a_command_that_does_not_end_after_its_word_is_ended():
+    body = "import threading; threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(75)"
+    code = "import pipeline.cli.guard\npipeline.cli.guard.LEAVE_S = 0.5\n" + SCRIPT.format(body=body)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False)
+    assert done.returncode == 75
+    assert time.monotonic() - began < 30
+
+
+def _catches_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3, 0.8])
+def test_a_signal_while_the_command_line_starts_leaves_with_75(tmp_path, number, delay_s):
+    """From the first line of our own: what the interpreter does before that is its own."""
+    (tmp_path / "job.yaml").write_text("name: x\n")
+    script = Path(sys.executable).with_name("pipeline")
+    pipe_in = ["sh", "-c", f"exec {script} generate --input - <&0"]
+    process = subprocess.Popen(pipe_in, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not _catches_sigterm(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    process.send_signal(number)
+    try:
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, said.count("Interrupted.")) == (75, 1), said
+
+
+def test_a_guard_that_is_killed_takes_the_command_with_it():
+    process = start("print(os.getpid(), flush=True); time.sleep(60)")
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait(timeout=10)
+    deadline = time.monotonic() + 10
+    while _lives(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    """A process that has ended may wait for whoever took it over to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_signal_in_the_middle_of_an_import_leaves_with_75(tmp_path):
+    """Libraries make classes by `exec`, and a KeyboardInterrupt out of there ends a `python -m` with SIGINT."""
+    script = """
+import sys, types
+cli = types.ModuleType("pipeline.cli.main")
+def main():
+    exec("import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)")
+cli.main = main
+sys.modules["pipeline.cli.main"] = cli
+from pipeline.__main__ import main
+main()
+"""
+    (tmp_path / "started.py").write_text(script)
+    done = subprocess.run([sys.executable, "-m", "started"], timeout=30, check=False, cwd=tmp_path)
+    assert done.returncode == 75
+
+
+def test_a_terminal_that_is_closed_drains_the_run_and_nothing_that_is_printed_ends_it(tmp_path):
+    """As when an ssh connection drops: SIGHUP, and from then on every write to the terminal fails."""
+    script = """
+import sys, time
+import pipeline.job.run
+from pipeline import __main__
+from pipeline.errors import Interrupted
+from pipeline.job.reporter import harmless
+from pipeline.job.telemetry.status import Status
+from pipeline.job.stop import StopSignals
+def run_job(config, *, accept_numerics, retry_failed, progress):
+    show = harmless(progress)
+    with StopSignals() as stop, stop.draining():
+        for number in range(300):
+            show(Status(phase=f"running {number}", warning=f"warning {number}"))
+            time.sleep(0.05)
+            if stop.count and number > 30:
+                raise Interrupted("stopped")
+pipeline.job.run.run_job = run_job
+sys.argv = ["pipeline", "run", "job.yaml"]
+__main__.main()
+"""
+    job = {"input": {"path": "."}, "prompt": {"column": "text"}, "model": {"path": "demo"}, "output": {"path": "o"}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, "-c", script], {**os.environ, "TERM": "xterm"})
+    shown = b""
+    while b"running" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    deadline = time.monotonic() + 60
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert os.waitstatus_to_exitcode(status) == 75

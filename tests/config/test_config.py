@@ -1,0 +1,382 @@
+"""The job file's meaning: defaults, strictness, all mistakes at once, and what makes two jobs different."""
+
+import json
+import pickle
+from datetime import date, datetime
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import JobConfig, JobFileError, load_job
+from pipeline.config.sections import PromptSection
+from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted(set((ROOT / "configs").glob("*.yaml")) - {ROOT / "configs" / "hardware.yaml"})
+MINIMAL = """\
+input: {path: data}
+prompt: {column: text}
+model: {path: demo}
+output: {path: out}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    """Loads a job from text, with what `load_job` takes besides."""
+
+    def load(text: str = MINIMAL, **options) -> JobConfig:
+        path = tmp_path / "job.yaml"
+        path.write_text(text)
+        return load_job(path, **options)
+
+    return load
+
+
+@pytest.fixture
+def mistakes(job):
+    """The mistakes of a job with these lines added, as `line: key: problem` without the path."""
+
+    def of(more: str = "", text: str = MINIMAL, **options) -> list[str]:
+        with pytest.raises(JobFileError) as caught:
+            job(text + more, **options)
+        return [str(m).replace(m.where, m.where.rpartition("/")[2]) for m in caught.value.mistakes]
+
+    return of
+
+
+def test_defaults_are_those_of_the_engine(job):
+    config = job()
+    assert config.name == "job"
+    assert config.input.columns is None
+    assert config.engine_config("folder", None, 2) == EngineConfig(model="folder", num_threads=2)
+    assert config.sampling_params() == SamplingParams()
+    assert config.sampling_columns() == {}
+    assert config.prompt.spec().columns == ("text",)
+    assert config.cost.hourly_usd is None
+
+
+def test_a_full_job(job):
+    config = job(
+        "name: full\n"
+        "input: {path: data/*.parquet, columns: [id, text], limit: 10, storage: {key: k}}\n"
+        "prompt: {template: '{title}: {text} {{x}} {title}', max_bytes: 5 kB,\n"
+        "         chat: {system: Be brief., template_kwargs: {a: false}}}\n"
+        "model: {path: org/name}\n"
+        "engine: {device: 'cuda:1', dtype: bfloat16, enable_prefix_caching: off, speculation: off, seed: 3,\n"
+        "         kv_cache_memory_bytes: 2 GiB, max_num_seqs: 64}\n"
+        "sampling: {max_tokens: {column: budget}, min_tokens: 20, temperature: 1, stop: END, top_k: 5}\n"
+        "output: {path: out/full, rename: {generated_text: answer}}\n"
+        "run: {actors: 4, window_bytes: 1 MiB, drain_s: 5}\n"
+        "cost: {hourly_usd: 2.5}\n"
+    )
+    assert config.prompt.spec().columns == ("title", "text")
+    assert config.prompt.chat is not None
+    assert config.prompt.chat.system == "Be brief."
+    engine = config.engine_config("folder", None, 1)
+    assert (engine.device, engine.dtype, engine.kv_cache_memory_bytes) == ("cuda:1", "bfloat16", 2 * 2**30)
+    assert not engine.enable_prefix_caching
+    params = config.sampling_params()
+    assert params.min_tokens == 20, "a constant min_tokens stands although max_tokens is the row's"
+    assert (params.temperature, params.stop, params.top_k) == (1.0, ("END",), 5)
+    assert config.sampling_columns() == {"max_tokens": "budget"}
+    assert config.run.window_bytes == 2**20
+    assert config.seed == 3
+
+
+def test_every_engine_and_sampling_option_reaches_the_engine(job):
+    """A field added to the engine must be added to the job file, or left out on purpose."""
+    config = job()
+    not_in_jobs = {"model", "quantization", "draft", "num_threads"}  # or in the section of the model
+    assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
+    assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields)
+
+
+def test_off_and_false_both_switch_off(job):
+    for word in ("off", "false", "no", "False"):
+        assert job(MINIMAL + f"engine: {{enable_prefix_caching: {word}}}\n").engine.enable_prefix_caching is False
+    for word in ("off", "false"):
+        assert job(MINIMAL + f"engine: {{speculation: {word}}}\n").engine.speculation == "off"
+
+
+def test_the_draft_model_is_only_taken_where_it_is_of_use(job):
+    with_draft = MINIMAL.replace("path: demo", "path: demo, draft: demo:draft", 1)
+    assert with_draft != MINIMAL
+    for speculation, used in (
+        ("auto", True),
+        ("off", False),
+        ("{proposer: ngram}", False),
+        ("{proposer: draft}", True),
+        ("{max_draft_tokens: 2}", True),
+    ):
+        config = job(with_draft + f"engine: {{speculation: {speculation}}}\n")
+        assert config.draft_model == ("demo:draft" if used else None), speculation
+    assert job(with_draft).free()["model"]["draft"] == "demo:draft"
+
+
+def test_texts_that_look_like_booleans_stay_texts(job):
+    config = job(MINIMAL + "sampling: {stop: [No, off]}\n")
+    assert config.sampling_params().stop == ("No", "off")
+
+
+def test_messages_are_a_chat(job):
+    config = job(MINIMAL.replace("column: text", "messages: turns"))
+    assert config.prompt.chat is not None
+    assert config.prompt.spec().columns == ("turns",)
+    assert job().prompt.chat is None
+    assert job(MINIMAL.replace("column: text", "column: text, chat: true")).prompt.chat is not None
+
+
+def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
+    found = "\n".join(
+        mistakes(
+            text="inptu: {path: data}\n"
+            "prompt: {column: a, template: 'x {b}'}\n"
+            "model: demo\n"
+            "engine:\n"
+            "  tensor_parallel_size: 2\n"
+            "  max_num_seq: 3\n"
+            "  dtype: bfloat\n"
+            "sampling: {temperature: hot, top_p: 2, actors: 2}\n"
+            "output: {path: ''}\n"
+            "run: {actors: 0}\n"
+            "cost: {hourly_usd: 0}\n"
+        )
+    )
+    for expected in [
+        "job.yaml: input: required, but not there\n    Write `input: {path: prompts.parquet}`.",
+        "job.yaml:1: inptu: unknown key\n    Did you mean `input`?",
+        "job.yaml:2: prompt: expected exactly one of template, column, messages; got template and column",
+        "job.yaml:3: model: expected `key: value` lines; got 'demo'\n    Write `model: {path: demo}`.",
+        "job.yaml:5: engine.tensor_parallel_size: unknown key\n    not supported yet",
+        "job.yaml:6: engine.max_num_seq: unknown key\n    Did you mean `max_num_seqs`?",
+        "job.yaml:7: engine.dtype: expected one of auto, bfloat16, float16, float32; got 'bfloat'"
+        "\n    Did you mean `bfloat16`?",
+        "job.yaml:8: sampling.actors: unknown key\n    Did you mean `run.actors`?",
+        "job.yaml:8: sampling.temperature: expected a number, or {column: name}; got 'hot'",
+        "job.yaml:8: sampling.top_p: expected a number in (0, 1]; got 2.0",
+        "job.yaml:9: output.path: must not be empty",
+        "job.yaml:10: run.actors: expected at least 1; got 0",
+        "job.yaml:11: cost.hourly_usd: expected more than 0",
+    ]:
+        assert expected in found
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("model2: {}\n", "model2: unknown key\n    Did you mean `model`?"),
+        ("sampling: {max_tokens: true}\n", "expected an integer, or {column: name}; got true"),
+        ("sampling: {max_tokens: '64'}\n", "expected an integer, or {column: name}; got '64'"),
+        ("sampling: {max_tokens: 0}\n", "expected an integer of at least 1; got 0"),
+        ("sampling: {max_tokens: {columns: b}}\n", "expected a value, or {column: name}"),
+        ("sampling: {seed: {column: b}}\n", "sampling.seed: expected an integer"),
+        ("sampling: {logprobs: {column: b}}\n", "sampling.logprobs: expected an integer"),
+        ("sampling: {min_tokens: 20}\n", "min_tokens 20 is more than max_tokens 16"),
+        ("sampling: {temperature: .nan}\n", "expected a finite number of at least 0; got nan"),
+        ("sampling: {stop: ['']}\n", "expected non-empty strings"),
+        ("sampling: {max_new_tokens: 5}\n", "named sampling.max_tokens here"),
+        ("engine: {device: gpu}\n", "expected auto, cpu, cuda or cuda:N; got 'gpu'"),
+        ("engine: {speculation: ngram}\n", "engine.speculation: expected one of off, auto; got 'ngram'"),
+        ("engine: {speculation: {proposer: eagle}}\n", "engine.speculation.proposer: expected one of ngram, draft"),
+        ("engine: {speculation: {max_drafts: 3}}\n", "engine.speculation.max_drafts: unknown key"),
+        ("engine: {speculation: {max_draft_tokens: 99}}\n", "engine.speculation.max_draft_tokens: expected at most 32"),
+        ("engine: {kv_cache_dtype: int8}\n", "expected one of auto, fp8; got 'int8'"),
+        ("engine: {activation_dtype: fp16}\n", "expected one of auto, fp8, int8; got 'fp16'"),
+        ("engine: {quantization: awq}\n", "named model.quantization here; a checkpoint that is quantized"),
+        ("engine: {gpu_memory_utilization: 90}\n", "expected at most 1"),
+        ("run: {window_bytes: lots}\n", "expected a number of bytes, such as 8_000_000 or 8 GiB; got 'lots'"),
+        ("run: {max_error_rate: 5}\n", "expected at most 1"),
+        ("run: {drain_s: .inf}\n", "run.drain_s: expected"),
+        ("run: [actors]\n", "expected `key: value` lines; got a list of 1"),
+        ("name: 5\n", "expected text; got 5\n    Quote it to make it text."),
+    ],
+)
+def test_refused(mistakes, more: str, expected: str):
+    assert expected in "\n".join(mistakes(more))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("column: text", "template: plain words", "names no column"),
+        ("column: text", "template: 'x {text.__class__}'", "only plain column names"),
+        ("column: text", "template: 'x {text!r}'", "only plain column names"),
+        ("column: text", "template: 'x {'", "prompt.template: "),
+        ("{column: text}", "{}", "expected exactly one of template, column, messages; got none of them"),
+        ("path: demo", "path: demo:large", "expected demo, demo:target, demo:target-awq"),
+        ("path: demo", "path: demo, draft: demo:small", "model.draft: no embedded model 'demo:small'"),
+        ("path: demo", "path: demo, trust: always", "code from a checkpoint is never run"),
+        ("path: data", "path: data, columns: [a, a]", "'a' is named twice"),
+        ("path: data", "path: data, limit: 0", "expected at least 1"),
+        ("path: data", "path: 's3://user:hunter2@bucket/x'", "input.path: a bucket's url holds no user or password"),
+        ("path: demo", "path: 's3://user:hunter2@bucket'", "model.path: a bucket's url holds no user or password"),
+        ("path: out", "path: 'gs://hunter2@bucket/x'", "output.path: a bucket's url holds no user or password"),
+        ("path: out", "path: out, rename: {error: e, finish_reason: e}", "two columns get the same new name"),
+    ],
+)
+def test_refused_in_the_required_sections(mistakes, before: str, after: str, expected: str):
+    assert expected in "\n".join(mistakes(text=MINIMAL.replace(before, after)))
+
+
+def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
+    text = MINIMAL.replace("path: data", "path: 'ftp://user:hunter2@host/x', storage: {secret: hunter2}")
+    text = text.replace("path: out", "path: out, storage: {key: hunter2, secret: hunter2}")
+    text = text.replace("path: demo", "path: 'ftp://user:hunter2@host/model', storage: {secret: hunter2}")
+    config = job(text)
+    assert config.input.storage == {"secret": "hunter2"}
+    assert "secret" not in repr(config)
+    assert "storage" not in json.dumps([config.identity(), config.numerics(), config.free()])
+    assert "hunter2" not in json.dumps([config.identity(), config.numerics(), config.free()])
+    found = "\n".join(mistakes(text=MINIMAL.replace("path: out", "path: out, storage: hunter2")))
+    assert "output.storage" in found
+    assert "hunter2" not in found
+    for setting in ("output.storage.secret hunter2", "output.storage.=hunter2", "output.storage={secret: [hunter2}"):
+        assert "hunter2" not in "\n".join(mistakes(text=text, sets=[setting]))
+
+
+def test_settings_overlays_and_limit_in_this_order(job, tmp_path, mistakes):
+    overlay = tmp_path / "gpu.yaml"
+    overlay.write_text("engine: {max_num_seqs: 8}\nrun: {actors: 2}\n")
+    config = job(overlays=[overlay], sets=["run.actors=3", "prompt.column=null", "prompt.template={a}: b"], limit=7)
+    assert (config.engine.max_num_seqs, config.run.actors, config.input.limit) == (8, 3, 7)
+    assert config.prompt.template == "{a}: b", "a text key takes what follows the = as it stands"
+    assert config.where("engine.max_num_seqs") == f"{overlay}:1"
+    assert config.where("run.actors") == "--set"
+    assert config.where("input.limit") == "--limit"
+    assert config.where("input.path").endswith("job.yaml:1")
+    assert job(sets=["sampling.max_tokens={column: b}"]).sampling_columns() == {"max_tokens": "b"}
+    assert "--set: run.actors: expected an integer; got 'x'" in mistakes(sets=["run.actors=x"])[0]
+    assert "Did you mean `actors`?" in mistakes(sets=["run.actor=2"])[0]
+    assert "expected key=value" in mistakes(sets=["run.actors"])[0]
+    overlay.write_text("engine: {max_seqs: 8}\n")
+    assert mistakes(overlays=[overlay])[0].startswith("gpu.yaml:1: engine.max_seqs: unknown key")
+
+
+def test_a_job_survives_pickling_with_its_lines(job):
+    config = job()
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config
+    assert copy.where("prompt.column") == config.where("prompt.column")
+    with pytest.raises(Exception, match="frozen"):
+        copy.name = "x"
+
+
+IDENTITY = [
+    ("path: data", "path: data, columns: [id]"),
+    ("path: data", "path: data, limit: 5"),
+    ("column: text", "column: other"),
+    ("column: text", "template: '{text}'"),
+    ("column: text", "column: text, chat: true"),
+    ("column: text", "column: text, max_bytes: 5"),
+    ("path: out", "path: out, rename: {generated_text: a}"),
+    ("prompt:", "sampling: {max_tokens: 5}\nprompt:"),
+    ("prompt:", "sampling: {max_tokens: {column: b}}\nprompt:"),
+    ("prompt:", "sampling: {seed: 5}\nprompt:"),
+    ("prompt:", "engine: {seed: 5}\nprompt:"),
+    ("prompt:", "engine: {max_model_len: 5}\nprompt:"),
+    ("prompt:", "run: {window_rows: 5}\nprompt:"),
+    ("prompt:", "run: {window_bytes: 5}\nprompt:"),
+    ("prompt:", "run: {unit_tokens: 5}\nprompt:"),
+    ("prompt:", "run: {unit_rows: 5}\nprompt:"),
+]
+NUMERICS = [
+    ("prompt:", "engine: {dtype: float32}\nprompt:"),
+    ("prompt:", "engine: {device: cpu}\nprompt:"),
+    ("path: demo", "path: demo, quantization: nf4"),
+]
+FREE = [
+    ("path: out", "path: elsewhere"),
+    ("path: data", "path: copied/data"),
+    ("path: data", "path: data, storage: {a: b}"),
+    ("path: demo", "path: other/folder"),
+    ("prompt:", "name: other\nprompt:"),
+    ("prompt:", "run: {actors: 3, max_error_rate: 0.5, drain_s: 3, units_in_flight: 2}\nprompt:"),
+    ("prompt:", "engine: {max_num_seqs: 3, block_size: 16, enable_prefix_caching: off, speculation: off}\nprompt:"),
+    ("path: demo", "path: demo, draft: demo:draft"),
+    ("prompt:", "engine: {speculation: {proposer: draft, max_draft_tokens: 3}}\nprompt:"),
+    ("prompt:", "cost: {hourly_usd: 3}\nprompt:"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), IDENTITY)
+def test_what_makes_another_job(job, before: str, after: str):
+    base, changed = job(), job(MINIMAL.replace(before, after, 1))
+    assert changed.identity() != base.identity()
+    assert changed.numerics() == base.numerics()
+
+
+@pytest.mark.parametrize(("before", "after"), NUMERICS)
+def test_what_may_round_differently(job, before: str, after: str):
+    base, changed = job(), job(MINIMAL.replace(before, after, 1))
+    assert changed.identity() == base.identity()
+    assert changed.numerics() != base.numerics()
+
+
+@pytest.mark.parametrize(("before", "after"), FREE)
+def test_what_may_change_from_run_to_run(job, before: str, after: str):
+    base, changed = job(), job(MINIMAL.replace(before, after, 1))
+    assert changed.identity() == base.identity()
+    assert changed.numerics() == base.numerics()
+
+
+def test_quantization_on_load_is_the_target_models_and_no_key_of_older_jobs(job):
+    plain, smaller = job(), job(MINIMAL.replace("path: demo", "path: demo, quantization: int4-rtn"))
+    assert smaller.engine_config("folder", None) == EngineConfig(model="folder", quantization="int4-rtn")
+    assert smaller.numerics() == plain.numerics() | {"quantization": "int4-rtn"}
+    assert "quantization" not in plain.numerics()
+    assert smaller.free() == plain.free()
+
+
+def test_determinism_is_numerics_and_no_key_of_older_jobs(job):
+    plain, fixed = job(), job(MINIMAL + "engine: {deterministic: true}\n")
+    assert fixed.engine_config("folder", None) == EngineConfig(model="folder", deterministic=True)
+    assert fixed.numerics() == plain.numerics() | {"deterministic": True}
+    assert "deterministic" not in plain.numerics()
+    assert fixed.free() == plain.free()
+    assert fixed.identity() == plain.identity()
+
+
+def test_another_gpu_of_the_machine_is_the_same_numerics(job):
+    one, two = (job(MINIMAL + f"engine: {{device: 'cuda:{n}'}}\n") for n in (0, 1))
+    assert one.numerics() == two.numerics()
+
+
+def test_the_three_classes_are_plain_json(job):
+    config = job(MINIMAL + "sampling: {max_tokens: {column: b}, stop: [x]}\n")
+    for part in (config.identity(), config.numerics(), config.free()):
+        assert json.loads(json.dumps(part)) == part
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("overlay", [None, *PRESETS], ids=lambda p: p.name if p else "plain")
+def test_the_job_files_and_presets_we_ship_are_valid(path: Path, overlay: Path | None):
+    plain = load_job(path)
+    config = load_job(path, overlays=[overlay] if overlay else [])
+    assert config.identity() == plain.identity(), "a preset must not make it another job"
+
+
+def test_job_file_errors_are_configuration_errors():
+    assert issubclass(JobFileError, ConfigError)
+    assert JobFileError([]).exit_code == 2
+
+
+def test_the_date_of_a_chat_is_a_date_with_or_without_a_time(job):
+    def date_of(value: str):
+        return job(MINIMAL.replace("column: text", f"column: text, chat: {{date: {value}}}")).prompt.chat.date
+
+    assert date_of("2026-11-23") == date_of("'2026-11-23'") == "2026-11-23T00:00:00"
+    assert date_of("'2026-11-23 14:05'") == date_of("2026-11-23T14:05:00") == "2026-11-23T14:05:00"
+    assert date_of("null") is None
+    given = job(MINIMAL.replace("column: text", "column: text, chat: true"), sets=["prompt.chat.date=2026-11-23"])
+    assert given.prompt.chat.date == "2026-11-23T00:00:00"
+    for value in (date(2026, 11, 23), datetime(2026, 11, 23)):  # what other YAML libraries make of it
+        data = {"column": "text", "chat": {"date": value}}
+        assert PromptSection.model_validate(data).chat.date == "2026-11-23T00:00:00"
+
+
+@pytest.mark.parametrize("value", ["tomorrow", "23.11.2026", "2026", "2026-02-30", "2026-11-23T10:00:00Z", "true"])
+def test_what_is_no_date_of_a_chat(mistakes, value):
+    (said,) = mistakes(text=MINIMAL.replace("column: text", f"column: text, chat: {{date: {value}}}"))
+    assert "prompt.chat.date: expected a date, such as 2026-11-23" in said

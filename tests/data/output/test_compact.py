@@ -1,0 +1,254 @@
+"""Merging parts: every row once, in order when asked, never half, never over anything."""
+
+import json
+import random
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.output.compact import PLAN, Compacted, compact
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import PartName, PartStore
+from pipeline.data.output.result_columns import output_schema
+from pipeline.errors import EnvironmentFailed, OutputError
+
+FINGERPRINT = "1a2b3c4d" * 8
+ROWS_PER_FILE = 40  # of the input
+RENAME = {"source_row": "line"}
+
+
+def finish_job(store: PartStore, windows: int = 3, rows: int = 30, units: int = 4, seed: int = 0) -> pa.Table:
+    """An output as a finished job leaves it: units of a window hold its rows in any order. Returns all rows, in
+    the input's order."""
+    store.probe()
+    schema = output_schema(pa.schema([("id", pa.int64()), ("tags", pa.list_(pa.string()))]), RENAME, False)
+    draw = random.Random(seed)
+    everything = []
+    for window in range(windows):
+        numbers = [window * rows + i for i in range(rows)]
+        everything += numbers
+        draw.shuffle(numbers)
+        for unit in range(units):
+            some = numbers[unit::units]
+            table = pa.Table.from_pylist([_row(i) for i in some], schema=schema)
+            name = PartName(FINGERPRINT[:8], window, unit, units, len(some))
+            store.write(name, table, {"pipeline.fingerprint": FINGERPRINT, "pipeline.run": str(window)})
+    if not everything:
+        store.write(PartName(FINGERPRINT[:8], 0, 0, 1, 0), schema.empty_table())
+    _succeed(store, store.totals())
+    return pa.Table.from_pylist([_row(i) for i in everything], schema=schema)
+
+
+def _row(i: int) -> dict:
+    failed = i % 13 == 5
+    no_text = "" if i < ROWS_PER_FILE else None  # an earlier version wrote the empty string
+    return {
+        "id": i, "tags": [f"t{i}", None], "generated_text": no_text if failed else f"answer {i} " * (i % 7),
+        "error": "null_prompt" if failed else None, "num_input_tokens": i, "num_cached_tokens": 0,
+        "num_generated_tokens": i % 7, "source_file": f"f{i // ROWS_PER_FILE}.parquet", "line": i % ROWS_PER_FILE,
+    }  # fmt: skip
+
+
+def _succeed(store: PartStore, totals: PartTotals) -> None:
+    counts = {
+        "job": "demo", "fingerprint": FINGERPRINT, "input_rows": totals.rows,
+        "completed_rows": totals.rows - totals.num_error_rows, "error_rows": totals.num_error_rows,
+        "num_generated_tokens": totals.num_generated_tokens,
+    }  # fmt: skip
+    store.success(json.dumps(counts).encode())
+
+
+@pytest.fixture(params=["local", "memory"])
+def places(request, tmp_path):
+    """The job's output and where to merge it: on a local disk, and in an fsspec store."""
+    if request.param == "local":
+        return PartStore(str(tmp_path / "out")), PartStore(str(tmp_path / "merged"))
+    root = f"memory://{tmp_path.name}"
+    return PartStore(f"{root}/out"), PartStore(f"{root}/merged")
+
+
+def merged(store: PartStore) -> pa.Table:
+    names = [name for name in store.names("") if name[0] not in "_."]
+    tables = [pq.read_table(pa.BufferReader(store.read(name) or b"")) for name in names]
+    return pa.concat_tables(tables).replace_schema_metadata(None)
+
+
+def run(source: PartStore, target: PartStore, order="input", size: int = 2000) -> Compacted:
+    return compact(source, target, order, size, lambda text: None)
+
+
+def test_in_the_order_of_the_input(places):
+    source, target = places
+    expected = finish_job(source)
+    done = run(source, target)
+    assert merged(target).equals(expected)
+    assert (done.rows, done.parts, done.error_rows) == (90, 12, 7)
+    assert done.files == done.files_made == len([n for n in target.names("") if n.startswith("data-")])
+    assert done.files > 3, "files that end inside a window"
+    success = json.loads(target.read("_SUCCESS") or b"")
+    assert (success["completed_rows"], success["error_rows"], success["files"]) == (83, 7, done.files)
+
+
+def test_in_the_order_of_the_parts_and_in_one_file(places):
+    source, target = places
+    expected = finish_job(source)
+    assert run(source, target, "parts", 10**9).files == 1
+    found = merged(target)
+    assert found.column("id") != expected.column("id")
+    assert found.sort_by("id").equals(expected)
+
+
+def test_a_second_call_says_so_and_changes_nothing(places):
+    source, target = places
+    finish_job(source)
+    run(source, target)
+    before = {name: target.read(name) for name in target.names("") if name != "_pipeline"}
+    done = run(source, target)
+    assert done.files_made == 0
+    assert "is complete already" in done.to_text()
+    assert {name: target.read(name) for name in before} == before
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_an_interrupted_call_is_gone_on_with(places, failing, monkeypatch):
+    source, target = places
+    expected = finish_job(source)
+    create, calls = target.create, []
+
+    def full(name, data):
+        if name.startswith("data-"):
+            calls.append(name)
+            if len(calls) == failing + 1:
+                raise EnvironmentFailed("disk full")
+        return create(name, data)
+
+    monkeypatch.setattr(target, "create", full)
+    with pytest.raises(EnvironmentFailed):
+        run(source, target)
+    assert target.read("_SUCCESS") is None
+    done = run(source, target)
+    assert done.files - done.files_made == failing
+    assert merged(target).equals(expected)
+
+
+def test_two_calls_at_once_make_one_result(places, monkeypatch):
+    """Another call writes each file just before this one does."""
+    source, target = places
+    expected = finish_job(source)
+    create = target.create
+
+    def raced(name, data):
+        return create(name, data) and not name.startswith("data-")
+
+    monkeypatch.setattr(target, "create", raced)
+    done = run(source, target)
+    assert done.files_made == 0
+    assert merged(target).equals(expected)
+
+
+def test_a_job_of_no_rows(places):
+    source, target = places
+    finish_job(source, windows=0)
+    assert run(source, target).files == 1
+    assert merged(target).num_rows == 0
+    assert "generated_text" in merged(target).column_names
+
+
+def test_what_is_refused(places):
+    source, target = places
+    finish_job(source)
+    raw = source.read("_SUCCESS") or b""
+    source.remove("_SUCCESS")
+    with pytest.raises(OutputError, match="not finished; `pipeline run`"):
+        run(source, target)
+    source.success(b"[]")
+    with pytest.raises(OutputError, match="not what a job of this program writes"):
+        run(source, target)
+    source.success(raw.replace(b'"completed_rows": 83', b'"completed_rows": 82'))
+    with pytest.raises(OutputError, match="its parts hold 90 rows, _SUCCESS counts 89"):
+        run(source, target)
+    source.success(raw)
+    target.create("other.parquet", b"x")
+    with pytest.raises(OutputError, match=r"not empty \(other.parquet\)"):
+        run(source, target)
+    target.remove("other.parquet")
+    for inside in (source.path, f"{source.path}/merged"):
+        with pytest.raises(OutputError, match="lies in the job's output"):
+            run(source, PartStore(inside))
+    run(source, target)
+    with pytest.raises(OutputError, match="begun with --order input --target-size 2000; give the same"):
+        run(source, target, "parts")
+    source.success(raw + b" ")
+    with pytest.raises(OutputError, match="from another state of"):
+        run(source, target)
+    target.replace(PLAN, b"{}")
+    with pytest.raises(OutputError, match="not written by this version"):
+        run(source, target)
+
+
+def test_rows_that_are_not_what_the_job_counted_leave_no_success(places):
+    source, target = places
+    finish_job(source)
+    raw = (source.read("_SUCCESS") or b"").replace(b'"num_generated_tokens": ', b'"num_generated_tokens": 1')
+    source.success(raw)
+    with pytest.raises(OutputError, match="the job's _SUCCESS counts"):
+        run(source, target)
+    assert target.read("_SUCCESS") is None
+
+
+def test_provenance_and_checksums_are_kept_and_the_footer_says_what_is_held(tmp_path):
+    source, target = PartStore(str(tmp_path / "out")), PartStore(str(tmp_path / "merged"))
+    finish_job(source)
+    run(source, target)
+    file = next((tmp_path / "merged").glob("data-*"))
+    notes = pq.read_metadata(file).metadata
+    assert notes[b"pipeline.fingerprint"] == FINGERPRINT.encode()
+    assert PartTotals.from_json(notes[b"pipeline.unit"]).rows == pq.read_metadata(file).num_rows
+    pq.read_table(file, page_checksum_verification=True)
+
+
+def test_an_output_and_a_merged_one_read_as_one_dataset(tmp_path):
+    """Nothing beside the parts is picked up by readers, and all parts have one schema."""
+    source = PartStore(str(tmp_path / "out"))
+    finish_job(source)
+    source.create("_pipeline/job.json", b"{}")
+    source.create("_pipeline/partial/x.parquet", b"not one")
+    run(source, PartStore(str(tmp_path / "merged")))
+    for folder in ("out", "merged"):
+        assert ds.dataset(tmp_path / folder).count_rows() == 90
+        frame = pd.read_parquet(tmp_path / folder)
+        assert sorted(frame["id"]) == list(range(90))
+        assert pq.read_table(tmp_path / folder).num_rows == 90
+
+
+def test_the_command(tmp_path: Path, monkeypatch, pipe):
+    monkeypatch.chdir(tmp_path)
+    finish_job(PartStore("out"))
+    assert "Examples:\n    pipeline compact" in pipe("compact", "--help")[1]
+    asked = ("compact", "out", "--to", "merged", "--order", "input", "--target-size", "2kB")
+    code, out, err = pipe(*asked, "--json")
+    assert code == 0, err
+    assert json.loads(out)["rows"] == 90
+    assert "file 1 of " in err
+    assert "is complete already" in pipe(*asked)[1]
+    assert pipe("compact", "out", "--to", "m2", "--target-size", "huge")[0] == 2
+    assert pipe("compact", "nowhere", "--to", "m2")[0] == 2
+
+
+def test_files_that_changed_places_are_refused(places):
+    source, target = places
+    finish_job(source, rows=31)
+    run(source, target, size=20_000)
+    files = [name for name in target.names("") if name[0] not in "_."]
+    first, last = files[0], files[-1]
+    a, b = target.read(first), target.read(last)
+    assert first.rpartition("-")[2] != last.rpartition("-")[2], "not of as many rows"
+    target.replace(first, b or b"")
+    target.replace(last, a or b"")
+    target.remove("_SUCCESS")
+    with pytest.raises(OutputError, match="its name says"):
+        run(source, target, size=20_000)

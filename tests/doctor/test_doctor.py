@@ -1,0 +1,283 @@
+"""The doctor: what is well is said, what is not comes with what to do, and no secret is shown."""
+
+import importlib
+import json
+import os
+import shutil
+from collections import namedtuple
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import load_job
+from pipeline.demo import demo_model
+from pipeline.doctor import Check, Setup, diagnose, exit_code, machine_checks
+from pipeline.errors import ConfigError
+from pipeline.stores.retries import RetryPolicy
+
+SECRET = "hunter2-never-shown"
+JOB = """\
+input: {path: data}
+prompt: {column: text}
+model: {path: demo:target-awq}
+output: {path: out/new}
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"text": ["one"]}), tmp_path / "data" / "a.parquet")
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def checks(group: str, **setup) -> dict[str, Check]:
+    return {check.name: check for check in diagnose(Setup(**setup)) if check.group == group}
+
+
+def copied(folder: Path, **config) -> Path:
+    """The embedded model in a folder of its own, with changes to its config.json."""
+    shutil.copytree(demo_model("target-awq"), folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def test_a_job_that_can_run(work, pipe):
+    code, out, err = pipe("doctor", "job.yaml")
+    assert code == 0, out + err
+    for group in ("versions", "devices", "memory and disks", "kernels", "job", "model", "output"):
+        assert f"\n{group}\n" in out
+    assert "valid, 1 rows" in out
+    assert "AWQ int4, groups of 128" in out
+    assert "0 failed" in out
+    assert sorted(p.name for p in work.iterdir()) == ["data", "job.yaml"], "the probe's folders are gone again"
+    code, out, _ = pipe("doctor", "job.yaml", "--json")
+    told = json.loads(out)
+    assert (code, told["failed"]) == (0, 0)
+    assert {check["state"] for check in told["checks"]} <= {"ok", "warning"}
+
+
+def test_an_output_that_is_there_is_left_as_it_is(work):
+    (work / "out").mkdir()
+    (work / "out" / "mine").write_text("x")
+    assert checks("output", output="out")["out"].state == "ok"
+    assert (work / "out" / "mine").read_text() == "x"
+
+
+def test_without_anything_only_the_machine_is_looked_at():
+    assert {check.group for check in diagnose(Setup())} == {"versions", "devices", "memory and disks", "kernels"}
+
+
+def test_mistakes_of_the_job_are_the_users(work, pipe):
+    code, out, _ = pipe("doctor", "job.yaml", "--model", "./nowhere", "--input", "none", "--output", "data/a.parquet")
+    assert code == 2
+    assert "./nowhere: no such folder" in out
+    assert "input.path none: does not exist" in out
+    assert "data/a.parquet" in out
+    (work / "job.yaml").write_text(JOB.replace("column: text", "column: txt"))
+    code, out, _ = pipe("doctor", "job.yaml")
+    assert code == 2
+    assert "did you mean 'text'?" in out
+    (work / "job.yaml").write_text(JOB.replace("column", "colum"))
+    code, out, err = pipe("doctor", "job.yaml", "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["mistakes"][0]["key"] == "prompt.colum"
+    assert "Did you mean `column`?" in err
+
+
+@pytest.mark.parametrize(
+    ("config", "broken", "expected"),
+    [
+        ({"model_type": "mamba"}, None, "model_type = 'mamba'"),
+        ({"hidden_size": -1}, None, "hidden_size"),
+        ({}, "config.json", "config.json"),
+        ({}, "tokenizer.json", "tokenizer.json"),
+        ({}, "model.safetensors", "safetensors"),
+    ],
+)
+def test_a_model_that_cannot_be_served(tmp_path, config, broken, expected):
+    folder = copied(tmp_path / "m", **config)
+    if broken == "model.safetensors":
+        data = (folder / broken).read_bytes()
+        (folder / broken).write_bytes(data[: len(data) // 2])
+    elif broken:
+        (folder / broken).unlink()
+    failed = [c for c in checks("model", model=str(folder)).values() if c.state == "failed"]
+    assert len(failed) == 1
+    assert expected in failed[0].found
+    assert exit_code(failed) == 2
+
+
+def test_a_tensor_of_the_index_that_is_nowhere(tmp_path):
+    folder = copied(tmp_path / "m")
+    index = {"weight_map": {"model.norm.weight": "model.safetensors", "gone": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "1 tensors are in none of the files: gone" in checks("model", model=str(folder))["model"].found
+
+
+def test_too_little_memory_and_too_small_a_vocabulary(tmp_path, monkeypatch):
+    folder = copied(tmp_path / "m", vocab_size=1000)
+    monkeypatch.setattr("pipeline.engine.startup.memory.free_cpu_bytes", lambda: 2_000_000)
+    found = checks("model", model=str(folder), device="cpu", dtype="float32")
+    assert (found["memory"].state, found["memory"].exit_code) == ("failed", 3)
+    assert found["tokenizer"].state == "warning"
+    monkeypatch.setattr("pipeline.engine.startup.memory.free_cpu_bytes", lambda: 2_600_000)
+    assert checks("model", model=str(folder), device="cpu", dtype="float32")["memory"].state == "warning"
+
+
+def test_a_chat_without_a_template(work, pipe):
+    folder = copied(work / "m")
+    (folder / "chat_template.jinja").unlink()
+    (work / "job.yaml").write_text(JOB.replace("column: text", "column: text, chat: true"))
+    code, out, _ = pipe("doctor", "job.yaml", "--model", "m")
+    assert code == 2
+    assert "Leave prompt.chat out" in out
+
+
+def test_a_model_in_a_store(tmp_path):
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    for name in ("config.json", "tokenizer.json"):
+        fs.pipe_file(f"/test-doctor/m/{name}", (demo_model("target-awq") / name).read_bytes())
+    assert checks("model", model="memory://test-doctor/m")["architecture"].state == "ok"
+    fs.rm_file("/test-doctor/m/tokenizer.json")
+    assert "no tokenizer.json there" in checks("model", model="memory://test-doctor/m")["model"].found
+
+
+def test_a_hugging_face_id_is_only_looked_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    found = checks("model", model="nobody/nothing-here")
+    assert found["folder"].state == "warning"
+    assert "not in the local cache" in found["folder"].found
+
+
+def test_an_output_in_a_store_is_probed():
+    found = checks("output", output="memory://test-doctor/out")
+    assert found["memory://test-doctor/out"].state == "ok"
+    assert checks("output", output="nothing://x/out")["output"].state == "failed"
+
+
+def test_an_output_that_writes_over_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", os.replace)
+    found = checks("output", output=str(tmp_path / "out"))
+    assert [(check.state, check.name) for check in found.values()] == [("failed", "output")]
+
+
+def test_full_disks(monkeypatch, tmp_path):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10**12, 0, 10**8))
+    found = checks("memory and disks", output=str(tmp_path))
+    assert found["output"].state == "failed"
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10**12, 0, 2 * 10**10))
+    found = checks("memory and disks")
+    assert any(c.state == "warning" and "95 %" in c.todo for c in found.values())
+
+
+def test_a_package_that_is_missing(monkeypatch):
+    version = machine_checks.version
+
+    def without_ray(name: str) -> str:
+        if name == "ray":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(machine_checks, "version", without_ray)
+    assert checks("versions")["ray"].todo == "pip install ray"
+
+
+@pytest.mark.parametrize(
+    ("there", "state"), [({"omppool", "workqueue"}, "ok"), ({"workqueue"}, "warning"), (set(), "failed")]
+)
+def test_the_layer_that_numba_takes(monkeypatch, there, state):
+    real = importlib.import_module
+
+    def only(name, *rest):
+        if name.startswith("numba.np.ufunc.") and name.rpartition(".")[2] not in there:
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", only)
+    assert checks("kernels")["numba threads"].state == state
+
+
+def test_kernels_that_cannot_be_cached(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("cannot cache function '_kernel': no locator available")
+
+    monkeypatch.setattr("pipeline.kernels.select.select_kernels", refuse)
+    assert "NUMBA_CACHE_DIR" in checks("kernels")["numba cache"].todo
+
+
+def test_activations_in_fp8(work, monkeypatch):
+    job = load_job(str(work / "job.yaml"), ("engine.activation_dtype=fp8",))
+    found = {check.name: check for check in diagnose(Setup.of_job(job)) if check.group == "kernels"}
+    assert "fp8" in found["linear"].found
+    assert "fp8" not in checks("kernels")["linear"].found
+
+    def refuse(*_):
+        raise ConfigError("needs compute capability 8.9 or newer")
+
+    monkeypatch.setattr("pipeline.kernels.activations.rounded_linears.with_rounded_activations", refuse)
+    (failed,) = (check for check in diagnose(Setup.of_job(job)) if check.name == "activations in fp8")
+    assert (failed.state, failed.exit_code) == ("failed", 2)
+
+
+def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
+    def broken(*_):
+        raise OSError(SECRET)
+
+    monkeypatch.setattr(machine_checks, "available_cores", broken)
+    found = list(diagnose(Setup()))
+    assert SECRET not in str(found)
+    assert next(c for c in found if c.group == "devices").found == "OSError while looking"
+    assert {"memory and disks", "kernels"} <= {c.group for c in found}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("path: out/new", "path: 's3://bucket/out', storage: {{{o}}}"),
+        ("path: data", "path: 's3://bucket/in', storage: {{{o}}}"),
+        ("path: demo:target-awq", "path: 's3://bucket/model', storage: {{{o}}}"),
+        ("path: data", "path: 's3://user:{s}@bucket/in'"),
+        ("path: out/new", "path: 'nothing://user:{s}@bucket/out', storage: {{{o}}}"),
+        ("path: out/new", "path: out/new, storage: {{{o}}}"),
+        ("path: out/new", "path: out/new, storage: {s}"),
+        ("path: out/new", "path: out/new, storage: [{s}]"),
+        ("path: out/new", "path: out/new, storag: {{{o}}}"),
+    ],
+)
+def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pipe, monkeypatch, change):
+    """Stores that cannot be reached, options that are wrong, and a defect that prints a traceback."""
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    options = f"key: {SECRET}, secret: {SECRET}, endpoint_url: 'http://127.0.0.1:1'"
+    before, after = change
+    (work / "job.yaml").write_text(JOB.replace(before, after.format(s=SECRET, o=options)))
+    for command in ("validate", "doctor", "run", "status", "report"):
+        for more in ((), ("--json",)):
+            code, out, err = pipe(command, "job.yaml", *more)
+            assert SECRET not in out + err, (command, out, err)
+            if more:
+                assert isinstance(json.loads(out), dict)
+            assert code != 70, err
+    for setting in (f"output.storage.secret {SECRET}", f"output.storage.={SECRET}"):
+        code, out, err = pipe("validate", "job.yaml", "--set", setting)
+        assert SECRET not in out + err
+        assert code == 2
+
+    def defect(config, **_):
+        raise RuntimeError(repr(config))
+
+    monkeypatch.setattr("pipeline.job.run.run_job", defect)
+    (work / "job.yaml").write_text(JOB.replace("path: data", f"path: data, storage: {{secret: {SECRET}}}"))
+    code, out, err = pipe("run", "job.yaml")
+    assert code == 70
+    assert SECRET not in out + err

@@ -1,0 +1,189 @@
+"""The memory table of the doctor, against figures worked out by hand."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.config import load_job
+from pipeline.demo import demo_model
+from pipeline.doctor import Setup, diagnose, fit, memory_of, speed
+from pipeline.kernels.cpu.linear import linear_bf16
+from pipeline.model.config import read_config
+from pipeline.roofline.cards import load_cards
+
+# The demonstration model: 4 layers of 2 key-value heads of 64, 2,623,744 parameters of which 2,304 are norms.
+NUM_WEIGHTS = 2_621_440
+NUM_LINEAR = NUM_WEIGHTS - 1024 * 256  # without the embeddings, which are tied
+KV_BFLOAT16 = 2 * 4 * 2 * 64 * 2
+
+
+def test_cards_have_room_for_what_is_left_of_their_memory():
+    table = memory_of(Setup(model="demo:target"))
+    assert table is not None
+    assert table.lengths == (512, 1024), "no longer than the model's context"
+    assert [place.name for place in table.places[1:]] == [card.name for card in load_cards()]
+    l4 = table.places[-2]
+    assert (l4.name, l4.dtype, l4.memory_bytes, l4.weight_bytes) == ("L4", "bfloat16", 24 * 10**9, 2 * NUM_WEIGHTS)
+    assert l4.kv_bytes_per_token == KV_BFLOAT16
+    blocks = (21_600_000_000 - 2 * 2**30 - 2**29 - 2 * NUM_WEIGHTS) // (64 * KV_BFLOAT16)
+    assert l4.sequences == (blocks // 8, blocks // 16)
+    assert l4.sequences == (18_034, 9_017)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_this_machine_is_what_is_free_here(monkeypatch, dtype):
+    monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
+    table = memory_of(Setup(model="demo:target", device="cpu", dtype=dtype))
+    assert table is not None
+    here, width = table.places[0], 4 if dtype == "float32" else 2
+    embeddings = 2 * 2 * 1024 * 256  # a table and a linear, each in the 16 bit that they are stored in
+    assert here.weight_bytes == 2 * NUM_LINEAR + embeddings
+    kv = KV_BFLOAT16 // 2 * width
+    blocks = int((1_000_000_000 - here.weight_bytes) * 0.25) // (16 * kv)
+    assert here.sequences == (blocks // 32, blocks // 64)
+
+
+def test_a_cache_in_8_bits_holds_more(monkeypatch):
+    monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
+    wide, narrow = (
+        memory_of(Setup(model="demo:target", device="cpu", kv_cache_dtype=kind)) for kind in ("auto", "fp8")
+    )
+    assert wide is not None
+    assert narrow is not None
+    assert (narrow.places[0].kv_dtype, narrow.places[-1].kv_dtype) == ("float8_e4m3fn", "float8_e4m3fn")
+    assert {place.kv_bytes_per_token for place in narrow.places} == {2 * 4 * 2 * (64 + 4)}
+    blocks = int((1_000_000_000 - narrow.places[0].weight_bytes) * 0.25) // (16 * 2 * 4 * 2 * (64 + 4))
+    assert narrow.places[0].sequences == (blocks // 32, blocks // 64)
+    assert narrow.places[-1].sequences[0] > 1.8 * wide.places[-1].sequences[0]
+
+
+def test_a_model_that_does_not_fit_leaves_no_room(monkeypatch):
+    monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000)
+    small = replace(load_cards()[0], memory_bytes=2 * 2**30)
+    monkeypatch.setattr(fit, "load_cards", lambda: (small,))
+    table = memory_of(Setup(model="demo:target", device="cpu"))
+    assert table is not None
+    assert [place.sequences for place in table.places] == [(0, 0), (0, 0)]
+
+
+def test_files_by_format_are_what_such_checkpoints_have():
+    table = memory_of(Setup(model="demo:target-awq"))
+    assert table is not None
+    files = table.checkpoint_bytes
+    for form, folder in (("16 bit", "target"), ("4 bit, groups of 128", "target-awq")):
+        stored = (demo_model(folder) / "model.safetensors").stat().st_size
+        assert files[form] == pytest.approx(stored, rel=0.02)
+    assert files["8 bit"] == NUM_LINEAR + NUM_LINEAR // 128 + 2 * 1024 * 256
+
+
+def test_the_command_shows_it_and_has_it_in_json(pipe, tmp_path):
+    code, out, _ = pipe("doctor", "--model", "demo:target")
+    assert code == 0
+    assert "memory of the model" in out
+    assert "RTX 4090" in out
+    assert "prompts/s" in out
+    assert "cannot run this" not in out
+    code, out, _ = pipe("doctor", "--model", "demo:target", "--json")
+    told = json.loads(out)["memory"]
+    assert [place["name"] for place in told["places"]][1] == "H200"
+    assert told["places"][1]["sequences"] == [118_456, 59_228]
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    code, out, _ = pipe("doctor", "--model", str(tmp_path), "--json")
+    assert (code, json.loads(out)["memory"]) == (2, None)
+    assert json.loads(pipe("doctor", "--json")[1])["memory"] is None
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("NVIDIA L4", True), ("a card of tomorrow", False)])
+def test_a_device_here_is_asked_for_its_own_memory(monkeypatch, name, is_known):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (5, 24_000_000_000))
+    about = SimpleNamespace(name=name, major=8, minor=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: about)
+    table = memory_of(Setup(model="demo:target"))
+    assert table is not None
+    assert table.places[0].sequences == (18_034, 9_017)
+    assert table.places[0].speed == (table.places[-2].speed if is_known else None)
+
+
+def of_job(tmp_path, model="demo:target", quantization="none", **engine):
+    """The setup of a job with these engine options."""
+    told = {
+        "input": {"path": "in"},
+        "prompt": {"column": "text"},
+        "output": {"path": "out"},
+        "model": {"path": model, "quantization": quantization},
+        "engine": engine,
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(told))
+    return Setup.of_job(load_job(str(tmp_path / "job.yaml")))
+
+
+def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatch):
+    places = {
+        kind: memory_of(of_job(tmp_path, quantization=kind)).places[-2] for kind in ("none", "int8", "int4-rtn", "nf4")
+    }
+    packed = int(NUM_LINEAR * (0.5 + 3 / 128))
+    assert places["none"].weight_bytes == 2 * NUM_WEIGHTS
+    assert places["int4-rtn"].weight_bytes == 2 * NUM_WEIGHTS + packed  # its 16-bit form fits beside it
+    assert places["int8"].weight_bytes == places["nf4"].weight_bytes == 2 * NUM_WEIGHTS  # widened there
+    here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="float32")).places[0]
+    assert here.weight_bytes == int(NUM_LINEAR * (0.5 + 8 / 128)) + 2 * 2 * 1024 * 256
+    widened = memory_of(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16")).places[0]
+    assert widened.weight_bytes == 2 * NUM_LINEAR + 2 * 2 * 1024 * 256
+    for alone, per_weight in ((True, 0.5 + 3 / 128), (False, 2.5 + 8 / 128)):  # products of pairs, and oneDNN's
+        monkeypatch.setattr(linear_bf16, "multiplies_pairs", lambda alone=alone: alone)
+        here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="bfloat16")).places[0]
+        assert here.weight_bytes == int(NUM_LINEAR * per_weight) + 2 * 2 * 1024 * 256
+
+
+def test_fp8_of_a_job_counts_and_cards_without_it_are_told(tmp_path):
+    plain = memory_of(of_job(tmp_path, model="demo:target-awq"))
+    told = memory_of(of_job(tmp_path, model="demo:target-awq", activation_dtype="fp8", kv_cache_dtype="fp8"))
+    by_name = {place.name: place for place in told.places}
+    h100, a100 = by_name["H100 80GB SXM"], by_name["A100 80GB SXM"]
+    assert h100.weight_bytes == 2 * NUM_WEIGHTS - int(NUM_LINEAR * (1 - 4 / 128))
+    assert h100.kv_dtype == "float8_e4m3fn"
+    assert h100.speed.prompt_tokens_per_s > 1.2 * plain.places[2].speed.prompt_tokens_per_s
+    assert (a100.speed, a100.lacks.split(":")[0]) == (None, "engine.activation_dtype")
+    assert {place.name for place in told.places if place.lacks} == {"A100 80GB SXM", "A100 40GB SXM"}
+    text = told.to_text()
+    assert "A100 80GB SXM cannot run this: engine.activation_dtype: fp8 needs compute capability 8.9" in text
+    row = next(line for line in text.splitlines() if line.strip().startswith("A100 40GB"))
+    assert row.split()[-2:] == ["-", "-"]
+    only_cache = memory_of(of_job(tmp_path, model="demo:target-awq", kv_cache_dtype="fp8"))
+    assert not any(place.lacks for place in only_cache.places), "a cache in fp8 needs no units for it"
+    processors = memory_of(of_job(tmp_path, model="demo:target-awq", activation_dtype="int8"))
+    assert [place.lacks != "" for place in processors.places] == [False, *[True] * len(load_cards())]
+
+
+def test_speed_is_the_cost_models_at_data_sheet_rates(tmp_path):
+    (l4,) = (card for card in load_cards() if card.name == "L4")
+    place = memory_of(Setup(model="demo:target")).places[-2]
+    assert place.speed.sequences == 512
+    weights, head = 2 * NUM_LINEAR, 2 * 1024 * 256
+    kv = KV_BFLOAT16 * 512 * (512 + 1)
+    products = 2 * 512 * NUM_LINEAR / l4.bf16_flops  # of 512 tokens, longer than reading these small weights
+    assert weights / l4.bandwidth_bytes_per_s < products
+    head_s = max(head / l4.bandwidth_bytes_per_s, 2 * 512 * 1024 * 256 / l4.bf16_flops)
+    linears_s = place.speed.output_tokens_per_s**-1 * 512 - kv / l4.bandwidth_bytes_per_s - head_s
+    assert linears_s == pytest.approx(products, rel=0.05)
+    small = replace(l4, memory_bytes=3 * 2**30)
+    assert speed.speed_on(small, read_config(demo_model("target")), "auto", 2.0, False, 0) is None
+
+
+def test_what_has_no_form_for_the_activations_is_the_users_mistake(tmp_path):
+    for mistake, model, quantization in (
+        ("16- or 32-bit weights", "demo:target", "none"),
+        ("is quantized already", "demo:target-awq", "int8"),
+    ):
+        setup = of_job(tmp_path, model=model, quantization=quantization, activation_dtype="fp8")
+        failed = [check for check in diagnose(setup) if check.group == "model" and check.state == "failed"]
+        assert [check.exit_code for check in failed] == [2]
+        assert mistake in failed[0].found
+        assert memory_of(setup) is None
+    shown = {check.name: check.found for check in diagnose(of_job(tmp_path, quantization="int4-rtn"))}
+    assert "int4-rtn made on load" in shown["architecture"]

@@ -1,0 +1,186 @@
+"""Several engines in one process: each computes with its own threads and on its own device, and the caller's settings
+stay as they are."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from numba import get_num_threads
+
+from pipeline import EngineConfig, SamplingParams
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Request
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.startup import build
+from pipeline.engine.startup.loaded import LoadedModel
+from pipeline.engine.startup.place import Place
+from pipeline.engine.step.in_flight import LateTokens
+from pipeline.errors import ConfigError
+from pipeline.kernels.cpu.attention import attention
+from pipeline.kernels.cpu.compile.threads import use_threads
+from tests.engine.hash_runner import hash_engine
+from tests.model_folders import Family, make_family
+from tests.parity.harness import float32_engine, greedy
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp("place"), Family("llama3", "llama"), seed=8)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def callers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Threads that the caller has set torch to; there are processors enough for all."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def noting(engine: Engine) -> list[int]:
+    """torch's threads in each step from now on."""
+    execute, seen = engine.runner.execute, list[int]()
+
+    def execute_and_note(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return execute(step, late)
+
+    engine.runner.execute = execute_and_note  # type: ignore[method-assign]
+    return seen
+
+
+def test_each_engine_has_its_own_threads_and_the_caller_keeps_its(
+    folder: Path, callers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded_with, load = list[int](), LoadedModel.load
+
+    def load_and_note(*parts) -> LoadedModel:
+        loaded_with.append(torch.get_num_threads())
+        return load(*parts)
+
+    monkeypatch.setattr(build.LoadedModel, "load", load_and_note)
+    engines = {n: float32_engine(folder, num_threads=n or None) for n in (1, 2, 0)}
+    assert loaded_with == [1, 2, callers]
+    assert torch.get_num_threads() == callers
+    assert [engine.resolved["num_threads"] for engine in engines.values()] == [1, 2, callers]
+    seen = {n: noting(engine) for n, engine in engines.items()}
+    for engine in engines.values():
+        engine.warm_up()
+        engine.generate([[1, 2, 3]], greedy(3))
+        assert torch.get_num_threads() == callers
+        engine.add(Request(0, [1, 2], greedy(2)))
+        engine.step()
+        assert torch.get_num_threads() == callers
+        engine.abort(0)
+    streams = {n: engine.stream([Request(0, [5, n], greedy(4))] * 3) for n, engine in engines.items()}
+    while streams:
+        for n in list(streams):
+            if next(streams[n], None) is None:
+                del streams[n]
+            assert torch.get_num_threads() == callers
+    assert all(set(steps) == {n or callers} for n, steps in seen.items())
+    torch.set_num_threads(4)
+    engines[0].generate([[1, 2, 3]], greedy(3))
+    assert seen[0][-1] == 4, "without a number it goes on with the caller's, whatever they are"
+    for engine in engines.values():
+        engine.close()
+
+
+def test_compiled_kernels_run_on_the_threads_of_their_own_engine(
+    folder: Path, callers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[int]()
+
+    def use_and_note(parallel: bool) -> int:
+        num_threads = use_threads(parallel)
+        assert get_num_threads() == num_threads
+        if parallel:
+            seen.append(num_threads)
+        return num_threads
+
+    monkeypatch.setattr(attention, "use_threads", use_and_note)
+    prompts = [[row, *range(1, 200)] for row in range(40)]  # enough for several threads
+    for num_threads in (1, 2, 1):
+        with float32_engine(folder, num_threads=num_threads, max_num_seqs=40) as engine:
+            seen.clear()
+            engine.generate(prompts, greedy(3))
+            assert set(seen) == {num_threads}
+
+
+def test_a_step_that_raises_leaves_the_caller_s_threads(callers: int) -> None:
+    engine = hash_engine(60, 4)
+    engine.place = Place(4 - callers, CPU)
+
+    def execute(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        assert torch.get_num_threads() == 4 - callers
+        raise KeyboardInterrupt
+
+    engine.runner.execute = execute  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2]], SamplingParams())
+    assert torch.get_num_threads() == callers
+    with engine.place, engine.place:
+        assert torch.get_num_threads() == 4 - callers
+    assert torch.get_num_threads() == callers
+
+
+def test_less_than_one_thread_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="num_threads = 0"):
+        Engine(EngineConfig(str(folder), num_threads=0))
+
+
+class FakeDevices:
+    """In the place of CUDA's: which one is current."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = 0
+        devices = self
+
+        class Device:
+            def __init__(self, index: int) -> None:
+                self.index = index
+
+            def __enter__(self) -> None:
+                self.before, devices.current = devices.current, self.index
+
+            def __exit__(self, *_: object) -> None:
+                devices.current = self.before
+
+        monkeypatch.setattr(torch.cuda, "device", Device)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+
+
+def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, launched = FakeDevices(monkeypatch), set[tuple[int, str, int]]()
+
+    def noting_device(index: int, what: str, call: Callable) -> Callable:
+        def noted(*arguments):
+            launched.add((index, what, devices.current))
+            return call(*arguments)
+
+        return noted
+
+    devices.current = 3
+    engines = {}
+    for index, name in ((0, "cuda:0"), (1, "cuda:1"), (3, "cuda")):
+        engine = engines[index] = hash_engine(60, 4, is_asynchronous=True, bad_token=77)
+        engine.place = Place(None, torch.device(name))
+        for what in ("execute", "greedy", "draw", "zero_blocks"):
+            setattr(engine.runner, what, noting_device(index, what, getattr(engine.runner, what)))
+    devices.current = 2
+    for engine in engines.values():
+        engine.warm_up()
+        streams = [engine.stream([Request(0, [n, 5], SamplingParams(max_tokens=9))]) for n in (1, 2)]
+        next(streams[0])
+        assert devices.current == 2
+        engine.generate([[1, 77, 2], [4]], [SamplingParams(), SamplingParams(temperature=1.0)])
+        engine.add(Request(0, [1, 77, 2], SamplingParams()))
+        engine.step()
+        engine.abort(0)
+        assert devices.current == 2
+    assert {(index, current) for index, _, current in launched} == {(0, 0), (1, 1), (3, 3)}
+    assert {what for _, what, _ in launched} == {"execute", "greedy", "draw", "zero_blocks"}

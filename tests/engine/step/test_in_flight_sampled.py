@@ -1,0 +1,156 @@
+"""Steps whose rows are drawn, penalised or masked are planned ahead too, and give what an engine that waits gives."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.propose.ngram import NgramProposer
+from pipeline.engine.propose.policy import FixedDrafts
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.step.in_flight import LateTokens
+from tests.engine.hash_runner import VOCAB, hash_engine
+from tests.engine.schedule.test_scheduler import run
+from tests.engine.step.test_in_flight import watched
+
+KINDS = [
+    {"temperature": 0.5},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 0.7, "top_p": 0.6},
+    {"temperature": 0.9, "min_p": 0.2, "logprobs": 2},
+    {"repetition_penalty": 3.0},
+    {"temperature": 0.2, "frequency_penalty": 1.5, "presence_penalty": 0.3},
+    {"presence_penalty": 2.0},
+    {"temperature": 0.3, "repetition_penalty": 1.6, "min_tokens": 4, "stop_token_ids": tuple(range(0, 90, 3))},
+    {"min_tokens": 3, "stop_token_ids": (5, 6), "logprobs": 0},
+    {},
+]
+
+
+def requests_of(seed: int, count: int = 40) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    stem = rng.integers(0, VOCAB - 1, 9).tolist()
+    requests = []
+    for row in range(count):
+        prompt = (stem if rng.random() < 0.4 else []) + rng.integers(0, VOCAB - 1, int(rng.integers(1, 14))).tolist()
+        options = {"max_tokens": int(rng.integers(4, 30)), "ignore_eos": bool(rng.random() < 0.5), "seed": 100 + row}
+        requests.append(Request(row, prompt, SamplingParams(**(options | KINDS[row % len(KINDS)]))))
+    return requests
+
+
+def told(completion: Completion) -> tuple:
+    return completion.token_ids, completion.finish_reason, completion.error, completion.logprobs
+
+
+def engine_of(is_asynchronous: bool, num_blocks: int = 120, **options: int) -> Engine:
+    return hash_engine(num_blocks, 4, is_asynchronous=is_asynchronous, **({"max_num_batched_tokens": 24} | options))
+
+
+def waiting(seed: int, **options: int) -> list[tuple]:
+    """What an engine gives that waits for each step and has room for all."""
+    done = run(engine_of(False, **options), requests_of(seed))
+    return [told(done[row]) for row in range(len(done))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_kind_of_row_flies(seed: int) -> None:
+    engine = engine_of(True, max_num_seqs=10)
+    seen = watched(engine)
+    done = run(engine, requests_of(seed), arrivals=np.random.default_rng(seed))
+    assert [told(done[row]) for row in range(len(done))] == waiting(seed)
+    assert all(late for _, late in seen[5:-2])
+
+
+def test_steps_of_drawn_rows_are_launched_before_the_last_ones_tokens_are_read() -> None:
+    engine = engine_of(True)
+    seen = watched(engine)
+    params = SamplingParams(max_tokens=10, temperature=1.0, top_p=0.9, frequency_penalty=0.5, ignore_eos=True)
+    run(engine, [Request(row, [row, 5, 6], params) for row in range(6)])
+    assert seen == [(18, 0)] + [(6, 6)] * 9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_given_up_and_come_again_draw_the_same(seed: int) -> None:
+    engine = engine_of(True, num_blocks=20, max_num_seqs=8)
+    engine.scheduler.expectation.output = 1  # expects far too little, so that it admits far too much
+    seen = watched(engine)
+    done = run(engine, requests_of(seed))
+    assert [told(done[row]) for row in range(len(done))] == waiting(seed)
+    assert engine.stats.num_preemptions > 2
+    assert sum(late > 0 for _, late in seen) > len(seen) / 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    engine = engine_of(True)
+    execute, draw, failed = engine.runner.execute, engine.runner.draw, []
+
+    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        if len(step.token_id_T) > 2 and rng.random() < 0.15:
+            failed.append("execute")
+            raise MemoryError
+        return execute(step, late)
+
+    def draw_or_fail(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(logits_RV) > 2 and rng.random() < 0.1:
+            failed.append("draw")
+            raise MemoryError
+        return draw(logits_RV, how_5R)
+
+    engine.runner.execute, engine.runner.draw = execute_or_fail, draw_or_fail  # type: ignore[method-assign]
+    done = run(engine, requests_of(seed), arrivals=rng)
+    assert [told(done[row]) for row in range(len(done))] == waiting(seed)
+    assert min(failed.count("execute"), failed.count("draw")) > 2
+    assert engine.stats.num_out_of_memory == len(failed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fault_49_nan_logits_end_their_drawn_row_only(seed: int) -> None:
+    broken = []
+    for is_asynchronous in (False, True):
+        engine = hash_engine(120, 4, bad_token=13, is_asynchronous=is_asynchronous, max_num_batched_tokens=24)
+        done = run(engine, requests_of(seed), arrivals=np.random.default_rng(seed))
+        broken.append([told(done[row]) for row in range(len(done))])
+    assert broken[0] == broken[1]
+    errors = [row for row, (_, _, error, _) in enumerate(broken[1]) if error == "non_finite_logits"]
+    assert len(errors) > 2
+    whole = waiting(seed)
+    assert all(broken[1][row] == whole[row] for row in range(len(whole)) if row not in errors)
+
+
+def test_a_drawn_row_can_be_aborted_in_flight() -> None:
+    engine = engine_of(True)
+    requests = requests_of(5, 6)
+    for request in requests:
+        engine.add(request)
+    done = engine.step() + engine.step()
+    assert engine.abort(requests[2].row_id)
+    while engine.has_unfinished:
+        done += engine.step()
+    expected = waiting(5)
+    assert sorted(c.row_id for c in done) == [0, 1, 3, 4, 5]  # type: ignore[type-var]
+    assert all(told(c) == expected[c.row_id] for c in done)  # type: ignore[call-overload]
+    assert engine.pool.num_held == 0
+
+
+class Sometimes(FixedDrafts):
+    """Leaves every third step without drafts."""
+
+    count = 0
+
+    def passes(self, num_rows: int, num_tokens: int) -> bool:
+        self.count += 1
+        return self.count % 3 == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_drafts_among_plain_steps_change_no_token(seed: int) -> None:
+    engine = hash_engine(160, 4, memory=1, is_asynchronous=True, max_num_batched_tokens=64)
+    engine.speculate([NgramProposer(engine.table, 4)], Sometimes(4))
+    done = run(engine, requests_of(seed))
+    plain = run(hash_engine(160, 4, memory=1, max_num_batched_tokens=64), requests_of(seed))
+    assert [told(done[row]) for row in range(40)] == [told(plain[row]) for row in range(40)]
+    assert sum(engine.stats.accepted_by_place) > 0
+    assert engine.stats.num_draft_steps < engine.stats.num_steps

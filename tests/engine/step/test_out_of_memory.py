@@ -1,0 +1,181 @@
+"""Steps that run out of memory: undone, made smaller, tried again; the same tokens come out, one row is given up."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.schedule.scheduler import RECOVERY_STEPS
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.startup.memory import is_out_of_memory
+from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.out_of_memory import MAX_SUSPECTS
+from pipeline.errors import EnvironmentFailed
+from tests.engine.hash_runner import expected_tokens, hash_engine
+from tests.engine.schedule.test_scheduler import random_requests, run
+from tests.model_folders import Family, make_family
+from tests.parity.harness import float32_engine, greedy
+
+CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+ERRORS = (torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError(CPU_ALLOCATOR))
+
+
+def fail_where(engine: Engine, fails: Callable[[StepInput], bool]) -> list[int]:
+    """Steps that `fails` names raise after they wrote their keys and values; returns their sizes, as they come."""
+    execute, failed = engine.runner.execute, []
+
+    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+        logits = execute(step, late)
+        if fails(step):
+            failed.append(len(step.token_id_T))
+            raise ERRORS[len(failed) % len(ERRORS)]
+        return logits
+
+    engine.runner.execute = execute_or_fail  # type: ignore[method-assign]
+    return failed
+
+
+def context_of(engine: Engine, step: StepInput, s: int) -> list[int]:
+    """The known tokens of a step's sequence, as the HashRunner's cache holds them."""
+    length = int(step.context_len_S[s])
+    return engine.runner.cache[step.block_table_SM[s]].reshape(-1)[:length].tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_asynchronous: bool) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.choice([1, 3, 4, 8]))
+    engine = hash_engine(
+        -(-64 // size) + int(rng.integers(0, 120 // size)),
+        size,
+        max_num_seqs=int(rng.integers(1, 9)),
+        max_num_batched_tokens=int(rng.integers(9, 60)),
+        enable_prefix_caching=bool(rng.random() < 0.8),
+        is_asynchronous=is_asynchronous,
+    )
+    most = int(rng.integers(1, 12))
+    failed = fail_where(engine, lambda step: len(step.token_id_T) > (1 if rng.random() < 0.1 else most))
+    requests = random_requests(rng, 30, 64)
+    done = run(engine, requests, arrivals=rng)
+    for request in requests:
+        eos = not request.params.ignore_eos
+        expected = expected_tokens(request.prompt_token_ids, request.params.max_tokens, 64, eos)
+        assert done[request.row_id].token_ids == expected
+    assert len(failed) > 3
+    assert engine.stats.num_out_of_memory == len(failed)
+    assert engine.stats.generated_tokens == sum(len(c.token_ids) for c in done.values())
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("place", ["prefill", "decode"])
+def test_fault_03_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_complete(
+    place: str, is_asynchronous: bool
+) -> None:
+    engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=64, is_asynchronous=is_asynchronous)
+    requests = [Request(row, [row, 5, 6, 7, 8, 9], SamplingParams(max_tokens=30, ignore_eos=True)) for row in range(20)]
+    expected = {row: expected_tokens([row, 5, 6, 7, 8, 9], 30, 64, False) for row in range(20)}
+    most = 3 if place == "prefill" else 11
+
+    def holds_row_7(step: StepInput) -> bool:
+        contexts = [context_of(engine, step, s) for s in range(len(step.context_len_S))]
+        return any(context[0] == 7 and len(context) > most for context in contexts)
+
+    failed = fail_where(engine, holds_row_7)
+    done = run(engine, requests)
+    assert done[7].error == "out_of_memory"
+    assert (done[7].token_ids, done[7].text) == ([], "")
+    assert (done[7].first_token_us > 0) == (place == "decode")
+    assert {row: done[row].token_ids for row in range(20) if row != 7} == {
+        row: tokens for row, tokens in expected.items() if row != 7
+    }
+    assert len(failed) < 12, "the row is found by halves"
+    assert engine.scheduler.step_tokens == 64, "full steps again once it is out"
+
+
+def test_fault_03_04_no_memory_at_all_ends_the_engine_and_blames_no_row() -> None:
+    engine = hash_engine(64, 4)
+    fail_where(engine, lambda step: True)
+    for row in range(10):
+        engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=3)))
+    with pytest.raises(EnvironmentFailed, match=f"{MAX_SUSPECTS} sequences in a row"):
+        run(engine, [])
+    alone = hash_engine(64, 4)
+    fail_where(alone, lambda step: True)
+    assert run(alone, [Request(0, [1, 2], SamplingParams())])[0].error == "out_of_memory"
+
+
+def test_fault_04_rows_that_sit_out_lose_no_work_and_the_limit_is_doubled_after_steps_that_fit() -> None:
+    engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=16)
+    short_of_memory = [True]
+    fail_where(engine, lambda step: short_of_memory[0] and len(step.token_id_T) > 2)
+    for row in range(8):
+        engine.add(Request(row, [row], SamplingParams(max_tokens=40, ignore_eos=True)))
+    engine.step()
+    assert engine.scheduler.step_tokens == 4
+    engine.step()
+    assert engine.scheduler.step_tokens == 2
+    for _ in range(8):
+        engine.step()
+    known = [int(engine.table.num_known[slot]) for slot in engine.scheduler.running]
+    assert known == [3] * 8, "they take turns"
+    short_of_memory[0] = False
+    done = run(engine, [])
+    assert engine.scheduler.step_tokens == 16
+    assert sum(engine.runner.tokens_per_step[-4 * RECOVERY_STEPS :]) > 8 * RECOVERY_STEPS  # type: ignore[attr-defined]
+    assert engine.stats.recomputed_tokens == 0
+    assert all(done[row].token_ids == expected_tokens([row], 40, 64, False) for row in range(8))
+
+
+def test_fault_05_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory() -> None:
+    for error in (RuntimeError("CUDA error: device-side assert triggered"), ValueError("x"), RuntimeError("shape")):
+        assert not is_out_of_memory(error)
+        engine = hash_engine(16, 4)
+        engine.add(Request(0, [1], SamplingParams()))
+
+        def execute(step: StepInput, late: LateTokens | None = None, error: Exception = error) -> torch.Tensor:
+            raise error
+
+        engine.runner.execute = execute  # type: ignore[method-assign]
+        with pytest.raises(type(error)):
+            engine.step()
+
+
+def test_the_message_of_the_cpu_allocator_is_still_the_one_that_is_looked_for() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 55)
+    assert is_out_of_memory(caught.value)
+
+
+def test_fault_03_04_the_real_model_gives_the_same_tokens(tmp_path: Path) -> None:
+    folder = make_family(tmp_path, Family("qwen3", "qwen3", {"head_dim": 16}), seed=3)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 255, int(rng.integers(1, 90))).tolist() for _ in range(12)]
+    with float32_engine(folder) as engine:
+        undisturbed = engine.generate(prompts, greedy(20))
+        calls = iter(range(1000))
+        failed = fail_where(engine, lambda step: next(calls) in (0, 1, 2, 30, 31))
+        disturbed = engine.generate(prompts, greedy(20))
+        assert len(failed) == 5
+        assert [c.token_ids for c in disturbed] == [c.token_ids for c in undisturbed]
+        engine.pool.check()
+        assert engine.pool.num_held == 0
+
+
+def test_a_suspect_can_be_aborted() -> None:
+    """A sequence that did not fit alone is neither waiting nor running until another one was computed."""
+    engine = hash_engine(64, 4)
+    fail_where(engine, lambda step: any(7 in context_of(engine, step, s) for s in range(len(step.context_len_S))))
+    engine.add(Request("suspect", [7], SamplingParams(max_tokens=3)))
+    engine.step()
+    assert engine.num_unfinished == 1
+    assert not len(engine.scheduler.running)
+    assert engine.abort("suspect")
+    assert not engine.abort("suspect")
+    assert not engine.has_unfinished
+    assert engine.step() == []
+    assert run(engine, [Request("next", [1], SamplingParams(max_tokens=3, ignore_eos=True))])["next"].error is None  # type: ignore[call-overload]

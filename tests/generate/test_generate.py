@@ -1,0 +1,292 @@
+"""Ad hoc prompts: what is read, what is sent, the order and form of what comes back."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from datetime import datetime, timedelta
+from itertools import count
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.demo import demo_model
+from pipeline.engine.params import Completion, EngineConfig
+from pipeline.errors import ConfigError, OutputError
+from pipeline.generate import Saved, is_dataset, read_prompts
+from pipeline.job.actor.tokenize import failed_row
+from tests.job.fake_engine import FakeTokenizer
+
+
+class Echo:
+    """An engine that answers with the prompt, last one first."""
+
+    seen: list[EngineConfig] = []  # noqa: RUF012
+
+    def __init__(self, config: EngineConfig, say) -> None:
+        Echo.seen.append(config)
+        self.tokenizer = FakeTokenizer()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stream(self, requests):
+        for r in reversed(list(requests)):
+            text = bytes(r.prompt_token_ids).decode() + f"|{r.params.max_tokens}"
+            yield Completion(r.row_id, [1, 2], text, "stop", len(r.prompt_token_ids))
+
+
+@pytest.fixture
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe):
+    """`pipeline generate` in this process, over the echo engine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipeline.engine.engine.Engine", Echo)
+    return lambda *arguments, stdin=b"": pipe("generate", *arguments, stdin=stdin)
+
+
+def rows_of(out: str) -> list[dict]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_lines_of_text_come_back_in_order_with_their_line_numbers(pipe, tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo {x} <|im_end|>\nthree")
+    code, out, err = pipe("--input", "p.txt", "--json")
+    assert code == 0, err
+    found = [(r["source_file"], r["source_line"], r["generated_text"]) for r in rows_of(out)]
+    assert found == [("p.txt", 1, "one|256"), ("p.txt", 3, "two {x} <|im_end|>|256"), ("p.txt", 4, "three|256")]
+    assert [line for line in pipe("--input", "p.txt")[1].splitlines() if line[0:1] == "#"] == [
+        f"# p.txt line {line} (stop, 2 tokens)" for line in (1, 3, 4)
+    ]
+    assert "3 prompts; " in err
+
+
+def test_text_output_is_readable_and_commands_no_terminal(pipe, tmp_path):
+    (tmp_path / "p.txt").write_text("red \x1b[31m\n" + "long " * 100)
+    code, out, _ = pipe("--input", "p.txt")
+    assert code == 0
+    assert out.startswith("# p.txt line 1 (stop, 2 tokens)\n> red \\x1b[31m\nred \\x1b[31m|256\n\n# p.txt line 2")
+    assert "\x1b" not in out
+
+
+def test_all_chats_are_told_one_date_that_of_the_start_or_the_given_one(pipe, tmp_path, monkeypatch):
+    clock = (datetime(2026, 11, 23, 23, 59, 59) + timedelta(seconds=n) for n in count())
+    monkeypatch.setattr("pipeline.generate.inference.wall_time", lambda: next(clock))
+    monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, *chat: list(str(chat[-1]).encode()))
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    for given, told in (
+        ([], "2026-11-23 23:59:59|256"),
+        (["--set", "prompt.chat.date=2024-02-29"], "2024-02-29 00:00:00|256"),
+    ):
+        _, out, err = pipe("--input", "p.txt", "--json", "--chat", *given)
+        assert [row["generated_text"] for row in rows_of(out)] == [told] * 2, err
+
+
+@pytest.mark.parametrize("arguments", [["--input", "-"], []])
+def test_standard_input_is_lines_or_objects(pipe, arguments):
+    assert [r["generated_text"] for r in rows_of(pipe(*arguments, "--json", stdin=b"a\nb\n")[1])] == ["a|256", "b|256"]
+    lines = b'{"id": 1, "text": "a"}\n\n{"id": 2, "text": "b", "n": 5}\n'
+    code, out, err = pipe(*arguments, "--json", "--prompt", "Sum: {text}", stdin=lines)
+    assert code == 0, err
+    assert [(r["id"], r["generated_text"], r["source_line"]) for r in rows_of(out)] == [
+        (1, "Sum: a|256", 1),
+        (2, "Sum: b|256", 3),
+    ]
+
+
+def test_a_prompt_alone_is_sent_as_it_is(pipe):
+    code, out, err = pipe("--prompt", "a {{ b }", "--json", "--max-tokens", "7")
+    assert code == 0, err
+    assert rows_of(out)[0]["generated_text"] == "a {{ b }|7"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"prompt": "p", "text": "t"}, "p"),
+        ({"text": "t", "messages": []}, "t"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "<user>hi"),
+        ({"messages": '[{"role": "user", "content": "hi"}]'}, "<user>hi"),
+    ],
+)
+def test_the_key_that_is_sent_without_a_template(pipe, line, expected):
+    code, out, err = pipe("--json", stdin=json.dumps(line).encode())
+    assert code == 0, err
+    assert rows_of(out)[0]["generated_text"] == f"{expected}|256"
+
+
+def test_what_is_no_number_in_json_is_none(pipe):
+    code, out, err = pipe("--json", stdin=b'{"prompt": "a", "score": NaN, "far": [1.5, Infinity]}')
+    assert code == 0, err
+    row = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (row["score"], row["far"]) == (None, [1.5, None])
+
+
+def test_tokens_of_prompts_that_were_refused_are_not_counted_as_read(pipe, monkeypatch):
+    class Refusing(Echo):
+        def stream(self, requests):
+            for r in requests:
+                yield failed_row(r.row_id, "prompt_too_long", "too long", 200_032)
+
+    monkeypatch.setattr("pipeline.engine.engine.Engine", Refusing)
+    code, out, err = pipe("--json", "--prompt", "x")
+    assert code == 1
+    assert "1 prompt, 1 failed; 0 tokens in, 0 out" in err
+    assert rows_of(out)[0]["num_input_tokens"] == 200_032
+
+
+def test_chat_without_a_template_is_refused_before_weights_are_read(pipe, tmp_path):
+    shutil.copytree(demo_model("target-awq"), tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    Echo.seen.clear()
+    code, _, err = pipe("--prompt", "hi", "--chat", "--model", "./plain")
+    assert code == 2
+    assert "plain: the checkpoint has no chat template" in err
+    assert not Echo.seen
+    assert pipe("--prompt", "hi", "--model", "./plain")[0] == 0
+
+
+def test_system_implies_chat(pipe):
+    out = pipe("--prompt", "hi", "--system", "Be brief.", "--json")[1]
+    assert rows_of(out)[0]["generated_text"] == "[Be brief.]<user>hi|256"
+
+
+def test_a_prompt_that_fails_stops_no_other(pipe, tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(
+        b'{"prompt": null}\n{"prompt": ""}\n{"prompt": "half \\ud83d"}\n{"prompt": "fine"}\n{"other": 1}\n'
+    )
+    code, out, err = pipe("--input", "p.jsonl", "--json")
+    assert code == 1
+    errors = ["null_prompt", "empty_prompt", "invalid_utf8", None, "null_prompt"]
+    assert [r["error"] for r in rows_of(out)] == errors
+    assert [r["generated_text"] for r in rows_of(out)] == [None, None, None, "fine|256", None]
+    assert rows_of(out)[3]["generated_text"] == "fine|256"
+    assert "5 prompts, 4 failed" in err
+    assert pipe("--input", "p.jsonl", "--output", "o.parquet")[0] == 1
+    saved = pq.read_table(tmp_path / "o.parquet")
+    assert saved["generated_text"].to_pylist() == [None, None, None, "fine|256", None]
+    assert saved["source_line"].to_pylist() == [1, 2, 3, 4, 5]
+    assert "# p.jsonl line 1 (null_prompt)\ncolumn 'prompt' is null\n" in pipe("--input", "p.jsonl")[1]
+
+
+def test_values_of_mixed_types_and_result_names_in_the_input(pipe, tmp_path):
+    (tmp_path / "p.jsonl").write_text(
+        '{"text": "a", "v": 1, "o": {}, "error": "x", "source_file": "y", "source_line": 7}\n'
+        '{"text": "b", "v": [2], "o": {}}\n'
+    )
+    code, _, err = pipe("--input", "p.jsonl", "--prompt", "{text} {v}", "--output", "o.parquet")
+    assert code == 0, err
+    assert "results have these names: error, source_file, source_line" in err
+    table = pq.read_table(tmp_path / "o.parquet")
+    assert table.column("generated_text").to_pylist() == ["a 1|256", "b [2]|256"]
+    assert table.column("o").to_pylist() == ["{}", "{}"]
+    assert table.column("source_file").to_pylist() == ["p.jsonl"] * 2
+
+
+def test_output_is_written_whole_and_never_over_another(pipe, tmp_path):
+    code, out, err = pipe("--output", "o.jsonl", stdin=b"a\nb\n")
+    assert (code, out) == (0, ""), err
+    first = (tmp_path / "o.jsonl").read_bytes()
+    assert [r["generated_text"] for r in rows_of(first.decode())] == ["a|256", "b|256"]
+    Echo.seen.clear()
+    code, _, err = pipe("--output", "o.jsonl", stdin=b"c\n")
+    assert code == 2
+    assert "is there already; choose another name, or add --overwrite" in err
+    assert not Echo.seen, "refused before any work"
+    assert (tmp_path / "o.jsonl").read_bytes() == first
+    code, out, _ = pipe("--output", "o.jsonl", "--overwrite", "--json", stdin=b"c\n")
+    assert json.loads(out)["prompts"] == 1
+    assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.jsonl"], "no temporary file is left"
+
+
+def test_a_file_that_comes_into_being_meanwhile_is_kept(tmp_path):
+    saved = Saved(str(tmp_path / "o.jsonl"), overwrite=False)
+    (tmp_path / "o.jsonl").write_text("mine")
+    with pytest.raises(OutputError, match="nothing was replaced"):
+        saved.write([], pa.schema([]))
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "expected"),
+    [
+        (["--input", "none.txt"], b"", "none.txt: no such file"),
+        ([], b" \n\n", "stdin: holds no prompts"),
+        (["--input", "bad.jsonl"], b"", "bad.jsonl:2: not JSON"),
+        (["--input", "bad.jsonl"], b"", "bad.jsonl:3: expected an object"),
+        ([], b'{"q": "a"}\n', 'no prompt, text or messages among its columns (q); say what to send: --prompt "Sum'),
+        (["--prompt", "Sum: {txt}"], b'{"text": "a"}', "did you mean 'text'?"),
+        (["--prompt", "x", "--max-tokens", "0"], b"", "--max-tokens: sampling.max_tokens: expected an integer of at"),
+        (["--prompt", "x", "--set", "engine.dtpye=x"], b"", "Did you mean `dtype`?"),
+        (["--prompt", "x", "--output", "o.csv"], b"", "expected a file that ends in .jsonl or .parquet"),
+        (["--prompt", "x", "--output", "no/o.jsonl"], b"", "no folder no"),
+        (["--prompt", "x", "--model", "./nowhere"], b"", "no such folder"),
+        (["--input", "d"], b"", "--output: Parquet input is a job"),
+        (["--input", "d", "--output", "out", "--overwrite"], b"", "never overwritten"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(pipe, tmp_path, arguments, stdin, expected):
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n[1]\n')
+    (tmp_path / "d").mkdir()
+    code, out, err = pipe(*arguments, stdin=stdin)
+    assert (code, out) == (2, "")
+    assert expected in err
+
+
+def test_a_terminal_is_not_waited_for(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(ConfigError, match="give --prompt TEXT, --input FILE"):
+        read_prompts(None, None)
+    with pytest.raises(ConfigError, match="--prompt names columns"):
+        read_prompts(None, "Sum: {text}")
+
+
+def test_parquet_is_a_job(pipe, tmp_path, monkeypatch):
+    from pipeline.data.output.part_totals import PartTotals
+    from pipeline.report.cost import build_report
+
+    seen = []
+
+    def run_job(config, **_):
+        seen.append(config)
+        return build_report("new", "1a2b3c4d", [], PartTotals(), 0)
+
+    monkeypatch.setattr("pipeline.job.run.run_job", run_job)
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "rows.pq")
+    (tmp_path / "named.bin").write_bytes((tmp_path / "rows.pq").read_bytes())
+    assert is_dataset("named.bin")
+    code, out, err = pipe("--input", "rows.pq", "--output", "out/new", "--limit", "3", "--temperature", "0.5", "--json")
+    assert code == 0, err
+    assert json.loads(out)["job"] == "new"
+    config = seen[0]
+    assert (config.name, config.prompt.column, config.input.limit, config.output.path) == ("new", "text", 3, "out/new")
+    assert config.sampling_params().temperature == 0.5
+    pipe("--input", "rows.pq", "--output", "out/new", "--prompt", "S: {text}", "--system", "x", "--stop", "END")
+    assert seen[1].prompt.template == "S: {text}"
+    assert seen[1].prompt.chat.system == "x"
+    assert seen[1].sampling_params().stop == ("END",)
+
+
+def test_three_prompts_in_one_line_with_the_embedded_model(tmp_path):
+    """As a person would, in a process of its own."""
+    (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
+    script = Path(sys.executable).with_name("pipeline")
+    done = subprocess.run(
+        [script, "generate", "--input", "prompts.txt", "--max-tokens", "3"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("# prompts.txt line") == 3
+    assert "loading demo:target-awq" in done.stderr

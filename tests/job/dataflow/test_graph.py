@@ -1,0 +1,203 @@
+"""Jobs through Ray Data, over a fake engine: every row once, whatever ends on the way."""
+
+import gc
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import ray
+from ray.data import DataContext
+from ray.data.block import BlockStats
+
+from pipeline.data.output.parts import DoneUnits
+from pipeline.data.units import Unit
+from pipeline.errors import ModelError
+from pipeline.job.actor_specs import flow_spec
+from pipeline.job.dataflow.block_stats import forget_blocks
+from pipeline.job.dataflow.graph import Windows, _connect, num_readers, read_units, units_of
+from pipeline.job.dataflow.spec import WindowTask
+from pipeline.job.plan import make_plan, what_is_left
+from pipeline.job.run import run_job
+from pipeline.machine.host import available_cores
+from tests.job.conftest import FAKES
+
+TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(120)]
+ROOT = Path(__file__).parents[3]
+
+
+def processes(*, of: str, under: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for process in under.children(recursive=True):
+        try:
+            if of in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(holds, timeout_s: float = 180.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_windows_units_and_actors_give_each_row_once(job, local_ray):
+    texts = [*TEXTS[:30], None, *TEXTS[31:]]
+    job.fake(step_s=0.04).rows(texts, per_file=50)  # so long that it is seen running
+    statuses = []
+    report = run_job(job.config(run={"actors": 2}), backend=FAKES, progress=statuses.append)
+    job.check(texts, per_file=50)
+    (record,) = [json.loads(p.read_text()) for p in (job.output / "_pipeline" / "runs").iterdir()]
+    assert record["units_written"] == len(job.parts()) == sum(actor["units"] for actor in record["actors"])
+    assert all(actor["units"] > 0 for actor in record["actors"])
+    assert record["units_lost"] == 0
+    assert sum(report.phases_us.values()) == report.machine_us
+    for actor in record["actors"]:
+        assert 0 <= record["wall_us"] - sum(actor["phases_us"].values()) < 3_000_000
+    assert report.tokens.generated == report.work.generated_tokens
+    assert record["resolved"]["max_num_seqs"] == 8
+    assert {"planning", "starting Ray", "running", "verifying", "finished"} <= {s.phase for s in statuses}
+
+
+def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray):
+    job.rows(TEXTS)
+    plan = make_plan(job.config(), "cpu")
+    first, *others = what_is_left(plan, DoneUnits())
+    half_done = WindowTask(first.window, frozenset({1}), 3)
+    units = units_of(flow_spec(plan, (half_done, *others), FAKES, "0001-run"))
+    blocks = [ray.get(ref) for bundle in units.iter_internal_ref_bundles() for ref in bundle.block_refs]
+    names = [(block["window"][0].as_py(), block["unit"][0].as_py()) for block in blocks]
+    assert [block.num_rows for block in blocks] == [1] * 17
+    assert sorted(names) == [(w, u) for w in range(6) for u in range(3) if (w, u) != (0, 1)]
+    unit = Unit.from_bytes(blocks[0]["data"][0].as_py())
+    assert (unit.window, unit.index) == names[0]
+
+
+def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
+    job.rows([f"text {i}" for i in range(1000)], per_file=10)  # 100 files, two a window
+    plan = make_plan(job.config(), "cpu")
+    left = what_is_left(plan, DoneUnits())
+    tasks = Windows(flow_spec(plan, tuple(left), FAKES, "0001-run")).get_read_tasks(1)
+    assert len(tasks) == 50
+    sizes = set()
+    for window, task in zip(left, tasks, strict=True):
+        packed = pickle.dumps(task.read_fn)
+        assert packed.count(b".parquet") == 2
+        sizes.add(len(packed))
+        assert list(task()) == list(read_units(window, plan.source, plan.units, ""))
+    assert max(sizes) < 2000  # the driver holds one for each window
+    shared = task.read_fn.args[-1]
+    assert len(pickle.dumps(ray.get(shared))) < 3000
+
+
+def test_what_ray_keeps_in_the_driver_does_not_grow_with_the_units(job, local_ray):
+    job.rows([f"text {i}" for i in range(300)])
+    plan = make_plan(job.config(run={"unit_rows": 1}), "cpu")
+    units = units_of(flow_spec(plan, tuple(what_is_left(plan, DoneUnits())), FAKES, "0001-run"))
+    seen, kept = 0, []
+    for batch in units.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
+        seen += batch.num_rows
+        if seen % 50 == 0:
+            kept.append(sum(isinstance(thing, BlockStats) for thing in gc.get_objects()))
+    assert seen == 300
+    assert max(kept) < 100, kept
+
+
+def test_a_ray_without_those_statistics_or_callbacks_works_too(monkeypatch):
+    forget_blocks(context := DataContext())
+    (callback,) = context.custom_execution_callback_classes
+    for executor in (SimpleNamespace(), SimpleNamespace(_topology=[SimpleNamespace()])):
+        callback().on_execution_step(executor)
+    operator = SimpleNamespace(_output_blocks_stats=[1, 2])
+    callback().on_execution_step(SimpleNamespace(_topology=[operator]))
+    assert operator._output_blocks_stats == []
+    monkeypatch.setitem(sys.modules, "ray.data._internal.execution.execution_callback", None)
+    forget_blocks(context := DataContext())
+    assert context.custom_execution_callback_classes == []
+
+
+@pytest.mark.parametrize(
+    ("actors", "tasks", "readers"),
+    [(1, 9, 1), (2, 9, 2), (16, 9, 2), (17, 9, 3), (100, 99, 13), (100, 5, 5), (9, 0, 0)],
+)
+def test_readers_follow_the_actors(actors, tasks, readers):
+    assert num_readers(SimpleNamespace(actors=actors, tasks=(None,) * tasks)) == readers
+
+
+def test_a_local_ray_has_cores_for_the_readers_and_a_cluster_room_for_few(job, monkeypatch):
+    cores = []
+    monkeypatch.setattr("pipeline.job.dataflow.graph.connect", lambda address, cores_: cores.append(cores_))
+    job.rows([f"text {i}" for i in range(1000)], per_file=10)
+    plan = make_plan(job.config(run={"actors": 40, "cpus_per_actor": 1}), "cpu")
+    spec = flow_spec(plan, tuple(what_is_left(plan, DoneUnits())), FAKES, "0001-run")
+    _connect(spec)
+    assert cores == [max(available_cores(), 40 + 5 + 1)]
+    nodes = [{"Alive": True, "Resources": {"CPU": 16.0}}, {"Alive": True, "Resources": {}}, {"Alive": False}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    asked = []
+    monkeypatch.setattr(ray.data, "read_datasource", lambda *_, compute, **__: asked.append(compute.size))
+    units_of(spec)
+    units_of(replace(spec, ray_address="auto"))
+    assert asked == [5, 2]
+
+
+def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local_ray):
+    job.fake(step_s=0.05).rows(TEXTS)
+
+    def kill_actor():
+        while not job.parts():
+            time.sleep(0.02)
+        (engine,) = processes(of="pipeline.job.process.main", under=psutil.Process())
+        engine.parent().kill()
+
+    threading.Thread(target=kill_actor, daemon=True).start()
+    report = run_job(job.config(run={"units_in_flight": 2}), backend=FAKES)
+    job.check(TEXTS)
+    assert len(report.runs[0].actors) == 2
+    wait_until(lambda: not processes(of="pipeline.job.process.main", under=psutil.Process()))
+
+    job.fake(fail_load="ModelError")
+    started = time.monotonic()
+    with pytest.raises(ModelError, match="fake failure"):
+        run_job(job.config(output={"path": str(job.folder / "other")}), backend=FAKES)
+    assert time.monotonic() - started < 30
+
+
+def test_a_driver_killed_at_any_moment_leaves_whole_parts_and_the_next_run_does_the_rest(job, local_ray):
+    job.fake(step_s=0.1).rows(TEXTS)
+    config = job.config(run={"units_in_flight": 2, "ray_address": local_ray})
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")],
+        cwd=ROOT,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+    )
+    wait_until(lambda: job.parts() or driver.poll() is not None)
+    assert driver.poll() is None, driver.stderr.read()
+    time.sleep(random.uniform(0, 1.0))
+    os.killpg(driver.pid, signal.SIGKILL)
+    driver.wait()
+    wait_until(lambda: not processes(of="pipeline.job.process.main", under=psutil.Process()))
+    done = {path.name: path.stat().st_mtime_ns for path in job.parts()}
+    assert 0 < len(done) < 15
+    report = run_job(config, backend=FAKES)
+    job.check(TEXTS)
+    assert {path.name: path.stat().st_mtime_ns for path in job.parts() if path.name in done} == done
+    assert [run.outcome for run in report.runs] == ["killed", "finished"]
+    assert report.runs[1].units_written == len(job.parts()) - len(done)
+    assert report.runs[1].units_lost == 0
+    assert report.runs[0].machine_us > 0
+    assert report.work.wasted_is_lower_bound

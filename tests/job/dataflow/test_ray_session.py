@@ -1,0 +1,101 @@
+"""Starting and joining Ray, and what it is told: nothing at import, nothing of the working directory."""
+
+import subprocess
+import sys
+
+import pytest
+import ray
+
+from pipeline.errors import EnvironmentFailed
+from pipeline.job.dataflow.ray_session import cluster_cpus, connect
+from pipeline.machine.interpreter import child_environment
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "cpus"),
+    [
+        ([{}, {"CPU": 8.0}, {"CPU": 6.0}], 0.0, 4.0),  # the head has none; it must fit on either of the others
+        ([{"CPU": 66.0, "GPU": 8.0}, {"CPU": 16.0}], 1.0, 8.0),
+        ([{"CPU": 14.0, "GPU": 1.0}], 0.5, 6.0),
+        ([{"CPU": 2.0, "GPU": 8.0}], 1.0, 1.0),
+        ([{}], 0.0, 1.0),
+    ],
+)
+def test_an_actor_of_a_cluster_gets_its_share_of_a_node(monkeypatch, nodes, gpus, cpus):
+    monkeypatch.setattr("pipeline.job.dataflow.ray_session.connect", lambda address: True)
+    dead = {"Alive": False, "Resources": {"CPU": 1.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [dead, *({"Alive": True, "Resources": node} for node in nodes)])
+    assert cluster_cpus("auto", gpus, reserved=2) == cpus
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_then_told(monkeypatch):
+    starts = []
+
+    def init(**options):
+        starts.append(options["address"])
+        if len(starts) <= failures:
+            raise Exception("The current node timed out during startup.")
+
+    for name, stub in {"init": init, "shutdown": lambda: None, "is_initialized": lambda: False}.items():
+        monkeypatch.setattr(ray, name, stub)
+    failures = 2
+    assert connect(None, 4)
+    assert starts == ["local"] * 3
+    starts.clear()
+    failures = 3
+    with pytest.raises(EnvironmentFailed, match=r"cannot be started on this machine: The current node timed out"):
+        connect(None, 4)
+    starts.clear()
+    with pytest.raises(EnvironmentFailed, match=r"Ray at 10\.0\.0\.1:6379 cannot be joined"):
+        connect("10.0.0.1:6379")
+    assert starts == ["10.0.0.1:6379"]
+
+
+def test_to_import_the_dataflow_changes_no_variable():
+    code = (
+        "import os, ray.data; before = dict(os.environ); import pipeline.job.dataflow.graph; "
+        "assert os.environ == before"
+    )
+    environment = {name: value for name, value in child_environment().items() if not name.startswith("RAY_")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_a_ray_that_starts_and_ends_leaves_the_handlers_of_signals_alone_and_lets_them_through():
+    """In a process of its own. Ray's Python part takes SIGTERM over, and its native part beneath that."""
+    script = """
+import os, signal, threading, time
+from pipeline.job.dataflow import ray_session
+class Stop(BaseException): pass
+def handler(*_): raise Stop
+for number in (signal.SIGTERM, signal.SIGHUP): signal.signal(number, handler)
+def hears(number):
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+    except Stop:
+        return True
+began = threading.Event()
+init = ray_session.ray.init
+ray_session.ray.init = lambda **where: (began.set(), init(**where))
+def send():
+    began.wait()
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGHUP)
+threading.Thread(target=send, daemon=True).start()
+try:
+    ray_session.connect(None, 4)
+    print("started")
+except Stop:
+    print("stopped")
+while not ray_session.ray.is_initialized(): time.sleep(0.1)
+ray_session._keep_handlers()
+print(hears(signal.SIGTERM))
+print(ray_session.session_logs())
+ray_session.disconnect()
+print(hears(signal.SIGTERM))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second, place, third = done.stdout.split("\n")[:4]
+    assert (first, second, third) == ("stopped", "True", "True")
+    assert place.endswith("/logs")

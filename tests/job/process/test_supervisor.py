@@ -1,0 +1,339 @@
+"""The engine's process ends in every way it can; each row still gets exactly one completion, the same as
+ever."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+
+from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
+from pipeline.job.process.child import SHORT_CHARS, Child, Ended, Launch, oom_kills
+from pipeline.job.process.messages import Ready, Start
+from pipeline.job.process.supervisor import Supervisor, computed
+from pipeline.report.run_record import Computed
+from tests.job.fake_engine import answer
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(fake=..., step_timeout_s=...) -> Supervisor over a fake engine."""
+    started = []
+
+    def start(step_timeout_s: float = 60.0, load_timeout_s: float = 60.0, **fake) -> Supervisor:
+        (tmp_path / "config.json").write_text(json.dumps({"fake": fake}))
+        config = EngineConfig(model=str(tmp_path))
+        launch = Launch("tests.job.fake_engine:FakeEngine", config, step_timeout_s, load_timeout_s)
+        started.append(Supervisor(launch))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        supervisor.close()
+
+
+def requests(prompts: list[str]) -> list[Request]:
+    return [Request(i, list(p.encode()), SamplingParams(max_tokens=6, seed=i)) for i, p in enumerate(prompts)]
+
+
+def check(asked: list[Request], completions, failed: set[int] = frozenset()) -> None:
+    assert sorted(c.row_id for c in completions) == [r.row_id for r in asked]
+    for completion in completions:
+        request = asked[completion.row_id]
+        if completion.row_id in failed:
+            assert (completion.error, completion.finish_reason) == ("engine_failure", "error")
+            assert (completion.text, completion.token_ids) == ("", [])
+        else:
+            assert completion.error is None
+            assert completion.token_ids == answer(request.prompt_token_ids, request.params.seed, 6)
+
+
+def test_rows_of_several_threads_come_back_to_their_callers(start):
+    supervisor = start()
+    asked = [requests([f"thread {t} row {i}" for i in range(20)]) for t in range(4)]
+    answers = {}
+    threads = [
+        threading.Thread(target=lambda t=t: answers.update({t: supervisor.generate(asked[t])})) for t in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for t in range(4):
+        check(asked[t], answers[t])
+    assert supervisor.deaths().count == 0
+    assert supervisor.generate([]) == []
+
+
+def test_fault_1_a_process_that_is_killed_in_a_step_is_replaced_and_no_row_is_blamed(start, tmp_path):
+    supervisor = start(kill="row 3", once=str(tmp_path / "once"))
+    before = requests(["before"])
+    done = supervisor.generate(before)
+    check(before, done)
+    asked = requests([f"row {i}" for i in range(10)])
+    more = supervisor.generate(asked)
+    check(asked, more)
+    assert supervisor.deaths().count == 1
+    deaths = supervisor.deaths()
+    assert deaths.reasons == ("signal SIGKILL",)
+    assert deaths.convicted_rows == 0
+    # The first process's work is counted too: what was delivered and what was lost are all that was computed.
+    both, stats = computed([*done, *more]) + deaths.lost, supervisor.stats()
+    assert both == Computed(stats["prompt_tokens"], stats["generated_tokens"])
+
+
+def test_what_processes_computed_is_what_was_delivered_or_lost_with_them(start, tmp_path):
+    """The last row ends the process when others have finished and others are half done; twice."""
+    once = tmp_path / "once"
+    supervisor = start(kill="row 9", once=str(once))
+    done = []
+    for deaths in (1, 2):
+        asked = requests([f"row {i}" for i in range(10)])
+        done += supervisor.generate(asked)
+        assert supervisor.deaths().count == deaths
+        once.unlink()
+    lost, stats = supervisor.deaths().lost, supervisor.stats()
+    assert lost.generated > 0
+    assert computed(done) + lost == Computed(stats["prompt_tokens"], stats["generated_tokens"])
+
+
+def test_interrupted_calls_return_what_is_finished(start):
+    supervisor = start(step_s=0.2, max_num_seqs=2)
+    asked = requests([f"row {i}" for i in range(20)])
+    answers = []
+    call = threading.Thread(target=lambda: answers.extend(supervisor.generate(asked)))
+    call.start()
+    while supervisor.open_rows_done() < 3:
+        time.sleep(0.02)
+    supervisor.interrupt()
+    call.join(timeout=5)
+    assert 3 <= len(answers) < 20
+    for completion in answers:
+        assert completion.token_ids == answer(asked[completion.row_id].prompt_token_ids, completion.row_id, 6)
+    assert supervisor.generate(asked) == []
+
+
+def test_a_row_is_not_blamed_for_one_death_while_it_was_alone(start, tmp_path):
+    """A process may be killed from outside, by chance three times with the same row inside."""
+    cured = tmp_path / "cured"
+    supervisor = start(kill="row 0", cured_by=str(cured))
+    asked, done = requests(["row 0", "row 1"]), []
+    call = threading.Thread(target=lambda: done.extend(supervisor.generate(asked)))
+    call.start()
+    while supervisor.deaths().count < 3:  # in the first and second with row 1, in the third alone
+        time.sleep(0.005)
+    cured.touch()
+    call.join(timeout=30)
+    check(asked, done)
+    assert (supervisor.deaths().count, supervisor.deaths().convicted_rows) == (3, 0)
+
+
+@pytest.mark.parametrize("fault", ["kill", "crash"])
+def test_fault_2_the_row_that_ends_the_process_is_found_and_becomes_an_error_row(start, fault):
+    supervisor = start(**{fault: "poison"})
+    asked = requests([f"row {i}" + " poison" * (i == 5) for i in range(12)])
+    check(asked, supervisor.generate(asked), failed={5})
+    assert supervisor.deaths().count <= 7
+    assert supervisor.deaths().convicted_rows == 1
+    more = requests(["after"])
+    check(more, supervisor.generate(more))
+
+
+def test_fault_5_an_engine_that_raised_is_never_used_again(start, tmp_path):
+    """An error of a device stays with the process that had it."""
+    supervisor = start(crash="row 3", once=str(tmp_path / "once"))
+    supervisor.generate(requests(["before"]))
+    first = supervisor._child.process
+    asked = requests([f"row {i}" for i in range(6)])
+    check(asked, supervisor.generate(asked))
+    assert first.poll() == 70
+    assert supervisor._child.process.pid != first.pid
+    assert supervisor.deaths().reasons == ("exit code 70: RuntimeError: a fake step failed",)
+
+
+def test_fault_6_a_hung_step_is_ended_its_stack_kept_and_its_row_found(start):
+    supervisor = start(hang="poison", step_timeout_s=0.4)
+    asked = requests(["fine", "poison", "fine too"])
+    check(asked, supervisor.generate(asked), failed={1})
+    reason = supervisor.deaths().reasons[0]
+    assert reason.startswith("signal SIGKILL, by us: no step for run.step_timeout_s, 0.4 s: File ")
+    assert reason.endswith("in _maybe_fail")
+
+
+def test_running_out_of_memory_is_told_as_such(start, tmp_path):
+    supervisor = start(out_of_memory="row 3", once=str(tmp_path / "once"))
+    asked = requests([f"row {i}" for i in range(6)])
+    check(asked, supervisor.generate(asked))
+    assert supervisor.deaths().reasons == ("exit code 70: out of memory: MemoryError: fake",)
+
+
+@pytest.mark.parametrize(
+    ("kills", "told"),
+    [
+        ([4, 5], "signal SIGKILL: probably out of memory, as the kernel has just killed a process of this machine for "
+         "it"),
+        ([4, 4], "signal SIGKILL"),
+        ([None, None], "signal SIGKILL"),
+    ],
+)  # fmt: skip
+def test_a_kill_by_the_kernel_for_want_of_memory_is_told_where_it_can_be_known(monkeypatch, tmp_path, kills, told):
+    monkeypatch.setattr("pipeline.job.process.child.oom_kills", iter(kills).__next__)
+    child = Child(Launch("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path))))
+    child.process.kill()
+    assert child.bury().how == told
+
+
+def test_the_kernels_count_is_a_number_or_unknown():
+    kills = oom_kills()
+    assert kills is None or kills >= 0
+
+
+def test_too_little_memory_to_load_is_the_environments_failure(start):
+    supervisor = start(fail_load="MemoryError")
+    with pytest.raises(EnvironmentFailed, match=r"not enough memory to load .*kv_cache_memory_bytes"):
+        supervisor.generate(requests(["row"]))
+
+
+def test_reasons_are_bounded_and_short(start, monkeypatch):
+    monkeypatch.setattr("pipeline.job.process.supervisor.MAX_REASONS", 1)
+    supervisor = start(kill="poison")
+    supervisor.generate(requests(["fine", "poison"]))
+    assert supervisor.deaths().count > 1
+    assert len(supervisor.deaths().reasons) == 1
+    assert len(Ended("exit code 1", "x" * 5000).short()) == SHORT_CHARS
+    assert str(Ended("exit code 1", "")) == Ended("exit code 1", "").short() == "exit code 1"
+
+
+def test_what_an_engine_does_while_it_loads_is_told(start):
+    supervisor = start(load_s=0.5)
+    seen = set()
+    while supervisor.loading:
+        seen.add(supervisor.loading)
+        time.sleep(0.02)
+    assert seen >= {"starting", "reading weights"}
+
+
+def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
+    supervisor = start(kill="row")
+    with pytest.raises(EnvironmentFailed, match=r"rows in a row ended the engine's process .signal SIGKILL"):
+        supervisor.generate(requests([f"row {i}" for i in range(8)]))
+
+
+def test_fault_7_a_bad_model_fails_fast_with_its_own_message(start):
+    supervisor = start(fail_load="ModelError")
+    for _ in range(2):
+        with pytest.raises(ModelError, match="fake failure"):
+            supervisor.generate(requests(["row"]))
+    assert supervisor.deaths().count == 0
+
+
+def test_fault_7_a_process_that_dies_while_loading_is_tried_a_few_times(start):
+    supervisor = start(die_loading=True)
+    with pytest.raises(EnvironmentFailed, match=r"ended 3 times while it loaded .*exit code 9"):
+        supervisor.generate(requests(["row"]))
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/usr/lib/python3.11/tempfile.py", line 44, in <module>
+    from random import Random as _Random
+ImportError: cannot import name 'Random' from 'random' (/home/me/random.py)"""
+
+
+@pytest.mark.parametrize(
+    ("ended", "advice"),
+    [
+        (Ended("signal SIGKILL", "", killed=True), " Is there enough memory?"),
+        (Ended("signal SIGKILL, by us: not loaded within 5 s", ""), ""),
+        (Ended("exit code 1", "Traceback ...\n  File \"a.py\", line 1\nMemoryError"), " Is there enough memory?"),
+        (Ended("exit code 1", "...\ntorch.OutOfMemoryError: CUDA out of memory."), " Is there enough memory?"),
+        (Ended("signal SIGABRT", "terminate called ... what():  std::bad_alloc"), " Is there enough memory?"),
+        (Ended("exit code 1", TRACEBACK),
+         " It failed in /usr/lib/python3.11/tempfile.py, line 44: ImportError: cannot import name 'Random' from "
+         "'random' (/home/me/random.py)"),
+        (Ended("signal SIGSEGV", 'Current thread (most recent call first):\n  File "a.py", line 3 in f'), ""),
+        (Ended("exit code 9", ""), ""),
+    ],
+)  # fmt: skip
+def test_advice_fits_how_a_process_ended(ended, advice):
+    assert ended.advice() == advice
+
+
+def test_an_import_that_fails_is_not_taken_for_too_little_memory(start, tmp_path, monkeypatch):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "queue.py").write_text("from random import nothing\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "broken"))
+    with pytest.raises(EnvironmentFailed, match=r"queue\.py, line 1: ImportError: cannot import") as raised:
+        start().generate(requests(["row"]))
+    assert "enough memory" not in str(raised.value)
+
+
+def test_fault_7_a_load_that_says_nothing_for_too_long_is_ended(start):
+    supervisor = start(load_s=60, load_timeout_s=1.5)
+    with pytest.raises(EnvironmentFailed, match=r"nothing heard while it loaded for run.load_timeout_s, 1.5 s"):
+        supervisor.generate(requests(["row"]))
+
+
+def test_a_factory_that_is_not_there_is_our_defect(tmp_path):
+    supervisor = Supervisor(Launch("tests.job.fake_engine:Nothing", EngineConfig(model=str(tmp_path))))
+    with pytest.raises(PipelineError, match="AttributeError") as raised:
+        supervisor.generate(requests(["row"]))
+    assert raised.type is PipelineError
+    supervisor.close()
+
+
+def test_closing_ends_the_process_and_open_calls(start):
+    supervisor = start(step_s=0.2)
+    failures = []
+
+    def call():
+        try:
+            supervisor.generate(requests(["row"] * 100))
+        except EnvironmentFailed as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(1.0)
+    process = supervisor._child.process
+    supervisor.close()
+    thread.join(timeout=5)
+    assert failures == ["The engine was closed."]
+    assert process.poll() is not None
+
+
+def test_the_process_ends_when_its_parent_is_gone(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.job.process.main", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+    connection = Connection(ours.detach())
+    connection.send(Start("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path))))
+    assert [connection.recv().what for _ in range(3)] == ["opening it", "reading weights", "warming up"]
+    assert isinstance(connection.recv(), Ready)
+    connection.close()
+    assert process.wait(timeout=10) == 0
+
+
+def test_phases_sum_to_the_time_exactly(start, tmp_path):
+    supervisor = start(step_s=0.02, kill="row 3", once=str(tmp_path / "once"), load_s=0.1)
+    for _ in range(2):
+        supervisor.generate(requests([f"row {i}" for i in range(10)]))
+        time.sleep(0.3)
+    time.sleep(0.8)
+    with supervisor._lock:
+        timeline = supervisor._timeline
+        assert sum(timeline.phases(timeline.covered_us).values()) == timeline.covered_us - timeline.birth_us
+        phases = timeline.phases(timeline.covered_us)
+        assert 0 < timeline.died_us == phases["repeated"]
+        assert 100_000 < timeline.restart_us(timeline.covered_us) < phases["startup"] + phases["load"]
+    assert all(phases[name] > 0 for name in ("startup", "load", "decode", "repeated", "waiting", "tail")), phases
+    assert phases["load"] >= 200_000
+    assert phases["tail"] >= 500_000
+    assert supervisor.stats()["generated_tokens"] > 0

@@ -1,0 +1,176 @@
+"""Phases: no gap, no overlap, exact sums; and the ledger that extends them to the run's end."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.job.actor.ledger import MAX_REPLACED, Ledger, Order
+from pipeline.job.process.timeline import Timeline
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.report.run_record import ActorRecord, no_phases
+
+STATS = {"prefill_us": 0, "decode_us": 0, "repeated_us": 0}
+
+
+def stats(prefill: int, decode: int, repeated: int = 0) -> dict[str, int]:
+    return {"prefill_us": prefill, "decode_us": decode, "repeated_us": repeated}
+
+
+def test_a_plain_life():
+    timeline = Timeline(100)
+    timeline.enter("load", 150)
+    timeline.enter(None, 250)
+    timeline.progress(300, 0, 50, STATS)  # waiting for the first unit
+    timeline.progress(500, 150, 0, stats(30, 120))
+    timeline.progress(600, 150, 100, stats(30, 120))  # idle: a tail, unless it goes on
+    assert timeline.phases(600) == {
+        "startup": 50, "load": 100, "prefill": 30, "decode": 120, "repeated": 0, "waiting": 100, "tail": 100,
+    }  # fmt: skip
+    timeline.progress(700, 200, 0, stats(30, 170))
+    assert timeline.phases(700)["waiting"] == 100 + 100 + 50
+    assert timeline.phases(700)["tail"] == 0
+
+
+def test_time_that_the_engine_did_not_count_goes_where_its_work_was():
+    timeline = Timeline(0)
+    timeline.enter(None, 0)
+    timeline.progress(1000, 1000, 0, stats(300, 600))
+    assert {k: v for k, v in timeline.phases(1000).items() if v} == {"prefill": 333, "decode": 667}
+    timeline.progress(1100, 1100, 0, stats(300, 600))
+    assert timeline.phases(1100)["decode"] == 767
+
+
+def test_work_lost_with_a_process_is_repeated_work_and_a_new_one_starts_up():
+    timeline = Timeline(0)
+    timeline.enter(None, 10)
+    timeline.progress(20, 10, 0, stats(0, 10))
+    timeline.lost(50, had_rows=True)
+    timeline.enter("load", 60)
+    timeline.enter(None, 80)
+    timeline.progress(90, 10, 0, stats(0, 10))  # counts from zero again
+    assert timeline.phases(90) == {
+        "startup": 20, "load": 20, "prefill": 0, "decode": 20, "repeated": 30, "waiting": 0, "tail": 0,
+    }  # fmt: skip
+    assert (timeline.died_us, timeline.restart_us(90)) == (30, 30)
+    timeline.lost(95, had_rows=False)
+    assert (timeline.died_us, timeline.restart_us(100)) == (30, 35)
+
+
+def test_an_open_phase_reaches_up_to_now():
+    timeline = Timeline(0)
+    assert timeline.phases(30)["startup"] == 30
+    timeline.enter("load", 40)
+    assert timeline.phases(90) == {**no_phases(), "startup": 40, "load": 50}
+    assert timeline.at_rest == "load"
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["progress", "idle", "lost", "load", "ready"]), st.integers(0, 1000)))
+
+
+@settings(deadline=None, max_examples=50)
+@given(EVENTS)
+def test_phases_always_sum_to_the_time(events):
+    now, busy, work = 5, 0, [0, 0, 0]
+    timeline = Timeline(now)
+    up = False
+    for kind, us in events:
+        now += us
+        if kind == "ready":
+            timeline.enter(None, now)
+            up, busy, work = True, 0, [0, 0, 0]
+        elif kind == "load":
+            timeline.enter("load", now)
+            up = False
+        elif kind == "lost":
+            timeline.lost(now, had_rows=us % 2 == 0)
+            up = False
+        elif up:
+            part = us // 2 if kind == "progress" else 0
+            busy += part
+            work = [work[0] + part // 3, work[1] + part // 4, work[2]]
+            timeline.progress(now, busy, us - part, stats(*work))
+        phases = timeline.phases(now)
+        assert sum(phases.values()) == now - 5
+        assert min(phases.values()) >= 0
+
+
+def state(actor: int, us: int, at_rest: str = "tail") -> ActorState:
+    return ActorState(ActorRecord(actor, {**no_phases(), "decode": us}), at_rest=at_rest)
+
+
+def test_the_ledger_gives_each_actor_its_time_from_the_runs_start_to_its_end(monkeypatch):
+    now = 1_000_000_000
+    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
+    ledger = Ledger(actors=2)
+    assert ledger.register(b"") is None
+    ledger.begin(run_us=3_000_000)
+    assert ledger.register(b"a") == (0, 3_000_000, False)
+    now += 500_000
+    assert ledger.register(b"b") == (1, 3_500_000, False)
+    assert not ledger.report(replace(state(0, 3_000_000), told=2))
+    assert not ledger.report(state(1, 3_400_000, at_rest="load"))
+    now += 500_000
+    ends = ledger.states(end=True)
+    assert [s.record.machine_us for s in ends] == [4_000_000, 4_000_000]
+    assert (ends[0].record.phases_us["tail"], ends[1].record.phases_us["load"]) == (1_000_000, 600_000)
+    ledger.report(replace(state(0, 2_000_000), told=1))  # a late word changes nothing
+    assert ledger.states()[0].record.machine_us == 3_000_000
+    ledger.give(Order.ADMIT_NO_MORE)
+    assert ledger.report(state(0, 3_000_000)) == Order.ADMIT_NO_MORE
+    assert ledger.actors() == [b"a", b"b"]
+
+
+def test_a_replacement_takes_over_where_its_predecessor_was_last_heard(monkeypatch):
+    now = 0
+    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
+    ledger = Ledger(actors=2)
+    ledger.begin(run_us=0)
+    ledger.register(b"a")
+    ledger.register(b"b")
+    now = 10_000_000
+    ledger.report(state(0, 10_000_000))
+    now = 14_000_000
+    ledger.report(state(1, 14_000_000))
+    now = 15_000_000
+    assert ledger.register(b"c") == (2, 5_000_000, False)
+    ledger.report(state(2, 5_000_000))
+    now = 20_000_000
+    ends = ledger.states(end=True)
+    assert [s.record.machine_us for s in ends] == [10_000_000, 20_000_000, 10_000_000]
+    assert [s.record.replaces for s in ends] == [None, None, 0]
+
+
+def test_actors_that_have_said_nothing_are_starting_up(monkeypatch):
+    """Else a run that is killed while its engines load would seem to have used no machine."""
+    now = 0
+    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
+    ledger = Ledger(actors=2)
+    ledger.begin(run_us=5_000_000)
+    assert [s.record.phases_us["startup"] for s in ledger.states()] == [5_000_000, 5_000_000]
+    assert ledger.states(end=True) == []  # none has come: no machine was held
+    ledger.register(b"a")
+    now = 2_000_000
+    assert [s.record.phases_us["startup"] for s in ledger.states()] == [7_000_000, 7_000_000]
+    assert [s.record.machine_us for s in ledger.states(end=True)] == [7_000_000]
+    now = 9_000_000
+    ledger.register(b"b")  # in the place of the first, which is silent
+    now = 10_000_000
+    assert [s.record.machine_us for s in ledger.states(end=True)] == [5_000_000, 10_000_000]
+
+
+def test_actors_are_not_replaced_for_ever():
+    ledger = Ledger(actors=1)
+    ledger.begin(run_us=0)
+    entries = [ledger.register(b"") for _ in range(2 + MAX_REPLACED)]
+    assert [entry[2] for entry in entries if entry] == [False] * (1 + MAX_REPLACED) + [True]
+
+
+def test_of_two_states_of_an_actor_the_later_one_counts_whichever_arrives_last(monkeypatch):
+    """Two of its threads tell at once, each of the unit that it has just written."""
+    ledger = Ledger(1)
+    ledger.begin(0)
+    ledger.register(b"")
+    ledger.report(ActorState(ActorRecord(0, units=18), told=6))
+    ledger.report(ActorState(ActorRecord(0, units=17), told=5))
+    assert ledger.states()[0].record.units == 18

@@ -1,0 +1,130 @@
+"""What a run and its engines' processes printed is found in the output, in files of bounded size."""
+
+import json
+import threading
+
+import pytest
+
+from pipeline.data.output.parts import PartStore
+from pipeline.errors import EnvironmentFailed
+from pipeline.job.telemetry import logs
+from pipeline.job.telemetry.logs import LogFolder, RotatedLog, collect_ray_logs
+from pipeline.stores.local_folder import LocalFolder
+from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+
+
+def log_of(job, name: str, number: int = -1) -> str:
+    return (job.output / "_pipeline" / "logs" / runs(job)[number]["run_id"] / name).read_text()
+
+
+def test_the_driver_notes_its_phases_with_their_time(job):
+    run(job.rows(TEXTS))
+    lines = log_of(job, "driver.log").splitlines()
+    assert all(line[:4] == "2026" or line[:2] == "20" for line in lines)
+    told = [line.split(" ", 2)[2] for line in lines]
+    assert told[0].startswith(f"run {runs(job)[0]['run_id']}: 50 rows")
+    assert [phase for phase in told if phase in ("starting Ray", "verifying", "publishing", "ended: finished")] == [
+        "starting Ray", "verifying", "publishing", "ended: finished"
+    ]  # fmt: skip
+
+
+def test_the_stack_of_an_engine_that_crashed_is_kept_and_how_each_process_ended(job):
+    run(job.fake(segfault="poison").rows(["fine", "poison", *TEXTS[:8]]))
+    said = log_of(job, "engine-0.log")
+    assert "Fatal Python error: Segmentation fault" in said
+    assert "in _maybe_fail" in said
+    assert "ended: signal SIGSEGV" in said
+    assert "a row ended it each time, also alone" in said
+
+
+def test_what_a_living_engine_prints_is_kept(job):
+    run(job.fake(prints="loading shard 1 of 2\non stderr too").rows(TEXTS[:4]))
+    assert "loading shard 1 of 2" in log_of(job, "engine-0.log")
+
+
+def test_a_failure_of_the_environment_names_the_logs(job):
+    with pytest.raises(EnvironmentFailed) as raised:
+        run(job.fake(die_loading=True, prints="what went wrong").rows(TEXTS))
+    place = job.output / "_pipeline" / "logs" / runs(job)[0]["run_id"]
+    assert f"The logs of this run: {place}" in str(raised.value)
+    assert f"What it printed is in {place}/engine-0.log" in str(raised.value)
+    assert "what went wrong" in log_of(job, "engine-0.log")
+    assert "ended 3 times while it loaded" in log_of(job, "driver.log")
+
+
+def test_a_log_is_rotated_and_its_control_characters_are_spelled_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "MAX_BYTES", 2000)
+    log = RotatedLog(tmp_path / "x" / "a.log")
+    for number in range(500):
+        log.line(f"line {number} \x1b[31m")
+    log.close()
+    files = sorted(path.name for path in (tmp_path / "x").iterdir())
+    assert files == ["a.log", "a.log.1", "a.log.2"]
+    assert all(path.stat().st_size <= 2000 for path in (tmp_path / "x").iterdir())
+    assert (tmp_path / "x" / "a.log").read_text().endswith("line 499 \\x1b[31m\n")
+
+
+def test_a_disk_that_fails_or_hangs_holds_nobody_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "MAX_WAITING", 10)
+    (tmp_path / "file").write_text("")
+    failing = RotatedLog(tmp_path / "file" / "a.log")
+    failing.line("one")
+    failing.close()
+    assert failing.dropped == 1
+    hang = threading.Event()
+    monkeypatch.setattr(logs.Path, "mkdir", lambda *_, **__: hang.wait(60.0))
+    hanging = RotatedLog(tmp_path / "y" / "a.log")
+    for _ in range(100):
+        hanging.line("line")
+    assert hanging.dropped >= 88
+    hang.set()
+
+
+def test_logs_of_old_runs_are_removed_from_a_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "MAX_RUNS", 2)
+    store = PartStore(str(tmp_path))
+    for number in ("0001", "9999", "10000"):
+        (tmp_path / "_pipeline" / "logs" / f"{number}-x").mkdir(parents=True)
+    LogFolder(store, "10001-x").prune()
+    assert {path.name for path in (tmp_path / "_pipeline" / "logs").iterdir()} == {"9999-x", "10000-x"}
+
+
+def test_logs_of_an_output_in_a_store_are_uploaded_when_they_change(tmp_path, monkeypatch):
+    """The folder stands in for a store, which has no paths to write to."""
+    store, uploads = PartStore(str(tmp_path / "o")), []
+    store.probe()
+    replace = LocalFolder.replace
+    monkeypatch.setattr(logs, "LocalFolder", str)
+    monkeypatch.setattr(LocalFolder, "replace", lambda *a: (uploads.append(a[1]), replace(*a)))
+    folder = LogFolder(store, "0001-x")
+    log = RotatedLog(folder.path / "driver.log")
+    log.line("one")
+    log.close()
+    folder.sync()
+    folder.sync()
+    assert uploads == ["_pipeline/logs/0001-x/driver.log"]
+    assert store.read(uploads[0]).endswith(b"one\n")
+    folder.close()
+    assert not folder.path.exists()
+
+
+def test_what_rays_processes_wrote_to_their_error_files_is_copied(tmp_path):
+    session = tmp_path / "logs"
+    session.mkdir()
+    (session / "worker-1.err").write_text("x" * 100_000 + "the end of it")
+    (session / "worker-2.err").write_text("")
+    (session / "worker-2.out").write_text("not this")
+    collect_ray_logs(session, tmp_path / "out" / "ray.log")
+    copied = (tmp_path / "out" / "ray.log").read_text()
+    assert copied.startswith("--- worker-1.err\nxxx")
+    assert copied.endswith("the end of it")
+    assert len(copied) < 70_000
+    assert "worker-2" not in copied
+    collect_ray_logs(tmp_path / "nothing", tmp_path / "out" / "ray.log")
+
+
+def test_records_say_how_many_engines_restarted_and_the_log_says_why(job):
+    report, _ = run(job.fake(crash="poison").rows(["fine", "poison"]))
+    assert report.work.restarts > 0
+    assert "RuntimeError: a fake step failed" in log_of(job, "engine-0.log")
+    assert json.dumps(runs(job)[0]["actors"][0]["restart_reasons"]).count("a fake step failed")

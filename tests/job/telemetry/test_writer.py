@@ -1,0 +1,114 @@
+"""What tells of a run neither ends it nor holds it up: failing and hanging writes, lists that are long."""
+
+import signal
+import threading
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.output.parts import PartStore
+from pipeline.errors import EnvironmentFailed, Interrupted
+from pipeline.job.telemetry.writer import Telemetry
+from pipeline.report.render import text
+from pipeline.stores.local_folder import LocalFolder
+from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+
+
+@pytest.fixture
+def replacing(monkeypatch):
+    """replacing(fault): from now on `fault(name)` is called before a small file is written."""
+    replace = LocalFolder.replace
+
+    def install(fault):
+        def faulty(self, name, data):
+            fault(name)
+            replace(self, name, data)
+
+        monkeypatch.setattr(LocalFolder, "replace", faulty)
+
+    return install
+
+
+def test_writes_that_fail_are_counted_and_told(job, replacing):
+    def fail(name):
+        if name.endswith("status.json"):
+            raise EnvironmentFailed(f"{name}: the store says no")
+
+    replacing(fail)
+    report, statuses = run(job.rows(TEXTS).fake(step_s=0.02))
+    job.check(TEXTS)
+    assert any("status and records cannot be written: EnvironmentFailed" in status.warning for status in statuses)
+    assert "the store says no" in statuses[-1].warning
+    assert runs(job)[0]["telemetry_failures"] > 0
+    assert report.work.telemetry_failures > 0
+    assert "writes of status, record or report that failed" in text(report)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_writes_that_hang_hold_up_neither_the_run_nor_its_drain(job, replacing, monkeypatch, stopped):
+    monkeypatch.setattr(Telemetry, "FLUSH_S", 0.3)
+    hang = threading.Event()
+    replacing(lambda name: hang.wait(120.0) if name.startswith("_pipeline/") and "partial" not in name else None)
+    job.rows(TEXTS).fake(step_s=0.2 if stopped else 0.02)
+    began = time.monotonic()
+    try:
+        if stopped:
+            with pytest.raises(Interrupted):
+                run(job, [(lambda status: status.units > 0, signal.SIGTERM)], run={"drain_s": 1})
+        else:
+            _, statuses = run(job)
+            assert "takes too long to write to" in statuses[-1].warning
+            job.check(TEXTS)
+    finally:
+        hang.set()
+    assert time.monotonic() - began < 40
+
+
+def test_the_newest_content_of_a_file_is_written_and_older_ones_are_passed_over(tmp_path, replacing):
+    store, go_on, seen = PartStore(str(tmp_path / "o")), threading.Event(), []
+    store.probe()
+    replacing(lambda name: (seen.append(name), go_on.wait(10.0)))
+    telemetry = Telemetry(store)
+    telemetry.put("_pipeline/first", b"0")
+    deadline = time.monotonic() + 10
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for number in range(50):
+        telemetry.put("_pipeline/a", b"%d" % number)
+    go_on.set()
+    assert telemetry.close()
+    assert seen == ["_pipeline/first", "_pipeline/a"]
+    assert store.read("_pipeline/a") == b"49"
+
+
+def test_the_list_of_skipped_files_is_written_once(job, replacing):
+    writes: dict[str, int] = {}
+    replacing(lambda name: writes.update({name: writes.get(name, 0) + 1}))
+    job.rows(TEXTS).fake(step_s=0.1)
+    for number in range(30):
+        (job.folder / "in" / f"damaged-{number}.parquet").write_bytes(b"nothing")
+    report, _ = run(job, input={"on_corrupt": "skip"})
+    (record,) = runs(job)
+    assert record["skipped_files"] == []
+    (place,) = (name for name in writes if "skipped" in name)
+    assert record["skipped_files_in"] == place
+    assert writes[place] == 1
+    assert writes[f"_pipeline/runs/{record['run_id']}.json"] > 2
+    assert len(report.runs[0].skipped_files) == 30
+    assert "Left out" in text(report)
+    again, _ = run(job, input={"on_corrupt": "skip"})
+    assert len(again.runs[0].skipped_files) == 30
+
+
+def test_the_schema_of_an_empty_output_needs_no_telemetry(job, replacing):
+    def fail(name):
+        if not name.startswith("_SUCCESS"):
+            raise OSError("nothing can be written")
+
+    pq.write_table(pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())}),
+                   job.folder / "in" / "x.parquet")  # fmt: skip
+    replacing(fail)
+    run(job)
+    assert len(job.parts()) == 1

@@ -1,0 +1,215 @@
+"""The Triton attention kernels against the reference, and how the decode kernel's work is dealt."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import ModelError
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.reference import attention as reference_attention
+from pipeline.kernels.triton.attention.decode import decode_launches
+from pipeline.kernels.triton.attention.decode_work import KEYS, DecodeWork, deal, most_queries
+from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, plan_key
+from pipeline.kernels.triton.launch import H100, Target
+from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step
+
+# numpy's, of rows that stand for no query: 0 / 0 in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def check(step: Step, window: int | None) -> None:
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
+    oracle = reference_attention(*step.wide, step.where, 0.3, window)
+    assert ours.dtype == step.q_TND.dtype
+    assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
+    assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
+
+
+LENGTHS = {
+    "one token": [(1, 1)],
+    "decoding, ragged": [(1, 1), (63, 1), (64, 1), (65, 1), (200, 1)],
+    "one long": [(700, 1), (3, 1)],
+    "drafts": [(9, 2), (70, 8), (129, 5), (40, 1)],
+    "prompts": [(9, 9), (65, 65), (150, 150)],
+    "chunk behind a prefix": [(140, 30), (129, 66)],
+    "mixed": [(66, 1), (100, 40), (30, 3), (64, 64), (90, 1)],
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_attention(name: str, window: int | None, dtype: torch.dtype) -> None:
+    check(make_step(LENGTHS[name], (4, 1), 16, 64, dtype), window)
+
+
+@DTYPES
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (5, 80), (8, 128), (4, 96), (7, 16)])
+def test_groups_and_head_sizes(group: int, head_dim: int, dtype: torch.dtype) -> None:
+    check(make_step([(67, 1), (130, 20), (70, 3)], (2 * group, 2), head_dim, 64, dtype), None)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window"), [(1, None), (7, None), (7, 64), (16, 65), (32, None), (64, 1), (64, 64), (128, 65)]
+)
+def test_blocks_of_any_size_and_windows_at_tile_borders(block_size: int, window: int | None) -> None:
+    check(make_step([(67, 1), (130, 20), (129, 2)], (2, 1), 16, block_size, torch.float32), window)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("name", ["decoding, ragged", "drafts", "chunk behind a prefix", "mixed"])
+def test_attention_over_an_fp8_cache(name: str, window: int | None, dtype: torch.dtype) -> None:
+    check(make_step(LENGTHS[name], (4, 1), 16, 64, dtype, with_fp8=True), window)
+
+
+@DTYPES
+@pytest.mark.parametrize(("group", "head_dim", "block_size"), [(5, 80, 7), (4, 96, 16), (7, 16, 128)])
+def test_groups_head_sizes_and_blocks_of_an_fp8_cache(
+    group: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    lengths = [(67, 1), (130, 20), (70, 3)]
+    check(make_step(lengths, (2 * group, 2), head_dim, block_size, dtype, with_fp8=True), None)
+
+
+def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
+    for name in ("k_scale_CBK", "v_scale_CBK"):
+        step = make_step([(66, 1), (100, 12), (200, 1)], (2, 2), 16, 64, torch.float32, with_fp8=True)
+        getattr(step.cache, name)[step.where.block_table_SM[2, 1], 5, 1] = float("nan")
+        ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+        assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[13, 1]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = []
+    for context in rng.integers(1, 260, int(rng.integers(1, 8))).tolist():
+        lengths.append((context, int(rng.choice([1, 1, context, int(rng.integers(1, context + 1))]))))
+    group, kv_heads = int(rng.choice([1, 4, 5, 8])), int(rng.integers(1, 3))
+    window = [None, 100][seed % 2]
+    check(make_step(lengths, (group * kv_heads, kv_heads), 16, 64, torch.float32, seed), window)
+
+
+def test_some_rows_of_a_step_attend_as_in_the_whole_step() -> None:
+    step = make_step([(66, 1), (100, 40), (30, 3)], (4, 2), 16, 64, torch.float32)
+    rows = np.random.default_rng(8).permutation(len(step.q_TND))[:17]
+    whole = reference_attention(*step.wide, step.where, 0.3, 9)
+    q_RND = step.q_TND[torch.from_numpy(rows).to(DEVICE)]
+    ours = PagedAttention(DEVICE)(q_RND, *step.tensors[1:], step.where.rows(rows), 0.3, 9)
+    assert float((ours.cpu() - whole[rows]).abs().max()) < ATTENTION[torch.float32]
+
+
+def test_a_broken_query_stays_in_its_row() -> None:
+    step = make_step([(66, 1), (100, 12), (200, 1)], (2, 1), 16, 64, torch.float32)
+    step.q_TND[3, 1, 5] = float("nan")
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[3, 1]]
+
+
+def test_too_many_heads_are_refused_by_name() -> None:
+    step = make_step([(20, 20)], (129, 1), 16, 64, torch.float32)
+    with pytest.raises(ModelError, match="129 query heads on 1 KV heads"):
+        PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+
+
+# -- the work of the decode kernel
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tiles=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=1, max_size=40),
+    num_lanes=st.integers(1, 70),
+)
+def test_every_tile_is_dealt_once(tiles: list[tuple[int, int]], num_lanes: int) -> None:
+    begin_S = np.array([begin for begin, _ in tiles])
+    end_S = begin_S + [count for _, count in tiles]
+    sequence_S = np.arange(len(tiles)) * 3
+    dealt = deal(sequence_S, begin_S, end_S, num_lanes)
+
+    assert dealt.lane_start[0] == 0
+    assert dealt.lane_start[-1] == len(dealt.item_I4)
+    assert (np.diff(dealt.lane_start) >= 0).all()
+    for s, begin, end in zip(sequence_S, begin_S, end_S):
+        mine = dealt.item_I4[dealt.item_I4[:, 0] == s]
+        assert mine[0, 1] == begin
+        assert mine[-1, 2] == end
+        assert (mine[1:, 1] == mine[:-1, 2]).all()
+        assert (mine[:, 2] > mine[:, 1]).all()
+        split = dealt.split_S3[dealt.split_S3[:, 0] == s]
+        if len(mine) == 1:
+            assert mine[0, 3] == -1
+            assert len(split) == 0
+        else:
+            assert split.tolist() == [[s, mine[0, 3], len(mine)]]
+            assert mine[:, 3].tolist() == list(range(mine[0, 3], mine[0, 3] + len(mine)))
+    count_S = end_S - begin_S
+    size_I = dealt.item_I4[:, 2] - dealt.item_I4[:, 1]
+    taken = [int(size_I[a:b].sum()) for a, b in zip(dealt.lane_start, dealt.lane_start[1:])]
+    assert max(taken) == -(-int(count_S.sum()) // num_lanes)
+    assert len(dealt.item_I4) <= len(tiles) + num_lanes
+    assert len(dealt.split_S3) <= num_lanes
+    assert (dealt.item_I4[:, 3] < 2 * num_lanes).all()
+
+
+@pytest.mark.parametrize("with_fp8", [False, True])
+def test_launches_do_not_change_from_step_to_step(with_fp8: bool) -> None:
+    """What a CUDA graph would have recorded in the first step serves the next ones: only tensors are filled anew."""
+    window = 70
+    target = Target.of(DEVICE)
+    shape = 6, 32, 64, 4, 2, 16
+    work = DecodeWork.allocate(*shape, DEVICE, target, num_queries=4, window=window)
+    steps = [
+        make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8)
+        for lengths in ([(1500, 1), (5, 1), (64, 4)], [(65, 2)], [(100, 1)] * 6)
+    ]
+    out_TND = torch.zeros(20, 4, 16, device=DEVICE)
+    q_TND = torch.zeros_like(out_TND)
+    cache = LayerCache.allocate(40, 64, 2, 16, FP8 if with_fp8 else torch.float32, DEVICE)
+    cache.fill(list(range(40)), float("nan"))
+    recorded = decode_launches(q_TND, cache, out_TND, work, 0.3, target)
+    for step in steps:
+        work.refill(step.where)
+        q_TND[: len(step.q_TND)] = step.q_TND
+        for tensor, its in zip(cache.tensors, step.cache.tensors):
+            tensor[: len(its)] = its
+        for launch in recorded:
+            launch.run()
+        oracle = reference_attention(*step.wide, step.where, 0.3, window)
+        assert float((out_TND[: len(oracle)].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
+
+
+def test_a_plan_that_lies_ready_is_used() -> None:
+    step = make_step([(100, 1), (30, 1)], (2, 1), 16, 64, torch.float32)
+    work = DecodeWork.allocate(4, 4, 64, 2, 1, 16, DEVICE, Target.of(DEVICE))
+    work.refill(step.where)
+    work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # tells the ready plan from one made anew
+    step.where.worked_out[plan_key(None)] = AttentionPlan(work, None)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    shorter = replace(step.where, context_len_S=np.array([90, 20], dtype=np.int32))
+    oracle = reference_attention(*step.wide, shorter, 0.3, None)
+    assert float((ours.cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
+
+
+def test_work_for_more_queries_than_the_kernel_takes_is_refused() -> None:
+    assert [most_queries(group) for group in (1, 3, 4, 5, 8, 16, 64, 71)] == [8, 8, 8, 6, 8, 4, 1, 1]
+    with pytest.raises(ValueError, match="takes 4 at most where 16 query heads"):
+        DecodeWork.allocate(1, 1, 64, 16, 1, 16, DEVICE, H100, num_queries=5)
+
+
+def test_tensors_of_the_work_lie_aligned() -> None:
+    """Else each number of sequences would have its kernel compiled anew."""
+    for max_seqs in (1, 2, 3, 5):
+        work = DecodeWork.allocate(max_seqs, 3, 64, 2, 1, 16, torch.device("cpu"), H100)
+        views = work.item_I4, work.lane_start, work.split_S3, work.num_splits, work.query_start_S1, work.context_len_S
+        assert [(view.data_ptr() - work.numbers.tensor.data_ptr()) % 16 for view in views] == [0] * 6
+
+
+def test_an_h100_gets_two_programs_a_multiprocessor() -> None:
+    work = DecodeWork.allocate(256, 128, 64, 32, 8, 128, torch.device("meta"), H100)
+    assert 2 * 132 - 8 < 8 * work.num_lanes <= 2 * 132
+    assert KEYS == 64

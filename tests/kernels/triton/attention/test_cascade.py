@@ -1,0 +1,294 @@
+"""Cascade attention: prefixes that sequences share, read once for all of them, against the reference, which reads each
+sequence by itself; what is read together, and when."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.contract import AttentionInput, GraphShape
+from pipeline.kernels.reference import attention as reference_attention
+from pipeline.kernels.triton.attention import cascade_work
+from pipeline.kernels.triton.attention.captured import CapturedAttention
+from pipeline.kernels.triton.attention.cascade_steps import CascadeSteps
+from pipeline.kernels.triton.attention.cascade_work import UNIT, CascadePlan, CascadeShape
+from pipeline.kernels.triton.attention.decode import decode_launches
+from pipeline.kernels.triton.attention.decode_work import DecodeWork
+from pipeline.kernels.triton.attention.dispatch import PagedAttention, plan_key
+from pipeline.kernels.triton.invariant import InvariantAttention
+from pipeline.kernels.triton.launch import H100, Target
+from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step, sharing
+
+# numpy's, of rows that stand for no query: 0 / 0 in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+Lengths = list[tuple[int, int]]
+Shared = list[tuple[list[int], int]]
+
+
+@pytest.fixture
+def any_saving_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that the interpreter gets through are smaller than any that pays on a GPU."""
+    monkeypatch.setattr(cascade_work, "LEAST_SAVED_BYTES", 0)
+
+
+def check(step: Step, groups: int) -> None:
+    """Against the oracle, and that so many groups were read together."""
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    oracle = reference_attention(*step.wide, step.where, 0.3, None)
+    assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
+    assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
+    work = step.where.worked_out[plan_key(None)].decode.cascade
+    served = set() if work is None else set(work.tile_W3[:, 0].tolist())
+    assert len(served) == groups
+
+
+STEPS: dict[str, tuple[Lengths, Shared]] = {
+    "all in one group": ([(130, 1), (200, 1), (300, 1)], [([0, 1, 2], 2)]),
+    "two groups and one alone": (
+        [(200, 1), (330, 1), (150, 1), (260, 1), (290, 1)],
+        [([0, 2], 2), ([1, 4], 4)],
+    ),
+    "drafts": ([(200, 5), (266, 2), (270, 8), (400, 1)], [([0, 1, 2, 3], 3)]),
+    "beside prompts": ([(200, 1), (150, 20), (190, 1), (40, 40)], [([0, 1, 2], 2)]),
+}
+GROUPS = {"all in one group": 1, "two groups and one alone": 2, "drafts": 1, "beside prompts": 1}
+
+
+@pytest.mark.usefixtures("any_saving_pays")
+@DTYPES
+@pytest.mark.parametrize("with_fp8", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_shared_prefixes(name: str, with_fp8: bool, dtype: torch.dtype) -> None:
+    lengths, shared = STEPS[name]
+    check(sharing(make_step(lengths, (4, 1), 16, 64, dtype, with_fp8=with_fp8), shared), GROUPS[name])
+
+
+@pytest.mark.usefixtures("any_saving_pays")
+@DTYPES
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size", "with_fp8"),
+    [(1, 64, 64, False), (5, 80, 7, False), (8, 128, 16, True), (7, 16, 128, False), (4, 136, 32, True)],
+)
+def test_groups_of_heads_head_sizes_and_blocks(
+    group: int, head_dim: int, block_size: int, with_fp8: bool, dtype: torch.dtype
+) -> None:
+    lengths = [(151, 1), (170, 3), (140, 1)]
+    step = make_step(lengths, (2 * group, 2), head_dim, block_size, dtype, with_fp8=with_fp8)
+    check(sharing(step, [([0, 1, 2], 139 // block_size)]), 1)
+
+
+@pytest.mark.usefixtures("any_saving_pays")
+@pytest.mark.parametrize("seed", range(3))
+def test_random_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size, sequences = int(rng.choice([16, 48, 64])), int(rng.integers(4, 8))
+    counts = rng.choice([1, 1, 2], sequences)
+    shared_blocks = int(rng.integers(180, 300)) // size
+    lengths = [(shared_blocks * size + int(rng.integers(0, 90)) + int(count), int(count)) for count in counts]
+    half = sequences // 2
+    members = [list(range(half)), list(range(half, sequences))] if seed else [list(range(1, sequences))]
+    group, kv_heads = int(rng.choice([1, 4, 6])), int(rng.integers(1, 3))
+    step = make_step(lengths, (group * kv_heads, kv_heads), 16, size, torch.float32, seed)
+    check(sharing(step, [(of, shared_blocks) for of in members]), len(members))
+
+
+@pytest.mark.usefixtures("any_saving_pays")
+def test_more_queries_than_a_tile_holds() -> None:
+    """8 query heads: 16 tokens a tile, so that sequences of 3 tokens lie across two tiles, which are cut unequally."""
+    step = make_step([(390 + s, 3) for s in range(22)], (8, 1), 16, 64, torch.float32)
+    check(sharing(step, [(list(range(22)), 6)]), 1)
+    work = step.where.worked_out[plan_key(None)].decode.cascade
+    assert work.tile_W3[:, 2].tolist() == [1, 2, 2, 1, 1]
+
+
+@pytest.mark.usefixtures("any_saving_pays")
+def test_a_broken_query_stays_in_its_row_and_a_broken_value_in_its_group() -> None:
+    lengths, shared = STEPS["two groups and one alone"]
+    step = sharing(make_step(lengths, (2, 2), 16, 64, torch.float32), shared)
+    step.q_TND[2, 1, 5] = float("nan")
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[2, 1]]
+    step.cache.v_CBKD[step.where.block_table_SM[4, 0], 9, 0] = float("nan")
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[1, 0], [2, 1], [4, 0]]
+
+
+@pytest.mark.usefixtures("any_saving_pays")
+@pytest.mark.parametrize("with_fp8", [False, True])
+def test_launches_do_not_change_from_step_to_step(with_fp8: bool) -> None:
+    """What a CUDA graph would have recorded serves steps with one group, with none and with two."""
+    captured = CapturedAttention(GraphShape(6, 8, 64, 4, 2, 16, frozenset({None, 70}), 4, 12), DEVICE)
+    assert captured.worked_out[plan_key(70)].decode.cascade is None
+    work: DecodeWork = captured.worked_out[plan_key(None)].decode
+    made = [
+        sharing(make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8), shared)
+        for lengths, shared in (
+            ([(200, 1), (270, 3), (190, 4)], [([0, 1, 2], 2)]),
+            ([(200, 1), (140, 2)], []),
+            ([(200, 1)] * 6, [([0, 3, 5], 3), ([1, 4], 2)]),
+        )
+    ]
+    out_TND = torch.zeros(12, 4, 16, device=DEVICE)
+    q_TND = torch.zeros_like(out_TND)
+    cache = LayerCache.allocate(30, 64, 2, 16, FP8 if with_fp8 else torch.float32, DEVICE)
+    cache.fill(list(range(30)), float("nan"))
+    recorded = decode_launches(q_TND, cache, out_TND, work, 0.3, Target.of(DEVICE))
+    served = []
+    for step in made:
+        captured.refill(step.where)
+        assert work.cascade is not None
+        served.append(int((work.cascade.shared_S[: len(step.where.context_len_S)] > 0).sum()))
+        q_TND[: len(step.q_TND)] = step.q_TND
+        for tensor, its in zip(cache.tensors, step.cache.tensors):
+            tensor[: len(its)] = its
+        for launch in recorded:
+            launch.run()
+        oracle = reference_attention(*step.wide, step.where, 0.3, None)
+        assert float((out_TND[: len(oracle)].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
+    assert served == [3, 0, 5]
+
+
+@pytest.mark.usefixtures("any_saving_pays")
+def test_layers_with_a_window_and_the_deterministic_mode_read_each_sequence_by_itself() -> None:
+    lengths, shared = STEPS["all in one group"]
+    step = sharing(make_step(lengths, (4, 1), 16, 64, torch.float32), shared)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, 150)
+    assert float((ours.cpu() - reference_attention(*step.wide, step.where, 0.3, 150)).abs().max()) < 5e-6
+    assert step.where.worked_out[plan_key(150)].decode.cascade is None
+    apart = make_step(lengths, (4, 1), 16, 64, torch.float32)
+    for s in (1, 2):  # what is shared, copied to blocks that nobody shares
+        for tensor, its in zip(apart.cache.tensors, step.cache.tensors):
+            tensor[apart.where.block_table_SM[s, :2]] = its[step.where.block_table_SM[s, :2]]
+
+    def is_the_same(attention: PagedAttention | InvariantAttention) -> bool:
+        shared, alone = (
+            attention(step.q_TND, of.cache, AttentionInput(*_places(of)), 0.3, None) for of in (step, apart)
+        )
+        return torch.equal(shared, alone)
+
+    assert is_the_same(InvariantAttention(DEVICE))
+    assert not is_the_same(PagedAttention(DEVICE)), "sums in another order have other bits: the check would find it"
+
+
+def _places(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor, int]:
+    where = step.where
+    places = where.query_start_S1, where.context_len_S, where.block_table_SM
+    return *places, where.slot_mapping_T, where.block_size
+
+
+# -- what is read together
+
+
+def planned(shape: CascadeShape, groups: list[tuple[int, int]], count: int = 1) -> CascadePlan | None:
+    """For groups of (sequences, shared tokens), each sequence with `count` queries and 100 tokens of its own."""
+    sequences = sum(size for size, _ in groups)
+    width = (max(tokens for _, tokens in groups) + 100) // 64 + 1
+    table_SM = np.arange(sequences * width, dtype=np.int32).reshape(sequences, width)
+    context_S, first = np.zeros(sequences, dtype=np.int32), 0
+    for size, tokens in groups:
+        table_SM[first : first + size, : tokens // 64] = table_SM[first, : tokens // 64]
+        context_S[first : first + size] = tokens + 100
+        first += size
+    query_start_S1 = np.arange(sequences + 1, dtype=np.int32) * count
+    where = AttentionInput(query_start_S1, context_S, table_SM, torch.zeros(0, dtype=torch.int64), 64)
+    return shape.plan(where, np.arange(sequences))
+
+
+def test_a_group_pays_where_it_saves_more_than_a_launch_costs() -> None:
+    shape = CascadeShape.of(1024, 32, 8, 128, H100)
+    assert shape.num_queries == 32
+    assert shape.num_lanes == 16
+    assert shape.most_tiles == 64
+    plan = planned(shape, [(835, 2048)])
+    assert plan is not None
+    assert plan.tokens_G.tolist() == [2048]
+    assert plan.tiles_G.tolist() == [27]
+    assert planned(shape, [(2, 128)]) is None, "a launch takes longer than reading what it saves"
+    assert planned(shape, [(2, 8192)]) is not None
+    assert planned(shape, [(64, 64)]) is None, "less than a unit"
+    several = planned(shape, [(8, 2048), (300, 640), (1, 500), (2, 128)])
+    assert several is not None
+    assert several.tokens_G.tolist() == [2048, 640, 128]
+
+
+def test_the_largest_groups_are_read_together_where_not_all_fit() -> None:
+    shape = CascadeShape.of(64, 32, 8, 128, H100)
+    assert shape.most_tiles == 4
+    plan = planned(shape, [(4, 1024), (4, 4096), (4, 512), (4, 2048), (40, 3072)])
+    assert plan is not None
+    assert plan.tokens_G.tolist() == [4096, 2048, 3072]
+    assert int(plan.tiles_G.sum()) == 4
+
+
+def test_sums_are_kept_within_bounds() -> None:
+    shape = CascadeShape.of(1 << 16, 32, 8, 128, H100)
+    items = shape.most_tiles + shape.num_lanes
+    assert items * 8 * 128 * 128 * 4 <= cascade_work.MOST_SUM_BYTES
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_remembered_from_step_to_step_is_what_is_found_anew(seed: int) -> None:
+    rng, size, width = np.random.default_rng(seed), 64, 16
+    shape = replace(CascadeShape.of(64, 8, 2, 64, H100), least_saved_bytes=0)
+    steps = CascadeSteps(shape)
+    stems = np.arange(3 * width, dtype=np.int32).reshape(3, width)
+    stems[1:, :2] = stems[0, :2]
+    table_SM, context_S, fresh = np.zeros((0, width), dtype=np.int32), np.zeros(0, dtype=np.int32), 1000
+    numbers, num_kept, num_shared = [], 0, 0
+    for _ in range(300):
+        stays = (rng.random(len(table_SM)) > 0.01) & (context_S < width * size - 11)
+        table_SM, context_S = table_SM[stays], context_S[stays]
+        if len(table_SM) < 7 and (not len(table_SM) or rng.random() < 0.2):
+            row = np.arange(fresh, fresh + width, dtype=np.int32)
+            shared = int(rng.integers(0, 9))
+            row[:shared], fresh = stems[rng.integers(3), :shared], fresh + width
+            table_SM = np.concatenate([table_SM, row[None]])
+            context_S = np.append(context_S, np.int32(rng.integers(max(shared - 5, 0) * size + 1, 9 * size)))
+        context_S = context_S + np.int32(11)
+        count_S = np.ones(len(context_S), dtype=np.int32) + (rng.random(len(context_S)) < 0.02)
+        query_start_S1 = np.append(0, np.cumsum(count_S)).astype(np.int32)
+        where = AttentionInput(query_start_S1, context_S, table_SM.copy(), torch.zeros(0, dtype=torch.int64), size)
+        plan = shape.plan(where, np.arange(len(context_S)))
+        found = shape.numbers(where, plan)
+        before, numbers = numbers, steps.numbers(where)
+        assert all(np.array_equal(a, b) for a, b in zip(numbers, found, strict=True))
+        num_kept += numbers is before
+        num_shared += plan is not None
+    assert min(num_kept, num_shared) > 60
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_of_a_group_has_its_place_and_every_unit_is_dealt_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = CascadeShape.of(2000, 32, 8, 128, H100)
+    groups = [(int(size), 64 * int(blocks)) for size, blocks in zip(rng.integers(20, 90, 4), rng.integers(8, 90, 4))]
+    count = int(rng.integers(1, 5))
+    plan = planned(shape, groups, count)
+    assert plan is not None
+    sequences = sum(size for size, _ in groups)
+    context_S = np.concatenate([np.full(size, tokens + 100) for size, tokens in groups])
+    query_start = np.arange(sequences + 1, dtype=np.int32) * count
+    where = AttentionInput(query_start, context_S, np.zeros((sequences, 1)), torch.zeros(0), 64)
+    flat_U, lane_start, flat_W, token_P, place_T, shared_S = shape.numbers(where, plan)
+    item_U3, tile_W3 = flat_U.reshape(-1, 3), flat_W.reshape(-1, 3)
+    assert [len(n.ravel()) <= size for n, size in zip((flat_U, lane_start, flat_W), shape.sizes)] == [True] * 3
+    assert lane_start[-1] == len(item_U3)
+    tokens = np.arange(sequences * count)
+    assert (token_P[place_T] == tokens).all()
+    assert sorted(token_P[token_P >= 0].tolist()) == tokens.tolist()
+    assert (shared_S == context_S // UNIT * UNIT - np.where(context_S % UNIT < 100, UNIT, 0)).all()
+    group_S = np.repeat(np.arange(len(groups)), [size for size, _ in groups])
+    for tile, (sequence, first_item, pieces) in enumerate(tile_W3.tolist()):
+        its = token_P[tile * shape.num_queries : (tile + 1) * shape.num_queries]
+        assert set(group_S[its[its >= 0] // count]) == {group_S[sequence]}
+        items = item_U3[first_item : first_item + pieces]
+        assert (items[:, 0] == tile).all()
+        assert items[0, 1] == 0
+        assert items[-1, 2] * UNIT == shared_S[sequence]
+        assert (items[1:, 1] == items[:-1, 2]).all()
+    taken = [int((item_U3[a:b, 2] - item_U3[a:b, 1]).sum()) for a, b in pairwise(lane_start)]
+    assert max(taken) == -(-sum(taken) // shape.num_lanes)

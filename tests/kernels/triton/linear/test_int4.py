@@ -1,0 +1,182 @@
+"""4-bit weights on a GPU: the order they are kept in, the fused product, and the two ways through a linear."""
+
+import pytest
+import torch
+
+from pipeline.kernels.triton.launch import A100, H100, Target
+from pipeline.kernels.triton.linear.dispatch import (
+    CROSSOVER_CACHED,
+    CROSSOVER_SCRATCH,
+    DenseLinear,
+    Scratch,
+    TwoPathLinear,
+    prepare_linear,
+)
+from pipeline.kernels.triton.linear.int4 import TiledInt4, int4_launches, serves, tile_for
+from pipeline.weights.packed import DenseWeight, GroupIntWeight
+from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT
+
+
+def random_weight(num_outputs: int, num_inputs: int, group: int, bias: bool = False, seed: int = 0) -> GroupIntWeight:
+    torch.manual_seed(seed)
+    groups = (num_outputs, num_inputs // group)
+    return GroupIntWeight(
+        torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8),
+        ((torch.rand(groups) + 0.5) * num_inputs**-0.5 / 4.6).half().float(),
+        torch.randint(0, 16, groups).float(),
+        group,
+        torch.randn(num_outputs).half().float() if bias else None,
+    )
+
+
+def relative_error(ours: torch.Tensor, weight: GroupIntWeight, x_MK: torch.Tensor) -> float:
+    exact = x_MK.double().cpu() @ weight.dequantize(torch.float32).double().T
+    if weight.bias_N is not None:
+        exact += weight.bias_N.to(x_MK.dtype)
+    return float((ours.double().cpu() - exact).abs().max() / exact.abs().max())
+
+
+SHAPES = [(1, 32, 32), (70, 256, 128), (64, 160, 32), (130, 192, 64), (33, 512, 256)]
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_outputs", "num_inputs", "group"), SHAPES)
+def test_dequantizing_gives_the_weight_bit_for_bit(
+    num_outputs: int, num_inputs: int, group: int, dtype: torch.dtype
+) -> None:
+    weight = random_weight(num_outputs, num_inputs, group)
+    linear = TwoPathLinear(weight, dtype, DEVICE)
+    assert torch.equal(linear.kept_NK.cpu(), weight.dequantize(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "group", "tokens"),
+    [(*shape, tokens) for shape in SHAPES for tokens in (1, 17)] + [(70, 256, 128, 65)],
+)
+def test_the_fused_product(num_outputs: int, num_inputs: int, group: int, tokens: int, dtype: torch.dtype) -> None:
+    weight = random_weight(num_outputs, num_inputs, group, bias=num_outputs % 2 == 1)
+    x_MK = torch.randn(tokens, num_inputs).to(DEVICE, dtype)
+    ours = TwoPathLinear(weight, dtype, DEVICE).fused(x_MK)
+    assert ours.dtype == dtype
+    assert relative_error(ours, weight, x_MK) < PRODUCT[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+def test_inputs_in_parts(bias: bool, dtype: torch.dtype) -> None:
+    weight = random_weight(20, 640, 128, bias)
+    linear, x_MK = TwoPathLinear(weight, dtype, DEVICE), torch.randn(2, 640).to(DEVICE, dtype)
+    launches = int4_launches(x_MK, linear.tiled, linear.bias_N, x_MK.new_empty(2, 20), Target.of(torch.device("cpu")))
+    assert [launch.grid for launch in launches] == [(1, 2, 1), (1,)]
+    ours = linear.fused(x_MK)
+    assert relative_error(ours, weight, x_MK) < PRODUCT[dtype]
+    assert torch.equal(linear.fused(x_MK), ours)
+
+
+def test_rows_that_lie_apart_in_memory() -> None:
+    weight = random_weight(40, 128, 128)
+    x_MK = torch.randn(4, 256, device=DEVICE)[:, 128:]
+    assert relative_error(TwoPathLinear(weight, torch.float32, DEVICE).fused(x_MK), weight, x_MK) < 2e-6
+
+
+def test_what_is_no_number_stays_in_its_row() -> None:
+    linear = TwoPathLinear(random_weight(40, 128, 64), torch.float32, DEVICE)
+    x_MK = torch.randn(4, 128, device=DEVICE)
+    clean = linear(x_MK)
+    x_MK[2, 5] = float("nan")
+    broken = linear(x_MK)
+    assert torch.isnan(broken[2]).all()
+    assert torch.equal(broken[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+def test_words_hold_the_nibbles_where_the_head_of_the_file_says() -> None:
+    weight = random_weight(3, 160, 32)
+    tiled = TiledInt4.of(weight, torch.device("cpu"))
+    assert tiled.word_CNW.shape == (2, 3, 16)
+    for k in range(160):
+        chunk, quarter, word, half = k // 128, k % 128 // 32, k % 32 // 2, k % 2
+        nibble_N = (tiled.word_CNW[chunk, :, word] >> (4 * quarter + 16 * half)) & 15
+        assert nibble_N.tolist() == weight.q_NK[:, k].tolist()
+
+
+def test_scales_are_kept_in_the_narrowest_type_that_holds_them() -> None:
+    values = {torch.float16: 1 + 2**-10, torch.bfloat16: 2.0**100, torch.float32: 1 + 2**-20}
+    for dtype, value in values.items():
+        weight = GroupIntWeight(torch.ones(1, 32, dtype=torch.uint8), torch.tensor([[value]]), torch.zeros(1, 1), 32)
+        tiled = TiledInt4.of(weight, torch.device("cpu"))
+        assert tiled.scale_GN.dtype == dtype
+        assert float(tiled.scale_GN[0, 0]) == value
+    assert TiledInt4.of(random_weight(64, 256, 128), torch.device("cpu")).num_bytes == 64 * 128 + 2 * 64 * (2 + 1)
+
+
+# -- two ways
+
+
+@pytest.mark.parametrize("with_scratch", [False, True])
+def test_the_crossover_parts_the_ways(with_scratch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = Scratch(torch.float32, DEVICE) if with_scratch else None
+    weight = random_weight(40, 128, 64, bias=True)
+    linear = TwoPathLinear(weight, torch.float32, DEVICE, scratch, crossover=3)
+    taken = []
+    fused, dense = linear.fused, linear.dense
+    monkeypatch.setattr(linear, "fused", lambda x: taken.append("fused") or fused(x))
+    monkeypatch.setattr(linear, "dense", lambda x: taken.append("dense") or dense(x))
+    for tokens in (0, 1, 3, 4):
+        x_MK = torch.randn(tokens, 128, device=DEVICE)
+        ours = linear(x_MK)
+        assert ours.shape == (tokens, 40)
+        assert tokens == 0 or relative_error(ours, weight, x_MK) < PRODUCT[torch.float32]
+    assert taken == ["dense", "fused", "fused", "dense"]
+
+
+def test_default_crossovers() -> None:
+    weight = random_weight(8, 32, 32)
+    assert TwoPathLinear(weight, torch.float32, DEVICE).crossover == CROSSOVER_CACHED
+    assert TwoPathLinear(weight, torch.float32, DEVICE, Scratch(torch.float32, DEVICE)).crossover == CROSSOVER_SCRATCH
+
+
+def test_linears_share_a_scratch() -> None:
+    scratch = Scratch(torch.float16, DEVICE)
+    weights = [random_weight(8, 64, 64, seed=1), random_weight(40, 128, 64, seed=2), random_weight(16, 32, 32, seed=3)]
+    linears = [TwoPathLinear(weight, torch.float16, DEVICE, scratch, crossover=0) for weight in weights]
+    assert scratch.num_bytes == 2 * 40 * 128
+    for weight, linear in zip(weights * 2, linears * 2):
+        x_MK = torch.randn(2, weight.in_features).to(DEVICE, torch.float16)
+        assert relative_error(linear(x_MK), weight, x_MK) < PRODUCT[torch.float16]
+        assert not hasattr(linear, "kept_NK")
+
+
+@pytest.mark.parametrize("change", ["group", "zeros"])
+def test_what_the_kernels_do_not_serve_goes_to_cublas(change: str) -> None:
+    weight = random_weight(8, 96, 48) if change == "group" else random_weight(8, 96, 32)
+    if change == "zeros":
+        weight.zeros_NG[0, 0] = 7.5
+    assert not serves(weight)
+    with pytest.raises(ValueError, match="the fused kernels take 4 bits"):
+        TwoPathLinear(weight, torch.float32, DEVICE)
+    linear = prepare_linear(weight, torch.float32, DEVICE)
+    assert isinstance(linear, DenseLinear)
+    x_MK = torch.randn(2, 96, device=DEVICE)
+    assert relative_error(linear(x_MK), weight, x_MK) < PRODUCT[torch.float32]
+
+
+def test_dense_weights_go_to_cublas() -> None:
+    weight_NK, bias_N, x_MK = torch.randn(5, 6), torch.randn(5), torch.randn(3, 6)
+    linear = prepare_linear(DenseWeight(weight_NK, bias_N), torch.float32, DEVICE)
+    assert torch.allclose(linear(x_MK.to(DEVICE)).cpu(), x_MK @ weight_NK.T + bias_N, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", [A100, H100])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 500])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(4096, 4096), (28672, 4096), (4096, 14336), (128, 64)])
+def test_tiles_cover_the_inputs_and_parts_stay_small(
+    num_outputs: int, num_inputs: int, tokens: int, target: Target
+) -> None:
+    num_chunks = -(-num_inputs // 128)
+    tile = tile_for(tokens, num_outputs, num_chunks, target)
+    per_part = -(-num_chunks // tile.parts)
+    assert (tile.parts - 1) * per_part < num_chunks <= tile.parts * per_part
+    if tile.parts > 1:
+        assert per_part >= 4
+        assert 4 * tile.parts * tile.tokens * num_outputs <= num_outputs * num_inputs // 2

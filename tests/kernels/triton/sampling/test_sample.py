@@ -1,0 +1,121 @@
+"""Drawn tokens against the oracle and against what the engine's sampler on the host draws."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels import reference
+from pipeline.kernels.triton.sampling import sample as drawing
+from tests.kernels.triton.problems import DEVICE, DTYPES
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
+
+OPTIONS = {  # temperature, top_k (0: all), top_p, min_p
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "temperature": (0.7, 0, 1.0, 0.0),
+    "hot": (30.0, 0, 1.0, 0.0),
+    "cold": (1e-30, 0, 1.0, 0.0),
+    "top_k": (1.0, 7, 1.0, 0.0),
+    "top_p": (1.0, 0, 0.8, 0.0),
+    "little top_p": (1.0, 0, 0.01, 0.0),
+    "min_p": (1.3, 0, 1.0, 0.05),
+    "all": (1.5, 40, 0.9, 0.002),
+}
+
+
+def how_of(options: list[tuple[float, float, float, float]], vocabulary: int, u_R: np.ndarray) -> torch.Tensor:
+    how_R4 = np.array([(t, k or vocabulary, p, m) for t, k, p, m in options]).astype(np.float32)
+    return torch.from_numpy(np.ascontiguousarray(np.vstack([how_R4.T, u_R]), dtype=np.float64))
+
+
+def both(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
+    ours = drawing.draw(logits_RV.to(DEVICE), how_5R.to(DEVICE))
+    return [
+        (token_R.cpu().numpy(), finite_R.cpu().numpy())
+        for token_R, finite_R in (ours, reference.draw(logits_RV, how_5R))
+    ]
+
+
+def agree(logits_RV: torch.Tensor, options: list[tuple[float, float, float, float]], u_R: np.ndarray) -> bool:
+    (ours, finite), (oracle, sound) = both(logits_RV, how_of(options, logits_RV.shape[1], u_R))
+    return np.array_equal(finite, sound) and np.array_equal(ours[finite], oracle[finite])
+
+
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [1, 100, 20_000])
+def test_tokens_are_those_of_the_oracle(vocabulary: int, dtype: torch.dtype) -> None:
+    random = np.random.default_rng(vocabulary)
+    options = [(t, min(k, vocabulary), p, m) for t, k, p, m in OPTIONS.values()]
+    logits_RV = torch.from_numpy(random.normal(0, 3, (len(options), vocabulary))).to(dtype)
+    assert agree(logits_RV, options, random.random(len(options)))
+
+
+@pytest.mark.parametrize("u", [0.25, 0.4, 1 - 2.0**-53])
+@pytest.mark.parametrize("at", [[0, 1, 2, 8191], [3, 8192, 8193, 16_384]], ids=str)
+def test_of_equal_ones_the_first_are_kept(at: list[int], u: float) -> None:
+    """Four equal logits, of which one, two, all or three are kept, within a part of the row and over parts; behind them
+    the best one."""
+    logits_RV = torch.full((4, 20_000), -2.0)
+    logits_RV[:, at] = 14.0
+    logits_RV[:, 16_385] = 15.0
+    cuts = [(1.0, 0, 0.5, 0.0), (1.0, 0, 0.65, 0.0), (1.0, 2, 1.0, 0.0), (1.0, 3, 0.8, 0.3)]
+    (ours, _), (oracle, _) = both(logits_RV, how_of(cuts, 20_000, np.full(4, u)))
+    assert ours.tolist() == oracle.tolist()
+    if u == 0.25:
+        assert set(ours.tolist()) <= set(at), "the equal ones come first"
+
+
+def test_equal_logits_everywhere() -> None:
+    options = [(1.0, 0, 1.0, 0.0), (2.0, 0, 0.5, 0.0), (1.0, 9, 1.0, 0.0), (1.0, 0, 1.0, 1.0), (0.0, 0, 1.0, 0.0)]
+    assert agree(torch.zeros(5, 9000), options, np.array([0.3, 0.999, 0.7, 0.2, 0.5]))
+
+
+@pytest.mark.parametrize(("name", "num"), [("temperature", 80), ("min_p", 60), ("all", 24)])
+def test_shares_are_those_of_the_law(name: str, num: int) -> None:
+    """Numbers in even steps draw the tokens up to each as often as the law says, to half a step."""
+    logits_V = torch.from_numpy(np.random.default_rng(7).normal(0, 1.5, 60)).float()
+    how_5R = how_of([OPTIONS[name]] * num, 60, (np.arange(num) + 0.5) / num)
+    token_R = drawing.draw(logits_V.expand(num, -1).contiguous().to(DEVICE), how_5R.to(DEVICE))[0].cpu().numpy()
+    assert (np.diff(token_R) >= 0).all()
+    temperature, top_k, top_p, min_p = OPTIONS[name]
+    w = np.exp((logits_V.double().numpy() - float(logits_V.max())) / temperature)
+    order = np.argsort(-w)
+    w[order[int(top_k or 60) :]] = 0.0
+    w[w < min_p] = 0.0
+    better = np.cumsum(w[order]) - w[order]
+    w[order[better >= top_p * w.sum()]] = 0.0
+    assert (w[token_R] > 0).all()
+    drawn_V = np.bincount(token_R, minlength=60).cumsum() / num
+    assert np.abs(drawn_V - w.cumsum() / w.sum()).max() <= 0.501 / num
+
+
+@pytest.mark.parametrize("at", [0, 8191, 8192, 19_999])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_are_told(value: float, at: int) -> None:
+    logits_RV = torch.randn(4, 20_000)
+    logits_RV[1, at] = value
+    logits_RV[2] = value
+    options = [OPTIONS["temperature"], OPTIONS["top_k"], OPTIONS["min_p"], OPTIONS["greedy"]]
+    how_5R = how_of(options, 20_000, np.array([0.1, 0.9, 0.5, 0.3]))
+    (ours, finite), (oracle, sound) = both(logits_RV, how_5R)
+    assert finite.tolist() == sound.tolist() == [True, value == float("-inf"), False, True]
+    assert (ours[finite] == oracle[finite]).all()
+    assert (ours[~finite] == 0).all()
+
+
+def test_rows_that_lie_apart_and_no_rows_at_all() -> None:
+    options = [OPTIONS["temperature"], OPTIONS["greedy"], OPTIONS["top_p"]]
+    assert agree(torch.randn(3, 60)[:, :30], options, np.array([0.2, 0.4, 0.6]))
+    token_R, finite_R = drawing.draw(torch.empty(0, 10, device=DEVICE), torch.empty(5, 0, device=DEVICE).double())
+    assert (len(token_R), len(finite_R)) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_tokens_that_cannot_be_are_never_drawn(name: str) -> None:
+    """Whatever the number: few tokens are left, and the number lies on the borders between them."""
+    logits_RV = torch.full((12, 9000), float("-inf"))
+    logits_RV[:, [5, 8191, 8192, 8999]] = torch.tensor([0.0, 1.0, 0.5, -300.0])
+    share = torch.tensor([0.0, 1.0, 0.5]).double().softmax(0).cumsum(0).numpy()
+    u_R = np.concatenate([[0.0, 1 - 2.0**-53], share[:2], np.nextafter(share[:2], 0), np.linspace(0, 0.999, 6)])
+    (ours, _), _ = both(logits_RV, how_of([OPTIONS[name]] * 12, 9000, u_R))
+    assert set(ours.tolist()) <= {5, 8191, 8192}

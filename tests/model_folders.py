@@ -1,0 +1,128 @@
+"""Tiny random checkpoints of every family, written by transformers, and a byte-level tokenizer to go with them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from pipeline.errors import ModelError
+
+VOCAB = 320  # 256 bytes, specials, and unused ids above
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model_type with the options that make a variant; shapes are added by `draw_config`."""
+
+    name: str
+    model_type: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+FAMILIES = [
+    Family("llama2", "llama", {"num_key_value_heads": 4}),
+    Family("llama3", "llama", {"rope_parameters": LLAMA3_ROPE}),
+    Family(
+        "llama-linear-bias-tied",
+        "llama",
+        {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    Family("mistral", "mistral", {"sliding_window": None}),
+    Family("mistral-window", "mistral", {"sliding_window": 21, "head_dim": 24}),
+    Family("qwen2-tied", "qwen2", {"tie_word_embeddings": True}),
+    Family("qwen2-window", "qwen2", {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}),
+    Family("qwen2-yarn", "qwen2", {"rope_parameters": YARN_ROPE}),
+    Family("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    Family("qwen3-bias", "qwen3", {"attention_bias": True, "head_dim": 16}),
+]
+
+
+def small_config(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    """Of a model with the tokenizer of `write_tokenizer`."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+        "pad_token_id": None,
+    } | more
+
+
+def draw_config(family: Family, rng: np.random.Generator) -> dict[str, Any]:
+    """Random small shapes for a family. Weights are wide (initializer_range), so that attention decides tokens."""
+    kv_heads = int(rng.choice([1, 2, 4]))
+    heads = kv_heads * int(rng.choice([1, 2, 3]))
+    if family.options.get("num_key_value_heads"):
+        kv_heads = heads = int(family.options["num_key_value_heads"])
+    wide = {
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+    }
+    hidden, intermediate = heads * int(rng.choice([8, 16])), int(rng.choice([48, 80, 96]))
+    config = small_config(hidden, intermediate, int(rng.integers(2, 4)), heads, kv_heads, rms_norm_eps=1e-5, **wide)
+    return config | {k: v for k, v in family.options.items() if k != "num_key_value_heads"}
+
+
+def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed: int) -> Path:
+    """A sharded float32 checkpoint with tokenizer; norms and biases are random too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **config), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|bos|>", "<|eos|>"])
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>").save_pretrained(folder)
+
+
+def make_family(folder: Path, family: Family, seed: int) -> Path:
+    rng = np.random.default_rng([seed, sum(family.name.encode())])
+    return write_checkpoint(folder, family, draw_config(family, rng), seed)
+
+
+def load_reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+class Named(dict[str, torch.Tensor]):
+    """Tensors by name, as readers take them from a checkpoint."""
+
+    def take(self, name: str) -> torch.Tensor:
+        if name not in self:
+            raise ModelError(f"tensor {name} is missing from the checkpoint")
+        return self[name]
+
+    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.take(name)
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise ModelError(f"tensor {name} is {tuple(tensor.shape)} {tensor.dtype}")
+        return tensor

@@ -1,0 +1,218 @@
+"""Quantized linears with random values, packed value by value apart from the product's own unpacking, each with its
+exact float32 weight; and whole checkpoints of them beside their dense twins."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model_folders import Family, Named, small_config, write_checkpoint, write_tokenizer
+
+Packed = tuple[dict[str, torch.Tensor], np.ndarray]
+Pack = Callable[[np.random.Generator, tuple[int, int]], Packed]
+"""Of a shape (N, K): tensors by the last part of their name, and the weight (N, K) in float32."""
+
+CONFIG = small_config(128, 192, 2, 4, 2, initializer_range=0.2, rms_norm_eps=1e-5)
+
+
+def words(values: np.ndarray, bits: int) -> torch.Tensor:
+    """(R, C) -> (R, C * bits / 32) int32, the first value in the lowest bits; a last word is filled up with zeros."""
+    rows, columns = values.shape
+    parts = 32 // bits
+    packed = np.zeros((rows, -(-columns // parts)), dtype=np.uint32)
+    for row in range(rows):
+        for column in range(columns):
+            packed[row, column // parts] |= np.uint32(int(values[row, column]) << bits * (column % parts))
+    return torch.from_numpy(packed.view(np.int32).copy())
+
+
+def drawn(
+    rng: np.random.Generator, shape: tuple[int, int], groups: int, bits: int, symmetric: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Integers (N, K), zeros and float16 scales (N, G). Zeros go from end to end, as lying ones would."""
+    n, k = shape
+    q = rng.integers(0, 1 << bits, (n, k))
+    zeros = np.full((n, groups), 1 << (bits - 1)) if symmetric else rng.integers(0, 1 << bits, (n, groups))
+    scales = (rng.uniform(0.02, 0.06, (n, groups)) * 16 / (1 << bits)).astype(np.float16)
+    return q, zeros, scales
+
+
+def value(q: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: np.ndarray) -> np.ndarray:
+    return (q - zeros[:, group]).astype(np.float32) * scales[:, group].astype(np.float32)
+
+
+def gptq(bits: int, group_size: int, symmetric: bool, desc_act: bool, version: int) -> Pack:
+    """AutoGPTQ's layout; `desc_act` gives each group inputs from everywhere, the same for all linears of K inputs."""
+
+    def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        k = shape[1]
+        size = k if group_size == -1 else group_size
+        q, zeros, scales = drawn(rng, shape, k // size, bits, symmetric)
+        group = np.arange(k) // size
+        if desc_act:
+            group = np.random.default_rng(k).permutation(group)
+        parts = 32 // bits
+        stored = words(zeros.T, bits).numpy().view(np.uint32)
+        if version == 1:
+            stored = stored - np.uint32(sum(1 << bits * part for part in range(parts)))
+        tensors = {
+            "qweight": words(q, bits).t().contiguous(),
+            "qzeros": torch.from_numpy(stored.view(np.int32).copy()),
+            "scales": torch.from_numpy(scales.T.copy()),
+            "g_idx": torch.from_numpy(group.astype(np.int32)),
+        }
+        return tensors, value(q, zeros, scales, group)
+
+    return pack
+
+
+def awq_gemm(group_size: int, zero_point: bool) -> Pack:
+    """AutoAWQ's own layout: nibble i of a word is column ORDER[i] of its eight outputs."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def interleaved(values_RN: np.ndarray) -> torch.Tensor:
+        rows, columns = values_RN.shape
+        return words(values_RN.reshape(rows, columns // 8, 8)[:, :, order].reshape(rows, columns), 4)
+
+    def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        k = shape[1]
+        q, zeros, scales = drawn(rng, shape, k // group_size, 4, symmetric=not zero_point)
+        tensors = {"qweight": interleaved(q.T), "scales": torch.from_numpy(scales.T.copy())}
+        if zero_point:
+            tensors["qzeros"] = interleaved(zeros.T)
+        return tensors, value(q, zeros, scales, np.arange(k) // group_size)
+
+    return pack
+
+
+def awq_gemv(group_size: int) -> Pack:
+    """Filled up to as many words of groups as AutoAWQ's CUDA kernel reads at a time."""
+
+    def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        k = shape[1]
+        q, zeros, scales = drawn(rng, shape, k // group_size, 4, symmetric=False)
+        width = {128: 8, 64: 16, 32: 32}[group_size]
+        padding = -(k // group_size) % width
+        tensors = {
+            "qweight": words(q, 4),
+            "qzeros": words(np.pad(zeros, ((0, 0), (0, padding))), 4),
+            "scales": torch.from_numpy(np.pad(scales, ((0, 0), (0, padding)))),
+        }
+        return tensors, value(q, zeros, scales, np.arange(k) // group_size)
+
+    return pack
+
+
+def pack_quantized(bits: int, group_size: int | None, symmetric: bool, ordered: bool = False) -> Pack:
+    """compressed-tensors' `pack-quantized`; `ordered`: with the g_idx of activation ordering by group."""
+
+    def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        k = shape[1]
+        size = group_size or k
+        q, zeros, scales = drawn(rng, shape, k // size, bits, symmetric)
+        group = np.arange(k) // size
+        tensors = {
+            "weight_packed": words(q, bits),
+            "weight_shape": torch.tensor(shape),
+            "weight_scale": torch.from_numpy(scales).to(torch.bfloat16),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zeros.T, bits).t().contiguous()
+        if ordered:
+            group = np.random.default_rng(k).permutation(group)
+            tensors["weight_g_idx"] = torch.from_numpy(group.astype(np.int32))
+        return tensors, value(q, zeros, tensors["weight_scale"].float().numpy(), group)
+
+    return pack
+
+
+def int_quantized(symmetric: bool) -> Pack:
+    def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        q, zeros, scales = drawn(rng, shape, 1, 8, symmetric)
+        tensors = {"weight": torch.from_numpy((q - 128).astype(np.int8)), "weight_scale": torch.from_numpy(scales)}
+        if not symmetric:
+            tensors["weight_zero_point"] = torch.from_numpy((zeros - 128).astype(np.int8))
+        return tensors, value(q, zeros, scales, np.zeros(shape[1], dtype=int))
+
+    return pack
+
+
+def fp8(block: tuple[int, int] | None, scale_name: str, per_output: bool = False) -> Pack:
+    """Any e4m3 values but NaN. The scales' block of None is the whole weight, or each output."""
+
+    def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        n, k = shape
+        codes = rng.integers(0, 127, shape).astype(np.uint8) | (rng.integers(0, 2, shape) << 7).astype(np.uint8)
+        weight = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+        rows, columns = block or ((1, k) if per_output else (n, k))
+        scales = rng.uniform(1e-4, 4e-4, (-(-n // rows), -(-k // columns))).astype(np.float32)
+        stored = scales if block or per_output else scales.reshape(1)
+        dense = np.empty(shape, dtype=np.float32)
+        for i in range(n):
+            for j in range(k):
+                dense[i, j] = np.float32(_e4m3(int(codes[i, j]))) * scales[i // rows, j // columns]
+        tensors = {"weight": weight, scale_name: torch.from_numpy(stored.copy())}
+        if block is None:  # of activations, as a static scheme has it
+            tensors["input_scale"] = torch.tensor(0.01)
+        return tensors, dense
+
+    return pack
+
+
+def _e4m3(code: int) -> float:
+    """By the OCP 8-bit floating point specification: bias 7, no infinities."""
+    sign, exponent, fraction = (-1) ** (code >> 7), code >> 3 & 15, code & 7
+    return sign * (fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7))
+
+
+def named(prefix: str, packed: dict[str, torch.Tensor]) -> Named:
+    return Named({f"{prefix}.{name}": tensor for name, tensor in packed.items()})
+
+
+def write_pair(
+    root: Path, quantization: dict[str, Any], pack: Callable[[str], Pack | None], options: dict[str, Any] | None = None
+) -> tuple[Path, Path]:
+    """A quantized checkpoint and its dense float32 twin. `pack`: how a linear of that name is packed; None: not."""
+    plain = write_checkpoint(root / "plain", Family("llama", "llama"), CONFIG | (options or {}), seed=4)
+    return pack_pair(plain, root / "quantized", quantization, pack, seed=len(json.dumps(quantization)))
+
+
+def pack_pair(
+    plain: Path, folder: Path, quantization: dict[str, Any], pack: Callable[[str], Pack | None], seed: int
+) -> tuple[Path, Path]:
+    """`folder` and `folder`-dense: what `pack` makes of the linears of `plain`, with random values."""
+    rng = np.random.default_rng(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(plain.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    packed, dense = {}, {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(".weight")
+        packer = pack(stem) if name.endswith("_proj.weight") else None
+        if packer is None:
+            packed[name] = dense[name] = tensor
+            continue
+        found, weight = packer(rng, tuple(tensor.shape))
+        packed |= named(stem, found)
+        dense[name] = torch.from_numpy(weight)
+    config = json.loads((plain / "config.json").read_text())
+    places = folder, folder.with_name(f"{folder.name}-dense")
+    for place, content, extra in zip(places, (packed, dense), ({"quantization_config": quantization}, {})):
+        place.mkdir()
+        save_file({key: tensor.contiguous() for key, tensor in content.items()}, place / "model.safetensors")
+        (place / "config.json").write_text(json.dumps(config | extra))
+        write_tokenizer(place)
+    return places
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "modules_to_not_convert": None}
+
+
+def quantize_randomly(plain: Path, folder: Path, group_size: int, zero_point: bool, seed: int) -> Path:
+    """`folder`, of AWQ int4 linears with random values, beside its twin `folder`-dense."""
+    quantization = AWQ | {"group_size": group_size, "zero_point": zero_point}
+    return pack_pair(plain, folder, quantization, lambda stem: awq_gemm(group_size, zero_point), seed)[0]

@@ -1,0 +1,211 @@
+"""Whole quantized checkpoints through the engine: logits and tokens are those that transformers computes from the
+dequantized weights in float32."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.model.config import read_config
+from tests.model_folders import VOCAB, load_reference
+from tests.parity.harness import (
+    LOGIT_TOLERANCE,
+    Agreement,
+    compare_greedy,
+    float32_engine,
+    greedy,
+    greedy_reference,
+    our_logits,
+    reference_logits,
+)
+from tests.weights.packers import AWQ, Pack, awq_gemm, awq_gemv, fp8, gptq, int_quantized, pack_quantized, write_pair
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
+TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+
+
+def group(form: str, bits: int, strategy: str, targets: list[str], **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "float" if "float" in form else "int", "strategy": strategy} | more
+    return {"targets": targets, "format": form, "weights": weights}
+
+
+def compressed(*groups: dict[str, Any]) -> dict[str, Any]:
+    return COMPRESSED | {"config_groups": {f"group_{i}": one for i, one in enumerate(groups)}}
+
+
+LINEAR = ["Linear"]
+WHOLE: dict[str, tuple[dict[str, Any], Pack, str]] = {
+    "awq gemm": (AWQ | {"group_size": 64, "zero_point": True}, awq_gemm(64, True), "AWQ int4, groups of 64"),
+    "awq gemm, symmetric": (
+        AWQ | {"group_size": 32, "zero_point": False},
+        awq_gemm(32, False),
+        "AWQ int4, groups of 32",
+    ),
+    "awq gemv": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMV", "zero_point": True},
+        awq_gemv(64),
+        "AWQ int4, groups of 64",
+    ),
+    "gptq": (GPTQ, gptq(4, 32, False, False, 1), "GPTQ int4, groups of 32"),
+    "gptq in order of activation": (
+        GPTQ | {"desc_act": True},
+        gptq(4, 32, False, True, 1),
+        "GPTQ int4, groups of 32, inputs ordered by activation",
+    ),
+    "gptq v2, int8, one group": (
+        GPTQ | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
+        gptq(8, -1, False, False, 2),
+        "GPTQ int8, a scale for each output",
+    ),
+    "gptq int8 in order of activation": (
+        GPTQ | {"bits": 8, "desc_act": True, "sym": True},
+        gptq(8, 32, True, True, 1),
+        "GPTQ int8, groups of 32, inputs ordered by activation",
+    ),
+    "compressed int4": (
+        compressed(group("pack-quantized", 4, "group", LINEAR, group_size=64, symmetric=False)),
+        pack_quantized(4, 64, False),
+        "compressed-tensors int4, groups of 64",
+    ),
+    "compressed int4, ordered": (
+        compressed(group("pack-quantized", 4, "group", LINEAR, group_size=32, symmetric=True, actorder="group")),
+        pack_quantized(4, 32, True, ordered=True),
+        "compressed-tensors int4, groups of 32",
+    ),
+    "compressed w8a8": (
+        compressed(group("int-quantized", 8, "channel", LINEAR) | {"input_activations": TOKEN}),
+        int_quantized(True),
+        "compressed-tensors int8, a scale for each output, activations not in 8 bits",
+    ),
+    "compressed fp8, naive": (
+        compressed(group("naive-quantized", 8, "channel", LINEAR, type="float")),
+        fp8(None, "weight_scale", per_output=True),
+        "compressed-tensors fp8 (e4m3)",
+    ),
+    "compressed int8, naive": (
+        compressed(group("naive-quantized", 8, "tensor", LINEAR, symmetric=False)),
+        int_quantized(False),
+        "compressed-tensors int8, a scale for each output",
+    ),
+    "compressed fp8": (
+        compressed(group("float-quantized", 8, "block", LINEAR, block_structure=[64, 32])),
+        fp8((64, 32), "weight_scale"),
+        "compressed-tensors fp8 (e4m3), blocks of 64x32",
+    ),
+    "fp8, blocks": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        fp8((128, 128), "weight_scale_inv"),
+        "fp8 (e4m3), blocks of 128x128, activations not in 8 bits",
+    ),
+    "fp8, whole": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        fp8(None, "weight_scale"),
+        "fp8 (e4m3), activations not in 8 bits",
+    ),
+}
+
+
+def check(quantized: Path, dense: Path, weights: str) -> None:
+    model = load_reference(dense)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (5, 31)]
+    seen = Agreement()
+    with float32_engine(quantized) as engine:
+        assert engine.resolved["weights"] == weights
+        for prompt in prompts:
+            expected = reference_logits(model, prompt)
+            difference = (our_logits(engine, prompt) - expected).abs().max()
+            assert float(difference) < LOGIT_TOLERANCE * max(1.0, float(expected.abs().max()) / 10)
+        for prompt, ours in zip(prompts, engine.generate(prompts, greedy(16))):
+            compare_greedy(model, prompt, ours.token_ids, greedy_reference(model, prompt, 16), seen)
+    assert seen.near_ties == 0
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_logits_and_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
+    quantization, pack, weights = WHOLE[name]
+    check(*write_pair(tmp_path, quantization, lambda stem: pack), weights)
+
+
+def test_modules_not_converted_and_mixed_ones_are_fused_as_they_are(tmp_path: Path) -> None:
+    """q and k of int4, v of int8, o in 16 bits; gate left as it is beside a quantized up; a tied output embedding."""
+    int4 = group("pack-quantized", 4, "group", [r"re:.*[qk]_proj$", r"re:.*mlp.*"], group_size=32)
+    int8 = group("pack-quantized", 8, "channel", LINEAR, symmetric=False)
+    quantization = compressed(int4, int8) | {"ignore": ["lm_head", "re:.*o_proj", "model.layers.0.mlp.gate_proj"]}
+
+    def pack(stem: str) -> Pack | None:
+        if re.search(r"o_proj|0\.mlp\.gate", stem):
+            return None
+        return pack_quantized(8, None, False) if "v_proj" in stem else pack_quantized(4, 32, True)
+
+    places = write_pair(tmp_path, quantization, pack, {"tie_word_embeddings": True})
+    kinds = "compressed-tensors int4, groups of 32 and int8, a scale for each output"
+    check(*places, f"{kinds}; 3 fused linears of several formats dequantized")
+
+
+def test_overrides_of_gptqmodel(tmp_path: Path) -> None:
+    wider = {"bits": 8, "group_size": 64}
+    dynamic = {"-:.*down_proj": {}, r"+:.*\.mlp\.": wider, r".*\.[qkv]_proj": {"group_size": -1}}
+
+    def pack(stem: str) -> Pack | None:
+        if "down_proj" in stem:
+            return None
+        if "mlp" in stem:
+            return gptq(8, 64, False, False, 1)
+        return gptq(4, 32 if "o_proj" in stem else -1, False, False, 1)
+
+    places = write_pair(tmp_path, GPTQ | {"dynamic": dynamic}, pack)
+    check(*places, "GPTQ int4, groups of 32, some linears otherwise")
+
+
+def test_a_checkpoint_quantized_on_load_computes_what_its_weights_say(tmp_path: Path) -> None:
+    """Against a dense checkpoint of what each method makes of the weights, computed here in another way."""
+    from pipeline import Engine, EngineConfig
+    from tests.weights.test_round_to_nearest import rounded
+
+    _, plain = write_pair(tmp_path, {"quant_method": "none"}, lambda stem: None)
+    for method in ("int8", "int4-rtn", "nf4"):
+        dense = rounded(plain, tmp_path / method, method)
+        model, prompt = load_reference(dense), list(range(40, 70))
+        options = {"max_model_len": 256, "max_num_seqs": 2, "block_size": 8, "dtype": "float32", "device": "cpu"}
+        with Engine(EngineConfig(model=str(plain), quantization=method, **options)) as engine:
+            assert engine.resolved["weights"].startswith(f"{method} made on load, ")
+            difference = (our_logits(engine, prompt) - reference_logits(model, prompt)).abs().max()
+            assert float(difference) < LOGIT_TOLERANCE
+            assert engine.runner.vocab_size == VOCAB
+
+
+def test_in_bfloat16_the_same_checkpoints_are_served(tmp_path: Path) -> None:
+    from pipeline import Engine, EngineConfig
+
+    prompt = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
+    for name in ("awq gemm", "gptq in order of activation", "gptq int8 in order of activation", "fp8, blocks"):
+        quantization, pack, _ = WHOLE[name]
+        place = tmp_path / name.replace(" ", "-")
+        place.mkdir()
+        quantized, dense = write_pair(place, quantization, lambda stem, pack=pack: pack)
+        options = {"model": str(quantized), "device": "cpu", "max_model_len": 64, "max_num_seqs": 2, "block_size": 8}
+        with Engine(EngineConfig(**options, dtype="bfloat16")) as engine:
+            ours = our_logits(engine, prompt)
+        exact = reference_logits(load_reference(dense), prompt)
+        assert float((ours - exact).abs().mean() / exact.std()) < 0.15, name
+
+
+def test_what_is_known_of_a_format_without_its_weights(tmp_path: Path) -> None:
+    from pipeline.engine.startup.memory import weight_bytes
+
+    sizes = {}
+    for name in ("gptq", "gptq v2, int8, one group", "fp8, blocks"):
+        place = tmp_path / name.replace(" ", "-")
+        place.mkdir()
+        quantized, _ = write_pair(place, WHOLE[name][0], lambda stem: None)
+        config = read_config(quantized)
+        embeddings = 2 * config.vocab_size * config.hidden_size * 4
+        linears = weight_bytes(config, torch.device("cpu"), torch.float32) - embeddings
+        sizes[name] = linears / config.num_linear_parameters()
+        assert config.quantization is not None
+    assert sizes == {"gptq": 0.75, "gptq v2, int8, one group": 1.0, "fp8, blocks": 1.0625}

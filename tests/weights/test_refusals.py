@@ -1,0 +1,246 @@
+"""Configs and tensors that lie: a ModelError that names the key or the tensor, never a crash, never other weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import ModelError
+from pipeline.weights.formats import READERS, read_format
+from pipeline.weights.packed import DenseWeight
+from pipeline.weights.tensor_reader import input_order
+from tests.model_folders import Named
+from tests.weights.packers import Pack, awq_gemm, awq_gemv, fp8, gptq, int_quantized, named, pack_quantized
+from tests.weights.test_model_folders import GPTQ, LINEAR, TOKEN, compressed, group
+
+PATH = Path("config.json")
+SHAPE = (48, 64)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv", "zero_point": True}
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+INT4 = compressed(group("pack-quantized", 4, "group", LINEAR, group_size=32, symmetric=False))
+
+
+def weights(**change: Any) -> dict[str, Any]:
+    one = group("pack-quantized", 4, "group", LINEAR, group_size=32)
+    return compressed(one | {"weights": one["weights"] | change})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, r"quant_method = None is not served; served are awq, gptq, compressed-tensors, fp8, and 16-"),
+        ({"quant_method": "hqq"}, "quant_method = 'hqq' is not served"),
+        (AWQ | {"bits": True}, "bits = True"),
+        (AWQ | {"zero_point": 1}, "zero_point = 1"),
+        (AWQ | {"bits": 8}, "bits = 8"),
+        (AWQ | {"version": "gemv_fast"}, "version = 'gemv_fast'"),
+        (AWQ | {"group_size": 16}, "group_size = 16"),
+        (AWQ | {"group_size": [128]}, "group_size = .128."),
+        (AWQ | {"modules_to_not_convert": 5}, "modules_to_not_convert"),
+        (GPTQ | {"bits": 3}, "bits = 3: expected one of 4, 8"),
+        (GPTQ | {"bits": 4.0}, "bits = 4.0"),
+        (GPTQ | {"group_size": 0}, "group_size = 0"),
+        (GPTQ | {"group_size": -2}, "group_size = -2"),
+        (GPTQ | {"group_size": None}, "group_size = None"),
+        (GPTQ | {"desc_act": "yes"}, "desc_act = 'yes'"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin': expected one of gptq, gptq_v2"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
+        (GPTQ | {"dynamic": []}, "dynamic = "),
+        (GPTQ | {"dynamic": ["x"]}, "dynamic"),
+        (GPTQ | {"dynamic": {"[": {}}}, r"dynamic.patterns: '\[' is no pattern"),
+        (GPTQ | {"dynamic": {"x": {"bits": 2}}}, r"dynamic.x.bits = 2"),
+        (GPTQ | {"dynamic": {"x": 4}}, r"dynamic.x = 4: expected an object"),
+        (GPTQ | {"dynamic": {"(a+)+$": {}}}, "at most 4 repetitions and no repeated group"),
+        (GPTQ | {"dynamic": {".*.*.*.*.*x": {}}}, "at most 4 repetitions"),
+        (INT4 | {"quantization_status": "initialized"}, "quantization_status"),
+        (INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (INT4 | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+        (INT4 | {"config_groups": {}}, "config_groups"),
+        (INT4 | {"config_groups": {"g": {"targets": LINEAR}}}, r"config_groups.g.format = None"),
+        (INT4 | {"ignore": "lm_head"}, "ignore = 'lm_head': expected a list of names"),
+        (INT4 | {"ignore": ["re:("]}, "ignore: '[(]' is no pattern"),
+        (INT4 | {"ignore": ["re:" + "(" * 600]}, "ignore"),
+        (weights(group_size=None), "weights.group_size = None"),
+        (weights(num_bits=3), "weights.num_bits = 3"),
+        (weights(type="float"), "weights.type = 'float'"),
+        (weights(dynamic=True), "weights.dynamic = True"),
+        (weights(strategy="tensor_group"), "weights.strategy = 'tensor_group'"),
+        (compressed(group("nvfp4-pack-quantized", 4, "group", LINEAR)), "format = 'nvfp4-pack-quantized'"),
+        (compressed(group("float-quantized", 4, "channel", LINEAR)), "weights.num_bits = 4"),
+        (compressed(group("float-quantized", 8, "group", LINEAR, group_size=128)), "weights.strategy = 'group'"),
+        (compressed(group("float-quantized", 8, "block", LINEAR, block_structure=[0, 128])), "block_structure"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size"),
+        (FP8 | {"weight_block_size": [128, 1 << 40]}, "weight_block_size"),
+        (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
+        (FP8 | {"activation_scheme": "none"}, "activation_scheme"),
+        (FP8 | {"modules_to_not_convert": [1]}, "modules_to_not_convert"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_name(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=r"^config\.json: quantization_config") as caught:
+        read_format(config, PATH)
+    assert caught.match(said)
+    assert len(str(caught.value)) < 1000
+
+
+FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
+    "awq": (AWQ, awq_gemv(32)),
+    "awq gemm": (AWQ | {"version": "gemm"}, awq_gemm(32, True)),
+    "gptq": (GPTQ | {"desc_act": True}, gptq(4, 32, False, True, 1)),
+    "gptq 8": (GPTQ | {"bits": 8, "desc_act": True}, gptq(8, 32, False, True, 1)),
+    "int4": (INT4, pack_quantized(4, 32, False)),
+    "int8": (compressed(group("int-quantized", 8, "channel", LINEAR, symmetric=False)), int_quantized(False)),
+    "fp8": (FP8, fp8((32, 32), "weight_scale_inv")),
+}
+
+
+def packed(name: str) -> tuple[Any, Named, torch.Tensor]:
+    config, pack = FORMS[name]
+    tensors, dense = pack(np.random.default_rng(2), SHAPE)
+    return read_format(config, PATH), named("a.q_proj", tensors), torch.from_numpy(dense)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_sound_tensors_are_read_and_each_missing_one_is_named(name: str) -> None:
+    form, tensors, dense = packed(name)
+    assert torch.equal(form.read_linear("a.q_proj", SHAPE, tensors, None).dequantize(torch.float32), dense)
+    for missing in tensors:
+        rest = Named({key: tensor for key, tensor in tensors.items() if key != missing})
+        with pytest.raises(ModelError, match=r"a\.q_proj\.\w+"):
+            form.read_linear("a.q_proj", SHAPE, rest, None)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_tensor_of_another_shape_or_type_is_refused(name: str) -> None:
+    form, tensors, _ = packed(name)
+    for key, tensor in tensors.items():
+        lies = [tensor.flatten()[:-1], tensor.unsqueeze(0), torch.zeros(0), tensor.to(torch.float64), tensor.bool()]
+        if tensor.dim() == 2 and tensor.shape[0] != tensor.shape[1]:
+            lies += [tensor.t(), tensor[:-1], tensor[:, :-1]]
+        for lie in lies:
+            with pytest.raises(ModelError, match=r"a\.q_proj\."):
+                form.read_linear("a.q_proj", SHAPE, Named(tensors | {key: lie}), None)
+    for shape in ((48, 72), (47, 64), (48, 96), (1 << 40, 64), (48, 1 << 40)):
+        with pytest.raises(ModelError, match=r"a\.q_proj"):
+            form.read_linear("a.q_proj", shape, tensors, None)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers_are_refused(name: str, broken: float) -> None:
+    form, tensors, _ = packed(name)
+    key = next(key for key in tensors if "scale" in key)
+    tensors[key] = tensors[key].clone()
+    tensors[key].view(-1)[0] = broken
+    with pytest.raises(ModelError, match=rf"{key}: holds infinities"):
+        form.read_linear("a.q_proj", SHAPE, tensors, None)
+
+
+def test_a_plain_linear_beside_quantized_ones_is_read_as_it_is() -> None:
+    weight = torch.randn(SHAPE).to(torch.bfloat16)
+    for name in FORMS:
+        form = read_format(FORMS[name][0], PATH)
+        plain = form.read_linear("lm_head", SHAPE, Named({"lm_head.weight": weight}), None)
+        assert isinstance(plain, DenseWeight)
+        assert plain.weight_NK is weight
+
+
+def test_groups_of_inputs_are_of_one_size() -> None:
+    assert input_order(torch.tensor([0, 0, 1, 1], dtype=torch.int32), 2, "g") is None
+    order = input_order(torch.tensor([1, 0, 1, 0], dtype=torch.int32), 2, "g")
+    assert order is not None
+    assert order.tolist() == [1, 3, 0, 2]
+    for lie in ([0, 0, 0, 1], [0, 0, 1, 2], [0, 0, -1, 1], [0, 0, 0, 0], [2**31 - 1] * 4, [-(2**31)] * 4):
+        with pytest.raises(ModelError, match="g: expected 2 inputs in each of the groups 0 to 1"):
+            input_order(torch.tensor(lie, dtype=torch.int32), 2, "g")
+
+
+def test_float8_values_that_are_no_numbers_are_refused() -> None:
+    form, tensors, _ = packed("fp8")
+    tensors["a.q_proj.weight"].view(torch.uint8)[3, 4] = 0xFF
+    with pytest.raises(ModelError, match=r"a\.q_proj\.weight: holds values that are no numbers"):
+        form.read_linear("a.q_proj", SHAPE, tensors, None)
+
+
+def test_a_linear_that_the_config_leaves_out_is_not_stored_quantized() -> None:
+    _, tensors, _ = packed("int4")
+    ignored = read_format(INT4 | {"ignore": ["re:.*q_proj"]}, PATH)
+    untargeted = read_format(compressed(INT4["config_groups"]["group_0"] | {"targets": ["re:.*k_proj"]}), PATH)
+    for form in (ignored, untargeted):
+        with pytest.raises(ModelError, match=r"a\.q_proj: stored quantized, but its quantization_config has no scheme"):
+            form.read_linear("a.q_proj", SHAPE, tensors, None)
+
+
+def test_the_shape_that_a_packed_weight_says_is_the_models() -> None:
+    form, tensors, _ = packed("int4")
+    for lie in ([64, 48], [48, 65], [-48, 64]):
+        tensors["a.q_proj.weight_shape"] = torch.tensor(lie)
+        with pytest.raises(ModelError, match=r"a\.q_proj\.weight_shape: says .*, expected \(48, 64\)"):
+            form.read_linear("a.q_proj", SHAPE, tensors, None)
+
+
+def test_a_symmetric_checkpoint_has_no_zero_points_but_zeros() -> None:
+    form = read_format(compressed(group("int-quantized", 8, "channel", LINEAR, symmetric=True)), PATH)
+    tensors, dense = int_quantized(True)(np.random.default_rng(0), SHAPE)
+    zeros = torch.zeros(SHAPE[0], 1, dtype=torch.int8)
+    kept = named("a", tensors | {"weight_zero_point": zeros})
+    weight = form.read_linear("a", SHAPE, kept, None)
+    assert torch.equal(weight.dequantize(torch.float32), torch.from_numpy(dense))
+    zeros[5] = 1
+    with pytest.raises(ModelError, match=r"a\.weight_zero_point: not zero"):
+        form.read_linear("a", SHAPE, kept, None)
+
+
+def test_a_bias_of_zeros_that_autogptq_adds_is_dropped() -> None:
+    form, tensors, dense = packed("gptq")
+    tensors["a.q_proj.bias"] = torch.zeros(SHAPE[0], dtype=torch.float16)
+    weight = form.read_linear("a.q_proj", SHAPE, tensors, None)
+    assert weight.bias_N is None
+    assert torch.equal(weight.dequantize(torch.float32), dense)
+    tensors["a.q_proj.bias"][3] = 0.5
+    with pytest.raises(ModelError, match=r"a\.q_proj\.bias: not zero"):
+        form.read_linear("a.q_proj", SHAPE, tensors, None)
+    own_N = torch.ones(SHAPE[0])
+    assert form.read_linear("a.q_proj", SHAPE, tensors, own_N).bias_N is own_N
+
+
+ODD = [None, True, -1, 0, 3, 4, 8, 2**63, 10**400, 1e308, float("nan"), "", "x", "re:(", [], [1], ["re:["], {},
+       {"a": 1}]  # fmt: skip
+
+
+def test_mutated_configs_are_read_or_refused() -> None:
+    rng = np.random.default_rng(7)
+    sound = [FORMS[name][0] for name in FORMS] + [
+        compressed(
+            group("float-quantized", 8, "block", LINEAR, block_structure=[32, 32]) | {"input_activations": TOKEN}
+        )
+    ]
+    refused = 0
+    for _ in range(600):
+        config = json.loads(json.dumps(sound[int(rng.integers(len(sound)))]))
+        where: Any = config
+        while rng.random() < 0.7:
+            inner = [value for value in where.values() if isinstance(value, dict) and value]
+            if not inner:
+                break
+            where = inner[int(rng.integers(len(inner)))]
+        where[str(rng.choice(sorted(where)))] = ODD[int(rng.integers(len(ODD)))]
+        try:
+            form = read_format(config, PATH)
+        except ModelError:
+            refused += 1
+        else:
+            assert str(form)
+            assert form.bits in (4, 8)
+            _, pack = FORMS["int4"]
+            tensors = named("a", pack(rng, (8, 32))[0])
+            try:
+                form.read_linear("a", (8, 32), tensors, None)
+            except ModelError:
+                refused += 1
+    assert refused > 200
+    assert set(READERS) == {"awq", "gptq", "compressed-tensors", "fp8"}
