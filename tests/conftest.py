@@ -1,5 +1,5 @@
-"""Settings of the whole suite that must be made before torch is imported, the order of the tests on several workers, and
-a fixture that runs the command line in this process."""
+"""Settings of the whole suite that must be made before torch is imported, the order of tests on several workers, and a
+fixture that runs the command line in this process."""
 
 import io
 import os

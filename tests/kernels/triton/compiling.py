@@ -12,7 +12,7 @@ import torch
 
 from pipeline.kernels.triton.launch import A100, H100, Launch, Target, shared_bytes_of
 from tests.kernels.triton.compile import compile_for
-from tests.kernels.triton.launches import ModelShape, fp8_launches_of, launches_of
+from tests.kernels.triton.model_launches import ModelShape, fp8_launches_of, launches_of
 
 FIXED = "fixed product, few tokens", "fixed product, many tokens", "fixed product, one part"
 CASCADE = "cascade", "decode behind a cascade, 1 queries", "decode behind a cascade, 8 queries"

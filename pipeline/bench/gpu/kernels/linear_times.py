@@ -204,7 +204,7 @@ def _fp8_linear(fp8: RoundedLinears, weight: GroupIntWeight) -> Linear:
 
 def fixed_path(weight: LinearWeight, dtype: torch.dtype, device: torch.device) -> Linear:
     """The product of `engine.deterministic`, on a card."""
-    from pipeline.kernels.triton.invariant import prepare_linear
+    from pipeline.kernels.triton.batch_invariant import prepare_linear
 
     return prepare_linear(weight, dtype, device)
 
