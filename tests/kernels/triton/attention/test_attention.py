@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ModelError
-from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.reference import attention as reference_attention
-from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata, decode_items, most_queries
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, plan_key
 from pipeline.kernels.triton.launch import H100, Target
@@ -154,33 +152,6 @@ def test_every_tile_is_taken_once(tiles: list[tuple[int, int]], num_programs: in
     assert len(items.item_I4) <= len(tiles) + num_programs
     assert len(items.split_S3) <= num_programs
     assert (items.item_I4[:, 3] < 2 * num_programs).all()
-
-
-@pytest.mark.parametrize("with_fp8", [False, True])
-def test_launches_do_not_change_from_step_to_step(with_fp8: bool) -> None:
-    """What a CUDA graph would have recorded in the first step serves the next ones: only tensors are filled anew."""
-    window = 70
-    target = Target.of(DEVICE)
-    shape = 6, 32, 64, 4, 2, 16
-    work = DecodeMetadata.allocate(*shape, DEVICE, target, num_queries=4, window=window)
-    steps = [
-        make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8)
-        for lengths in ([(1500, 1), (5, 1), (64, 4)], [(65, 2)], [(100, 1)] * 6)
-    ]
-    out_TND = torch.zeros(20, 4, 16, device=DEVICE)
-    q_TND = torch.zeros_like(out_TND)
-    cache = LayerCache.allocate(40, 64, 2, 16, FP8 if with_fp8 else torch.float32, DEVICE)
-    cache.fill(list(range(40)), float("nan"))
-    recorded = decode_launches(q_TND, cache, out_TND, work, 0.3, target)
-    for step in steps:
-        work.refill(step.where)
-        q_TND[: len(step.q_TND)] = step.q_TND
-        for tensor, its in zip(cache.tensors, step.cache.tensors):
-            tensor[: len(its)] = its
-        for launch in recorded:
-            launch.run()
-        oracle = reference_attention(*step.wide, step.where, 0.3, window)
-        assert float((out_TND[: len(oracle)].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
 
 
 def test_a_plan_that_lies_ready_is_used() -> None:
