@@ -18,8 +18,7 @@ import torch
 from pipeline.bench.gpu.kernels.checks import TOLERANCES, Check, check
 from pipeline.bench.gpu.kernels.inputs import random_int4
 from pipeline.bench.gpu.kernels.kernel_times import sampled
-from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.gpu.rates import Rates, Stopwatch
 from pipeline.bench.measure import table
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.kernels.reference import prepare_linear, reference_kernels
