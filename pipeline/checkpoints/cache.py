@@ -1,4 +1,4 @@
-"""A model folder behind an fsspec url, downloaded once per machine into a cache and checked.
+"""A model folder at an fsspec url: downloaded once per machine into a cache, and checked.
 
 An entry is named for the url and for every file's name, size and tag in the store, so a model that was replaced there
 is another entry. It appears whole or not at all: files are written below a temporary name, synced, and the folder
@@ -19,20 +19,22 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.locate import PATTERNS
-from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
+from pipeline.checkpoints.digest import file_digest
+from pipeline.checkpoints.file_checks import PATTERNS
+from pipeline.errors import EnvironmentFailed, ModelError
+from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, why_not_opened
+from pipeline.stores.local_folder import sync_folder
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import RemoteFilesystem, RetryCounts, filesystem, md5
-from pipeline.stores.store_errors import is_malformed
+from pipeline.stores.retries import RetryCounts
+from pipeline.stores.store_errors import Failure, failure_of
 
-MANIFEST = ".manifest.json"  # in an entry: file name -> what `_Stored` says of it
+MANIFEST = ".manifest.json"  # in an entry: file name -> its size, digest, and tag in the store
 RANGE_BYTES = 16 * 2**20
 NUM_RANGES = 8  # read at once, so that much memory
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # part sizes of the usual uploaders: the AWS tools, s3fs and others
 _PART_BYTES = [n * 2**20 for n in (5, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 256, 512, 1024)]
 
-Digest = Callable[[Path], str]
 Say = Callable[[str], None]
 
 
@@ -56,53 +58,83 @@ def fetch_model(
     url: str,
     storage: Mapping[str, Any],
     cache: Path,
-    digest: Digest,
     say: Say,
     retries: RetryCounts | None = None,
+    key: str = "model.path",
 ) -> Path:
     """The local folder with the model's files: from the cache where they are whole there, else downloaded.
 
-    digest: of one local file; it is recorded, and compared whenever the entry is used. Raises ModelError when the
-    url holds no model that can be served, EnvironmentFailed when the store or the disk fails.
+    key: of the job file, for messages. Raises ModelError when the url holds no model that can be served,
+    EnvironmentFailed when the store or the disk fails.
     """
     shown = shown_url(url)
     try:
         fs, root = filesystem(url, storage, retries=retries)
     except (ImportError, ValueError, TypeError) as e:
-        raise ModelError(
-            f"model.path {shown}: cannot be opened ({type(e).__name__}); is {url.partition('://')[0]}:// right, its "
-            f"library installed, and are these its options: {', '.join(sorted(storage)) or 'none given'}?"
-        ) from None
+        raise ModelError(f"{key} {shown}: {why_not_opened(url, storage, e)}") from None
     if not isinstance(fs, RemoteFilesystem):
         return Path(root)
-    files = _model_files(fs, root, shown)
+    model = _StoredModel(fs, root, shown, key)
+    files = model.files()
     identity = [shown, *(f"{f.name} {f.size} {f.tag}" for f in files)]
     entry = cache / hashlib.sha256("\n".join(identity).encode()).hexdigest()[:32]
-    if _whole(entry, digest):
+    if _whole(entry):
         return entry
     with _disk(cache):
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f".{entry.name}.lock") as alone:
-            if not _whole(entry, digest):  # no other process has made it while this one waited
+            if not _whole(entry):  # no other process has made it while this one waited
                 if alone:
                     _remove(cache, entry)
-                _download(fs, files, entry, shown, digest, say)
+                _download(model, files, entry, say)
     return entry
 
 
-def _model_files(fs: RemoteFilesystem, root: str, shown: str) -> list[_Remote]:
-    with _store(fs, shown):
-        listed = [e for e in fs.ls(root) if e["type"] == "file" and not e["name"].endswith("/")]
-    there = [_Remote(e["name"].rpartition("/")[2], e["name"], int(e["size"]), _tag_of(e)) for e in listed]
-    files = sorted((f for f in there if any(fnmatch(f.name, p) for p in PATTERNS)), key=lambda f: f.name)
-    names = [f.name for f in files]
-    if "config.json" not in names:
-        raise ModelError(f"model.path {shown}: has no config.json; it must be the folder of one model")
-    if not any(fnmatch(n, "*.safetensors") for n in names):
-        pickles = [f.name for f in there if any(fnmatch(f.name, p) for p in _PICKLES)]
-        why = f"only pickles ({pickles[0]}), which can run code and are never read" if pickles else "no weights"
-        raise ModelError(f"model.path {shown}: {why}; it needs *.safetensors files")
-    return files
+@dataclass(frozen=True)
+class _StoredModel:
+    """The model's folder in the store. `shown`: its url, and `key`: of the job file, for messages."""
+
+    fs: RemoteFilesystem
+    root: str
+    shown: str
+    key: str
+
+    def files(self) -> list[_Remote]:
+        with self.asking():
+            listed = [e for e in self.fs.ls(self.root) if e["type"] == "file" and not e["name"].endswith("/")]
+        there = [_Remote(e["name"].rpartition("/")[2], e["name"], int(e["size"]), _tag_of(e)) for e in listed]
+        files = sorted((f for f in there if any(fnmatch(f.name, p) for p in PATTERNS)), key=lambda f: f.name)
+        names = [f.name for f in files]
+        if "config.json" not in names:
+            raise ModelError(f"{self.key} {self.shown}: has no config.json; it must be the folder of one model")
+        if not any(fnmatch(n, "*.safetensors") for n in names):
+            pickles = [f.name for f in there if any(fnmatch(f.name, p) for p in _PICKLES)]
+            why = f"only pickles ({pickles[0]}), which can run code and are never read" if pickles else "no weights"
+            raise ModelError(f"{self.key} {self.shown}: {why}; it needs *.safetensors files")
+        return files
+
+    def replaced(self, file: _Remote) -> EnvironmentFailed:
+        return EnvironmentFailed(f"{self.shown}/{file.name}: was replaced while it was downloaded; run again")
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Turn what the store's library raises into errors of the model, without secrets."""
+        place = f"{self.key} {self.shown}"
+        try:
+            yield
+        except Exception as e:
+            failure = failure_of(e)
+            if failure is None:
+                raise
+            if failure is Failure.ABSENT:
+                raise ModelError(f"{place}: no such folder in the store") from None
+            told = self.fs.said(e)
+            if failure is Failure.DENIED:
+                needed = "it needs the rights to list and read below it"
+                raise ModelError(f"{place}: the store denies it ({told}); {needed}") from None
+            if failure is Failure.MALFORMED:
+                raise ModelError(f"{place}: no place in a store ({told})") from None
+            raise EnvironmentFailed(f"{place}: {told}; fix it, then run again") from None
 
 
 def _tag_of(entry: Mapping[str, Any]) -> str:
@@ -112,25 +144,25 @@ def _tag_of(entry: Mapping[str, Any]) -> str:
     return ""
 
 
-def _whole(entry: Path, digest: Digest) -> bool:
+def _whole(entry: Path) -> bool:
     """Whether every file of the entry is there as it was when it was made."""
     try:
         manifest = json.loads((entry / MANIFEST).read_bytes())
         return all(
-            (entry / name).stat().st_size == stored["size"] and digest(entry / name) == stored["digest"]
+            (entry / name).stat().st_size == stored["size"] and file_digest(entry / name) == stored["digest"]
             for name, stored in manifest.items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _download(fs: RemoteFilesystem, files: list[_Remote], entry: Path, shown: str, digest: Digest, say: Say) -> None:
+def _download(model: _StoredModel, files: list[_Remote], entry: Path, say: Say) -> None:
     total = sum(f.size for f in files)
     free = shutil.disk_usage(entry.parent).free
     if total > free:
         raise EnvironmentFailed(
-            f"{entry.parent}: the model {shown} needs {total / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; make "
-            "room, or set PIPELINE_CACHE to a folder on a larger disk"
+            f"{entry.parent}: the model {model.shown} needs {total / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
+            "make room, or set PIPELINE_CACHE to a folder on a larger disk"
         )
     temporary = entry.parent / f".{entry.name}.{secrets.token_hex(8)}"
     temporary.mkdir()
@@ -138,29 +170,29 @@ def _download(fs: RemoteFilesystem, files: list[_Remote], entry: Path, shown: st
         done = 0
         for file in files:
             say(f"downloading the model: {file.name}, {done / 1e9:.2f} of {total / 1e9:.2f} GB")
-            _download_file(fs, file, temporary / file.name, shown)
+            _download_file(model, file, temporary / file.name)
             done += file.size
-        manifest = {f.name: {"size": f.size, "digest": digest(temporary / f.name), "tag": f.tag} for f in files}
+        manifest = {f.name: {"size": f.size, "digest": file_digest(temporary / f.name), "tag": f.tag} for f in files}
         with open(temporary / MANIFEST, "w") as out:
             json.dump(manifest, out)
             out.flush()
             os.fsync(out.fileno())
-        _sync_folder(temporary)
+        sync_folder(temporary)
         try:
             os.rename(temporary, entry)
         except OSError:
-            if not _whole(entry, digest):  # a disk without locks let another process make it
+            if not _whole(entry):  # a disk without locks let another process make it
                 raise
-        _sync_folder(entry.parent)
+        sync_folder(entry.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _download_file(fs: RemoteFilesystem, file: _Remote, path: Path, shown: str) -> None:
+def _download_file(model: _StoredModel, file: _Remote, path: Path) -> None:
     """One file, seen to be what the store has as far as its tag tells."""
     before = None
     while True:
-        _read_ranges(fs, file, path, shown)
+        _read_ranges(model, file, path)
         if _matches(path, file.tag) is not False:
             return
         # a tag that looks like an MD5 and is none: damaged on the way, or encrypted by a key service
@@ -169,21 +201,21 @@ def _download_file(fs: RemoteFilesystem, file: _Remote, path: Path, shown: str) 
         if now == before:
             break
         before = now
-    with _store(fs, shown):
-        tag = _tag_of(fs.info(file.path))
+    with model.asking():
+        tag = _tag_of(model.fs.info(file.path))
     if tag != file.tag:
-        raise EnvironmentFailed(f"{shown}/{file.name}: was replaced while it was downloaded; run again")
+        raise model.replaced(file)
 
 
-def _read_ranges(fs: RemoteFilesystem, file: _Remote, path: Path, shown: str) -> None:
+def _read_ranges(model: _StoredModel, file: _Remote, path: Path) -> None:
     with open(path, "wb") as out, ThreadPoolExecutor(NUM_RANGES) as pool:
 
         def read(start: int) -> None:
             stop = min(start + RANGE_BYTES, file.size)
-            with _store(fs, shown):
-                data = fs.cat_file(file.path, start, stop)
+            with model.asking():
+                data = model.fs.cat_file(file.path, start, stop)
             if len(data) != stop - start:
-                raise EnvironmentFailed(f"{shown}/{file.name}: was replaced while it was downloaded; run again")
+                raise model.replaced(file)
             view = memoryview(data)
             while view:
                 written = os.pwrite(out.fileno(), view, start)
@@ -242,14 +274,6 @@ def _lock(path: Path) -> Iterator[bool]:
         yield alone
 
 
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 @contextmanager
 def _disk(cache: Path) -> Iterator[None]:
     try:
@@ -259,23 +283,3 @@ def _disk(cache: Path) -> Iterator[None]:
             f"{e.filename or cache}: {e.strerror or e}; make room or fix the disk, or set PIPELINE_CACHE to another "
             "folder, then run again"
         ) from e
-
-
-@contextmanager
-def _store(fs: RemoteFilesystem, shown: str) -> Iterator[None]:
-    """Turn what the store's library raises into errors of the model, without secrets."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise ModelError(f"model.path {shown}: no such folder in the store") from None
-    except PermissionError as e:
-        raise ModelError(
-            f"model.path {shown}: the store denies it ({fs.said(e)}); it needs the rights to list and read below it"
-        ) from None
-    except Exception as e:
-        # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
-        if isinstance(e, PipelineError) or (type(e).__module__ == "builtins" and not isinstance(e, OSError)):
-            raise
-        if is_malformed(e):
-            raise ModelError(f"model.path {shown}: no place in a store ({fs.said(e)})") from None
-        raise EnvironmentFailed(f"model.path {shown}: {fs.said(e)}; fix it, then run again") from None

@@ -1,77 +1,22 @@
-"""The model's folder: where it is, and a digest that tells one model from another without reading all its
-weights."""
+"""What tells one model from another without reading all its weights: a digest of each file that the output depends
+on."""
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from pipeline.checkpoints.cache import cache_folder, fetch_model
-from pipeline.checkpoints.files import checked_file
-from pipeline.checkpoints.locate import locate_model, why_no_checkpoint
-from pipeline.errors import ModelError, PipelineError
-from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import RetryCounts
+from pipeline.checkpoints.file_checks import checked_file
 
 FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
 SAMPLE_BYTES = 64 * 2**10
 NUM_SAMPLES = 16
 
-_IDENTITY = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template.*",
-    "*.safetensors",
-    "*.safetensors.index.json",
-)
+# What a checkpoint has beside its weights and its config.json.
+BESIDE_WEIGHTS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+                  "merges.txt", "chat_template.*")  # fmt: skip
+_IDENTITY = ("config.json", *BESIDE_WEIGHTS, "*.safetensors", "*.safetensors.index.json")
 _CHAT_TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*.jinja")
-
-
-def resolve_draft(
-    path: str | None,
-    storage: Mapping[str, Any],
-    say: Callable[[str], None] | None = None,
-    retries: RetryCounts | None = None,
-) -> Path | None:
-    """The local folder of `model.draft`, if there is one; a url takes the model's storage options. Raises as
-    `resolve_model` does, in its own name."""
-    if path is None:
-        return None
-    try:
-        return resolve_model(path, storage if "://" in path else None, say, retries)
-    except PipelineError as error:
-        raise type(error)(str(error).replace("model.path", "model.draft", 1)) from error
-
-
-def resolve_model(
-    path: str,
-    storage: Mapping[str, Any] | None = None,
-    say: Callable[[str], None] | None = None,
-    retries: RetryCounts | None = None,
-) -> Path:
-    """The local folder of `model.path`. A url is downloaded once per machine (`model_cache`); a Hugging Face id is
-    fetched into its own cache, or only looked up there with HF_HUB_OFFLINE=1.
-
-    storage: fsspec options of a url. say: told what is being downloaded. retries: counts requests
-    to a store that are tried again. Raises ModelError, and EnvironmentFailed
-    when a store or the disk fails.
-    """
-    if "://" in path:
-        folder = fetch_model(path, storage or {}, cache_folder(), _file_digest, say or (lambda text: None), retries)
-    elif storage:
-        raise ModelError(f"model.storage: only a url takes options, found {', '.join(sorted(storage))}")
-    else:
-        folder = locate_model(path)
-    if reason := why_no_checkpoint(str(folder)):
-        raise ModelError(f"model.path {shown_url(path)}: {reason}")
-    return folder.resolve()
 
 
 def model_digest(folder: Path) -> dict[str, str]:
@@ -82,7 +27,7 @@ def model_digest(folder: Path) -> dict[str, str]:
     may not.
     """
     files = {file.name: file for pattern in _IDENTITY for file in folder.glob(pattern) if file.is_file()}
-    return {name: _file_digest(file) for name, file in sorted(files.items())}
+    return {name: file_digest(file) for name, file in sorted(files.items())}
 
 
 def asks_for_date(folder: Path) -> bool:
@@ -102,7 +47,8 @@ def _text_of(file: Path) -> str:
     return text
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """As `model_digest` has it for one file."""
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size}\n".encode())
     with open(path, "rb") as file:

@@ -1,28 +1,88 @@
-"""From what a user writes for a model to a local folder: a folder, `demo` names, or a Hugging Face id."""
+"""What a user may write for a model, and the local folder that it stands for.
+
+The only place that knows: an embedded model (`demo`, `demo:...`), a folder, an fsspec url, or a Hugging Face id.
+"""
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
-from pipeline.demo import demo_model
+from pipeline.checkpoints.cache import cache_folder, fetch_model
+from pipeline.checkpoints.file_checks import PATTERNS
+from pipeline.demo import NAMES, demo_model
 from pipeline.errors import ModelError
+from pipeline.stores.filesystem import is_url, storage_for
+from pipeline.stores.redaction import shown_url
+from pipeline.stores.retries import RetryCounts
 
-PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # no pickles, no code
+ModelKind = Literal["embedded", "url", "folder", "id", "missing"]
+
+EMBEDDED_MODELS = ("demo", *(f"demo:{name}" for name in NAMES))
+
+
+def model_kind(path: str) -> ModelKind:
+    """What `path` can only mean. `missing`: something that is not there, or a file."""
+    if path == "demo" or path.startswith("demo:"):
+        return "embedded"
+    if is_url(path):
+        return "url"
+    place = Path(path).expanduser()
+    if place.exists():
+        return "folder" if place.is_dir() else "missing"
+    return "id" if path.count("/") == 1 and not path.startswith((".", "/", "~")) else "missing"
+
+
+def resolve_draft(
+    path: str | None,
+    storage: Mapping[str, Any],
+    say: Callable[[str], None] | None = None,
+    retries: RetryCounts | None = None,
+) -> Path | None:
+    """The local folder of `model.draft`, if there is one; a url takes the model's storage options. Raises as
+    `resolve_model`."""
+    return None if path is None else resolve_model(path, storage_for(path, storage), say, retries, "model.draft")
+
+
+def resolve_model(
+    path: str,
+    storage: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] | None = None,
+    retries: RetryCounts | None = None,
+    key: str = "model.path",
+) -> Path:
+    """The local folder of a checkpoint. A url is downloaded once per machine (`cache`); a Hugging Face id is fetched
+    into its own cache, or only looked up there with HF_HUB_OFFLINE=1.
+
+    storage: fsspec options of a url. say: told what is being downloaded. retries: counts requests to a store that are
+    tried again. key: of the job file, for messages. Raises ModelError, and EnvironmentFailed when a store or the disk
+    fails.
+    """
+    if is_url(path):
+        folder = fetch_model(path, storage or {}, cache_folder(), say or (lambda text: None), retries, key)
+    elif storage:
+        raise ModelError(f"model.storage: only a url takes options, found {', '.join(sorted(storage))}")
+    else:
+        folder = locate_model(path)
+    if reason := why_no_checkpoint(str(folder)):
+        raise ModelError(f"{key} {shown_url(path)}: {reason}")
+    return folder.resolve()
 
 
 def locate_model(name: str) -> Path:
-    """The folder of a model. A Hugging Face id is downloaded once (only safetensors, JSON and tokenizer files).
+    """The folder of a model that is not at a url. A Hugging Face id is downloaded once, without pickles and code.
 
     Raises ModelError saying what was tried.
     """
-    if name == "demo" or name.startswith("demo:"):
+    kind = model_kind(name)
+    if kind == "embedded":
         try:
             return demo_model(name.partition(":")[2] or "target")
         except KeyError as error:
             raise ModelError(f"model {name!r}: {error.args[0]}") from None
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if kind == "folder":
+        return Path(name).expanduser()
+    if kind != "id":
         raise ModelError(f"model {name!r}: {why_no_checkpoint(name)}")
     return _download(name)
 

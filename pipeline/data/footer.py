@@ -5,7 +5,6 @@ costs one small read, and is the same for a copy of the file.
 """
 
 import hashlib
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.errors import EnvironmentFailed, InputError, PipelineError
+from pipeline.errors import EnvironmentFailed, InputError
+from pipeline.stores.filesystem import secrets_in
+from pipeline.stores.ranged_file import RangedFile
 from pipeline.stores.redaction import redacted, said
-from pipeline.stores.storage import secrets_in
-from pipeline.stores.store_errors import client_error, is_malformed
+from pipeline.stores.store_errors import Failure, client_error, failure_of
 
 _TAIL_BYTES = 64 * 1024  # holds most footers, so that most files cost one read
 _MAGIC, _MAGIC_ENCRYPTED = b"PAR1", b"PARE"
@@ -52,7 +52,7 @@ def read_footer(fs: Any, path: str, size: int, name: str) -> Footer:
     EnvironmentFailed when it cannot be read.
     """
     tail = footer_bytes(fs, path, size, name)
-    handle = _FooterAlone(size, tail)
+    handle = _FooterAlone(size, tail, name)
     try:
         file = pq.ParquetFile(pa.PythonFile(handle, "r"), pre_buffer=False)
         metadata, schema = file.metadata, file.schema_arrow
@@ -110,24 +110,20 @@ def reading(name: str, secrets: frozenset[str] = frozenset()) -> Iterator[None]:
     What they said is not kept as the cause: a log would show it whole.
     """
 
-    def told(error: BaseException) -> str:
-        return said(client_error(error) or error, secrets)
-
     try:
         yield
-    except FileNotFoundError:
-        raise InputError(f"{name}: does not exist, or does no longer") from None
-    except PermissionError as e:
-        raise InputError(f"{name}: permission denied: {told(e)}") from None
-    except OSError as e:
-        raise EnvironmentFailed(f"{name}: cannot be read: {told(e)}") from None
     except Exception as e:
-        # the libraries behind fsspec have their own exceptions and no common base; a builtin is a defect
-        if isinstance(e, PipelineError) or type(e).__module__ == "builtins":
+        failure = failure_of(e)
+        if failure is None:
             raise
-        if is_malformed(e):
-            raise InputError(f"{name}: no place in a store: {told(e)}") from None
-        raise EnvironmentFailed(f"{name}: cannot be read: {told(e)}") from None
+        if failure is Failure.ABSENT:
+            raise InputError(f"{name}: does not exist, or does no longer") from None
+        told = said(client_error(e) or e, secrets)
+        if failure is Failure.DENIED:
+            raise InputError(f"{name}: permission denied: {told}") from None
+        if failure is Failure.MALFORMED:
+            raise InputError(f"{name}: no place in a store: {told}") from None
+        raise EnvironmentFailed(f"{name}: cannot be read: {told}") from None
 
 
 @contextmanager
@@ -149,36 +145,23 @@ def decoding(name: str) -> Iterator[None]:
             raise DamagedFile(name, f"damaged: {redacted(str(e))}") from e  # so Arrow reports a damaged page
 
 
-class _FooterAlone(io.RawIOBase):
+class _FooterAlone(RangedFile):
     """A Parquet file of which only the footer is at hand. Reads of data are `_Asked`, once it is open."""
 
-    def __init__(self, size: int, footer: bytes) -> None:
-        super().__init__()
-        self._size, self._footer, self._at = size, footer, 0
+    def __init__(self, size: int, footer: bytes, name: str) -> None:
+        first = size - len(footer)
+
+        def read(start: int, stop: int) -> bytes:
+            zeros = bytes(max(0, min(stop, first) - start))  # Arrow reads more than the footer and passes it by
+            return zeros + footer[max(0, start - first) : max(0, stop - first)]
+
+        super().__init__(read, size, name)
         self.is_open = False
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = (0, self._at, self._size)[whence] + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self._size if size < 0 else min(self._size, self._at + size)
+    def readinto(self, buffer: Any) -> int:
         if self.is_open:
-            raise _Asked(self._at + size)
-        first = self._size - len(self._footer)
-        zeros = bytes(max(0, min(stop, first) - self._at))  # Arrow reads more than the footer and passes it by
-        data = zeros + self._footer[max(0, self._at - first) : max(0, stop - first)]
-        self._at = stop
-        return data
+            raise _Asked(self._at + len(memoryview(buffer)))
+        return super().readinto(buffer)
 
 
 class _Asked(Exception):

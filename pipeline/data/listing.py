@@ -12,8 +12,9 @@ from typing import Any
 
 from pipeline.data.footer import reading
 from pipeline.errors import InputError
+from pipeline.stores.filesystem import filesystem, protocols
 from pipeline.stores.redaction import said, secrets_of, shown_url
-from pipeline.stores.storage import RetryCounts, filesystem, protocols
+from pipeline.stores.retries import RetryCounts
 
 _MAGIC = "*?["  # what makes a path a glob
 

@@ -25,8 +25,9 @@ from pipeline.data.listing import find_files, is_local
 from pipeline.data.partitions import partition_array, partition_columns
 from pipeline.data.source_file import Slice, SourceFile, read_slices
 from pipeline.errors import InputError
+from pipeline.stores.filesystem import filesystem
 from pipeline.stores.redaction import shown_url
-from pipeline.stores.storage import RetryCounts, filesystem
+from pipeline.stores.retries import RetryCounts
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
 DAMAGED_KEY = b"pipeline.damaged"  # and its rows that could not be read, a JSON list of [start, stop, reason]

@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 from pipeline.data.footer import DamagedFile, Footer, decoding, digest, footer_bytes, metadata_of, reading
 from pipeline.data.listing import is_local
 from pipeline.errors import InputError
-from pipeline.stores.storage import RemoteFile, secrets_in
+from pipeline.stores.filesystem import secrets_in
+from pipeline.stores.ranged_file import RangedFile
 
 _BATCH_ROWS = 4096  # of a row group too large for a window, decoded at a time
 
@@ -167,14 +168,14 @@ def _decode_part(parquet: pq.ParquetFile, piece: Slice, schema: pa.Schema) -> pa
     return pa.concat_tables(batches) if batches else schema.empty_table()
 
 
-class _Ranges(RemoteFile):
-    """What Arrow reads a remote file through. What goes wrong in a read is one of ours before Arrow sees it, so
+class _Ranges(RangedFile):
+    """What Arrow reads a remote file through. What goes wrong in a read is one of our errors before Arrow sees it, so
     that it is never taken for damage."""
 
     def __init__(self, fs: Any, path: str, name: str, size: int) -> None:
-        super().__init__(fs, path, size)
-        self._name = name
+        super().__init__(lambda start, stop: fs.cat_file(path, start, stop), size, name)
+        self._secrets = secrets_in(fs)
 
     def readinto(self, buffer: Any) -> int:
-        with reading(self._name, self._fs.secrets):
+        with reading(self._name, self._secrets):
             return super().readinto(buffer)

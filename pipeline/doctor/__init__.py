@@ -8,32 +8,31 @@ No value of a storage option or of an environment variable is shown.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from pipeline.doctor import machine
-from pipeline.doctor import subject as given
-from pipeline.doctor.check import Check, Subject
+from pipeline.doctor import job_checks, machine_checks
+from pipeline.doctor.check import Check, Setup
 from pipeline.errors import PipelineError
 
 if TYPE_CHECKING:
     from pipeline.doctor.fit import MemoryTable
 
-__all__ = ["Check", "Subject", "diagnose", "exit_code", "memory_of"]
+__all__ = ["Check", "Setup", "diagnose", "exit_code", "memory_of"]
 
 
-def diagnose(subject: Subject) -> Iterator[Check]:
+def diagnose(setup: Setup) -> Iterator[Check]:
     """Every check, as it is made."""
-    checks: list[tuple[str, Callable[[Subject], Iterator[Check]]]] = [
-        ("versions", machine.versions),
-        ("devices", machine.devices),
-        ("memory and disks", machine.memory),
-        ("kernels", machine.kernels),
-        ("job", given.job),
-        ("model", given.model),
-        ("input", given.input),
-        ("output", given.output),
+    checks: list[tuple[str, Callable[[Setup], Iterator[Check]]]] = [
+        ("versions", machine_checks.versions),
+        ("devices", machine_checks.devices),
+        ("memory and disks", machine_checks.memory),
+        ("kernels", machine_checks.kernels),
+        ("job", job_checks.job),
+        ("model", job_checks.model),
+        ("input", job_checks.input),
+        ("output", job_checks.output),
     ]
     for group, check in checks:
         try:
-            yield from check(subject)
+            yield from check(setup)
         except PipelineError as error:
             yield Check(group, group, "failed", str(error), exit_code=error.exit_code)
         except Exception as error:  # a broken library can raise anything, and the other checks are still worth making
@@ -41,14 +40,14 @@ def diagnose(subject: Subject) -> Iterator[Check]:
             yield Check(group, group, "failed", f"{type(error).__name__} while looking", todo)
 
 
-def memory_of(subject: Subject) -> "MemoryTable | None":
+def memory_of(setup: Setup) -> "MemoryTable | None":
     """What its model takes and how many sequences fit, here and on known cards; None where no model is at hand."""
-    config = given.model_config(subject)
+    config = job_checks.model_config(setup)
     if config is None:
         return None
     from pipeline.doctor.fit import memory_table
 
-    return memory_table(config, subject)
+    return memory_table(config, setup)
 
 
 def exit_code(checks: list[Check]) -> int:

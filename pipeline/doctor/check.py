@@ -30,7 +30,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Setup:
     """What is to be run, as far as it is known. Storage options may be secret and are never shown."""
 
     model: str | None = None
@@ -45,7 +45,7 @@ class Subject:
     job: JobConfig | None = field(default=None, repr=False)
 
     @classmethod
-    def of_job(cls, job: JobConfig) -> "Subject":
+    def of_job(cls, job: JobConfig) -> "Setup":
         storages = (job.model.storage, job.input.storage, job.output.storage)
         paths = (job.model.path, job.input.path, job.output.path)
         return cls(*paths, *storages, job.engine.device, job.engine.dtype, job.engine.kv_cache_dtype, job)
@@ -59,11 +59,7 @@ class Subject:
         """What is made of the model's linears while it is loaded."""
         return "none" if self.job is None else self.job.model.quantization
 
-    def replacing(self, model: str | None, input: str | None, output: str | None) -> "Subject":
+    def replacing(self, model: str | None, input: str | None, output: str | None) -> "Setup":
         """With what is given in the place of the job's; the storage options stay."""
         given = {"model": model, "input": input, "output": output}
         return replace(self, **{name: path for name, path in given.items() if path is not None})
-
-
-def shown_bytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

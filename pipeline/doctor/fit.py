@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeline.doctor.check import Subject, shown_bytes
+from pipeline.doctor.check import Setup
 from pipeline.doctor.speed import CONTEXT, Speed, speed_on
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.memory import (
@@ -22,8 +22,9 @@ from pipeline.engine.startup.memory import (
     weight_bytes,
 )
 from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
+from pipeline.formatting import shown_bytes
+from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
-from pipeline.kernels.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.roofline.cards import Card, load_cards
@@ -95,33 +96,33 @@ class MemoryTable:
         )
 
 
-def memory_table(config: ModelConfig, subject: Subject) -> MemoryTable:
+def memory_table(config: ModelConfig, setup: Setup) -> MemoryTable:
     """Of a model, as it is loaded, on this machine and on every known card."""
     lengths = (*(length for length in LENGTHS if length < config.max_position), config.max_position)
-    places = [_here(config, subject, lengths)]
+    places = [_here(config, setup, lengths)]
     places += [
-        _on_gpu(card.name, card.memory_bytes, card.compute_capability, card, config, subject, lengths)
+        _on_gpu(card.name, card.memory_bytes, card.compute_capability, card, config, setup, lengths)
         for card in load_cards()
     ]
     return MemoryTable(_checkpoint_bytes(config), lengths, tuple(places))
 
 
-def kv_type(subject: Subject, dtype: torch.dtype) -> torch.dtype:
+def kv_type(setup: Setup, dtype: torch.dtype) -> torch.dtype:
     """Of the KV cache, where the engine computes in `dtype`."""
-    return FP8 if subject.kv_cache_dtype == "fp8" else dtype
+    return FP8 if setup.kv_cache_dtype == "fp8" else dtype
 
 
-def _here(config: ModelConfig, subject: Subject, lengths: tuple[int, ...]) -> Place:
-    if torch.cuda.is_available() and subject.device != "cpu":
+def _here(config: ModelConfig, setup: Setup, lengths: tuple[int, ...]) -> Place:
+    if torch.cuda.is_available() and setup.device != "cpu":
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
         known = next((card for card in load_cards() if card.device == about.name), None)
         memory, capability = torch.cuda.mem_get_info()[1], (about.major, about.minor)
-        return _on_gpu("this machine's GPU", memory, capability, known, config, subject, lengths)
+        return _on_gpu("this machine's GPU", memory, capability, known, config, setup, lengths)
     device, free = torch.device("cpu"), free_cpu_bytes()
-    dtype = DTYPES.get(subject.dtype) or default_dtype(device, config.dtype)
-    weights = weight_bytes(config, device, dtype, activation_dtype=subject.activation_dtype)
+    dtype = DTYPES.get(setup.dtype) or default_dtype(device, config.dtype)
+    weights = weight_bytes(config, device, dtype, activation_dtype=setup.activation_dtype)
     kv = int((free - weights) * CPU_SHARE)
-    return _place("this machine (free)", free, config, device, dtype, kv_type(subject, dtype), weights, kv, lengths)
+    return _place("this machine (free)", free, config, device, dtype, kv_type(setup, dtype), weights, kv, lengths)
 
 
 def _on_gpu(
@@ -130,13 +131,13 @@ def _on_gpu(
     capability: tuple[int, int],
     known: Card | None,
     config: ModelConfig,
-    subject: Subject,
+    setup: Setup,
     lengths: tuple[int, ...],
 ) -> Place:
     """known: the card whose data sheet says how fast it is."""
-    gpu, activations = torch.device("cuda"), subject.activation_dtype
-    dtype = DTYPES.get(subject.dtype) or default_dtype(gpu, config.dtype)
-    kv_dtype = kv_type(subject, dtype)
+    gpu, activations = torch.device("cuda"), setup.activation_dtype
+    dtype = DTYPES.get(setup.dtype) or default_dtype(gpu, config.dtype)
+    kv_dtype = kv_type(setup, dtype)
     share = int(memory * EngineConfig.gpu_memory_utilization)
     cached_tokens = cache_before_dense(GPU_MAX_NUM_SEQS, config.max_position)
     keeps_dense = dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens)

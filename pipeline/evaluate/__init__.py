@@ -5,7 +5,7 @@ it takes in time and memory.
 the engine's own (`engine.scoring`), so what is measured is what a job would run, kernels included.
 """
 
-from pipeline.evaluate.run import Subject, evaluate
+from pipeline.evaluate.measurement import ModelVariant, evaluate
 from pipeline.evaluate.table import Evaluation, Measured
 
-__all__ = ["Evaluation", "Measured", "Subject", "evaluate"]
+__all__ = ["Evaluation", "Measured", "ModelVariant", "evaluate"]

@@ -14,11 +14,12 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.data.output.inventory import Inventory, read_counts
-from pipeline.data.output.parts import PartName, PartStore, Progress
-from pipeline.data.output.records import PartTotals, result_column
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartName, PartStore
+from pipeline.data.output.result_columns import result_column
 from pipeline.errors import OutputError, RowError
+from pipeline.formatting import Remaining
 from pipeline.job.fingerprint import JOB
-from pipeline.machine.progress_lines import Remaining
 from pipeline.stores.read_ahead import read_ahead
 
 MAX_SHOWN = 20
@@ -105,7 +106,7 @@ class _Auditor:
         self._schema: tuple[PartName, pa.Schema] | None = None  # the first part's
 
     def run(self, say: Callable[[str], None]) -> Audit:
-        progress = Progress()
+        progress = DoneUnits()
         inventory = Inventory.of_sizes(self._listed(progress))
         self._count_units(progress)
         counts = read_counts(self._store)
@@ -134,7 +135,7 @@ class _Auditor:
 
     # -- names
 
-    def _listed(self, progress: Progress) -> Iterator[tuple[PartName, int]]:
+    def _listed(self, progress: DoneUnits) -> Iterator[tuple[PartName, int]]:
         """The job's parts with their bytes, one for each unit."""
         for file, size in self._store.folder.each_size():
             if file[0] in "_.":
@@ -152,7 +153,7 @@ class _Auditor:
                 self._windows = max(self._windows, name.window + 1)
                 yield name, size
 
-    def _count_units(self, progress: Progress) -> None:
+    def _count_units(self, progress: DoneUnits) -> None:
         for window in range(self._windows):
             of = progress.units_of(window)
             if of is None:
@@ -164,7 +165,7 @@ class _Auditor:
 
     # -- footers and rows
 
-    def _read(self, progress: Progress, remaining: Callable[[int], None]) -> PartTotals:
+    def _read(self, progress: DoneUnits, remaining: Callable[[int], None]) -> PartTotals:
         totals, done, rows = PartTotals(), 0, _Rows(self._add)
         with closing(read_ahead(self._look, progress.parts(), self._store.folder.reads_at_once)) as parts:
             for name, part in parts:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
-from pipeline.kernels.cpu.pages import ask_for_huge_pages
+from pipeline.kernels.huge_pages import ask_for_huge_pages
 from pipeline.kernels.transfer import on_device
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import LayerWeights, WeightReader
@@ -133,12 +133,7 @@ class Decoder:
     """Weights on a device and the forward pass of a step."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: ModelConfig,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, folder: Path, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Load `folder`. Raises ModelError when its tensors do not match `config` exactly."""
         self.config, self.kernels, self.dtype, self.device = config, kernels, dtype, device

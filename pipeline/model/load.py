@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeline.checkpoints.files import checked_file
+from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
 from pipeline.model.config import ModelConfig, read_json
 from pipeline.weights.packed import DenseWeight, LinearWeight, concatenate

@@ -1,89 +1,161 @@
-"""A plain checkpoint into a quantized one, a layer at a time, so that memory holds one layer and the calibration texts.
+"""A plain checkpoint quantized and written layer by layer, so that memory holds one layer.
 
-With GPTQ a layer's inputs are what the quantized layers before it make of the texts. A layer that is written stands: a
-later run reads its weights back and goes on behind it, and comes to the same bytes.
-
-Shape suffixes: N outputs, K inputs, T tokens of a text, H hidden, D head size.
+A layer that is written stands: a later run reads its weights back and goes on after it.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-from pipeline.kernels.contract import AttentionInput, Linear
-from pipeline.kernels.select import select_kernels
+from pipeline.formatting import Remaining
 from pipeline.model.config import ModelConfig
-from pipeline.model.decoder import DecoderLayer, KVCache
-from pipeline.model.load import LayerWeights
-from pipeline.quantize.gptq import SecondMoments
-
-BLOCK_SIZE = 16  # of the KV cache of one text
-
-FUSED = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""The linears of a layer that read one input each, by the field of `LayerWeights` that holds them, and their names."""
+from pipeline.model.load import DERIVED, LayerWeights, WeightReader
+from pipeline.quantize import layouts
+from pipeline.quantize.calibration import FUSED, Calibration
+from pipeline.quantize.checkpoint_writer import CheckpointWriter
+from pipeline.quantize.gptq import gptq
+from pipeline.quantize.grid import FloatLinear, IntLinear, round_to_nearest, to_float8
+from pipeline.quantize.recipe import WITHOUT_GROUPS, Recipe
+from pipeline.weights.gptq import GptqFormat
+from pipeline.weights.packed import DenseWeight
 
 
-class Calibration:
-    """The hidden states of all texts, in front of the layer that comes next, in float32."""
+class LayerWriter:
+    """Writes one safetensors file a layer, in order, then one of all that is no layer, and the index."""
 
     def __init__(
-        self, config: ModelConfig, embedding_VH: torch.Tensor, texts: Sequence[Sequence[int]], device: torch.device
+        self, source: Path, config: ModelConfig, recipe: Recipe, output: CheckpointWriter, say: Callable[[str], None]
     ) -> None:
-        self._config, self._device = config, device
-        self._kernels = select_kernels(device, torch.float32)
-        longest = max(map(len, texts))
-        cos_PD2, sin_PD2 = config.rope.tables(config.head_dim, longest)
-        self._cos_PD2, self._sin_PD2 = cos_PD2.to(device), sin_PD2.to(device)
-        one = replace(config, num_layers=1, windows=config.windows[:1])
-        self._kv = KVCache.allocate(one, -(-longest // BLOCK_SIZE), BLOCK_SIZE, torch.float32, device)
-        self._hidden_TH = [F.embedding(torch.tensor(ids), embedding_VH).float() for ids in texts]
+        self._reader, self._config = WeightReader(source, config), config
+        self._recipe, self._output, self._say = recipe, output, say
+        of = config.num_layers + 1
+        self._files = [f"model-{i + 1:05d}-of-{of:05d}.safetensors" for i in range(of)]
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._rows = {
+            "qkv": (heads, kv_heads, kv_heads),
+            "o": (config.hidden_size,),
+            "gate_up": (config.intermediate_size,) * 2,
+            "down": (config.hidden_size,),
+        }
 
-    def moments(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
-        """Of what each of the layer's fused linears reads (`FUSED`), over all texts."""
-        layer = self._layer(index, weights)
-        seen = {name: SecondMoments() for name in FUSED}
-        for name, moments in seen.items():
-            setattr(layer, name, _watched(getattr(layer, name), moments))
-        for _ in self._outputs(layer):
-            pass
-        return {name: moments.sum_KK for name, moments in seen.items() if moments.sum_KK is not None}
+    def run(self, texts: Sequence[Sequence[int]], device: torch.device) -> None:
+        done = sum(self._output.has(name) for name in self._files[:-1])
+        if done:
+            self._say(f"{done} of {self._config.num_layers} layers are there from an earlier run")
+        told = Remaining(self._say, "layers", self._config.num_layers, first=done)
+        embedding_VH = self._reader.embedding()
+        calibration = None
+        if self._recipe.method == "gptq":
+            calibration = Calibration(self._config, embedding_VH, texts, device)
+        for index, weights in enumerate(self._reader.layers()):
+            linears = self._layer(index, weights, calibration, device)
+            if calibration is not None and index + 1 < self._config.num_layers:
+                calibration.advance(index, _with(weights, linears))
+            told(index + 1)
+        self._rest()
+        self._index()
 
-    def advance(self, index: int, weights: LayerWeights) -> None:
-        """Put the texts behind the layer, with these weights."""
-        self._hidden_TH = list(self._outputs(self._layer(index, weights)))
+    def _layer(
+        self, index: int, weights: LayerWeights, calibration: Calibration | None, device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """The values (N, K) that the layer's fused linears have now, where calibration goes on with them: read back
+        where they are written, else made and written."""
+        if self._output.has(self._files[index]):
+            return self._read_back(index, weights) if calibration is not None else {}
+        moments = {} if calibration is None else calibration.moments(index, weights)
+        prefix = f"model.layers.{index}."
+        replaced = {f"{prefix}{name}.weight" for names in FUSED.values() for name in names}
+        kept = [n for n in self._reader.checkpoint.home if n.startswith(prefix) and n not in replaced]
+        tensors = {name: self._reader.checkpoint.take(name) for name in kept if not name.endswith(DERIVED)}
+        values: dict[str, torch.Tensor] = {}
+        for field, names in FUSED.items():
+            weight = getattr(weights, field)
+            assert isinstance(weight, DenseWeight)
+            linear = self._quantized(weight.weight_NK.to(device), moments.pop(field, None))
+            ends = np.cumsum(self._rows[field]).tolist()
+            for name, start, stop in zip(names, [0, *ends], ends):
+                stored = self._stored(linear.rows(start, stop))
+                tensors |= {f"{prefix}{name}.{suffix}": tensor for suffix, tensor in stored.items()}
+            if calibration is not None and isinstance(linear, IntLinear):
+                values[field] = linear.dequantize().cpu()
+        self._output.write(self._files[index], tensors)
+        return values
 
-    def _layer(self, index: int, weights: LayerWeights) -> DecoderLayer:
-        one = replace(self._config, num_layers=1, windows=(self._config.windows[index],))
-        return DecoderLayer(one, 0, weights, self._kernels, torch.float32, self._device)
+    def _quantized(self, weight_NK: torch.Tensor, moments_KK: torch.Tensor | None) -> IntLinear | FloatLinear:
+        recipe, dtype = self._recipe, weight_NK.dtype
+        if moments_KK is not None:  # float16 is the type that GPTQ's kernels take
+            return gptq(weight_NK, moments_KK, recipe.bits, recipe.group_size, torch.float16, recipe.act_order)
+        if recipe.method == "fp8":
+            return to_float8(weight_NK, dtype)
+        group_size = weight_NK.shape[1] if recipe.method in WITHOUT_GROUPS else recipe.group_size
+        return round_to_nearest(weight_NK, recipe.bits, group_size, dtype)
 
-    @torch.inference_mode()
-    def _outputs(self, layer: DecoderLayer) -> Iterator[torch.Tensor]:
-        for hidden_TH in self._hidden_TH:
-            length = len(hidden_TH)
-            where = AttentionInput(
-                query_start_S1=np.array([0, length], dtype=np.int32),
-                context_len_S=np.array([length], dtype=np.int32),
-                block_table_SM=np.arange(-(-length // BLOCK_SIZE), dtype=np.int32)[None],
-                slot_mapping_T=torch.arange(length, device=self._device),
-                block_size=BLOCK_SIZE,
-            )
-            x_TH = hidden_TH.to(self._device, copy=True)  # a layer may write into its inputs
-            cos_TD2, sin_TD2 = self._cos_PD2[:length], self._sin_PD2[:length]
-            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), cos_TD2, sin_TD2, where, self._kv)
-            yield (x_TH + residual_TH).cpu()
+    def _stored(self, linear: IntLinear | FloatLinear) -> dict[str, torch.Tensor]:
+        if isinstance(linear, FloatLinear):
+            return layouts.compressed_floats(linear)
+        return layouts.gptq_tensors(linear) if self._recipe.method == "gptq" else layouts.compressed_tensors(linear)
+
+    def _read_back(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
+        form = GptqFormat.from_config(self._recipe.quantization_config(), self._output.partial / "config.json")
+        written = _Written(self._output.partial / self._files[index])
+        values = {}
+        for field, names in FUSED.items():
+            shapes = [(rows, getattr(weights, field).in_features) for rows in self._rows[field]]
+            prefixes = [f"model.layers.{index}.{name}" for name in names]
+            biases = [written.take(f"{p}.bias") if f"{p}.bias" in written else None for p in prefixes]
+            read = [form.read_linear(*each[:2], written, each[2]) for each in zip(prefixes, shapes, biases)]
+            values[field] = torch.cat([linear.dequantize(torch.float32) for linear in read])
+        return values
+
+    def _rest(self) -> None:
+        """Embeddings, the last norm and the head, as they are."""
+        self._reader.final_norm()
+        if not self._config.tie_embeddings:
+            self._reader.lm_head()
+        self._reader.finish()
+        checkpoint = self._reader.checkpoint
+        dropped = (*DERIVED, "lm_head.weight") if self._config.tie_embeddings else DERIVED
+        names = [n for n in checkpoint.home if not n.startswith("model.layers.") and not n.endswith(dropped)]
+        self._output.write(self._files[-1], {name: checkpoint.take(name) for name in names})
+
+    def _index(self) -> None:
+        weight_map, size = {}, 0
+        for name in self._files:
+            with safe_open(self._output.partial / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    tensor = file.get_slice(key)
+                    size += int(np.prod(tensor.get_shape())) * _BYTES[tensor.get_dtype()]
+                    weight_map[key] = name
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        text = json.dumps(index, indent=2) + "\n"
+        (self._output.partial / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _watched(linear: Linear, moments: SecondMoments) -> Linear:
-    def call(x_TK: torch.Tensor) -> torch.Tensor:
-        moments.add(x_TK)
-        return linear(x_TK)
+class _Written:
+    """The tensors of a file that this program wrote."""
 
-    return call
+    def __init__(self, path: Path) -> None:
+        self._tensors = load_file(path)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._tensors[name].view(shape)
+
+
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "F8_E4M3": 1}
+
+
+def _with(weights: LayerWeights, values: Mapping[str, torch.Tensor]) -> LayerWeights:
+    """The layer with these values in its linears."""
+    return replace(weights, **{name: DenseWeight(w_NK, getattr(weights, name).bias_N) for name, w_NK in values.items()})

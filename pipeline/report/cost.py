@@ -13,13 +13,15 @@ refused or found in the cache makes none of them cheaper.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.drafts import Speculated
 from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
-from pipeline.report.records import PHASES, ActorRecord, RunRecord, per_second, split_exactly
-from pipeline.report.rows import ErrorExample, Histogram, LengthBucket, RowStats
+from pipeline.report.json_record import JsonRecord
+from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
+from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, split_exactly
 
 METHOD = (
     "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"
@@ -138,7 +140,7 @@ class LengthCost:
 
 
 @dataclass(frozen=True)
-class RunReport:
+class RunReport(JsonRecord):
     """The job so far. Times are whole microseconds; `phases_us` sums to `machine_us` exactly.
 
     `latency`, `lengths` and `examples` are of the rows that the runs' records know: all but those that a killed
@@ -175,8 +177,7 @@ class RunReport:
         return per_second(self.tokens.generated, self.machine_us)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, ready for json.dumps."""
-        raw = asdict(self)
+        raw = super().to_json()
         raw["rows"]["completed"] = self.rows.completed
         raw["tokens"]["computed"] = self.tokens.computed
         raw["input_tokens_per_s"] = self.input_tokens_per_s
@@ -185,45 +186,19 @@ class RunReport:
         raw["faults"] = [fault.to_json() for fault in self.faults]
         return raw
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "RunReport":
-        """The report that `to_json` gave, of this version or an earlier one."""
-        rows = {key: value for key, value in raw["rows"].items() if key != "completed"}
-        tokens = {key: value for key, value in raw["tokens"].items() if key != "computed"}
-        return cls(
-            **{key: raw[key] for key in ("job", "fingerprint", "outcome", "machine_us", "wall_us", "write_us")},
-            rows=Rows(**rows),
-            tokens=Tokens(**tokens),
-            work=Work(**raw["work"]),
-            cost=Cost(**raw["cost"]),
-            phases_us=dict(raw["phases_us"]),
-            driver_us=dict(raw["driver_us"]),
-            runs=tuple(RunRecord.from_json(run) for run in raw["runs"]),
-            latency={name: Percentiles(**p) for name, p in raw.get("latency", {}).items()},
-            lengths=tuple(
-                LengthCost(n["longest"], LengthBucket(**n["rows"]), n["machine_us"]) for n in raw.get("lengths", ())
-            ),
-            examples={code: tuple(ErrorExample(**e) for e in some) for code, some in raw.get("examples", {}).items()},
-            faults=tuple(FaultCost.from_json(fault) for fault in raw.get("faults", ())),
-            speculated=Speculated.from_json(raw["speculated"]) if raw.get("speculated") else None,
-        )
-
 
 def build_report(
-    job_name: str, fingerprint: str, runs: Sequence[RunRecord], totals: Mapping[str, Any], input_rows: int
+    job_name: str, fingerprint: str, runs: Sequence[RunRecord], totals: PartTotals, input_rows: int
 ) -> RunReport:
-    """The report over all runs of a job, killed ones included, in the order they ran.
-
-    `totals` is what the output holds, a PartTotals as a dict: `rows`, `error_rows` (code to rows), `num_input_tokens`,
-    `num_cached_tokens`, `num_generated_tokens`, `num_error_input_tokens`.
-    """
+    """The report over all runs of a job, killed ones included, in the order they ran. `totals`: of the output."""
     phases_us = {phase: sum(run.phase_us(phase) for run in runs) for phase in PHASES}
     machine_us = sum(run.machine_us for run in runs)
     assert sum(phases_us.values()) == machine_us, f"phases {phases_us} do not sum to {machine_us} us"
-    errors = {code: count for code, count in sorted(totals["error_rows"].items()) if count}
-    rows = Rows(input_rows, totals["rows"], sum(errors.values()), errors)
-    counts = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num_error_input_tokens")
-    tokens = Tokens(*(totals.get(name, 0) for name in counts))
+    errors = {code: count for code, count in sorted(totals.error_rows.items()) if count}
+    rows = Rows(input_rows, totals.rows, sum(errors.values()), errors)
+    tokens = Tokens(
+        totals.num_input_tokens, totals.num_cached_tokens, totals.num_generated_tokens, totals.num_error_input_tokens
+    )
     cost = allocate(runs, tokens, rows.written)
     faults = fault_costs(runs, tokens.generated, priced=cost.total_usd is not None)
     stats = sum((run.row_stats for run in reversed(runs)), RowStats())  # rows that were tried again: the last result

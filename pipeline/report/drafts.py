@@ -3,13 +3,12 @@
 The counts are the engines' (`EngineStats`, `SpeculationCounts`), summed over actors and runs.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pipeline.engine.params import EngineStats
 from pipeline.engine.speculation.record import BucketLine, SpeculationCounts
-from pipeline.report.records import RunRecord
+from pipeline.report.run_record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,6 @@ class Speculated:
     def acceptance(self) -> list[float]:
         """Of the drafts in each place, the share that was accepted."""
         return [accepted / drafted for drafted, accepted in zip(self.drafted, self.accepted)]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "Speculated":
-        batches = tuple(BucketLine(**line) for line in raw["batches"])
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
-        return cls(**{**values, "batches": batches})
 
 
 def _without_end(counts: list[int], drafted: list[int]) -> tuple[int, ...]:

@@ -4,12 +4,13 @@ Owns how each figure is made. Every run is looked at by itself: what its engines
 of it or was kept for the next run. So nothing that one run lost is hidden by what another delivered.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from pipeline.report.records import ActorRecord, Computed, Outcome, RunRecord
+from pipeline.report.json_record import JsonRecord
+from pipeline.report.run_record import ActorRecord, Computed, Outcome, RunRecord
 
 # What people read, and how the figure is made. A fault's machine time is priced at its run's rate.
 FAULTS = {
@@ -18,10 +19,7 @@ FAULTS = {
         "the time its engines took, on average, for tokens whose rows were in no part at its last record; and start-up"
         " and load of the run after it",
     ),
-    "run_interrupted": (
-        "run stopped by a signal",
-        "as for a killed run; rows kept for the next run are not lost",
-    ),
+    "run_interrupted": ("run stopped by a signal", "as for a killed run; rows kept for the next run are not lost"),
     "run_failed": ("run failed or stopped by run.max_error_rate", "as for a killed run"),
     "actor_replaced": (
         "engine actor replaced",
@@ -49,7 +47,7 @@ _KIND_OF_END: dict[Outcome, str] = {
 
 
 @dataclass(frozen=True)
-class FaultCost:
+class FaultCost(JsonRecord):
     """Of one kind of fault. `work_us` is the part of `machine_us` that went into `tokens` nobody got, or that were
     computed twice; `work_usd` is the price of it, `usd` of `machine_us`, None where there is no price. `at_least`: what
     happened after the last record of a run that was killed is not known."""
@@ -72,12 +70,7 @@ class FaultCost:
         return FAULTS[self.kind][1]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"title": self.title, "how": self.how}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "FaultCost":
-        kept = {key: value for key, value in raw.items() if key not in ("title", "how")}
-        return cls(**{**kept, "tokens": Computed(**raw["tokens"])})
+        return super().to_json() | {"title": self.title, "how": self.how}
 
 
 class _Sums:

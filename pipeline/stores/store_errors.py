@@ -1,11 +1,14 @@
-"""What the errors of object stores and of the libraries before them mean: whether another try may help, and why.
+"""What the errors of object stores and of the libraries in front of them mean: whether another try may help (`Fault`),
+and what has failed once none does (`Failure`).
 
-Told by codes, classes and numbers, never by the text of a message.
+Decided by codes, classes and numbers, never by the text of a message.
 """
 
 import errno
 from enum import StrEnum
 from typing import Any
+
+from pipeline.errors import PipelineError
 
 
 class Fault(StrEnum):
@@ -20,6 +23,16 @@ class Fault(StrEnum):
     CREDENTIALS = "credentials"  # expired: read afresh and tried once more
 
 
+class Failure(StrEnum):
+    """What a request that failed for good ran into."""
+
+    ABSENT = "absent"
+    DENIED = "denied"
+    SYSTEM = "system"  # an OSError: of the disk, or of a store as its library has it
+    MALFORMED = "malformed"  # never sent, because its bucket or key cannot be one
+    OTHER = "other"  # what else a store's library raises
+
+
 class ShortRead(OSError):
     """Fewer bytes came than there are."""
 
@@ -32,15 +45,9 @@ class PreconditionFailed(Exception):
 
 
 _THROTTLED = frozenset(
-    ("SlowDown", "ServiceUnavailable", "TooManyRequestsException", "RequestLimitExceeded", "429", "503")
-)
-_THROTTLED |= {
-    "Throttling",
-    "ThrottlingException",
-    "ThrottledException",
-    "RequestThrottled",
-    "RequestThrottledException",
-}
+    ("SlowDown", "ServiceUnavailable", "TooManyRequestsException", "RequestLimitExceeded", "429", "503", "Throttling",
+     "ThrottlingException", "ThrottledException", "RequestThrottled", "RequestThrottledException")
+)  # fmt: skip
 _SERVER = frozenset(("InternalError", "InternalFailure", "500", "502", "504"))
 _TIMEOUT = frozenset(("RequestTimeout", "RequestTimeoutException", "408"))
 _BROKEN = frozenset(("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"))
@@ -68,7 +75,7 @@ _BY_ERRNO = {
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """Why another try may help; None where it cannot. Told by codes and classes, never by the message."""
+    """Why another try may help; None where it cannot."""
     if isinstance(error, ShortRead):
         return Fault.SHORT_READ
     said = client_error(error)
@@ -143,11 +150,24 @@ def _fault_of_class(error: BaseException) -> Fault | None:
     return None
 
 
-def is_malformed(error: BaseException) -> bool:
-    """Whether the request was never sent because its bucket or key cannot be one."""
+def failure_of(error: Exception) -> Failure | None:
+    """What has failed; None for an error that neither a disk nor a store raised.
+
+    The libraries behind fsspec have exceptions of their own without a common base. So a builtin that is no OSError is
+    a defect, and everything else is theirs.
+    """
+    for kind, failure in (
+        (FileNotFoundError, Failure.ABSENT),
+        (PermissionError, Failure.DENIED),
+        (OSError, Failure.SYSTEM),
+    ):
+        if isinstance(error, kind):
+            return failure
+    if isinstance(error, (PipelineError, PreconditionFailed)) or type(error).__module__ == "builtins":
+        return None
     from botocore.exceptions import ParamValidationError
 
-    return isinstance(error, ParamValidationError)
+    return Failure.MALFORMED if isinstance(error, ParamValidationError) else Failure.OTHER
 
 
 def client_error(error: BaseException | None) -> Any:

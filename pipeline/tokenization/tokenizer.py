@@ -23,7 +23,7 @@ from typing import Any
 import tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
-from pipeline.checkpoints.files import checked_file
+from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
 from pipeline.model.config import MAX_JSON_BYTES, read_json
 from pipeline.tokenization.chat import ChatRenderer, ChatTemplateError, with_system

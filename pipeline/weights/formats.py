@@ -11,8 +11,8 @@ from pipeline.weights.awq import AwqFormat
 from pipeline.weights.compressed_tensors import CompressedFormat
 from pipeline.weights.fp8 import Fp8Format
 from pipeline.weights.gptq import GptqFormat
-from pipeline.weights.nearest import RoundToNearest
 from pipeline.weights.packed import LinearWeight
+from pipeline.weights.round_to_nearest import RoundToNearest
 from pipeline.weights.tensor_reader import Tensors
 
 

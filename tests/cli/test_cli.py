@@ -15,15 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import errors
-from pipeline.cli import main as cli
-from pipeline.cli.progress import PlainProgress, eta, progress_for, status_line
+from pipeline.cli.progress import PlainProgress, progress_for, status_line
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore
-from pipeline.data.output.records import PartTotals, output_schema
+from pipeline.data.output.result_columns import output_schema
+from pipeline.formatting import duration
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import build_report
-from pipeline.report.records import ActorRecord, RunRecord, SkippedInput, no_phases
 from pipeline.report.render import markdown, text
-from pipeline.report.rows import ErrorExample, RowStats
+from pipeline.report.row_stats import ErrorExample, RowStats
+from pipeline.report.run_record import ActorRecord, RunRecord, SkippedInput, no_phases
 
 JOB = """\
 name: demo
@@ -212,9 +213,9 @@ def test_validate_lists_the_files_that_a_job_skips(work, pipe):
 
 
 def test_a_store_that_does_not_answer_is_no_mistake_of_the_job(work, pipe, aws, monkeypatch):
-    from pipeline.stores.storage import RetryPolicy
+    from pipeline.stores.retries import RetryPolicy
 
-    monkeypatch.setattr("pipeline.stores.storage.RetryPolicy", lambda: RetryPolicy(max_tries=1))
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     aws("http://127.0.0.1:1")
     places = [f"--set={key}=s3://bucket/x" for key in ("output.path", "input.path", "model.path")]
     code, out, err = pipe("validate", "job.yaml", *places, "--json")
@@ -240,7 +241,7 @@ def test_run_prints_the_report(work, pipe, job_that):
         seen.update(config=config, accept_numerics=accept_numerics, retry_failed=retry_failed)
         progress(Status(phase="generating", rows_total=3, rows_done=1))
         print("noise of a library")
-        return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3).__dict__, 3)
+        return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3), 3)
 
     job_that(run_job)
     arguments = ("--limit", "2", "--set", "run.actors=2", "--accept-numerics", "--retry-failed")
@@ -314,12 +315,12 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
         "    threading.Timer(0.2, print, ['noise of a thread']).start()\n"
         "    atexit.register(os.write, 1, b'noise at exit')\n"
         "    from pipeline.report.cost import build_report\n"
-        "    from pipeline.data.output.records import PartTotals\n"
-        "    return build_report('demo', '1a2b3c4d', [], PartTotals().__dict__, 0)\n"
+        "    from pipeline.data.output.part_totals import PartTotals\n"
+        "    return build_report('demo', '1a2b3c4d', [], PartTotals(), 0)\n"
         "pipeline.job.run.run_job = run_job\n"
         "sys.argv = ['pipeline', 'run', 'job.yaml', '--json']\ncli.main()\n"
     )
-    source = Path(cli.__file__).parents[2]
+    source = Path(errors.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
                           check=False, env=os.environ | {"PYTHONPATH": str(source)})  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -443,7 +444,7 @@ def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
 
 def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
     store = leave_output(work, finished_run(), "finished")
-    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3).__dict__, 3)
+    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
     store.replace("_pipeline/report.json", json.dumps(kept.to_json()).encode())
     code, out, _ = pipe("report", "out")
     assert code == 0
@@ -474,7 +475,7 @@ def test_places_without_a_job(work, pipe, command: str, place: str, expected: st
 
 def test_a_finished_output_without_its_parts_is_told(work, pipe):
     store = leave_output(work, finished_run(), "finished")
-    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3).__dict__, 3)
+    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
     store.replace("_pipeline/report.json", json.dumps({**kept.to_json(), "outcome": "finished"}).encode())
     next(Path(store.path).glob("part-*")).unlink()
     assert "out: damaged\n" in pipe("status", "out")[1]
@@ -527,7 +528,7 @@ def test_what_data_is_called_commands_no_terminal(work, pipe, job_that):
     stats = RowStats(errors={"null_prompt": (example,)})
     run = finished_run(row_stats=stats, skipped_files=[SkippedInput(EVIL, 1, EVIL)])
     leave_output(work, run, f"finished {EVIL}")
-    kept = build_report(EVIL, "x", [run], PartTotals(3, error_rows={"null_prompt": 1}).__dict__, 3)
+    kept = build_report(EVIL, "x", [run], PartTotals(3, error_rows={"null_prompt": 1}), 3)
     assert commands_no_terminal(text(kept))
     assert commands_no_terminal(markdown(kept))
     (work / "out" / "_pipeline" / "report.json").write_text(json.dumps(kept.to_json()))
@@ -567,7 +568,7 @@ def test_a_status_in_one_line():
     assert status_line(status) == ("running: 50.0 %, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left")
     ended = replace(status, outcome="interrupted", phase="interrupted")
     assert status_line(ended) == "interrupted: 50.0 %, 1,000/2,000 rows (3 errors)"
-    assert [eta(s) for s in (0, 40, 720, 11_100, 200_000)] == ["0 s", "40 s", "12 min", "3 h 05 min", "2 d 7 h"]
+    assert [duration(s) for s in (0, 40, 720, 11_100, 200_000)] == ["0 s", "40 s", "12 min", "3 h 05 min", "2 d 7 h"]
 
 
 def test_a_live_bar_is_drawn_on_a_terminal(monkeypatch):

@@ -14,9 +14,9 @@ import pytest
 
 from pipeline.config import load_job
 from pipeline.demo import demo_model
-from pipeline.doctor import Check, Subject, diagnose, exit_code, machine
+from pipeline.doctor import Check, Setup, diagnose, exit_code, machine_checks
 from pipeline.errors import ConfigError
-from pipeline.stores.storage import RetryPolicy
+from pipeline.stores.retries import RetryPolicy
 
 SECRET = "hunter2-never-shown"
 JOB = """\
@@ -36,8 +36,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def checks(group: str, **subject) -> dict[str, Check]:
-    return {check.name: check for check in diagnose(Subject(**subject)) if check.group == group}
+def checks(group: str, **setup) -> dict[str, Check]:
+    return {check.name: check for check in diagnose(Setup(**setup)) if check.group == group}
 
 
 def copied(folder: Path, **config) -> Path:
@@ -71,7 +71,7 @@ def test_an_output_that_is_there_is_left_as_it_is(work):
 
 
 def test_without_anything_only_the_machine_is_looked_at():
-    assert {check.group for check in diagnose(Subject())} == {"versions", "devices", "memory and disks", "kernels"}
+    assert {check.group for check in diagnose(Setup())} == {"versions", "devices", "memory and disks", "kernels"}
 
 
 def test_mistakes_of_the_job_are_the_users(work, pipe):
@@ -181,14 +181,14 @@ def test_full_disks(monkeypatch, tmp_path):
 
 
 def test_a_package_that_is_missing(monkeypatch):
-    version = machine.version
+    version = machine_checks.version
 
     def without_ray(name: str) -> str:
         if name == "ray":
             raise PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr(machine, "version", without_ray)
+    monkeypatch.setattr(machine_checks, "version", without_ray)
     assert checks("versions")["ray"].todo == "pip install ray"
 
 
@@ -217,15 +217,15 @@ def test_kernels_that_cannot_be_cached(monkeypatch):
 
 def test_activations_in_fp8(work, monkeypatch):
     job = load_job(str(work / "job.yaml"), ("engine.activation_dtype=fp8",))
-    found = {check.name: check for check in diagnose(Subject.of_job(job)) if check.group == "kernels"}
+    found = {check.name: check for check in diagnose(Setup.of_job(job)) if check.group == "kernels"}
     assert "fp8" in found["linear"].found
     assert "fp8" not in checks("kernels")["linear"].found
 
     def refuse(*_):
         raise ConfigError("needs compute capability 8.9 or newer")
 
-    monkeypatch.setattr("pipeline.kernels.rounded.with_rounded_activations", refuse)
-    (failed,) = (check for check in diagnose(Subject.of_job(job)) if check.name == "activations in fp8")
+    monkeypatch.setattr("pipeline.kernels.activations.rounded_linears.with_rounded_activations", refuse)
+    (failed,) = (check for check in diagnose(Setup.of_job(job)) if check.name == "activations in fp8")
     assert (failed.state, failed.exit_code) == ("failed", 2)
 
 
@@ -233,8 +233,8 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
     def broken(*_):
         raise OSError(SECRET)
 
-    monkeypatch.setattr(machine, "available_cores", broken)
-    found = list(diagnose(Subject()))
+    monkeypatch.setattr(machine_checks, "available_cores", broken)
+    found = list(diagnose(Setup()))
     assert SECRET not in str(found)
     assert next(c for c in found if c.group == "devices").found == "OSError while looking"
     assert {"memory and disks", "kernels"} <= {c.group for c in found}
@@ -256,7 +256,7 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
 )
 def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pipe, monkeypatch, change):
     """Stores that cannot be reached, options that are wrong, and a defect that prints a traceback."""
-    monkeypatch.setattr("pipeline.stores.storage.RetryPolicy", lambda: RetryPolicy(max_tries=1))
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     options = f"key: {SECRET}, secret: {SECRET}, endpoint_url: 'http://127.0.0.1:1'"
     before, after = change

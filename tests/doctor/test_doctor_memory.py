@@ -9,8 +9,8 @@ import torch
 
 from pipeline.config import load_job
 from pipeline.demo import demo_model
-from pipeline.doctor import Subject, diagnose, fit, memory_of, speed
-from pipeline.kernels.cpu import pairs
+from pipeline.doctor import Setup, diagnose, fit, memory_of, speed
+from pipeline.kernels.cpu.linear import pairs
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
 
@@ -21,7 +21,7 @@ KV_BFLOAT16 = 2 * 4 * 2 * 64 * 2
 
 
 def test_cards_have_room_for_what_is_left_of_their_memory():
-    table = memory_of(Subject(model="demo:target"))
+    table = memory_of(Setup(model="demo:target"))
     assert table is not None
     assert table.lengths == (512, 1024), "no longer than the model's context"
     assert [place.name for place in table.places[1:]] == [card.name for card in load_cards()]
@@ -36,7 +36,7 @@ def test_cards_have_room_for_what_is_left_of_their_memory():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_this_machine_is_what_is_free_here(monkeypatch, dtype):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
-    table = memory_of(Subject(model="demo:target", device="cpu", dtype=dtype))
+    table = memory_of(Setup(model="demo:target", device="cpu", dtype=dtype))
     assert table is not None
     here, width = table.places[0], 4 if dtype == "float32" else 2
     embeddings = 2 * 2 * 1024 * 256  # a table and a linear, each in the 16 bit that they are stored in
@@ -49,7 +49,7 @@ def test_this_machine_is_what_is_free_here(monkeypatch, dtype):
 def test_a_cache_in_8_bits_holds_more(monkeypatch):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
     wide, narrow = (
-        memory_of(Subject(model="demo:target", device="cpu", kv_cache_dtype=kind)) for kind in ("auto", "fp8")
+        memory_of(Setup(model="demo:target", device="cpu", kv_cache_dtype=kind)) for kind in ("auto", "fp8")
     )
     assert wide is not None
     assert narrow is not None
@@ -64,13 +64,13 @@ def test_a_model_that_does_not_fit_leaves_no_room(monkeypatch):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000)
     small = replace(load_cards()[0], memory_bytes=2 * 2**30)
     monkeypatch.setattr(fit, "load_cards", lambda: (small,))
-    table = memory_of(Subject(model="demo:target", device="cpu"))
+    table = memory_of(Setup(model="demo:target", device="cpu"))
     assert table is not None
     assert [place.sequences for place in table.places] == [(0, 0), (0, 0)]
 
 
 def test_files_by_format_are_what_such_checkpoints_have():
-    table = memory_of(Subject(model="demo:target-awq"))
+    table = memory_of(Setup(model="demo:target-awq"))
     assert table is not None
     files = table.checkpoint_bytes
     for form, folder in (("16 bit", "target"), ("4 bit, groups of 128", "target-awq")):
@@ -103,14 +103,14 @@ def test_a_device_here_is_asked_for_its_own_memory(monkeypatch, name, is_known):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (5, 24_000_000_000))
     about = SimpleNamespace(name=name, major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: about)
-    table = memory_of(Subject(model="demo:target"))
+    table = memory_of(Setup(model="demo:target"))
     assert table is not None
     assert table.places[0].sequences == (18_034, 9_017)
     assert table.places[0].speed == (table.places[-2].speed if is_known else None)
 
 
 def of_job(tmp_path, model="demo:target", quantization="none", **engine):
-    """The subject of a job with these engine options."""
+    """The setup of a job with these engine options."""
     told = {
         "input": {"path": "in"},
         "prompt": {"column": "text"},
@@ -119,7 +119,7 @@ def of_job(tmp_path, model="demo:target", quantization="none", **engine):
         "engine": engine,
     }
     (tmp_path / "job.yaml").write_text(json.dumps(told))
-    return Subject.of_job(load_job(str(tmp_path / "job.yaml")))
+    return Setup.of_job(load_job(str(tmp_path / "job.yaml")))
 
 
 def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_fp8_of_a_job_counts_and_cards_without_it_are_told(tmp_path):
 
 def test_speed_is_the_cost_models_at_data_sheet_rates(tmp_path):
     (l4,) = (card for card in load_cards() if card.name == "L4")
-    place = memory_of(Subject(model="demo:target")).places[-2]
+    place = memory_of(Setup(model="demo:target")).places[-2]
     assert place.speed.sequences == 512
     weights, head = 2 * NUM_LINEAR, 2 * 1024 * 256
     kv = KV_BFLOAT16 * 512 * (512 + 1)
@@ -180,10 +180,10 @@ def test_what_has_no_form_for_the_activations_is_the_users_mistake(tmp_path):
         ("16- or 32-bit weights", "demo:target", "none"),
         ("is quantized already", "demo:target-awq", "int8"),
     ):
-        subject = of_job(tmp_path, model=model, quantization=quantization, activation_dtype="fp8")
-        failed = [check for check in diagnose(subject) if check.group == "model" and check.state == "failed"]
+        setup = of_job(tmp_path, model=model, quantization=quantization, activation_dtype="fp8")
+        failed = [check for check in diagnose(setup) if check.group == "model" and check.state == "failed"]
         assert [check.exit_code for check in failed] == [2]
         assert mistake in failed[0].found
-        assert memory_of(subject) is None
+        assert memory_of(setup) is None
     shown = {check.name: check.found for check in diagnose(of_job(tmp_path, quantization="int4-rtn"))}
     assert "int4-rtn made on load" in shown["architecture"]

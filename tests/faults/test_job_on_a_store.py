@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import Interrupted
-from pipeline.stores.storage import RetryPolicy
+from pipeline.stores.retries import RetryPolicy
 from tests.faults.store import KEY, SECRET, FaultyStore
 from tests.job.conftest import Job
 from tests.job.test_run import TEXTS, run, without_ray  # noqa: F401 - a fixture
@@ -26,7 +26,8 @@ def store():
 @pytest.fixture
 def job(tmp_path, store, monkeypatch) -> Job:
     """The job of `tests.job`, with its files in the store under the test's own name."""
-    monkeypatch.setattr("pipeline.stores.storage.RetryPolicy", lambda: RetryPolicy(first_wait_s=0.001, max_wait_s=0.01))
+    quick = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01)
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: quick)
     monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
     return Job(tmp_path)
 
@@ -67,11 +68,7 @@ def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
     job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:16])
     upload(job, store)
     with pytest.raises(Interrupted):
-        run(
-            job,
-            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
-            run={"drain_s": 0.0, "unit_rows": 16},
-        )
+        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.0, "unit_rows": 16})
     output = PartStore(job.settings["output"]["path"], job.settings["output"]["storage"])
     (kept,) = output.names("_pipeline/partial")
     raw = output.read(f"_pipeline/partial/{kept}")

@@ -18,8 +18,8 @@ from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.step.runner import ModelRunner
+from pipeline.kernels.activations.rounded_linears import with_rounded_activations
 from pipeline.kernels.reference import reference_kernels
-from pipeline.kernels.rounded import with_rounded_activations
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
 from tests.gpu.places import PLACES, Place

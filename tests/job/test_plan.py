@@ -5,14 +5,16 @@ import os
 
 import pytest
 
-from pipeline.checkpoints.digest import FULL_BYTES, model_digest, resolve_model
-from pipeline.data.output.parts import PartName, PartStore, Progress
+from pipeline.checkpoints.digest import FULL_BYTES, model_digest
+from pipeline.checkpoints.locate import resolve_model
+from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import ModelError, OutputError
+from pipeline.job.dataflow.spec import WindowTask, check_units
 from pipeline.job.fingerprint import difference, shown
-from pipeline.job.plan import WindowTask, check_units, make_plan, what_is_left
-from pipeline.job.telemetry.record import RunLog, load_runs
+from pipeline.job.plan import make_plan, what_is_left
+from pipeline.job.telemetry.run_log import RunLog, load_runs
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.retries import RetryCounts
 
 
 def test_a_model_digest_sees_every_file_that_matters(tmp_path):
@@ -72,7 +74,7 @@ def test_what_is_left_of_each_window(job):
     job.rows([f"t{i}" for i in range(50)])
     plan = make_plan(job.config(), "cpu")
     assert [w.num_rows for w in plan.windows] == [20, 20, 10]
-    progress = Progress()
+    progress = DoneUnits()
     for window, unit, of in ((0, 0, 2), (0, 1, 2), (1, 2, 3)):
         progress.add(PartName(plan.fingerprint.short, window, unit, of, 5))
     left = what_is_left(plan, progress)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeline.errors import EnvironmentFailed
-from pipeline.stores.folder import LocalFolder
+from pipeline.stores.local_folder import LocalFolder
 from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
 
 

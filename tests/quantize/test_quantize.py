@@ -18,13 +18,11 @@ from pipeline.demo.reports import make_report
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader
 from pipeline.quantize import awq
-from pipeline.quantize.folder import OutputFolder
-from pipeline.quantize.layers import FUSED, Calibration
-from tests.model_folders import FAMILIES, Family, load_reference, make_family, write_checkpoint
+from pipeline.quantize.calibration import FUSED, Calibration
+from pipeline.quantize.checkpoint_writer import CheckpointWriter
+from tests.model_folders import FAMILIES, Family, load_reference, make_family, small_config, write_checkpoint
 
-CONFIG = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-          "initializer_range": 0.08, "eos_token_id": 257, "bos_token_id": None, "pad_token_id": None}  # fmt: skip
+CONFIG = small_config(64, 96, 3, 4, 2, initializer_range=0.08)
 SMALL_FOR_AWQ = {"num_hidden_layers": 1, "num_key_value_heads": 4, "intermediate_size": 128}
 TIED_WITH_BIAS = next(family for family in FAMILIES if family.name == "llama-linear-bias-tied")
 
@@ -162,19 +160,19 @@ def test_the_demonstration_model_is_as_right_as_before(pipe, tmp_path):
 def test_a_killed_run_goes_on_and_comes_to_the_same_bytes(pipe, base, data, tmp_path, monkeypatch):
     given = ["--group-size", "32", "--calibration", str(data), "--samples", "8"]
     made(pipe, base, tmp_path / "whole", "gptq", *given)
-    write = OutputFolder.write
+    write = CheckpointWriter.write
 
     def write_or_die(self, name: str, tensors) -> None:
         if name.startswith("model-00003"):
             raise KeyboardInterrupt
         write(self, name, tensors)
 
-    monkeypatch.setattr(OutputFolder, "write", write_or_die)
+    monkeypatch.setattr(CheckpointWriter, "write", write_or_die)
     out = tmp_path / "out"
     code, _, _ = pipe("quantize", str(base), "--out", str(out), "--method", "gptq", *given)
     assert code == 75
     assert not out.exists()
-    monkeypatch.setattr(OutputFolder, "write", write)
+    monkeypatch.setattr(CheckpointWriter, "write", write)
     (tmp_path / "out.partial" / ".model-00003-of-00004.safetensors").write_bytes(b"half")
     code, _, err = pipe("quantize", str(base), "--out", str(out), "--method", "gptq", *given, "--seed", "1")
     assert (code, "which differs in texts; remove the folder" in err) == (2, True)

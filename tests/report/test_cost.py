@@ -7,21 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.cost import RunReport, Tokens, allocate, build_report
-from pipeline.report.records import PHASES, ActorRecord, Computed, RunRecord, SkippedInput, no_phases
-from pipeline.report.render import bar, markdown, money, seconds, text
-from pipeline.report.rows import ErrorExample, Histogram, Latency, LengthBucket, RowStats
+from pipeline.report.figures import bar, money, seconds
+from pipeline.report.render import markdown, text
+from pipeline.report.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
+from pipeline.report.run_record import PHASES, ActorRecord, Computed, RunRecord, SkippedInput, no_phases
 
 HOUR = 3_600_000_000
-TOTALS = {
-    "rows": 180,
-    "units": 3,
-    "error_rows": {"prompt_too_long": 2, "null_prompt": 0},
-    "num_input_tokens": 2_000_000,
-    "num_cached_tokens": 500,
-    "num_generated_tokens": 500_000,
-    "num_error_input_tokens": 0,
-}
+TOTALS = PartTotals(180, 3, {"prompt_too_long": 2, "null_prompt": 0}, 2_000_000, 500, 500_000)
 
 
 def run(usd: float | None = 1.0, outcome="finished", **phases: int) -> RunRecord:
@@ -35,7 +29,7 @@ def delivering(run: RunRecord) -> RunRecord:
 
 
 def report(*runs: RunRecord, **totals) -> RunReport:
-    return build_report("job", "1a2b3c4d", runs, TOTALS | totals, 200)
+    return build_report("job", "1a2b3c4d", runs, replace(TOTALS, **totals), 200)
 
 
 AN_HOUR = run(prefill=HOUR // 4, decode=HOUR // 2, load=HOUR // 8, tail=HOUR // 8)
@@ -118,12 +112,7 @@ def test_nothing_to_divide_by_is_not_a_price_of_zero():
 
 def test_rows_errors_and_lost_work():
     built = report(run(outcome="killed", decode=5), delivering(run(decode=5)))
-    assert (built.rows.input, built.rows.written, built.rows.completed, built.rows.errors) == (
-        200,
-        180,
-        178,
-        2,
-    )
+    assert (built.rows.input, built.rows.written, built.rows.completed, built.rows.errors) == (200, 180, 178, 2)
     assert built.rows.errors_by_code == {"prompt_too_long": 2}
     assert built.outcome == "finished"
     assert built.work.wasted_generated_tokens == 100_000
@@ -136,7 +125,7 @@ def test_rows_errors_and_lost_work():
 
 
 def test_a_job_without_runs():
-    built = build_report("job", "00000000", [], TOTALS | {"rows": 0, "error_rows": {}}, 0)
+    built = build_report("job", "00000000", [], PartTotals(), 0)
     assert built.machine_us == 0
     assert built.cost.total_usd is None
     assert text(built)

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.report.cost import RunReport, build_report
 from pipeline.report.drafts import Speculated
-from pipeline.report.records import ActorRecord, RunRecord, no_phases
 from pipeline.report.render import markdown, text
+from pipeline.report.run_record import ActorRecord, RunRecord, no_phases
 
 
 def counts(**by_batch: dict[int, int]) -> dict[str, int]:
@@ -41,8 +42,7 @@ def run(*stats: dict[str, int]) -> RunRecord:
 
 
 def report(*runs: RunRecord) -> RunReport:
-    totals = {"rows": 3, "units": 1, "error_rows": {}, "num_input_tokens": 9, "num_cached_tokens": 0}
-    return build_report("job", "1a2b3c4d", runs, totals | {"num_generated_tokens": 9}, 3)
+    return build_report("job", "1a2b3c4d", runs, PartTotals(3, 1, {}, 9, 0, 9), 3)
 
 
 def test_counts_travel_as_flat_totals_and_come_back() -> None:

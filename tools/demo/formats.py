@@ -18,7 +18,7 @@ from pipeline.config import job_from_flags
 from pipeline.demo import demo_model
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
 from pipeline.engine.params import SamplingParams
-from pipeline.evaluate import Evaluation, Subject, evaluate
+from pipeline.evaluate import Evaluation, ModelVariant, evaluate
 from pipeline.quantize import Recipe, quantize
 from pipeline.tokenization.tokenizer import Tokenizer
 from tools.demo.quantize import calibration_texts
@@ -65,9 +65,13 @@ def measure(folders: list[Path], data: Path) -> Evaluation:
         "output.path": ("-", "none"),
         "engine.dtype": ("float32", "dtype"),
     }
-    source = Subject("demo:target")
-    subjects = [Subject(str(folder)) for folder in folders] + [Subject("demo:target", kind) for kind in ON_LOAD]
-    subjects += [Subject(str(folder), activation_dtype="fp8") for folder in folders if folder.name in FP8_ACTIVATIONS]
+    source = ModelVariant("demo:target")
+    subjects = [ModelVariant(str(folder)) for folder in folders] + [
+        ModelVariant("demo:target", kind) for kind in ON_LOAD
+    ]
+    subjects += [
+        ModelVariant(str(folder), activation_dtype="fp8") for folder in folders if folder.name in FP8_ACTIVATIONS
+    ]
     return evaluate(job_from_flags(flags), subjects, source, SamplingParams(max_tokens=MAX_TOKENS), "summary", print)
 
 

@@ -35,7 +35,6 @@ from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, OutputError
 from pipeline.kernels.select import default_dtype, select_kernels
 from pipeline.model.config import DTYPES, ModelConfig, read_config
-from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.step import DecoderSize, Reached, Weights
 
 SECTIONS = ("correctness", "kernels", "linears", "jobs")
@@ -106,7 +105,7 @@ def bench_gpu(
             rates = measure_rates(stopwatch, wide, scale.copy_bytes, scale.gemm_sizes)
             figures = ModelFigures(name, model.about, str(wide).removeprefix("torch."), rates)
             kept.model(figures)
-            measuring = _Model(kept, figures, decoder_size(config), weights_of(config), wide, scale, stopwatch)
+            measuring = _Model(kept, figures, config.size, config.weights_on_card(), wide, scale, stopwatch)
             measuring.kernels_and_linears(say)
             if TILES in sections:
                 measuring.tiles(say)

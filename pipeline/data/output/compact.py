@@ -23,8 +23,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
-from pipeline.data.output.records import PartTotals, result_column
+from pipeline.data.output.result_columns import result_column
 from pipeline.errors import OutputError
 
 Order = Literal["parts", "input"]
@@ -39,7 +40,7 @@ _NUM_READERS = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class FilePlan:
     """What the new folder is to hold. `source` is a digest of the job's `_SUCCESS`, so of its counts."""
 
     format: int
@@ -165,7 +166,7 @@ def _parts(source: PartStore, counts: dict[str, Any]) -> list[PartName]:
 
 
 @dataclass(frozen=True)
-class _Window:
+class _WindowParts:
     """A window's parts, which hold rows start <= i < stop of all."""
 
     start: int
@@ -173,12 +174,12 @@ class _Window:
     parts: tuple[PartName, ...]
 
 
-def _windows(parts: list[PartName]) -> list[_Window]:
+def _windows(parts: list[PartName]) -> list[_WindowParts]:
     windows, start = [], 0
     for _, group in groupby(parts, key=lambda name: name.window):
         names = tuple(group)
         stop = start + sum(name.rows for name in names)
-        windows.append(_Window(start, stop, names))
+        windows.append(_WindowParts(start, stop, names))
         start = stop
     return windows
 
@@ -191,7 +192,7 @@ def _claim(
     digest: str,
     order: Order,
     target_bytes: int,
-) -> Plan:
+) -> FilePlan:
     """The plan in the new folder, made if there is none. Raises OutputError when it is of something else."""
     raw = target.read(PLAN)
     if raw is None:
@@ -202,12 +203,12 @@ def _claim(
         rows_per_file = max(1, int(target_bytes / max(1.0, _bytes_per_row(source, parts))))
         num_files = max(1, -(-rows // rows_per_file))
         target.probe()
-        plan = Plan(FORMAT, fingerprint, digest, order, target_bytes, rows, max(1, -(-rows // num_files)))
+        plan = FilePlan(FORMAT, fingerprint, digest, order, target_bytes, rows, max(1, -(-rows // num_files)))
         if target.create(PLAN, json.dumps(asdict(plan), indent=1).encode()):
             return plan
         raw = target.read(PLAN)  # another call was first: then its plan is the one to agree with
     try:
-        plan = Plan(**json.loads(raw or b""))
+        plan = FilePlan(**json.loads(raw or b""))
     except (ValueError, TypeError):
         raise OutputError(f"{target.path}/{PLAN}: not written by this version; choose another --to") from None
     wanted = (FORMAT, fingerprint, digest, order, target_bytes)
@@ -233,7 +234,7 @@ def _bytes_per_row(source: PartStore, parts: list[PartName]) -> float:
     return size / sum(name.rows for name in some)
 
 
-def _file(source: PartStore, windows: list[_Window], plan: Plan, file: int) -> bytes:
+def _file(source: PartStore, windows: list[_WindowParts], plan: FilePlan, file: int) -> bytes:
     """The file's bytes: its rows of the sequence of all rows, in row groups of a useful size."""
     first = source.read_part(windows[0].parts[0])
     sink = pa.BufferOutputStream()
@@ -265,7 +266,7 @@ def _concatenated(source: PartStore, tables: list[pa.Table]) -> pa.Table:
         raise OutputError(f"{source.path}: parts of different columns or types: {error}") from None
 
 
-def _rows(source: PartStore, windows: list[_Window], order: Order, start: int, stop: int) -> Iterator[pa.Table]:
+def _rows(source: PartStore, windows: list[_WindowParts], order: Order, start: int, stop: int) -> Iterator[pa.Table]:
     """Rows start <= i < stop of all, window by window; only windows that have some of them are read."""
     first = bisect_right(windows, start, key=lambda window: window.stop)
     for window in takewhile(lambda window: window.start < stop, islice(windows, first, None)):
@@ -286,7 +287,7 @@ def _in_order(table: pa.Table) -> pa.Table:
     return table.take(pc.call_function("sort_indices", [keys], order))
 
 
-def _verify(source: PartStore, target: PartStore, plan: Plan, counts: dict[str, Any]) -> PartTotals:
+def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[str, Any]) -> PartTotals:
     """The new folder's totals, from the footers of its files, which must be what the job counted."""
     expected = {plan.name(file): plan.bounds(file) for file in range(plan.num_files)}
     there = {name for name in target.names("") if name[0] not in "_."}

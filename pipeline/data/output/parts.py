@@ -17,12 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.footer import metadata_of
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
-from pipeline.stores.folder import Folder, LocalFolder
-from pipeline.stores.objects import open_objects
+from pipeline.stores.folder import Folder
+from pipeline.stores.local_folder import LocalFolder
+from pipeline.stores.object_folder import open_objects
 from pipeline.stores.read_ahead import read_ahead
-from pipeline.stores.storage import RetryCounts
+from pipeline.stores.retries import RetryCounts
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one
@@ -30,7 +31,7 @@ SUCCESS = "_SUCCESS"
 _TAIL_BYTES = 16 * 1024  # holds most parts' footers, so that a part costs one read
 _NOT_DONE = -1  # in place of a unit's rows
 
-# Padded to so many digits, longer where it must be; a unit's number also says how much `Progress` holds.
+# Padded to so many digits, longer where it must be; a unit's number also says how much `DoneUnits` holds.
 _FIVE, _FOUR = r"(\d{5}|[1-9]\d{5,})", r"(\d{4}|[1-9]\d{4,6})"
 _PART = re.compile(rf"part-([0-9a-f]{{8}})-w{_FIVE}-u{_FOUR}of{_FOUR}-n(0|[1-9]\d{{0,17}})\.parquet", re.ASCII)
 
@@ -54,9 +55,6 @@ class PartName:
         unit = f"u{self.unit:04d}of{self.of:04d}"
         return f"part-{self.fingerprint8}-w{self.window:05d}-{unit}-n{self.rows}.parquet"
 
-    def format(self) -> str:
-        return str(self)
-
     @classmethod
     def parse(cls, text: str) -> "PartName | None":
         """The name that is written so, or None."""
@@ -69,7 +67,7 @@ class PartName:
         return cls(fingerprint8, int(window), int(unit), int(of), int(rows))
 
 
-class Progress:
+class DoneUnits:
     """Which units are done and how many rows each holds, at some 8 bytes a unit. `add` keeps it true as parts are
     written."""
 
@@ -157,13 +155,13 @@ class PartStore:
         """See that `rewrite` can keep its promise here. Raises OutputError where the store cannot."""
         self.folder.probe_swap()
 
-    def list(self, fingerprint8: str | None = None) -> Progress:
+    def list(self, fingerprint8: str | None = None) -> DoneUnits:
         """What is done, from one listing. No folder: nothing is.
 
         Raises OutputError when the folder holds parts of another job (than `fingerprint8`, where given; than
         each other, in any case) or files that are no parts.
         """
-        progress = Progress()
+        progress = DoneUnits()
         for file in self.folder.each_name():
             if file[0] in "_.":
                 continue
@@ -186,7 +184,7 @@ class PartStore:
     def write(self, name: PartName, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
         """Commit a unit's rows. True: we made the part. False: it was there already, with as many rows.
 
-        table: of `records.output_schema`. metadata: provenance, kept in the file; the part's totals are added
+        table: of `result_columns.output_schema`. metadata: provenance, kept in the file; the part's totals are added
         to it. Raises EnvironmentFailed when the disk fails, OutputError when the part that is there is not
         this unit's.
         """
@@ -279,7 +277,7 @@ class PartStore:
         """Remove temporary files whose writers are gone; how many there were."""
         return self.folder.clean_tmp()
 
-    def totals(self, progress: Progress | None = None) -> PartTotals:
+    def totals(self, progress: DoneUnits | None = None) -> PartTotals:
         """Rows and tokens of these parts (None: of all that are there, by a listing). Raises as `parts`."""
         total = PartTotals()
         with closing(self.parts(progress)) as parts:
@@ -287,7 +285,7 @@ class PartStore:
                 total += totals
         return total
 
-    def parts(self, progress: Progress | None = None) -> Generator[tuple[PartName, PartTotals]]:
+    def parts(self, progress: DoneUnits | None = None) -> Generator[tuple[PartName, PartTotals]]:
         """These parts (None: all that are there, by a listing) with their rows and tokens, from their footers, in
         the order of windows and units. Raises OutputError naming one that cannot be read, and as `list`.
 

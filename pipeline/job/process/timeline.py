@@ -8,7 +8,7 @@ own counters (`prefill_us`, `decode_us`, `repeated_us`), which weigh how the bus
 from collections.abc import Mapping
 from typing import Literal
 
-from pipeline.report.records import no_phases, split_exactly
+from pipeline.report.run_record import no_phases, split_exactly
 
 WORK = ("decode", "prefill", "repeated")  # decode first: it takes busy time in which the engine counted nothing
 

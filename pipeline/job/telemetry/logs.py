@@ -16,7 +16,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.errors import PipelineError
 from pipeline.formatting import printable_lines
 from pipeline.job.telemetry.run_id import run_number
-from pipeline.stores.folder import LocalFolder
+from pipeline.stores.local_folder import LocalFolder
 
 LOGS = "_pipeline/logs"
 DRIVER = "driver.log"

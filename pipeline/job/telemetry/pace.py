@@ -5,8 +5,8 @@ In computed tokens: what came from the cache or was refused takes no time.
 
 from collections import deque
 
-from pipeline.data.output.records import PartTotals
-from pipeline.report.records import Computed
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.report.run_record import Computed
 
 WINDOW_S = 30.0
 

@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 from pipeline.data.output.parts import PartName
-from pipeline.data.output.records import output_schema
+from pipeline.data.output.result_columns import output_schema
 
 FP = "0123abcd"
 

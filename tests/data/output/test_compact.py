@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -11,10 +10,10 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.cli import main as cli
 from pipeline.data.output.compact import PLAN, Compacted, compact
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore
-from pipeline.data.output.records import PartTotals, output_schema
+from pipeline.data.output.result_columns import output_schema
 from pipeline.errors import EnvironmentFailed, OutputError
 
 FINGERPRINT = "1a2b3c4d" * 8
@@ -226,29 +225,18 @@ def test_an_output_and_a_merged_one_read_as_one_dataset(tmp_path):
         assert pq.read_table(tmp_path / folder).num_rows == 90
 
 
-def test_the_command(tmp_path: Path, monkeypatch, capsys):
+def test_the_command(tmp_path: Path, monkeypatch, pipe):
     monkeypatch.chdir(tmp_path)
     finish_job(PartStore("out"))
-    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
-    monkeypatch.setattr(sys.stderr, "reconfigure", lambda **_: None, raising=False)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pipeline", "compact", *arguments])
-        try:
-            cli.main()
-        except SystemExit as leave:
-            return int(leave.code or 0), *capsys.readouterr()
-        return 0, *capsys.readouterr()
-
-    assert "Examples:\n    pipeline compact" in call("--help")[1]
-    code, out, err = call("out", "--to", "merged", "--order", "input", "--target-size", "2kB", "--json")
+    assert "Examples:\n    pipeline compact" in pipe("compact", "--help")[1]
+    asked = ("compact", "out", "--to", "merged", "--order", "input", "--target-size", "2kB")
+    code, out, err = pipe(*asked, "--json")
     assert code == 0, err
     assert json.loads(out)["rows"] == 90
     assert "file 1 of " in err
-    code, out, _ = call("out", "--to", "merged", "--order", "input", "--target-size", "2kB")
-    assert "is complete already" in out
-    assert call("out", "--to", "m2", "--target-size", "huge")[0] == 2
-    assert call("nowhere", "--to", "m2")[0] == 2
+    assert "is complete already" in pipe(*asked)[1]
+    assert pipe("compact", "out", "--to", "m2", "--target-size", "huge")[0] == 2
+    assert pipe("compact", "nowhere", "--to", "m2")[0] == 2
 
 
 def test_files_that_changed_places_are_refused(places):

@@ -16,7 +16,7 @@ from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.job.process.child import SHORT_CHARS, Child, Ended, Launch, oom_kills
 from pipeline.job.process.messages import Ready, Start
 from pipeline.job.process.supervisor import Supervisor, computed
-from pipeline.report.records import Computed
+from pipeline.report.run_record import Computed
 from tests.job.fake_engine import answer
 
 
@@ -311,8 +311,7 @@ def test_the_process_ends_when_its_parent_is_gone(tmp_path):
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.job.process.main", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "pipeline.job.process.main", str(theirs.fileno())], pass_fds=[theirs.fileno()]
         )
     connection = Connection(ours.detach())
     connection.send(Start("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path))))

@@ -9,7 +9,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.errors import EnvironmentFailed
 from pipeline.job.telemetry import logs
 from pipeline.job.telemetry.logs import LogFolder, RotatedLog, collect_ray_logs
-from pipeline.stores.folder import LocalFolder
+from pipeline.stores.local_folder import LocalFolder
 from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
 
 

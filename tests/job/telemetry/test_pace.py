@@ -1,8 +1,8 @@
 """The rate and the time that is left: of what engines compute, not of what they refuse or find in a cache."""
 
-from pipeline.data.output.records import PartTotals
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.job.telemetry.pace import Pace
-from pipeline.report.records import Computed
+from pipeline.report.run_record import Computed
 
 NOTHING = PartTotals()
 

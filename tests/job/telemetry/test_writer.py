@@ -12,7 +12,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.errors import EnvironmentFailed, Interrupted
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.report.render import text
-from pipeline.stores.folder import LocalFolder
+from pipeline.stores.local_folder import LocalFolder
 from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
 
 

@@ -17,7 +17,7 @@ from pipeline.bench.gpu.kernels.checks import TOLERANCES
 from pipeline.bench.gpu.kernels.inputs import Heads, PagedStep, paged_step, random_int4
 from pipeline.bench.gpu.kernels.kernel_times import DRAFTS
 from pipeline.bench.gpu.kernels.tile_times import Tile, TileCase, TileSizes
-from pipeline.kernels.fp8 import fp8_block
+from pipeline.kernels.activations.fp8 import fp8_block
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
 from pipeline.kernels.triton.attention.online_softmax import stages_for

@@ -1,0 +1,38 @@
+"""Which files of a model folder are read. It may be a stranger's: only regular files of that folder, of bounded size.
+
+A link may lead to another file of the folder. A Hugging Face cache keeps a model as links from `snapshots/<revision>/`
+into the `blobs/` beside it; these are followed too. Any other link is refused: it could name any file of the machine,
+or a device that never ends.
+"""
+
+from pathlib import Path
+
+from pipeline.errors import ModelError
+
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # no pickles, no code
+
+
+def checked_file(path: Path, max_bytes: int | None = None) -> Path:
+    """`path`, when it is a regular file of its model folder.
+
+    Raises ModelError when it is not or is larger than `max_bytes`, FileNotFoundError when nothing is there.
+    """
+    try:
+        folder, real = path.parent.resolve(), path.resolve(strict=True)
+    except FileNotFoundError:
+        raise
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+        raise ModelError(f"{path}: cannot be read ({error})") from None
+    homes = [folder]
+    if folder.parent.name == "snapshots":
+        homes.append(folder.parent.parent / "blobs")
+    if not any(real.is_relative_to(home) for home in homes):
+        raise ModelError(
+            f"{path}: a link to {real}, outside the model folder; expected the file itself. Copy it there if you trust "
+            "the model"
+        )
+    if not real.is_file():
+        raise ModelError(f"{path}: expected a regular file")
+    if max_bytes is not None and real.stat().st_size > max_bytes:
+        raise ModelError(f"{path}: {real.stat().st_size} bytes, expected at most {max_bytes} for a model's {path.name}")
+    return path

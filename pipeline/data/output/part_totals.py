@@ -1,0 +1,83 @@
+"""What a part holds in numbers, and many parts together: kept in each part's footer, and in `_SUCCESS`."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.data.output.result_columns import result_column
+
+
+@dataclass(frozen=True)
+class PartTotals:
+    """Rows and tokens of one part, or of many together.
+
+    `num_input_tokens` to `num_generated_tokens` are of completed rows: of the prompts' tokens `num_cached_tokens` came
+    from shared KV blocks and the others were computed. `num_error_input_tokens` are the prompt tokens of error rows:
+    refused, or given up on by an engine, and delivered in no case. A footer of a version that did not have that key
+    counted them in `num_input_tokens`; the rows themselves would have to be read to tell them apart.
+    """
+
+    rows: int = 0
+    units: int = 0
+    error_rows: Mapping[str, int] = field(default_factory=dict)  # by RowError code
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_error_input_tokens: int = 0
+
+    @property
+    def num_error_rows(self) -> int:
+        return sum(self.error_rows.values())
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """What engines had to compute for the completed rows: prompts without what came from cache, and completions."""
+        return self.num_input_tokens - self.num_cached_tokens + self.num_generated_tokens
+
+    def __add__(self, other: "PartTotals") -> "PartTotals":
+        errors = Counter(self.error_rows) + Counter(other.error_rows)
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        return PartTotals(error_rows=dict(sorted(errors.items())), **sums)
+
+    def __sub__(self, other: "PartTotals") -> "PartTotals":
+        """Without what `other` counts; nothing falls below 0."""
+        errors = Counter(self.error_rows) - Counter(other.error_rows)
+        rest = {name: max(0, getattr(self, name) - getattr(other, name)) for name in _COUNTS}
+        return PartTotals(error_rows=dict(sorted(errors.items())), **rest)
+
+    @classmethod
+    def of_table(cls, table: pa.Table) -> "PartTotals":
+        """The totals of one unit's output rows."""
+        error = result_column(table, "error")
+        errors = Counter(code for code in error.to_pylist() if code is not None)
+        completed = pc.call_function("is_null", [error])
+        failed = pc.call_function("invert", [completed])
+
+        def total(name: str, which: pa.ChunkedArray) -> int:
+            return pc.call_function("sum", [result_column(table, name).filter(which)]).as_py() or 0
+
+        return cls(
+            rows=table.num_rows,
+            units=1,
+            error_rows=dict(sorted(errors.items())),
+            num_input_tokens=total("num_input_tokens", completed),
+            num_cached_tokens=total("num_cached_tokens", completed),
+            num_generated_tokens=total("num_generated_tokens", completed),
+            num_error_input_tokens=total("num_input_tokens", failed),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps({name: getattr(self, name) for name in _COUNTS} | {"error_rows": dict(self.error_rows)})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "PartTotals":
+        """Of an earlier version, too; keys that a later one added are passed over."""
+        raw = json.loads(text)
+        return cls(**{name: raw[name] for name in (*_COUNTS, "error_rows") if name in raw})
+
+
+_COUNTS = tuple(f.name for f in fields(PartTotals) if f.name != "error_rows")

@@ -1,0 +1,77 @@
+"""The columns of the output: their names, their types, and how they sit beside the input's.
+
+A row of the output is the kept input columns and then the result columns, the same for completed and for
+error rows. Each result field carries its own name in its metadata, so that sums can be taken after
+`output.rename` too.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from pipeline.data.columns import did_you_mean
+from pipeline.errors import ConfigError, PipelineError
+
+RESULT_FIELDS: tuple[pa.Field, ...] = (
+    pa.field("generated_text", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("error", pa.string()),  # a RowError code, null when fine
+    pa.field("error_message", pa.string()),
+    pa.field("num_input_tokens", pa.int32()),
+    pa.field("num_cached_tokens", pa.int32()),
+    pa.field("num_generated_tokens", pa.int32()),
+    pa.field("source_file", pa.string()),  # relative to the input's root, "/"-separated
+    pa.field("source_row", pa.int64()),  # from 0, within the file
+)
+
+_TOKEN = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
+LOGPROBS_FIELD = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top", pa.list_(pa.struct(_TOKEN)))])))
+
+RESULT_NAMES: tuple[str, ...] = (*(f.name for f in RESULT_FIELDS), LOGPROBS_FIELD.name)
+
+_RESULT_KEY = b"pipeline.result"  # field metadata: which result field this is, whatever it was renamed to
+
+
+def output_schema(kept: pa.Schema, rename: Mapping[str, str], logprobs: bool) -> pa.Schema:
+    """The kept columns, then the result columns under the names `rename` (result name -> output name) gives
+    them.
+
+    Raises ConfigError when a key of `rename` is no result column or when two columns would have one name.
+    """
+    for name in rename:
+        if name not in RESULT_NAMES:
+            raise ConfigError(f"output.rename: {name!r} is not a result column{did_you_mean(name, RESULT_NAMES)}")
+    fields = [*RESULT_FIELDS, *([LOGPROBS_FIELD] if logprobs else [])]
+    results = [pa.field(rename.get(f.name, f.name), f.type, metadata={_RESULT_KEY: f.name.encode()}) for f in fields]
+    taken = [*kept.names, *(f.name for f in results)]
+    repeated = {name for name, n in Counter(taken).items() if n > 1}
+    clashes = [f.name for f, r in zip(fields, results, strict=True) if r.name in repeated]
+    if clashes:
+        free = {name: _free_name(name, {*taken, *RESULT_NAMES}) for name in clashes}
+        write = ", ".join(f"{a}: {b}" for a, b in {**rename, **free}.items())
+        raise ConfigError(
+            f"the input has columns of the same names as result columns: {', '.join(clashes)}; "
+            f"write output.rename: {{{write}}} in the job file, "
+            "or leave those columns out of input.columns"
+        )
+    if repeated:
+        raise ConfigError(f"input.columns: named more than once: {', '.join(sorted(repeated))}")
+    return pa.schema([*(pa.field(f.name, f.type) for f in kept), *results])
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    n = 2
+    while f"{name}_{n}" in taken:
+        n += 1
+    return f"{name}_{n}"
+
+
+def result_column(table: pa.Table, name: str) -> pa.ChunkedArray:
+    """The result column `name` of a table of `output_schema`, by what it is and not by what it is called."""
+    for i, f in enumerate(table.schema):
+        if f.metadata and f.metadata.get(_RESULT_KEY) == name.encode():
+            return table.column(i)
+    if table.schema.names.count(name) == 1:
+        return table.column(name)
+    raise PipelineError(f"the table has no result column {name!r}: build it with output_schema")

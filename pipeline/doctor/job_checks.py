@@ -1,0 +1,221 @@
+"""Checks of what is to be run: the job file, the model, the input, the output."""
+
+import posixpath
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
+from pipeline.data.output.parts import PartStore
+from pipeline.data.source import open_source
+from pipeline.doctor.check import Check, Setup
+from pipeline.errors import ModelError, OutputError, PipelineError
+from pipeline.formatting import shown_bytes
+from pipeline.job.validate import MODEL_FILES, examine, missing_model_files
+from pipeline.stores.filesystem import filesystem
+from pipeline.stores.redaction import shown_url
+
+if TYPE_CHECKING:
+    from pipeline.model.config import ModelConfig
+
+
+def job(setup: Setup) -> Iterator[Check]:
+    """All that `pipeline validate` finds."""
+    if setup.job is None:
+        return
+    found = examine(setup.job)
+    for mistake in found.mistakes:
+        where = f"{mistake.where}: {mistake.key}"
+        yield Check("job", where, "failed", mistake.problem, mistake.hint, exit_code=2)
+    for failure in found.failures:
+        yield Check("job", "store", "failed", failure)
+    if not found.mistakes and not found.failures:
+        yield Check("job", setup.job.name, "ok", f"valid, {found.facts['input']['rows_to_do']:,} rows")
+
+
+def model(setup: Setup) -> Iterator[Check]:
+    if setup.model is None:
+        return
+    path, kind = setup.model, model_kind(setup.model)
+    shown = shown_url(path)
+    if kind == "missing":
+        raise ModelError(f"{shown}: {why_no_checkpoint(path)}")
+    if kind == "url":
+        absent = missing_model_files(path, setup.model_storage)
+        if absent:
+            raise ModelError(f"{shown}: no {' and no '.join(absent)} there; expected a checkpoint's folder")
+        yield Check("model", "folder", "ok", f"{shown}: {' and '.join(MODEL_FILES)} are there")
+        with _fetched_config(setup) as folder:
+            yield from _architecture(folder, setup)
+        return
+    folder = _cached(path) if kind == "id" else _local(path)
+    if folder is None:
+        todo = "It is downloaded when the job runs; `HF_HUB_OFFLINE` and machines without network need it in the cache."
+        yield Check("model", "folder", "warning", f"{shown}: not in the local cache", todo)
+        return
+    yield Check("model", "folder", "ok", str(folder))
+    yield from _architecture(folder, setup)
+    yield _weights(folder)
+    yield from _tokenizer(folder, setup)
+
+
+def model_config(setup: Setup) -> "ModelConfig | None":
+    """Of the model, when it is at hand; None where `model` says why it is not."""
+    if setup.model is None:
+        return None
+    try:
+        kind = model_kind(setup.model)
+        if kind == "url":
+            with _fetched_config(setup) as folder:
+                return _as_loaded(folder, setup)
+        folder = None if kind == "missing" else _cached(setup.model) if kind == "id" else _local(setup.model)
+        return None if folder is None else _as_loaded(folder, setup)
+    except (PipelineError, OSError):
+        return None
+
+
+def _as_loaded(folder: Path, setup: Setup) -> "ModelConfig":
+    """With what the job makes of it. Raises ConfigError where that cannot be, or has no form for its activations."""
+    from pipeline.engine.startup.resolve import no_such_weight, quantized_on_load
+    from pipeline.model.config import read_config
+
+    config = quantized_on_load(read_config(folder), setup.quantization)
+    if setup.activation_dtype != "auto" and config.quantization is None:
+        raise no_such_weight(setup.activation_dtype, "16- or 32-bit weights")
+    return config
+
+
+@contextmanager
+def _fetched_config(setup: Setup) -> Iterator[Path]:
+    """A folder with the config.json of a model in a store."""
+    assert setup.model is not None
+    with tempfile.TemporaryDirectory() as folder:
+        fs, root = filesystem(setup.model, setup.model_storage)
+        (Path(folder) / "config.json").write_bytes(fs.cat_file(posixpath.join(root, "config.json")))
+        yield Path(folder)
+
+
+def _local(path: str) -> Path:
+
+    return locate_model(path)
+
+
+def _cached(name: str) -> Path | None:
+    """Where a Hugging Face model lies on this machine; nothing is downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise ModelError(f"{name}: not a Hugging Face id: {error}") from None
+
+
+def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
+    """What config.json says, and whether the machine has the memory for it."""
+    import torch
+
+    from pipeline.doctor.fit import kv_type
+    from pipeline.engine.startup.memory import free_cpu_bytes, weight_bytes
+    from pipeline.kernels.select import default_dtype
+    from pipeline.model.config import DTYPES
+
+    config = _as_loaded(folder, setup)
+    stored = str(config.dtype).removeprefix("torch.")
+    kind = stored if config.quantization is None else f"{config.quantization}, the rest {stored}"
+    size = f"{config.num_parameters() / 1e6:,.1f} million parameters"
+    yield Check("model", "architecture", "ok", f"{size}, {config.num_layers} layers, {kind}")
+    device = torch.device("cuda" if torch.cuda.is_available() and setup.device != "cpu" else "cpu")
+    dtype = DTYPES.get(setup.dtype) or default_dtype(device, config.dtype)
+    need = weight_bytes(config, device, dtype, activation_dtype=setup.activation_dtype)
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_cpu_bytes()
+    kv = config.kv_bytes_per_token(kv_type(setup, dtype))
+    context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"
+    weights = f"about {shown_bytes(need)} of weights in {str(dtype).removeprefix('torch.')}"
+    found = f"{weights}; KV cache {kv:,} bytes a token, {context}; {shown_bytes(free)} free on {device.type}"
+    if need > free:
+        todo = "Use a smaller or quantized model, a smaller dtype, or a larger machine."
+        yield Check("model", "memory", "failed", found, todo)
+    elif need > 0.8 * free:
+        yield Check("model", "memory", "warning", found, "Little is left for the KV cache: lower engine.max_model_len.")
+    else:
+        yield Check("model", "memory", "ok", found)
+
+
+def _weights(folder: Path) -> Check:
+    """Every file of the index, each with a sound header and as long as it says, with every tensor of the index."""
+    from pipeline.model.config import read_json
+    from pipeline.model.load import Checkpoint, checkpoint_files
+
+    tensors, files = Checkpoint(folder).home, checkpoint_files(folder)
+    index = folder / "model.safetensors.index.json"
+    listed = read_json(index)["weight_map"] if index.exists() else {}
+    absent = sorted(set(listed) - set(tensors))
+    if absent:
+        raise ModelError(f"{index}: {len(absent)} tensors are in none of the files: {', '.join(absent[:3])}")
+    size = sum(file.stat().st_size for file in files)
+    return Check(
+        "model", "weights", "ok", f"{len(tensors):,} tensors in {len(files):,} safetensors, {shown_bytes(size)}"
+    )
+
+
+def _tokenizer(folder: Path, setup: Setup) -> Iterator[Check]:
+    from pipeline.model.config import read_config
+    from pipeline.tokenization.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(str(folder))
+    known, rows = tokenizer.vocab_size, read_config(folder).vocab_size
+    if known > rows:
+        todo = "Prompts that use the tokens above become error rows: does this tokenizer belong to the model?"
+        yield Check("model", "tokenizer", "warning", f"{known:,} tokens, the model has {rows:,}", todo)
+    else:
+        yield Check("model", "tokenizer", "ok", f"{known:,} tokens, ends at {sorted(tokenizer.eos_token_ids)}")
+    wants_chat = setup.job is not None and setup.job.prompt.chat is not None
+    if tokenizer.has_chat_template or not wants_chat:
+        found = "there" if tokenizer.has_chat_template else "none: prompts can be plain text only"
+        yield Check("model", "chat template", "ok", found)
+    else:
+        todo = "Leave prompt.chat out and use prompt.template, or take the model's instruct version."
+        yield Check("model", "chat template", "failed", "none, and the job's prompts are chats", todo, exit_code=2)
+
+
+def input(setup: Setup) -> Iterator[Check]:
+    """Of an input alone; a job's is looked at with the job."""
+    if setup.input is None or (setup.job is not None and setup.input == setup.job.input.path):
+        return
+    source = open_source(setup.input, setup.input_storage)
+    found = f"{len(source.files):,} files, {source.num_rows:,} rows, {shown_bytes(source.num_bytes)}"
+    yield Check("input", shown_url(setup.input), "ok", found)
+
+
+def output(setup: Setup) -> Iterator[Check]:
+    if setup.output is None:
+        return
+    store, name = PartStore(setup.output, setup.output_storage), shown_url(setup.output)
+    with _left_as_found(setup.output):
+        store.probe()
+        yield Check("output", name, "ok", "files are created, and never over another; they read back")
+        try:
+            store.probe_rewrite()
+        except OutputError as error:
+            yield Check("output", "--retry-failed", "warning", str(error), "Without it, runs work all the same.")
+        else:
+            yield Check("output", "--retry-failed", "ok", "a part can be replaced only where it is unchanged")
+
+
+@contextmanager
+def _left_as_found(output: str) -> Iterator[None]:
+    """Folders on a local disk that the probe made are removed again, if nothing else has come into them."""
+    root = Path(output.removeprefix("file://")).expanduser().absolute()
+    made = [p for p in (root / "_pipeline" / "tmp", root / "_pipeline", root, *root.parents) if not p.exists()]
+    try:
+        yield
+    finally:
+        if "://" not in output.removeprefix("file://"):
+            with suppress(OSError):
+                for folder in made:
+                    folder.rmdir()

@@ -1,0 +1,149 @@
+"""Checks of this machine: versions, devices, memory and disks, kernels."""
+
+import importlib
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pipeline import __version__
+from pipeline.checkpoints.cache import cache_folder
+from pipeline.doctor.check import Check, Setup, State
+from pipeline.formatting import shown_bytes
+from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
+OPTIONAL = ("triton",)
+_POOLS = {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}  # numba's layers and their modules
+_MIN_FREE_BYTES = 2**30
+_RAY_FULL = 0.95  # of a disk: above it Ray stores nothing more
+_ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
+                "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ROLE_ARN",
+                "AWS_WEB_IDENTITY_TOKEN_FILE", "HF_HUB_OFFLINE", "PIPELINE_CACHE", "NUMBA_CACHE_DIR")  # fmt: skip
+
+
+def versions(setup: Setup) -> Iterator[Check]:
+    yield Check("versions", "pipeline", "ok", f"{__version__}, Python {platform.python_version()}")
+    for name in PACKAGES:
+        try:
+            yield Check("versions", name, "ok", version(name))
+        except PackageNotFoundError:
+            yield Check("versions", name, "failed", "not installed", f"pip install {name}")
+    for name in OPTIONAL:
+        with suppress(PackageNotFoundError):
+            yield Check("versions", name, "ok", version(name))
+    there = [name for name in _ENVIRONMENT if name in os.environ]
+    yield Check("versions", "environment", "ok", f"set: {', '.join(there) or 'nothing that matters here'}")
+
+
+def devices(setup: Setup) -> Iterator[Check]:
+    import torch
+
+    from pipeline.kernels.cpu.linear.selection import supports_bf16
+
+    model, flags = processor()
+    cores = available_cores()
+    named = ", ".join(flag for flag in VECTOR_FLAGS if flag in flags) or "no AVX2"
+    yield Check("devices", "cpu", "ok", f"{model}; this process may use {cores} of {os.cpu_count()} cores; {named}")
+    if "avx2" not in flags and platform.machine() in ("x86_64", "AMD64"):
+        yield Check("devices", "cpu flags", "warning", "no AVX2", "Linears and attention will be slow here.")
+    native = supports_bf16()
+    yield Check("devices", "bfloat16 on cpu", "ok", "native" if native else "emulated, so `dtype: auto` is float32")
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            about, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
+            kind = f"{about.name}, compute capability {about.major}.{about.minor}"
+            yield Check("devices", f"cuda:{i}", "ok", f"{kind}; {shown_bytes(free)} of {shown_bytes(total)} free")
+    elif os.path.exists("/dev/nvidiactl") or setup.device.startswith("cuda"):
+        why = "torch is a build for CPUs" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
+        todo = "Install torch's CUDA build and a driver that is new enough (nvidia-smi), or set engine.device: cpu."
+        state: State = "failed" if setup.device.startswith("cuda") else "warning"
+        yield Check("devices", "cuda", state, f"no device can be used ({why})", todo)
+    else:
+        yield Check("devices", "cuda", "ok", "no device; cpu is used")
+
+
+def memory(setup: Setup) -> Iterator[Check]:
+    from pipeline.engine.startup.memory import free_cpu_bytes
+
+    free = free_cpu_bytes()
+    low = free < 2 * _MIN_FREE_BYTES
+    todo = "Ray alone takes up to 1 GB: end other programs, or use a larger machine." if low else ""
+    yield Check("memory and disks", "memory", "warning" if low else "ok", f"{shown_bytes(free)} free", todo)
+    seen: set[int] = set()
+    for name, place in _places(setup):
+        folder = next(p for p in (place, *place.parents) if p.is_dir())
+        if (device := folder.stat().st_dev) in seen:
+            continue
+        seen.add(device)
+        usage = shutil.disk_usage(folder)
+        found = f"{folder}: {shown_bytes(usage.free)} of {shown_bytes(usage.total)} free"
+        if usage.free < _MIN_FREE_BYTES:
+            yield Check("memory and disks", name, "failed", found, "Free some space, or use another disk.")
+        elif name != "output" and usage.free < (1 - _RAY_FULL) * usage.total:
+            todo = "Ray stores nothing more on a disk that is over 95 % full: free some space, or set RAY_TMPDIR."
+            yield Check("memory and disks", name, "warning", found, todo)
+        else:
+            yield Check("memory and disks", name, "ok", found)
+    if os.path.isdir("/dev/shm") and (shm := shutil.disk_usage("/dev/shm").total) < _MIN_FREE_BYTES:
+        todo = "Ray falls back to slow files: in a container, start it with --shm-size=2g."
+        yield Check("memory and disks", "/dev/shm", "warning", shown_bytes(shm), todo)
+
+
+def _places(setup: Setup) -> Iterator[tuple[str, Path]]:
+    if setup.output is not None and "://" not in setup.output:
+        yield "output", Path(setup.output).expanduser().absolute()
+    yield "temporary files", Path(tempfile.gettempdir())
+    yield "ray", Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
+    yield "cache", cache_folder()
+
+
+def kernels(setup: Setup) -> Iterator[Check]:
+    import torch
+
+    from pipeline.errors import ConfigError
+    from pipeline.kernels.activations.rounded_linears import with_rounded_activations
+    from pipeline.kernels.select import default_dtype, select_kernels
+    from pipeline.model.config import DTYPES
+
+    yield _numba_layer()
+    device = torch.device("cuda" if torch.cuda.is_available() and setup.device != "cpu" else "cpu")
+    dtype = DTYPES.get(setup.dtype) or default_dtype(device, torch.bfloat16)
+    try:
+        kernels = select_kernels(device, dtype)
+    except RuntimeError as error:
+        # numba, where neither its folder beside the code nor the user's cache can be written
+        todo = "Set NUMBA_CACHE_DIR to a folder that can be written."
+        yield Check("kernels", "numba cache", "failed", str(error), todo)
+        return
+    if setup.activation_dtype != "auto":
+        try:
+            kernels = with_rounded_activations(kernels, setup.activation_dtype, device)
+        except ConfigError as error:
+            yield Check("kernels", f"activations in {setup.activation_dtype}", "failed", str(error), exit_code=2)
+    for operation, origin in sorted(kernels.served_by.items()):
+        yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
+    if device.type == "cpu":
+        module = importlib.import_module("pipeline.kernels.cpu.attention.paged")
+        cache = module.paged_decode.stats.cache_path
+        yield Check("kernels", "numba cache", "ok", f"{cache}: compiled kernels are kept there")
+
+
+def _numba_layer() -> Check:
+    """The first layer in numba's order that can be loaded is the one it takes."""
+    from numba import config
+
+    for layer in config.THREADING_LAYER_PRIORITY:  # type: ignore[attr-defined]
+        try:
+            importlib.import_module(f"numba.np.ufunc.{_POOLS[layer]}")
+        except ImportError:
+            continue
+        if layer == "workqueue":
+            todo = "Two threads in parallel kernels at once would abort: install libgomp or tbb."
+            return Check("kernels", "numba threads", "warning", layer, todo)
+        return Check("kernels", "numba threads", "ok", layer)
+    return Check("kernels", "numba threads", "failed", "no threading layer", "Reinstall numba.")

@@ -1,0 +1,88 @@
+"""What a layer's linears read on the calibration texts: the second moments of their inputs, for GPTQ.
+
+A layer's inputs are what the quantized layers before it make of the texts. They are held for one layer at a time.
+
+Shape suffixes: N outputs, K inputs, T tokens of a text, H hidden, D head size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pipeline.kernels.contract import AttentionInput, Linear
+from pipeline.kernels.select import select_kernels
+from pipeline.model.config import ModelConfig
+from pipeline.model.decoder import DecoderLayer, KVCache
+from pipeline.model.load import LayerWeights
+from pipeline.quantize.gptq import SecondMoments
+
+BLOCK_SIZE = 16  # of the KV cache of one text
+
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The linears of a layer that read one input each, by the field of `LayerWeights` that holds them, and their names."""
+
+
+class Calibration:
+    """The hidden states of all texts, in front of the layer that comes next, in float32."""
+
+    def __init__(
+        self, config: ModelConfig, embedding_VH: torch.Tensor, texts: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        self._config, self._device = config, device
+        self._kernels = select_kernels(device, torch.float32)
+        longest = max(map(len, texts))
+        cos_PD2, sin_PD2 = config.rope.tables(config.head_dim, longest)
+        self._cos_PD2, self._sin_PD2 = cos_PD2.to(device), sin_PD2.to(device)
+        one = replace(config, num_layers=1, windows=config.windows[:1])
+        self._kv = KVCache.allocate(one, -(-longest // BLOCK_SIZE), BLOCK_SIZE, torch.float32, device)
+        self._hidden_TH = [F.embedding(torch.tensor(ids), embedding_VH).float() for ids in texts]
+
+    def moments(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
+        """Of what each of the layer's fused linears reads (`FUSED`), over all texts."""
+        layer = self._layer(index, weights)
+        seen = {name: SecondMoments() for name in FUSED}
+        for name, moments in seen.items():
+            setattr(layer, name, _watched(getattr(layer, name), moments))
+        for _ in self._outputs(layer):
+            pass
+        return {name: moments.sum_KK for name, moments in seen.items() if moments.sum_KK is not None}
+
+    def advance(self, index: int, weights: LayerWeights) -> None:
+        """Put the texts behind the layer, with these weights."""
+        self._hidden_TH = list(self._outputs(self._layer(index, weights)))
+
+    def _layer(self, index: int, weights: LayerWeights) -> DecoderLayer:
+        one = replace(self._config, num_layers=1, windows=(self._config.windows[index],))
+        return DecoderLayer(one, 0, weights, self._kernels, torch.float32, self._device)
+
+    @torch.inference_mode()
+    def _outputs(self, layer: DecoderLayer) -> Iterator[torch.Tensor]:
+        for hidden_TH in self._hidden_TH:
+            length = len(hidden_TH)
+            where = AttentionInput(
+                query_start_S1=np.array([0, length], dtype=np.int32),
+                context_len_S=np.array([length], dtype=np.int32),
+                block_table_SM=np.arange(-(-length // BLOCK_SIZE), dtype=np.int32)[None],
+                slot_mapping_T=torch.arange(length, device=self._device),
+                block_size=BLOCK_SIZE,
+            )
+            x_TH = hidden_TH.to(self._device, copy=True)  # a layer may write into its inputs
+            cos_TD2, sin_TD2 = self._cos_PD2[:length], self._sin_PD2[:length]
+            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), cos_TD2, sin_TD2, where, self._kv)
+            yield (x_TH + residual_TH).cpu()
+
+
+def _watched(linear: Linear, moments: SecondMoments) -> Linear:
+    def call(x_TK: torch.Tensor) -> torch.Tensor:
+        moments.add(x_TK)
+        return linear(x_TK)
+
+    return call

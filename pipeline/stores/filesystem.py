@@ -1,0 +1,330 @@
+"""Files behind an fsspec url: what opens them, and each request of this program with retries (`retries`).
+
+The layers below are told to try once, so that tries do not multiply and each is counted here. Local filesystems are
+handed out as they are. No message and no repr shows storage options: they hold secrets.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from pipeline.errors import PipelineError
+from pipeline.stores.ranged_file import RangedFile
+from pipeline.stores.redaction import said, secrets_of, shown_url
+from pipeline.stores.retries import RetryCounts, RetryPolicy, with_retries
+from pipeline.stores.store_errors import PreconditionFailed, ShortRead, client_error, status_of
+
+T = TypeVar("T")
+
+
+def is_url(path: str) -> bool:
+    """Whether a path that a user wrote is an fsspec url, and not a place on a local disk."""
+    return "://" in path
+
+
+def storage_for(path: str, storage: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fsspec options for `path`, of those that are given for a group of paths: a local one takes none."""
+    return storage if is_url(path) else {}
+
+
+def why_not_opened(url: str, storage: Mapping[str, Any], error: Exception) -> str:
+    """What a message says where `filesystem` raised `error`. Values of options are not shown."""
+    return (
+        f"cannot be opened ({type(error).__name__}); is {url.partition('://')[0]}:// right, its library installed, and "
+        f"are these its options: {', '.join(sorted(storage)) or 'none given'}?"
+    )
+
+
+def filesystem(
+    url: str,
+    options: Mapping[str, Any] | None = None,
+    policy: RetryPolicy | None = None,
+    retries: RetryCounts | None = None,
+) -> tuple[Any, str]:
+    """The filesystem of a url and the path on it: fsspec's own where that is local, a `RemoteFilesystem` elsewhere.
+
+    retries: counts what is tried again. No request is made. Raises ImportError, ValueError or TypeError as fsspec does:
+    no such protocol, or options it does not take.
+    """
+    import fsspec.core
+
+    given = dict(options or {})
+
+    def connect() -> tuple[Any, str]:
+        chained = "::" in url
+        fs, path = fsspec.core.url_to_fs(url, **(given if chained or not _names_s3(url) else _one_try_s3(given)))
+        if _is_s3(fs):
+            fs.retries = 1  # its class default is 5; the loop here is the only one
+            _open_session(fs)
+        return fs, path
+
+    fs, path = connect()
+    if "file" in protocols(fs):
+        return fs, path
+    return RemoteFilesystem(fs, lambda: connect()[0], policy or RetryPolicy(), secrets_of(given), retries), path
+
+
+def _open_session(fs: Any) -> None:
+    """What the first request would do. Options that s3fs does not take are a TypeError only here; whatever else is
+    wrong (a profile that is not there, say) the first request says again, where it is told with the place."""
+    try:
+        fs.connect()
+    except TypeError:
+        raise
+    except Exception:
+        return
+
+
+def secrets_in(fs: Any) -> frozenset[str]:
+    """The storage options of a filesystem that must not be shown; a local one has none."""
+    return fs.secrets if isinstance(fs, RemoteFilesystem) else frozenset()
+
+
+def protocols(fs: Any) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def md5(data: bytes) -> str:
+    """What most S3 stores give as the entity tag of a file that came in one PUT."""
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+class RemoteFilesystem:
+    """The operations of an fsspec filesystem that this program uses, each with retries. Safe for threads.
+
+    Anything else of fsspec is left out on purpose: it would be a request without retries.
+    """
+
+    def __init__(
+        self,
+        fs: Any,
+        connect: Callable[[], Any],
+        policy: RetryPolicy,
+        secrets: frozenset[str],
+        retries: RetryCounts | None = None,
+    ) -> None:
+        self._fs = fs
+        self._connect = connect
+        self._policy = policy
+        self.secrets = secrets
+        self.retries = retries or RetryCounts()
+        self._lock = threading.Lock()
+        self.protocol = fs.protocol
+        self.is_s3 = _is_s3(fs)
+
+    def __repr__(self) -> str:
+        return f"RemoteFilesystem({protocols(self)[0]})"
+
+    @property
+    def raw(self) -> Any:
+        """fsspec's filesystem, without retries."""
+        return self._fs
+
+    def unstrip_protocol(self, path: str) -> str:
+        return self._fs.unstrip_protocol(path)
+
+    def info(self, path: str) -> dict[str, Any]:
+        return self._fresh(path, lambda fs: self._info(fs, path))
+
+    def exists(self, path: str) -> bool:
+        try:
+            return bool(self.info(path))
+        except FileNotFoundError:
+            return False
+
+    def ls(self, path: str) -> list[dict[str, Any]]:
+        return self._fresh(path, lambda fs: fs.ls(path, detail=True))
+
+    def pages(self, path: str) -> Iterator[list[tuple[str, int | None]]]:
+        """The names that lie directly in a folder of S3, with their bytes (None: a folder), a page at a time: fsspec's
+        own listing holds a kilobyte for each."""
+        assert self.is_s3
+        bucket, key = self._fs.split_path(path)[:2]
+        prefix = f"{key.strip('/')}/" if key.strip("/") else ""
+        request = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
+        while True:
+            page = self.call(path, lambda fs: fs.call_s3("list_objects_v2", **request))
+            found = [(entry["Key"], int(entry["Size"])) for entry in page.get("Contents", ())]
+            found += [(entry["Prefix"], None) for entry in page.get("CommonPrefixes", ())]
+            yield [(key[len(prefix) :].rstrip("/"), size) for key, size in found if key != prefix]
+            if not page.get("IsTruncated"):
+                return
+            request["ContinuationToken"] = page["NextContinuationToken"]
+
+    def find(self, path: str, detail: bool = False) -> Any:
+        return self._fresh(path, lambda fs: fs.find(path, detail=detail))
+
+    def glob(self, path: str, detail: bool = False) -> Any:
+        return self._fresh(path, lambda fs: fs.glob(path, detail=detail))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        """The file's bytes, or those from start to end, seen to be as many as the file has there.
+
+        start, end: None, or counted from the beginning.
+        """
+        assert min(start or 0, end or 0) >= 0, (start, end)
+        if start is None and end is None:
+            return self.whole(path)[0]
+
+        def read(fs: Any) -> bytes:
+            first = start or 0
+            if end is not None and end <= first:
+                return b""
+            data = fs.cat_file(path, start=first, end=end)
+            if end is None or len(data) != end - first:
+                size = int(fs.info(path)["size"])
+                expected = max(0, (size if end is None else min(end, size)) - first)
+                if len(data) != expected:
+                    raise ShortRead(f"{len(data)} of {expected} bytes came")
+            return data
+
+        return self._fresh(path, read)
+
+    def whole(self, path: str) -> tuple[bytes, str | None]:
+        """The file's bytes and its entity tag, where the store has one; both of the same version."""
+        alone = {"max_concurrency": 1} if self.is_s3 else {}  # one GET, so of one version
+
+        def read(fs: Any) -> tuple[bytes, str | None]:
+            info = self._info(fs, path)
+            if info["type"] == "directory":
+                raise FileNotFoundError(path)
+            data, tag = fs.cat_file(path, **alone), _tag(info)
+            if len(data) != int(info["size"]):
+                raise ShortRead(f"{len(data)} of {info['size']} bytes came")
+            if tag is not None and tag != md5(data) and tag != _tag(fs.info(path)):
+                raise ShortRead("the file was replaced while it was read")
+            return data, tag
+
+        return self._fresh(path, read)
+
+    def tail(self, path: str, length: int) -> bytes:
+        """The file's last `length` bytes, or all of a shorter one; on S3 one request where it is no shorter."""
+
+        def read(fs: Any) -> bytes:
+            data = fs.cat_file(path, start=-length) if self.is_s3 else b""
+            if len(data) != length:
+                size = int(fs.info(path)["size"])
+                data = data if self.is_s3 else fs.cat_file(path, start=max(0, size - length), end=size)
+                if len(data) != min(length, size):
+                    raise ShortRead(f"{len(data)} of {min(length, size)} bytes came")
+            return data
+
+        return self._fresh(path, read)
+
+    def open(self, path: str, mode: str = "rb", size: int | None = None) -> RangedFile:
+        """The file for reading, one request for each piece. size: where it is known, a request is saved."""
+        assert mode == "rb", mode
+        known = int(self.info(path)["size"]) if size is None else size
+        return RangedFile(lambda start, stop: self.cat_file(path, start, stop), known, path)
+
+    def pipe_file(self, path: str, data: bytes, mode: str = "overwrite", if_match: str | None = None) -> str | None:
+        """Write the file in one request; the entity tag of what was written, where the store says one.
+
+        mode "create": FileExistsError where it is there, also when an earlier try of ours put it there and its
+        answer was lost. if_match: S3 only; PreconditionFailed unless the file has this tag.
+        """
+        extra: dict[str, Any] = {}
+        if self.is_s3:
+            extra["chunksize"] = len(data) + 1  # above half the size s3fs sends one PUT
+        if if_match is not None:
+            if not self.is_s3:
+                raise PipelineError(f"{self._shown(path)}: only S3 is known to replace conditionally")
+            extra["IfMatch"] = if_match
+
+        def write(fs: Any) -> str | None:
+            try:
+                answer = fs.pipe_file(path, data, mode=mode, **extra)
+            except Exception as e:
+                # s3fs knows a failed If-None-Match only where the store repeats the header's name in its answer
+                if status_of(e) == 412:
+                    raise (FileExistsError(path) if mode == "create" else PreconditionFailed(path)) from e
+                raise
+            tag = answer.get("ETag") if isinstance(answer, dict) else None
+            return tag.strip('"') if isinstance(tag, str) else None
+
+        return self.call(path, write)
+
+    def rm_file(self, path: str) -> None:
+        self.call(path, lambda fs: fs.rm_file(path))
+
+    def _info(self, fs: Any, path: str) -> dict[str, Any]:
+        """fsspec's info, also of what is not there where only some prefixes of a bucket may be listed.
+
+        S3 then says 403 instead of 404 of a missing key, and of a folder, which has no key.
+        """
+        try:
+            return fs.info(path)
+        except PermissionError:
+            bucket, key = fs.split_path(path)[:2] if self.is_s3 else ("", "")
+            if not key or _first_key(fs, bucket, key) == key:
+                raise
+            below = _first_key(fs, bucket, key.rstrip("/") + "/")
+        if below is None:
+            raise FileNotFoundError(path)
+        return {"name": path, "type": "directory", "size": 0}
+
+    def _fresh(self, path: str, operation: Callable[[Any], T]) -> T:
+        """`call`, past what fsspec remembers of earlier listings."""
+
+        def forget(fs: Any) -> T:
+            fs.invalidate_cache()
+            return operation(fs)
+
+        return self.call(path, forget)
+
+    def call(self, path: str, operation: Callable[[Any], T]) -> T:
+        """operation(fsspec's filesystem) with retries. Raises as `with_retries`."""
+        used: Any = None
+
+        def request() -> T:
+            nonlocal used
+            used = self._fs
+            return operation(used)
+
+        def renew() -> None:
+            self._renew(used)
+
+        return with_retries(request, renew, self._policy, self.retries, lambda: self._shown(path), self.said)
+
+    def _renew(self, expired: Any) -> None:
+        """Another filesystem with credentials read afresh, unless another thread has made one."""
+        with self._lock:
+            if self._fs is expired:
+                type(expired).clear_instance_cache()
+                self._fs = self._connect()
+
+    def _shown(self, path: str) -> str:
+        return shown_url(self._fs.unstrip_protocol(path))
+
+    def said(self, error: BaseException) -> str:
+        """What the store said, on one line, without what is secret."""
+        return said(client_error(error) or error, self.secrets)
+
+
+# --- how filesystems are made
+
+
+def _is_s3(fs: Any) -> bool:
+    return "s3" in protocols(fs)
+
+
+def _names_s3(url: str) -> bool:
+    return url.partition("://")[0] in ("s3", "s3a")
+
+
+def _one_try_s3(options: dict[str, Any]) -> dict[str, Any]:
+    """Options for s3fs: no memory of listings, and one try in botocore unless its configuration is given."""
+    config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
+    return {"use_listings_cache": False, **options, "config_kwargs": config}
+
+
+def _first_key(fs: Any, bucket: str, prefix: str) -> str | None:
+    """The first key of the bucket, in order, that begins so."""
+    found = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1).get("Contents")
+    return found[0]["Key"] if found else None
+
+
+def _tag(info: Mapping[str, Any]) -> str | None:
+    tag = info.get("ETag") or info.get("etag")
+    return tag.strip('"') if isinstance(tag, str) and tag else None

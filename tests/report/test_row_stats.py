@@ -1,0 +1,84 @@
+"""Figures of rows add up in any order, and what a histogram gives back is as exact as it says."""
+
+import json
+from math import ceil
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.report.row_stats import (
+    HISTOGRAM_ERROR,
+    MAX_EXAMPLES,
+    ErrorExample,
+    Histogram,
+    Latency,
+    LengthBucket,
+    RowStats,
+    Timing,
+    latency_of,
+    length_bucket,
+)
+
+VALUES = st.lists(st.integers(0, 10**13), min_size=1, max_size=60)
+
+
+@given(VALUES, st.sampled_from([1, 50, 95, 99, 100]))
+def test_a_percentile_is_the_exact_one_within_the_documented_error(values: list[int], percent: int):
+    exact = sorted(values)[max(1, ceil(len(values) * percent / 100)) - 1]
+    told = Histogram.of(values).percentile(percent)
+    assert told is not None
+    assert abs(told - exact) <= exact * HISTOGRAM_ERROR
+
+
+def test_buckets_are_continuous_around_their_borders():
+    for value in (0, 1, 31, 32, 33, 34, 63, 64, 65, 1023, 1024, 2**40 - 1, 2**40):
+        told = Histogram.of([value]).percentile(50)
+        assert told is not None
+        assert abs(told - value) <= value * HISTOGRAM_ERROR
+    assert Histogram.of([31]).percentile(50) == 31
+    assert Histogram().percentile(50) is None
+
+
+@given(VALUES, VALUES)
+def test_histograms_of_two_parts_add_up_to_that_of_all(a: list[int], b: list[int]):
+    both = Histogram.of(a) + Histogram.of(b)
+    assert both == Histogram.of(b) + Histogram.of(a)
+    assert dict(both.counts) == dict(Histogram.of(a + b).counts)
+    assert both.count == len(a) + len(b)
+
+
+def test_latency_by_hand():
+    """Queued at 10, first token at 25, last of 4 at 31; a row of one token has no time between tokens, a row without
+    one no latency."""
+    latency = latency_of([Timing(10, 25, 31, 4), Timing(10, 14, 14, 1), Timing(5, 0, 0, 0)])
+    assert latency.first_token_us == Histogram.of([15, 4])
+    assert latency.per_token_us == Histogram.of([2])
+    assert latency.row_us == Histogram.of([21, 4])
+
+
+def test_length_buckets_are_powers_of_two():
+    assert [length_bucket(n) for n in (0, 1, 64, 65, 128, 129, 5000)] == [64, 64, 64, 128, 128, 256, 8192]
+
+
+def stats(code: str, first_row: int, n: int = 2) -> RowStats:
+    return RowStats(
+        Latency(row_us=Histogram.of([first_row, 10_000])),
+        {64: LengthBucket(1, 50, 10, 5), first_row * 128: LengthBucket(2, 200, 0, 7)},
+        {code: tuple(ErrorExample("a.parquet", first_row + i, "why") for i in range(n))},
+    )
+
+
+def test_row_stats_add_up_and_keep_the_first_examples():
+    total = stats("null_prompt", 1) + stats("null_prompt", 2) + stats("engine_failure", 4)
+    assert total.lengths[64] == LengthBucket(3, 150, 30, 15)
+    assert list(total.lengths) == [64, 128, 256, 512]
+    assert [e.row for e in total.errors["null_prompt"]] == [1, 2, 2]
+    assert len(total.errors["null_prompt"]) == MAX_EXAMPLES
+    assert len(total.errors["engine_failure"]) == 2
+    assert total.latency.row_us.count == 6
+
+
+def test_row_stats_come_back_from_json():
+    total = stats("null_prompt", 1) + stats("engine_failure", 2)
+    assert RowStats.from_json(json.loads(json.dumps(total.to_json()))) == total
+    assert RowStats.from_json({}) == RowStats()

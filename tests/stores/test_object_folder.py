@@ -1,0 +1,446 @@
+"""The output in an object store: parts by one conditional PUT, whatever becomes of its answer."""
+
+import re
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.spec import AbstractFileSystem
+
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import NONCE_KEY, PartStore
+from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
+from pipeline.stores import failpoints
+from pipeline.stores.object_folder import ObjectFolder
+from pipeline.stores.retries import RetryPolicy
+from tests.data.output.finished_units import FP, name, result
+from tests.faults.store import KEY, SECRET, FaultyStore
+from tests.threads import at_once
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    with FaultyStore() as store:
+        yield store
+
+
+@pytest.fixture
+def store(faulty, tmp_path):
+    yield opened(faulty, tmp_path.name)
+    faulty.proxy.calm()
+
+
+@pytest.fixture
+def local(tmp_path) -> PartStore:
+    return PartStore(str(tmp_path / "out"))
+
+
+@pytest.fixture
+def memory(tmp_path):
+    store = PartStore(f"memory://{tmp_path.name}")
+    yield store
+    store.folder._fs.raw.store.clear()
+
+
+def opened(faulty: FaultyStore, folder: str) -> PartStore:
+    """The store with no waits between tries."""
+    store = PartStore(faulty.bucket.url(folder), faulty.bucket.storage)
+    assert isinstance(store.folder, ObjectFolder)
+    store.folder._fs._policy = RetryPolicy(first_wait_s=0.001, max_wait_s=0.002)
+    return store
+
+
+def read(store: PartStore, unit: int = 0) -> pa.Table:
+    return store.read_part(name(unit)).table
+
+
+# --- many parts
+
+
+def test_names_come_page_by_page(faulty, store, monkeypatch):
+    for unit in range(5):
+        store.write(name(unit, 5), result(5))
+    store.create("_pipeline/job.json", b"{}")
+    raw, pages = store.folder._fs.raw, []
+    call = raw.call_s3
+
+    def two_at_a_time(method, **request):
+        if method == "list_objects_v2":
+            request["MaxKeys"] = 2
+        answer = call(method, **request)
+        pages.append(answer)
+        return answer
+
+    monkeypatch.setattr(raw, "call_s3", two_at_a_time)
+    assert sorted(store.folder.each_name()) == store.folder.names()
+    assert len(pages) == 3
+    assert store.list(FP).num_rows == 25
+    assert list(opened(faulty, "nothing-here").folder.each_name()) == []
+    with pytest.raises(OutputError, match="is a file, expected a folder"):
+        opened(faulty, f"{store.folder._root.partition('/')[2]}/{name(0, 5)}").list()
+
+
+def test_a_footer_costs_one_request(store, monkeypatch):
+    long = result(2000)
+    ids = pa.array([f"{i * 2654435761 % 2**32:x}" for i in range(2000)])
+    long = long.set_column(1, long.schema.field(1), ids)  # does not compress to less than a tail
+    for unit in range(3):
+        store.write(name(unit, 2000), long)
+    raw, asked = store.folder._fs.raw, []
+    call = raw._call_s3
+
+    async def counted(method, *args, **kwargs):
+        asked.append(method)
+        return await call(method, *args, **kwargs)
+
+    progress = store.list(FP)
+    monkeypatch.setattr(raw, "_call_s3", counted)
+    assert store.totals(progress).rows == 6000
+    assert asked == ["get_object"] * 3
+    progress.add(name(7))
+    with pytest.raises(OutputError, match="not there any more"):
+        store.totals(progress)
+
+
+# --- what local folders do too
+
+
+@pytest.mark.parametrize("kind", ["local", "store", "memory"])
+def test_parts_and_small_files(request, kind):
+    store = request.getfixturevalue(kind)
+    assert store.list(FP).num_units == 0
+    assert dict(store.sizes()) == {}
+    assert store.totals() == PartTotals()
+    store.probe()
+    store.probe()
+    assert store.names("_pipeline/tmp") == store.names("_pipeline/partial") == ()
+    assert not store.has(name())
+    assert store.write(name(), result(50, errors=2), {"pipeline.model": "demo"})
+    assert not store.write(name(), result(50, seed=2))
+    assert store.write(name(1), result(50))
+    assert store.has(name())
+    assert dict(store.sizes()) == {unit: len(store.read(str(unit)) or b"") for unit in (name(), name(1))}
+    part = store.read_part(name())
+    assert part.table.equals(result(50, errors=2))
+    assert part.metadata == {"pipeline.model": "demo"}
+    assert store.list(FP).num_units == 2
+    assert store.totals() == PartTotals(100, 2, {"null_prompt": 2}, 980, 392, 294)
+    assert store.read("_pipeline/job.json") is None
+    assert [store.create("_pipeline/job.json", data) for data in (b"1", b"2")] == [True, False]
+    assert store.read("_pipeline/job.json") == b"1"
+    for data in (b"1", b"22"):
+        store.replace("_pipeline/runs/a.json", data)
+        assert store.read("_pipeline/runs/a.json") == data
+    assert store.names("_pipeline/runs") == ("a.json",)
+    assert "_pipeline" in store.names("")
+    for _ in range(2):
+        store.remove("_pipeline/runs/a.json")
+        store.success(b"{}")
+    assert store.names("_pipeline/runs") == store.names("_pipeline/tmp") == ()
+    assert store.read("_SUCCESS") == b"{}"
+    assert store.clean_tmp() == 0
+    with pytest.raises(PipelineError, match="not a file's name"):
+        store.read("../secret")
+
+
+def test_foreign_and_damaged_files_are_refused(faulty, store):
+    folder = store.path.rpartition("/")[2]
+    store.write(name(), result(50))
+    whole = faulty.bucket.get(f"{folder}/{name()}")
+    faulty.bucket.put(f"{folder}/{name(1)}", whole[:-30])
+    for bad in (store.totals, lambda: store.read_part(name(1)), lambda: store.write(name(1), result(50))):
+        with pytest.raises(OutputError, match=rf"{store.path}/.*u0001of.*this part is damaged.*remove it and run"):
+            bad()
+    faulty.bucket.put(f"{folder}/{name(1)}", whole[:-30] + bytes(30))
+    with pytest.raises(OutputError, match="not there any more"):
+        store.read_part(name(2))
+    faulty.bucket.put(f"{folder}/thesis.docx", b"")
+    with pytest.raises(OutputError, match=rf"{store.path}/thesis\.docx: not a part"):
+        store.list()
+
+
+def test_an_object_like_a_folder_or_in_its_place(faulty, tmp_path):
+    faulty.bucket.put(f"{tmp_path.name}/", b"")  # as consoles make folders
+    assert opened(faulty, tmp_path.name).list().num_units == 0
+    faulty.bucket.put(f"{tmp_path.name}-file", b"text")
+    with pytest.raises(OutputError, match="expected a folder"):
+        opened(faulty, f"{tmp_path.name}-file").list()
+
+
+@pytest.mark.parametrize(("kind", "ready"), [("local", "part.synced"), ("store", "part.serialized")])
+def test_threads_write_the_same_part(request, kind, ready):
+    """All writers stand ready when the first one gives the part its name."""
+    store, barrier = request.getfixturevalue(kind), threading.Barrier(5)
+    failpoints.install({ready: barrier.wait})
+    made = at_once(5, lambda i: (store.write(name(), result(50, seed=i)), i))
+    (winner,) = [i for won, i in made if won]
+    assert read(store).equals(result(50, seed=winner))
+    assert store.names("_pipeline/tmp") == ()
+
+
+# --- faults
+
+
+def test_fault_13_a_full_disk_stops_the_job_resumably(store):
+    failpoints.install({"part.serialized": failpoints.on_hit(1, failpoints.ACTIONS["enospc"])})
+    with pytest.raises(EnvironmentFailed, match=r"part-.*No space left.*run again"):
+        store.write(name(), result(50))
+    assert store.list().num_units == 0
+    assert store.write(name(), result(50))
+
+
+@pytest.mark.parametrize("operation", ["list", "probe", "write"])
+def test_fault_14_a_store_that_denies(faulty, store, operation):
+    """Reading and probing come before the model is loaded: refused. Later the job stops, resumably."""
+    faulty.proxy.add("denied", store.path.rpartition("/")[2], "GET" if operation == "list" else "PUT", 100)
+    expected = EnvironmentFailed if operation == "write" else OutputError
+    with pytest.raises(expected, match=rf"{store.path}.*denies it .*AccessDenied.*rights to list"):
+        store.write(name(), result(50)) if operation == "write" else getattr(store, operation)()
+
+
+def test_fault_14_no_bucket_and_no_credentials(faulty, monkeypatch, tmp_path):
+    missing = PartStore("s3://bucket-that-is-not/out", faulty.bucket.storage)
+    assert missing.list().num_units == 0
+    with pytest.raises(OutputError, match=r"s3://bucket-that-is-not/out/.*no such bucket.*make it first"):
+        missing.probe()
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(OutputError, match="Unable to locate credentials"):
+        PartStore("s3://bucket/out", {"endpoint_url": faulty.proxy.url}).probe()
+
+
+def test_fault_15_and_16_parts_are_written_through_bursts(faulty, store):
+    counted = store.folder._fs.retries.counted
+    for fault in ("server_error", "slow_down", "reset", "conflict"):
+        faulty.proxy.add(fault, "part-", "PUT", 1)
+    assert store.write(name(), result(50))
+    for fault in ("server_error", "slow_down", "truncated"):
+        faulty.proxy.add(fault, "part-", "GET", 1)
+    assert store.totals().rows == 50
+    assert sum(counted().values()) >= 5  # aiohttp itself sends again on a reset
+
+
+def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, store):
+    faulty.proxy.add("lost_put", "part-.*u0000", times=1)
+    assert store.write(name(), result(50))
+    faulty.proxy.add("lost_put", "job.json", times=3)
+    assert store.create("_pipeline/job.json", b"{}")
+    assert faulty.proxy.done["lost_put"] >= 2
+    # the look at what is there may fail too
+    faulty.proxy.add("lost_put", "part-.*u0001", times=1)
+    for fault in ("truncated", "slow_down", "reset"):
+        faulty.proxy.add(fault, "part-.*u0001", "GET", times=1)
+    assert store.write(name(1), result(50))
+    assert faulty.proxy.done["truncated"] >= 1
+    assert read(store).equals(result(50))
+    # the same rows by another writer are not ours
+    assert not store.write(name(), result(50))
+
+
+def test_fault_17_answers_lost_while_probing(faulty, store):
+    for tries in (1, 2, 3):
+        faulty.proxy.add("lost_put", "probe", times=tries)
+        store.probe()
+        faulty.proxy.add("lost_put", "probe", times=tries)
+        store.probe_rewrite()
+
+
+def test_fault_17_a_part_of_another_writer_is_not_ours(store):
+    """The other one's PUT comes between our look and our own."""
+    failpoints.install({"part.serialized": failpoints.on_hit(1, lambda: store.write(name(), result(50)))})
+    assert not store.write(name(), result(50))
+    notes = pq.read_metadata(store.folder.open(str(name()))).metadata
+    assert re.fullmatch(rb"[0-9a-f]{16}", notes[NONCE_KEY])
+
+
+def test_fault_19_no_upload_has_parts_and_one_begun_is_invisible(faulty, store):
+    folder = store.path.rpartition("/")[2]
+    upload = {"Bucket": "bucket", "Key": f"{folder}/{name()}"}
+    begun = faulty.bucket.client.create_multipart_upload(**upload)["UploadId"]
+    faulty.bucket.client.upload_part(**upload, UploadId=begun, PartNumber=1, Body=b"half a part")
+    assert store.list(FP).num_units == 0
+    assert store.write(name(), result(50))
+    store.replace("_pipeline/big", bytes(100 * 2**20))  # from here on s3fs by itself cuts into parts
+    sent = [r for r in faulty.proxy.requests if folder in r and not r.startswith("GET")]
+    assert [r for r in sent if "uploads" in r or "partNumber" in r] == []
+    assert faulty.bucket.client.head_object(Bucket="bucket", Key=f"{folder}/_pipeline/big")["ContentLength"] > 10**8
+
+
+def test_fault_20_an_error_in_a_200_is_not_a_part(faulty, store):
+    faulty.proxy.add("error_body", "part-", "PUT", 2)
+    assert store.write(name(), result(50))
+    assert read(store).equals(result(50))
+
+
+def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store):
+    faulty.proxy.add("bad_digest", "part-", times=1)  # damaged on the way, as the store saw
+    assert store.write(name(), result(50))
+    folder = store.path.rpartition("/")[2]
+    pipe, times = store.folder._fs.pipe_file, [2, 99]
+
+    def damaging(path, data, **options):
+        pipe(path, data, **options)
+        if times[0]:
+            times[0] -= 1
+            faulty.bucket.put(f"{folder}/{path.rpartition('/')[2]}", data[:100] + b"?" + data[101:])
+        return "not-an-md5"  # as with encryption by a key service
+
+    store.folder._fs.pipe_file = damaging
+    assert store.write(name(1), result(50))
+    assert times.pop(0) == 0
+    assert read(store, 1).equals(result(50))
+    with pytest.raises(EnvironmentFailed, match="said that it took the file, and has other bytes"):
+        store.write(name(2), result(50))
+    assert not store.has(name(2))
+
+
+def test_fault_22_credentials_that_stay_expired_stop_the_job_resumably(faulty, store):
+    faulty.proxy.add("expired", times=1000)
+    with pytest.raises(EnvironmentFailed, match=r"credentials have expired.*renew them and run the same command"):
+        store.write(name(), result(50))
+    faulty.proxy.calm()
+    assert store.write(name(), result(50))
+
+
+def test_fault_23_a_store_that_ignores_if_none_match_is_refused(faulty, store):
+    faulty.proxy.add("ignore_conditions", "probe", times=100)
+    with pytest.raises(OutputError, match=rf"{store.path}: this store cannot be an output: it let a second file"):
+        store.probe()
+    assert store.names("_pipeline/tmp") == ()
+
+
+def test_fault_23_filesystems_without_exclusive_create_are_refused(memory, monkeypatch):
+    kind = type(memory.folder._fs.raw)
+    with pytest.raises(OutputError, match="chain of filesystems"):
+        PartStore("simplecache::s3://bucket/out")
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "pipe_file", AbstractFileSystem.pipe_file)  # looks, then writes
+        with pytest.raises(OutputError, match=r"\(memory\) has no exclusive create.*use S3"):
+            memory.probe()
+
+    def no_modes(self, path, value):
+        raise AssertionError("not called")
+
+    monkeypatch.setattr(kind, "pipe_file", no_modes)
+    with pytest.raises(OutputError, match=r"does not know how to create a file only where none is \(TypeError\)"):
+        memory.probe()
+
+
+def test_fault_46_secrets_appear_in_no_message_and_no_file(faulty, store):
+    said = []
+    for fault in ("denied", "expired", "slow_down"):
+        faulty.proxy.add(fault, times=1000)
+        for operation in (store.probe, store.list, lambda: store.write(name(), result(50))):
+            with pytest.raises(PipelineError) as error:
+                operation()
+            said.append(f"{error.value} {error.value!r}")
+        faulty.proxy.calm()
+    store.probe()
+    store.write(name(), result(50), {"pipeline.model": "demo"})
+    folder = store.path.rpartition("/")[2]
+    there = [faulty.bucket.get(f"{folder}/{key}").decode("latin1") for key in faulty.bucket.tags(f"{folder}/")]
+    for text in [*said, repr(store), repr(store.folder), store.path, *there]:
+        assert SECRET not in text
+        assert KEY not in text
+
+
+# --- rewriting parts
+
+
+@pytest.mark.parametrize("kind", ["local", "store"])
+def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kind):
+    store = request.getfixturevalue(kind)
+    store.probe()
+    store.probe_rewrite()
+    assert store.names("_pipeline/tmp") == ()
+    store.write(name(), result(50, seed=1, errors=3), {"pipeline.model": "demo"})
+    part, again = store.read_part(name()), store.read_part(name())
+    store.rewrite(name(), result(50, seed=2), part.metadata, part.tag)
+    assert read(store).equals(result(50, seed=2))
+    assert store.read_part(name()).metadata == {"pipeline.model": "demo"}
+    assert store.totals().error_rows == {}
+    with pytest.raises(OutputError, match=r"was replaced or removed by another run"):
+        store.rewrite(name(), result(50, seed=3), {}, again.tag)
+    store.remove(str(name()))
+    with pytest.raises(OutputError, match=r"was replaced or removed by another run"):
+        store.rewrite(name(), result(50, seed=3), {}, again.tag)
+    assert store.list().num_units == 0
+    assert store.names("_pipeline/tmp") == ()
+
+
+@pytest.mark.parametrize("kind", ["local", "store"])
+def test_of_two_rewrites_at_once_one_wins(request, kind):
+    store = request.getfixturevalue(kind)
+    store.write(name(), result(50))
+    tag = store.read_part(name()).tag
+    barrier = threading.Barrier(4)
+
+    def rewrite(i: int) -> int | None:
+        barrier.wait()
+        try:
+            store.rewrite(name(), result(50, seed=i + 1), {}, tag)
+        except OutputError:
+            return None
+        return i + 1
+
+    (won,) = [seed for seed in at_once(4, rewrite) if seed is not None]
+    assert read(store).equals(result(50, seed=won))
+
+
+def test_a_rewrite_that_waited_for_another_one_changes_nothing(local):
+    store = local
+    store.write(name(), result(50))
+    tag = store.read_part(name()).tag
+    ends: list[str] = []
+
+    def late() -> None:
+        try:
+            store.rewrite(name(), result(50, seed=9), {}, tag)
+        except OutputError as e:
+            ends.append(str(e))
+
+    other = threading.Thread(target=late)
+
+    def start_another() -> None:
+        other.start()
+        other.join(0.3)  # it has opened the old file and waits for its lock
+
+    failpoints.install({"swap.serialized": failpoints.on_hit(1, start_another)})
+    store.rewrite(name(), result(50, seed=1), {}, tag)
+    other.join(30)
+    assert len(ends) == 1
+    assert read(store).equals(result(50, seed=1))
+
+
+def test_fault_17_an_answer_lost_after_a_rewrite(faulty, store):
+    store.write(name(), result(50))
+    faulty.proxy.add("lost_put", "part-", times=1)
+    store.rewrite(name(), result(50, seed=2), {}, store.read_part(name()).tag)
+    assert read(store).equals(result(50, seed=2))
+
+
+def test_rewriting_is_refused_where_it_would_not_be_safe(faulty, store, memory):
+    faulty.proxy.add("ignore_conditions", "probe", times=100)
+    with pytest.raises(OutputError, match="does not heed If-Match"):
+        store.probe_rewrite()
+    with pytest.raises(OutputError, match="known of S3 and local disks only, not of memory"):
+        memory.probe_rewrite()
+
+
+@pytest.mark.parametrize("step", ["swap.serialized", "swap.synced", "swap.replaced"])
+def test_fault_13_a_disk_that_fails_while_a_part_is_rewritten(local, step):
+    store = local
+    store.write(name(), result(50))
+
+    failpoints.install({step: failpoints.ACTIONS["enospc"]})
+    part = store.read_part(name())
+    with pytest.raises(EnvironmentFailed, match="No space left"):
+        store.rewrite(name(), result(50, seed=2), {}, part.tag)
+    assert read(store).equals(result(50, seed=2 if step == "swap.replaced" else 0))
+    assert Path(store.path, "_pipeline/tmp").is_dir()
+    assert store.names("_pipeline/tmp") == ()
