@@ -2,6 +2,7 @@
 finds differences between the kernels that do not promise it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,8 +20,17 @@ from pipeline.kernels.triton.batch_invariant import (
 from pipeline.kernels.triton.launch import A100, H100
 from pipeline.kernels.triton.linear.dispatch import Scratch, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches, part_inputs, tile_for
-from pipeline.weights.packed import DenseWeight, GroupIntWeight
-from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, PRODUCT, Step, make_dots_ordered, make_step
+from pipeline.weights.packed import DenseWeight
+from tests.kernels.triton.problems import (
+    ATTENTION,
+    DEVICE,
+    DTYPES,
+    PRODUCT,
+    Step,
+    make_dots_ordered,
+    make_step,
+    random_weight,
+)
 
 # numpy's, of rows that stand for no query: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -37,18 +47,6 @@ TOKENS = 1, 7, 64, 65, 129
 
 def normal(*sizes: int) -> torch.Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
-
-
-def random_int4(num_outputs: int, num_inputs: int, group: int, ordered: bool) -> GroupIntWeight:
-    groups = num_outputs, num_inputs // group
-    return GroupIntWeight(
-        torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)),
-        normal(*groups).abs() * num_inputs**-0.5 / 4,
-        torch.full(groups, 7.0),
-        group,
-        bias_N=normal(num_outputs),
-        input_order_K=None if ordered else torch.randperm(num_inputs, generator=torch.Generator().manual_seed(2)),
-    )
 
 
 def differing(linear: Callable[[torch.Tensor], torch.Tensor], x_MK: torch.Tensor) -> list[int]:
@@ -89,7 +87,8 @@ def test_torchs_product_is_not() -> None:
 @pytest.mark.parametrize(("with_scratch", "ordered"), [(False, True), (True, True), (True, False)])
 def test_4_bit_weights_take_one_way(with_scratch: bool, ordered: bool) -> None:
     """Widened once or in each call: the same bits, which are not those of the fused product."""
-    weight = random_int4(40, 512, 64, ordered)
+    order_K = None if ordered else torch.randperm(512, generator=torch.Generator().manual_seed(2))
+    weight = replace(random_weight(40, 512, 64, bias=True), input_order_K=order_K)
     scratch = Scratch(torch.float32, DEVICE) if with_scratch else None
     linear = prepare_linear(weight, torch.float32, DEVICE, scratch)
     x_MK = normal(130, 512).to(DEVICE)
