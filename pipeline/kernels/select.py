@@ -25,9 +25,9 @@ def select_kernels(
     """The set `wanted` of KERNELS for `device` and `dtype`; "auto" is the fastest that serves them.
 
     `Kernels.served_by` names each one's origin. keep_dense: see `triton.kernel_set.triton_kernels`. deterministic: a
-    row's results are the same to the last bit whatever else is in a step (`triton/invariant.py`, `cpu/invariant.py`).
-    Raises ConfigError for a set that is not there, does not serve the device, or is not deterministic where that is
-    wanted.
+    row's results are the same to the last bit whatever else is in a step (`triton/batch_invariant.py`,
+    `cpu/invariant.py`). Raises ConfigError for a set that is not there, does not serve the device, or is not
+    deterministic where that is wanted.
     """
     on_gpu = device.type != "cpu"
     if wanted == "auto":

@@ -5,7 +5,7 @@ import torch
 
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` as a tensor on `device`: the same memory on a CPU, else a copy that is queued behind the device's work.
+    """`array` as a tensor on `device`: the same memory on a CPU, else a copy that is queued after the device's work.
 
     A copy from ordinary memory would first wait until the device has nothing left to do. torch keeps the pinned memory
     until the copy is done.

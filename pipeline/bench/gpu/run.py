@@ -28,9 +28,8 @@ from pipeline.bench.gpu.kernels.linear_times import (
 )
 from pipeline.bench.gpu.kernels.tile_times import TileSizes, TileTimes, tile_measurements
 from pipeline.bench.gpu.peers import MODES, run_peers
-from pipeline.bench.gpu.rates import Rates, measure_rates
+from pipeline.bench.gpu.rates import Rates, Stopwatch, measure_rates
 from pipeline.bench.gpu.report import GpuBench
-from pipeline.bench.gpu.stopwatch import Stopwatch
 from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, OutputError

@@ -1,6 +1,5 @@
-"""The loop that both attention kernels are made of: rows of queries over tiles of keys and values found through a block
-table, with the softmax worked out as the tiles pass (online softmax: Milakov and Gimelshein 2018; FlashAttention-2:
-Dao 2023).
+"""The inner loop of the attention kernels: rows of queries over tiles of keys and values found through a block table,
+with an online softmax (Milakov and Gimelshein 2018; FlashAttention-2: Dao 2023).
 
 A row is one query token of one query head; the rows of a tile share a KV head. Scores are in powers of two: the scale
 holds log2(e). Suffixes in kernels: R rows, L keys of a tile, D head size.
@@ -52,12 +51,12 @@ def attend(
     IS_FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Take the keys at positions `begin` to `end` (`begin` a multiple of KEYS) into the running softmax of each row.
+    """Add the keys at positions `begin` to `end` (`begin` a multiple of KEYS) to the running softmax of each row.
 
     Without MASKED every row must see every key of them. k_ptr and v_ptr point at the KV head in slot 0; slots lie
     KV_STRIDE elements apart. With IS_FP8 they hold codes, and the scale pointers point at the KV head's scales: the
-    keys' are multiplied with scores, the values' with weights, so that what the matrix products read of the cache is
-    exact. weighted_RD and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
+    keys' scales multiply scores, the values' scales weights, so that the matrix products read exact codes. weighted_RD
+    and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
     """
     SCALE_STRIDE: tl.constexpr = KV_STRIDE // HEAD_DIM
     column = tl.arange(0, COLUMNS)
@@ -77,7 +76,7 @@ def attend(
             block = tl.load(table_ptr + key // BLOCK, mask=key < context, other=0).to(tl.int64)
             slot_at = (block * BLOCK + key % BLOCK)[:, None] * KV_STRIDE + column[None, :]
             scale_at = (block * BLOCK + key % BLOCK) * SCALE_STRIDE
-        # What lies behind the context may be anything, NaN too, and 0 * NaN is NaN.
+        # What lies after the context may be anything, NaN too, and 0 * NaN is NaN.
         if MASKED:
             there = (key < context)[:, None] & (column < HEAD_DIM)[None, :]
             k_LD = tl.load(k_ptr + slot_at, mask=there, other=0.0)

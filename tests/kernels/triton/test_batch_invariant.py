@@ -2,6 +2,7 @@
 finds differences between the kernels that do not promise it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +12,25 @@ from pipeline.errors import ModelError
 from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
-from pipeline.kernels.triton.invariant import CapturedInvariantAttention, InvariantAttention, prepare_linear
+from pipeline.kernels.triton.batch_invariant import (
+    BatchInvariantAttention,
+    CapturedBatchInvariantAttention,
+    prepare_linear,
+)
 from pipeline.kernels.triton.launch import A100, H100
 from pipeline.kernels.triton.linear.dispatch import Scratch, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches, part_inputs, tile_for
-from pipeline.weights.packed import DenseWeight, GroupIntWeight
-from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, PRODUCT, Step, make_dots_ordered, make_step
+from pipeline.weights.packed import DenseWeight
+from tests.kernels.triton.problems import (
+    ATTENTION,
+    DEVICE,
+    DTYPES,
+    PRODUCT,
+    Step,
+    make_dots_ordered,
+    make_step,
+    random_weight,
+)
 
 # numpy's, of rows that stand for no query: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -33,18 +47,6 @@ TOKENS = 1, 7, 64, 65, 129
 
 def normal(*sizes: int) -> torch.Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
-
-
-def random_int4(num_outputs: int, num_inputs: int, group: int, ordered: bool) -> GroupIntWeight:
-    groups = num_outputs, num_inputs // group
-    return GroupIntWeight(
-        torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)),
-        normal(*groups).abs() * num_inputs**-0.5 / 4,
-        torch.full(groups, 7.0),
-        group,
-        bias_N=normal(num_outputs),
-        input_order_K=None if ordered else torch.randperm(num_inputs, generator=torch.Generator().manual_seed(2)),
-    )
 
 
 def differing(linear: Callable[[torch.Tensor], torch.Tensor], x_MK: torch.Tensor) -> list[int]:
@@ -85,7 +87,8 @@ def test_torchs_product_is_not() -> None:
 @pytest.mark.parametrize(("with_scratch", "ordered"), [(False, True), (True, True), (True, False)])
 def test_4_bit_weights_take_one_way(with_scratch: bool, ordered: bool) -> None:
     """Widened once or in each call: the same bits, which are not those of the fused product."""
-    weight = random_int4(40, 512, 64, ordered)
+    order_K = None if ordered else torch.randperm(512, generator=torch.Generator().manual_seed(2))
+    weight = replace(random_weight(40, 512, 64, bias=True), input_order_K=order_K)
     scratch = Scratch(torch.float32, DEVICE) if with_scratch else None
     linear = prepare_linear(weight, torch.float32, DEVICE, scratch)
     x_MK = normal(130, 512).to(DEVICE)
@@ -136,7 +139,7 @@ def of_rows(attention: Callable[..., torch.Tensor], step: Step, rows: np.ndarray
 @pytest.mark.parametrize("window", [None, 13])
 def test_a_query_is_its_own_whatever_shares_its_tile(window: int | None, dtype: torch.dtype) -> None:
     step = make_step(BATCH, (2, 1), 16, 64, dtype)
-    attention = InvariantAttention(DEVICE)
+    attention = BatchInvariantAttention(DEVICE)
     together = attention(*step.tensors, step.where, 0.3, window)
     oracle = reference_attention(*step.wide, step.where, 0.3, window)
     assert torch.isfinite(together).all()
@@ -158,7 +161,7 @@ def test_the_other_kernels_tell_a_batch() -> None:
 @pytest.mark.parametrize(("group", "head_dim"), [(5, 80), (7, 16), (1, 144)])
 def test_groups_and_head_sizes(group: int, head_dim: int) -> None:
     step = make_step([(67, 1), (130, 20), (70, 3)], (2 * group, 2), head_dim, 16, torch.float32)
-    ours = InvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    ours = BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
     oracle = reference_attention(*step.wide, step.where, 0.3, None)
     assert float((ours.cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
 
@@ -166,15 +169,17 @@ def test_groups_and_head_sizes(group: int, head_dim: int) -> None:
 def test_too_many_heads_are_refused_by_name() -> None:
     step = make_step([(20, 20)], (129, 1), 16, 64, torch.float32)
     with pytest.raises(ModelError, match="129 query heads on 1 KV heads"):
-        InvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+        BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
 
 
 def test_captured_work_serves_every_step() -> None:
     """The tensors of the first step are refilled; sequences that are not there any more write nothing."""
     window = 70
-    captured = CapturedInvariantAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({window}), 4, 20), DEVICE)
+    captured = CapturedBatchInvariantAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({window}), 4, 20), DEVICE)
     assert captured.max_queries == 4
-    assert CapturedInvariantAttention(GraphShape(1, 1, 64, 4, 2, 16, frozenset(), 99, 99), DEVICE).max_queries == 64
+    assert (
+        CapturedBatchInvariantAttention(GraphShape(1, 1, 64, 4, 2, 16, frozenset(), 99, 99), DEVICE).max_queries == 64
+    )
     for lengths in ([(100, 1)] * 6, [(70, 4)], [(1500, 1), (5, 1), (64, 4)]):
         step = make_step(lengths, (4, 2), 16, 64, torch.float32)
         captured.refill(step.where)
@@ -183,6 +188,6 @@ def test_captured_work_serves_every_step() -> None:
             step.where.slot_mapping_T, 64, captured.worked_out,
         )  # fmt: skip
         padded = torch.cat([step.q_TND, torch.zeros(3, 4, 16, device=DEVICE)])
-        ours = InvariantAttention(DEVICE)(padded, *step.tensors[1:], where, 0.3, window)
-        eager = InvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
+        ours = BatchInvariantAttention(DEVICE)(padded, *step.tensors[1:], where, 0.3, window)
+        eager = BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
         assert torch.equal(ours[: len(eager)], eager)

@@ -1,10 +1,10 @@
-"""What the cascade kernel is told of a step: which sequences begin with the same blocks, and whose queries read them
-together. Worked out on the host.
+"""What the cascade kernel reads of a step: which sequences begin with the same blocks, and whose queries read them
+together. Planned on the host.
 
-Keys and values that n sequences share are read n times where each sequence reads its own context. Read for all of them
-at once, they are read once for each tile of queries, but what comes of them is kept in float32 for the rest of the
-contexts to go on from. A group pays where that saves bytes; and the step's groups together have to save more than a
-launch costs, else all are read as if they shared nothing. Bytes are counted for a cache of 16 bit.
+If each of n sequences reads its own context, shared keys and values are read n times. The cascade kernel reads them
+once for each tile of queries, but it writes partial sums in float32, which the decode kernel reads again. A group is
+worth it if that saves bytes. The groups of a step together must save more than a launch costs; else each sequence
+reads its own context. Bytes are counted for a cache of 16 bit.
 
 Suffixes: those of `kernels/contract.py`, and G groups, I members of groups, P places in the list of tokens, W tiles of
 queries, U items.
@@ -18,8 +18,8 @@ import torch
 
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.shared_prefix import PrefixGroups, prefix_groups
+from pipeline.kernels.triton.attention.partition import partition
 from pipeline.kernels.triton.attention.prefill import rows_of
-from pipeline.kernels.triton.attention.split_kv import cut
 from pipeline.kernels.triton.launch import Target
 
 UNIT = 128
@@ -43,7 +43,7 @@ class CascadePlan:
 
 
 class Decided(NamedTuple):
-    """num_decisive: see `PrefixGroups`; the plan stays as long, if the sequences and their query tokens do."""
+    """The plan is valid as long as the sequences, their query tokens and their first `num_decisive` blocks stay."""
 
     plan: CascadePlan | None
     num_decisive: int
@@ -57,7 +57,7 @@ class CascadeShape:
     num_kv_heads: int
     group: int
     head_dim: int
-    num_lanes: int
+    num_programs: int
     num_queries: int
     least_saved_bytes: int
     most_tokens: int
@@ -69,34 +69,41 @@ class CascadeShape:
         `MOST_SUM_BYTES`."""
         group = num_heads // num_kv_heads
         num_queries = rows_of(head_dim) // group
-        num_lanes = max(1, target.num_multiprocessors // num_kv_heads)
+        num_programs = max(1, target.num_multiprocessors // num_kv_heads)
         sum_bytes = num_queries * num_heads * head_dim * _SUM_BYTES
         return cls(
             num_kv_heads=num_kv_heads,
             group=group,
             head_dim=head_dim,
-            num_lanes=num_lanes,
+            num_programs=num_programs,
             num_queries=num_queries,
             least_saved_bytes=LEAST_SAVED_BYTES * target.num_multiprocessors,
             most_tokens=most_tokens,
-            most_tiles=max(1, min(2 * -(-most_tokens // num_queries), MOST_SUM_BYTES // sum_bytes - num_lanes)),
+            most_tiles=max(1, min(2 * -(-most_tokens // num_queries), MOST_SUM_BYTES // sum_bytes - num_programs)),
         )
 
     @property
     def sizes(self) -> list[int]:
-        """Of item_U3, lane_start, tile_W3, token_P, place_T and shared_S of `CascadeWork`.
+        """Of item_U3, program_start, tile_W3, token_P, place_T and shared_S of `CascadeMetadata`.
 
         There are no more sequences than tokens.
         """
-        items, tiles = self.most_tiles + self.num_lanes, self.most_tiles
-        return [3 * items, self.num_lanes + 1, 3 * tiles, tiles * self.num_queries, self.most_tokens, self.most_tokens]
+        items, tiles = self.most_tiles + self.num_programs, self.most_tiles
+        return [
+            3 * items,
+            self.num_programs + 1,
+            3 * tiles,
+            tiles * self.num_queries,
+            self.most_tokens,
+            self.most_tokens,
+        ]
 
     def plan(self, where: AttentionInput, sequences: np.ndarray) -> CascadePlan | None:
         """The groups among the sequences at these indices that pay; None where they save too little."""
         return self.decide(where, sequences).plan
 
     def decide(self, where: AttentionInput, sequences: np.ndarray) -> Decided:
-        """`plan`, and what it rests on."""
+        """`plan`, and how long it stays valid."""
         count_S = (where.query_start_S1[1:] - where.query_start_S1[:-1]).astype(np.int64)[sequences]
 
         def readings(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -105,11 +112,11 @@ class CascadeShape:
             return groups.blocks_G * where.block_size // UNIT * UNIT, queries_G, -(-queries_G // self.num_queries)
 
         def saved_bytes(groups: PrefixGroups) -> np.ndarray:
-            """Readings of the prefix that fall away, less the sums, which are written and read, and the queries, for
-            each piece that the keys of a tile may be cut into."""
+            """Bytes of the prefix that are not read again, less those of the sums, which are written and read, and of
+            the queries, for each piece that the keys of a tile may be split into."""
             tokens_G, queries_G, tiles_G = readings(groups)
             fewer_G = groups.size_G - tiles_G
-            pieces_G = np.minimum(tokens_G // UNIT, 1 + self.num_lanes / tiles_G)
+            pieces_G = np.minimum(tokens_G // UNIT, 1 + self.num_programs / tiles_G)
             row_bytes = 2 * _SUM_BYTES * (self.head_dim + 2) + _VALUE_BYTES * self.head_dim
             read_G = fewer_G * tokens_G * (2 * _VALUE_BYTES * self.head_dim)
             return self.num_kv_heads * (read_G - queries_G * self.group * row_bytes * pieces_G)
@@ -135,12 +142,12 @@ class CascadeShape:
         return Decided(CascadePlan(groups, tokens_G, tiles_G), groups.num_decisive)
 
     def numbers(self, where: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
-        """What the tensors of `CascadeWork` are to hold, in the order of `sizes`."""
+        """What the tensors of `CascadeMetadata` are to hold, in the order of `sizes`."""
         place_T = np.full(int(where.query_start_S1[-1]), -1)
         shared_S = np.zeros(len(where.context_len_S), dtype=np.int64)
         nothing = np.zeros(0, dtype=np.int64)
         if plan is None:
-            return [nothing, np.zeros(self.num_lanes + 1, np.int64), nothing, nothing, place_T, shared_S]
+            return [nothing, np.zeros(self.num_programs + 1, np.int64), nothing, nothing, place_T, shared_S]
         sequence_I, group_I, start_G = plan.groups.sequence_I, plan.groups.group_I, plan.groups.start_G1[:-1]
         shared_S[sequence_I] = plan.tokens_G[group_I]
         first_I = where.query_start_S1[sequence_I].astype(np.int64)
@@ -152,26 +159,26 @@ class CascadeShape:
         token_P = np.full(int(plan.tiles_G.sum()) * self.num_queries, -1)
         token_P[place_Q] = token_Q
         units_W = np.repeat(plan.tokens_G // UNIT, plan.tiles_G)
-        dealt = cut(np.zeros_like(units_W), units_W, self.num_lanes)
-        first_item_W = np.cumsum(dealt.pieces_S) - dealt.pieces_S
-        item_U3 = np.stack([dealt.of_I, dealt.begin_I, dealt.end_I], axis=1)
-        tile_W3 = np.stack([np.repeat(sequence_I[start_G], plan.tiles_G), first_item_W, dealt.pieces_S], axis=1)
-        return [item_U3, dealt.lane_start, tile_W3, token_P, place_T, shared_S]
+        items = partition(np.zeros_like(units_W), units_W, self.num_programs)
+        first_item_W = np.cumsum(items.pieces_S) - items.pieces_S
+        item_U3 = np.stack([items.of_I, items.begin_I, items.end_I], axis=1)
+        tile_W3 = np.stack([np.repeat(sequence_I[start_G], plan.tiles_G), first_item_W, items.pieces_S], axis=1)
+        return [item_U3, items.program_start, tile_W3, token_P, place_T, shared_S]
 
 
 @dataclass(frozen=True)
-class CascadeWork:
+class CascadeMetadata:
     """Device tensors of a fixed size, int32 but for the sums, which the kernels fill.
 
-    token_P: the tokens that read shared prefixes, tile by tile, -1 behind those of a group. place_T: where in that list
-    a token stands, -1: nowhere. tile_W3: a sequence that has the prefix, the first item, and how many items its keys
-    are cut into. item_U3: tile, first unit of keys, unit behind the last; each leaves a sum. lane_start as in `Deal`.
-    shared_S: so many tokens of a sequence's context are in such sums.
+    token_P: the tokens that read shared prefixes, tile by tile, -1 after those of a group. place_T: where a token is in
+    that list, -1: nowhere. tile_W3: a sequence that has the prefix, the first item, and the number of items its keys
+    are split into. item_U3: tile, first unit of keys, end of the units; each leaves a sum. program_start: as in
+    `DecodeItems`. shared_S: the tokens of a sequence's context that are in such sums.
     """
 
     shape: CascadeShape
     item_U3: torch.Tensor
-    lane_start: torch.Tensor
+    program_start: torch.Tensor
     tile_W3: torch.Tensor
     token_P: torch.Tensor
     place_T: torch.Tensor
@@ -181,15 +188,15 @@ class CascadeWork:
     sum_UKR: torch.Tensor
 
     @classmethod
-    def of(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeWork":
+    def of(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
         """On tensors of the shape's `sizes`."""
-        item_U3, lane_start, tile_W3, token_P, place_T, shared_S = numbers
-        rows = shape.most_tiles + shape.num_lanes, shape.num_kv_heads, shape.num_queries * shape.group
+        item_U3, program_start, tile_W3, token_P, place_T, shared_S = numbers
+        rows = shape.most_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
         partial_UKRD, best_UKR, sum_UKR = (
             torch.empty(*rows, *columns, dtype=torch.float32, device=item_U3.device)
             for columns in ((shape.head_dim,), (), ())
         )
         return cls(
-            *(shape, item_U3.view(-1, 3), lane_start, tile_W3.view(-1, 3), token_P, place_T, shared_S),
+            *(shape, item_U3.view(-1, 3), program_start, tile_W3.view(-1, 3), token_P, place_T, shared_S),
             *(partial_UKRD, best_UKR, sum_UKR),
         )

@@ -1,4 +1,4 @@
-"""What the decode kernel is told of a step: which keys of which sequence each program takes. Worked out on the host.
+"""What the decode kernel reads of a step: which keys of which sequence each program takes. Planned on the host.
 
 Suffixes: those of `kernels/contract.py`, and I items, P partial sums, R rows of a tile (queries times heads).
 """
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton.attention.cascade_work import CascadeShape, CascadeWork
-from pipeline.kernels.triton.attention.split_kv import Numbers, cut, staging
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
+from pipeline.kernels.triton.attention.partition import partition
+from pipeline.kernels.triton.attention.staging import StagedArrays, staging_buffer
 from pipeline.kernels.triton.launch import Target, power_of_two
 
 KEYS = 64  # of a tile
@@ -29,50 +30,50 @@ def most_queries(group: int) -> int:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Items in the order of the programs that take them, int32 all.
+class DecodeItems:
+    """Items in the order of the programs that take them, all int32.
 
-    item_I4: sequence, first tile, tile behind the last, and the partial sum it leaves (-1: none, the item is all of
-    the sequence). lane_start: lane l takes the items lane_start[l] to lane_start[l + 1]. split_S3: sequences that were
-    cut, their first partial sum and how many they are.
+    item_I4: sequence, first tile, end of the tiles, and the partial sum it leaves (-1: none, the item is the whole
+    sequence). program_start: program p takes the items program_start[p] to program_start[p + 1]. split_S3: sequences
+    that were split, their first partial sum and how many they are.
     """
 
     item_I4: np.ndarray
-    lane_start: np.ndarray
+    program_start: np.ndarray
     split_S3: np.ndarray
 
 
-def deal(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_lanes: int) -> Deal:
-    """Deal the tiles begin_S to end_S (at least one) of each sequence to `num_lanes` lanes: see `cut`."""
-    pieces = cut(begin_S, end_S, num_lanes)
+def decode_items(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_programs: int) -> DecodeItems:
+    """The tiles begin_S to end_S (at least one) of each sequence over `num_programs` programs: see `partition`."""
+    pieces = partition(begin_S, end_S, num_programs)
     is_cut_I = pieces.pieces_S[pieces.of_I] > 1
     partial_I = np.where(is_cut_I, np.cumsum(is_cut_I) - 1, -1)
     cut_S = np.flatnonzero(pieces.pieces_S > 1)
     first_partial_S = np.cumsum(pieces.pieces_S[cut_S]) - pieces.pieces_S[cut_S]
-    return Deal(
+    return DecodeItems(
         np.stack([sequence_S[pieces.of_I], pieces.begin_I, pieces.end_I, partial_I], axis=1).astype(np.int32),
-        pieces.lane_start.astype(np.int32),
+        pieces.program_start.astype(np.int32),
         np.stack([sequence_S[cut_S], first_partial_S, pieces.pieces_S[cut_S]], axis=1).astype(np.int32),
     )
 
 
 @dataclass(frozen=True)
-class DecodeWork:
+class DecodeMetadata:
     """Device tensors of a fixed size that `refill` brings up to a step; the kernels read nothing else of it.
 
     `num_rows`: rows of a tile, of which group * `num_queries` may stand for a query: R in the names below. `window` is
-    that of the layers it serves. item_I4, lane_start, split_S3, num_splits, query_start_S1 and context_len_S are views
-    of `numbers`, which one copy fills, as are those of `cascade`: what sequences share at their beginning is then taken
-    there, and the items are of the rest. None: nothing is.
+    that of the layers it serves. item_I4 to context_len_S are views of `staged`, which one copy fills, as are those of
+    `cascade`, which computes what sequences share at their beginning; the items are then of the rest. None: there is no
+    such part.
     """
 
-    num_lanes: int
+    num_programs: int
     num_queries: int
     num_rows: int
     window: int | None
-    numbers: Numbers
+    staged: StagedArrays
     item_I4: torch.Tensor
-    lane_start: torch.Tensor
+    program_start: torch.Tensor
     split_S3: torch.Tensor
     num_splits: torch.Tensor
     query_start_S1: torch.Tensor
@@ -81,7 +82,7 @@ class DecodeWork:
     partial_PKRD: torch.Tensor  # float32, as are the sums and maxima of their rows
     best_PKR: torch.Tensor
     sum_PKR: torch.Tensor
-    cascade: CascadeWork | None
+    cascade: CascadeMetadata | None
 
     @classmethod
     def allocate(
@@ -98,11 +99,11 @@ class DecodeWork:
         num_queries: int = 1,
         window: int | None = None,
         cascade: CascadeShape | None = None,
-    ) -> "DecodeWork":
+    ) -> "DecodeMetadata":
         """For steps of at most `max_seqs` sequences of at most `max_blocks` blocks and `num_queries` query tokens.
 
         Twice the programs that a GPU has multiprocessors, divided among the KV heads. The partial sums take
-        P * num_heads * num_queries * head_dim * 4 bytes, P being twice the lanes. `cascade`: of layers without a
+        P * num_heads * num_queries * head_dim * 4 bytes, P being twice the programs. `cascade`: of layers without a
         window, where prefixes that sequences share are to be read once for all of them.
 
         Raises ValueError for more query tokens than `most_queries`.
@@ -113,24 +114,31 @@ class DecodeWork:
                 f"{num_queries} query tokens a sequence: the decode kernel takes {most_queries(group)} at most "
                 f"where {group} query heads share a KV head"
             )
-        num_lanes = max(1, 2 * target.num_multiprocessors // num_kv_heads)
+        num_programs = max(1, 2 * target.num_multiprocessors // num_kv_heads)
         num_rows = power_of_two(group * num_queries, 16)
-        sizes = [4 * (max_seqs + num_lanes), num_lanes + 1, 3 * min(max_seqs, num_lanes), 1, max_seqs + 1, max_seqs]
+        sizes = [
+            4 * (max_seqs + num_programs),
+            num_programs + 1,
+            3 * min(max_seqs, num_programs),
+            1,
+            max_seqs + 1,
+            max_seqs,
+        ]
         own = len(sizes)
         if cascade is not None:
             assert window is None
             sizes += cascade.sizes
-        numbers = Numbers(sizes, device)
-        items, lane_start, splits, num_splits, query_start_S1, context_len_S = numbers.views[:own]
-        rows = 2 * num_lanes, num_kv_heads, group * num_queries
+        staged = StagedArrays(sizes, device)
+        items, program_start, splits, num_splits, query_start_S1, context_len_S = staged.views[:own]
+        rows = 2 * num_programs, num_kv_heads, group * num_queries
         return cls(
-            num_lanes=num_lanes,
+            num_programs=num_programs,
             num_queries=num_queries,
             num_rows=num_rows,
             window=window,
-            numbers=numbers,
+            staged=staged,
             item_I4=items.view(-1, 4),
-            lane_start=lane_start,
+            program_start=program_start,
             split_S3=splits.view(-1, 3),
             num_splits=num_splits,
             query_start_S1=query_start_S1,
@@ -139,7 +147,7 @@ class DecodeWork:
             partial_PKRD=torch.empty(*rows, head_dim, dtype=torch.float32, device=device),
             best_PKR=torch.empty(rows, dtype=torch.float32, device=device),
             sum_PKR=torch.empty(rows, dtype=torch.float32, device=device),
-            cascade=None if cascade is None else CascadeWork.of(cascade, numbers.views[own:]),
+            cascade=None if cascade is None else CascadeMetadata.of(cascade, staged.views[own:]),
         )
 
     def refill(
@@ -150,8 +158,8 @@ class DecodeWork:
         most_short: int = 0,
     ) -> None:
         """Bring the tensors up to a step: of `where`, the sequences at these indices (None: all). `shared`: what groups
-        of them read together, as `CascadeShape.numbers` has it, for work with a cascade. A window is dealt from where
-        it begins if a context is `most_short` tokens shorter.
+        of them read together, from `CascadeShape.numbers`, for metadata with a cascade. With a window, items begin
+        where it begins if a context is `most_short` tokens shorter.
 
         The copies are queued on the current stream and wait for nothing.
         """
@@ -165,11 +173,11 @@ class DecodeWork:
             first_seen_S = np.maximum(0, context_S - most_short - count_S - self.window + 1)
         if self.cascade is not None:
             first_seen_S = shared[-1][taken_S]
-        dealt = deal(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_lanes)
-        assert int(dealt.item_I4[:, 3].max()) < len(self.partial_PKRD)
-        num_splits = np.array([len(dealt.split_S3)])
-        own = dealt.item_I4, dealt.lane_start, dealt.split_S3, num_splits, where.query_start_S1, where.context_len_S
-        self.numbers.fill([*own, *shared])
-        table = staging((num_seqs, num_blocks), self.block_table_SM.device)
+        items = decode_items(taken_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_programs)
+        assert int(items.item_I4[:, 3].max()) < len(self.partial_PKRD)
+        num_splits = np.array([len(items.split_S3)])
+        own = items.item_I4, items.program_start, items.split_S3, num_splits, where.query_start_S1, where.context_len_S
+        self.staged.fill([*own, *shared])
+        table = staging_buffer((num_seqs, num_blocks), self.block_table_SM.device)
         table.numpy()[:] = where.block_table_SM
         self.block_table_SM[:num_seqs, :num_blocks].copy_(table, non_blocking=True)

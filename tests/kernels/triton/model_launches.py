@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.triton.attention.cascade_work import CascadeShape, CascadeWork
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.decode import decode_launches
-from pipeline.kernels.triton.attention.decode_work import DecodeWork, most_queries
-from pipeline.kernels.triton.attention.prefill import PrefillWork, prefill_launch
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
+from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
 from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
 from pipeline.kernels.triton.launch import Launch, Target
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
@@ -78,7 +78,7 @@ def _attention(
 ) -> dict[str, Launch]:
     found = {}
     for num_queries in sorted({1, most_queries(shape.num_heads // shape.num_kv_heads)}):
-        work = DecodeWork.allocate(
+        work = DecodeMetadata.allocate(
             *(256, _TABLE, _BLOCK, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
             num_queries=num_queries,
             window=window,
@@ -88,13 +88,13 @@ def _attention(
         if window is None:
             cascade = CascadeShape.of(512, shape.num_heads, shape.num_kv_heads, shape.head_dim, target)
             numbers = [torch.empty(size, dtype=torch.int32, device=_META) for size in cascade.sizes]
-            shared = replace(work, cascade=CascadeWork.of(cascade, numbers))
+            shared = replace(work, cascade=CascadeMetadata.of(cascade, numbers))
             first, behind, _ = decode_launches(q_TND, cache, q_TND, shared, 0.1, target)
             found |= {"cascade": first, f"decode behind a cascade, {num_queries} queries": behind}
     numbers = (
         torch.empty(sizes, dtype=torch.int32, device=_META) for sizes in ((64, 2), (257,), (256,), (256, _TABLE))
     )
-    work = PrefillWork(window, *numbers)
+    work = PrefillMetadata(window, *numbers)
     return found | {"prefill": prefill_launch(q_TND, cache, q_TND, work, 0.1, target)}
 
 

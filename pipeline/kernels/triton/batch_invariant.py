@@ -1,14 +1,14 @@
-"""Linears and attention on a GPU that give a row the same bits whatever else is in a step, and at what cost.
+"""Batch-invariant linears and attention on a GPU: a row has the same bits whatever else is in a step.
 
-Linears: `fixed_order.py` on 16-bit weights in place of cuBLAS. Narrower weights are widened, 4-bit ones in each call
-where the wide ones have no room: so a step of few tokens reads 16 bits a weight, or more, and not 4.
+Linears: `linear/fixed_order.py` on 16-bit weights instead of cuBLAS. 4-bit weights are widened at load, or in each call
+if the wide ones do not fit. Cost: a step of few tokens reads 16 bits a weight instead of 4.
 
-Attention: the kernel for many queries computes all of them, those of decoding too. A query's keys come in tiles that
-begin at fixed positions, from the first one on, by one loop with one mask; what a tile holds behind a query, or before
-its window, counts exactly nothing, so it does not matter which queries share the tile. Nothing is cut among programs,
-so a few sequences with long contexts occupy a few multiprocessors.
+Attention: the prefill kernel serves all queries, those of decoding too. A query's keys come in tiles that begin at
+fixed positions, in one loop with one mask. Masked keys add exactly nothing, so it does not matter which queries share
+a tile. Contexts are not split over programs. Cost: a few sequences with long contexts keep only a few multiprocessors
+busy.
 
-The other kernels work row by row in any case.
+The other kernels compute each row by itself in any case.
 """
 
 from collections.abc import Hashable
@@ -21,7 +21,7 @@ from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, GraphShape, Linear
 from pipeline.kernels.transfer import on_device
 from pipeline.kernels.triton.attention.dispatch import checked_group, plan_key
-from pipeline.kernels.triton.attention.prefill import PrefillWork, prefill_launch, rows_of
+from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
 from pipeline.kernels.triton.launch import Target
 from pipeline.kernels.triton.linear.dispatch import Scratch
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
@@ -46,7 +46,7 @@ class FixedLinear:
 
 
 class WidenedInt4Linear:
-    """A grouped 4-bit weight that is widened in each call, into memory that all linears share."""
+    """A grouped 4-bit weight that is widened in each call, into a workspace that all linears share."""
 
     def __init__(self, weight: GroupIntWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch) -> None:
         """`int4.serves` must hold."""
@@ -79,13 +79,13 @@ def fixed_product(
 def prepare_linear(
     weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch | None = None
 ) -> Linear:
-    """Pack one weight. With a `scratch`, 4-bit ones stay so; others are widened here, for ever."""
+    """Pack one weight. With a `scratch`, 4-bit weights stay packed; others are widened here, once."""
     if scratch is not None and isinstance(weight, GroupIntWeight) and serves(weight):
         return WidenedInt4Linear(weight, dtype, device, scratch)
     return FixedLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
 
 
-class InvariantAttention:
+class BatchInvariantAttention:
     """`attention` of the contract for one device. Plans are kept as `PagedAttention` keeps its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -103,15 +103,15 @@ class InvariantAttention:
         if key not in where.worked_out:
             queries = _queries_of_tile(q_TND.shape[1], cache.k_CBKD.shape[2], q_TND.shape[2])
             every, wide = np.arange(len(where.context_len_S)), window or _NO_WINDOW
-            where.worked_out[key] = PrefillWork.of(where, every, queries, wide, q_TND.device)
-        work: PrefillWork = where.worked_out[key]
+            where.worked_out[key] = PrefillMetadata.of(where, every, queries, wide, q_TND.device)
+        metadata: PrefillMetadata = where.worked_out[key]
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
-        prefill_launch(q_TND, cache, out_TND, work, scale, self.target).run()
+        prefill_launch(q_TND, cache, out_TND, metadata, scale, self.target).run()
         return out_TND
 
 
-class CapturedInvariantAttention:
+class CapturedBatchInvariantAttention:
     """Its part of captured steps: one tile for each of as many sequences as there can be, those that are not there
     without queries. See `contract.GraphAttention`."""
 
@@ -126,7 +126,7 @@ class CapturedInvariantAttention:
         self._numbers = torch.zeros(self._contexts_at + shape.max_seqs, dtype=torch.int32, device=device)
         self._table_SM = torch.zeros(shape.max_seqs, shape.max_blocks, dtype=torch.int32, device=device)
         self.worked_out: dict[Hashable, Any] = {
-            plan_key(window): PrefillWork(
+            plan_key(window): PrefillMetadata(
                 window or _NO_WINDOW,
                 self._item_I2,
                 self._numbers[: shape.max_seqs + 1],
