@@ -5,6 +5,7 @@ Shapes: R rows, W words of 32 bits, N output features, K input features.
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,34 +31,53 @@ class Tensors(Protocol):
     def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
 
-def take_dense(
-    prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None = None
-) -> DenseWeight:
-    """A linear that was not quantized: `prefix`.weight."""
-    return DenseWeight(tensors.take_float(f"{prefix}.weight", shape_NK), bias_N)
+@dataclass(frozen=True)
+class StoredLinear:
+    """One linear of a checkpoint: `shape_NK` (outputs, inputs), and tensors that are named `prefix`.<suffix>."""
 
+    prefix: str
+    shape_NK: tuple[int, int]
+    tensors: Tensors
+    bias_N: torch.Tensor | None = None
 
-def take_as(
-    tensors: Tensors, name: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
-) -> torch.Tensor:
-    """The tensor `name`. Raises ModelError when its shape or type is none of those given."""
-    tensor = tensors.take(name)
-    if tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
-        raise ModelError(
-            f"{name}: found {tuple(tensor.shape)} {tensor.dtype}, expected {' or '.join(map(str, shapes))} in one of "
-            f"{', '.join(str(d) for d in dtypes)}"
-        )
-    return tensor
+    def __contains__(self, suffix: str) -> bool:
+        return f"{self.prefix}.{suffix}" in self.tensors
 
+    def dense(self) -> DenseWeight:
+        """Of a linear that was not quantized."""
+        return DenseWeight(self.tensors.take_float(f"{self.prefix}.weight", self.shape_NK), self.bias_N)
 
-def take_scales(
-    tensors: Tensors, name: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = FLOATS
-) -> torch.Tensor:
-    """The scales `name` in float32. Raises ModelError as `take_as` does, and for what is no finite number."""
-    scales = take_as(tensors, name, shapes, dtypes).to(torch.float32)
-    if not bool(torch.isfinite(scales).all()):
-        raise ModelError(f"{name}: holds infinities or values that are no numbers, expected finite scales")
-    return scales
+    def take(
+        self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = (torch.int32,)
+    ) -> torch.Tensor:
+        """A tensor. Raises ModelError when its shape or type is none of those given."""
+        tensor = self.tensors.take(f"{self.prefix}.{suffix}")
+        if tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
+            raise self.refuse(
+                suffix,
+                f"found {tuple(tensor.shape)} {tensor.dtype}, expected {' or '.join(map(str, shapes))} in one of "
+                f"{', '.join(str(d) for d in dtypes)}",
+            )
+        return tensor
+
+    def scales(
+        self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = FLOATS
+    ) -> torch.Tensor:
+        """Scales in float32. Raises ModelError as `take` does, and for what is no finite number."""
+        scales = self.take(suffix, shapes, dtypes).to(torch.float32)
+        if not bool(torch.isfinite(scales).all()):
+            raise self.refuse(suffix, "holds infinities or values that are no numbers, expected finite scales")
+        return scales
+
+    def group_size(self, given: int | None) -> int:
+        """The inputs of a group: all of them where `given` is None. Raises ModelError where groups do not divide."""
+        inputs = self.shape_NK[1]
+        if given is not None and inputs % given:
+            raise ModelError(f"{self.prefix}: {inputs} inputs do not divide into groups of {given}")
+        return given or inputs
+
+    def refuse(self, suffix: str, why: str) -> ModelError:
+        return ModelError(f"{self.prefix}.{suffix}: {why}")
 
 
 def unpack_words(word_RW: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
@@ -83,16 +103,6 @@ def input_order(group_K: torch.Tensor, group_size: int, name: str) -> torch.Tens
     if low < 0 or high >= groups or not bool((group_K.to(torch.int64).bincount(minlength=groups) == group_size).all()):
         raise ModelError(f"{name}: expected {group_size} inputs in each of the groups 0 to {groups - 1}")
     return group_K.to(torch.int64).argsort(stable=True)
-
-
-def group_of(shape_NK: tuple[int, int], group_size: int | None, prefix: str) -> int:
-    """The inputs of a group: all of them where `group_size` is None. Raises ModelError where groups do not divide."""
-    inputs = shape_NK[1]
-    if group_size is None:
-        return inputs
-    if inputs % group_size:
-        raise ModelError(f"{prefix}: {inputs} inputs do not divide into groups of {group_size}")
-    return group_size
 
 
 def groups_text(group_size: int | None) -> str:
