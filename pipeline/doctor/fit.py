@@ -22,8 +22,8 @@ from pipeline.engine.startup.memory import (
     weight_bytes,
 )
 from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
+from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
-from pipeline.kernels.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.roofline.cards import Card, load_cards

@@ -42,7 +42,7 @@ def versions(setup: Setup) -> Iterator[Check]:
 def devices(setup: Setup) -> Iterator[Check]:
     import torch
 
-    from pipeline.kernels.cpu.linear import supports_bf16
+    from pipeline.kernels.cpu.linear.selection import supports_bf16
 
     model, flags = processor()
     cores = available_cores()
@@ -105,7 +105,7 @@ def kernels(setup: Setup) -> Iterator[Check]:
     import torch
 
     from pipeline.errors import ConfigError
-    from pipeline.kernels.rounded import with_rounded_activations
+    from pipeline.kernels.activations.rounded_linears import with_rounded_activations
     from pipeline.kernels.select import default_dtype, select_kernels
     from pipeline.model.config import DTYPES
 
@@ -127,7 +127,7 @@ def kernels(setup: Setup) -> Iterator[Check]:
     for operation, origin in sorted(kernels.served_by.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cpu":
-        module = importlib.import_module("pipeline.kernels.cpu.paged")
+        module = importlib.import_module("pipeline.kernels.cpu.attention.paged")
         cache = module.paged_decode.stats.cache_path
         yield Check("kernels", "numba cache", "ok", f"{cache}: compiled kernels are kept there")
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pipeline.kernels.activations.rounded_linears import rounded_linears
 from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
-from pipeline.kernels.rounded import rounded_linears
 from pipeline.weights.packed import LinearWeight
 
 

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 import torch
 
 from pipeline.errors import ConfigError
+from pipeline.kernels.activations.rounded_linears import rounded_linears
 from pipeline.kernels.compiled_lookup import CompiledLookup
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
-from pipeline.kernels.rounded import rounded_linears
 
 _PAIRS = "numba on bfloat16 and int4 weights, products of pairs (AVX-512 BF16)"
 KERNELS = ("auto", "reference", "cpu", "triton")
@@ -69,7 +69,7 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool, 
 
 def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     kernels = reference_kernels(dtype, torch.device("cpu"))
-    from pipeline.kernels.cpu.linear import prepare_linear, supports_bf16
+    from pipeline.kernels.cpu.linear.selection import prepare_linear, supports_bf16
 
     if dtype == torch.bfloat16:
         linear = "oneDNN, packed" if supports_bf16() else "torch (BLAS)"
@@ -81,12 +81,12 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     if find_spec("numba") is None:
         slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
         return replace(kernels, served_by=slow | {"linear": linear})
-    from pipeline.kernels.cpu.attention import attention
-    from pipeline.kernels.cpu.decode_steps import decode_steps
-    from pipeline.kernels.cpu.fused import add_rms_norm, norm_rope_write, silu_mul
-    from pipeline.kernels.cpu.int8 import byte_linears, multiplies_bytes
-    from pipeline.kernels.cpu.pairs import multiplies_pairs
-    from pipeline.kernels.cpu.threads import own_threads
+    from pipeline.kernels.cpu.attention.attention import attention
+    from pipeline.kernels.cpu.compile.threads import own_threads
+    from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
+    from pipeline.kernels.cpu.layer_loop import decode_steps
+    from pipeline.kernels.cpu.linear.int8 import byte_linears, multiplies_bytes
+    from pipeline.kernels.cpu.linear.pairs import multiplies_pairs
 
     own_threads()
     if multiplies_bytes():
@@ -118,7 +118,7 @@ def serves_int4_alone(dtype: torch.dtype) -> bool:
     """Whether, on CPU, 4-bit weights serve any number of tokens as they are, without a dense form beside them."""
     if find_spec("numba") is None:
         return False
-    from pipeline.kernels.cpu.pairs import multiplies_pairs
+    from pipeline.kernels.cpu.linear.pairs import multiplies_pairs
 
     return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_pairs())
 
@@ -160,10 +160,12 @@ def must_compile(kernels: Kernels) -> bool:
     """Whether kernels are compiled before the first step, which takes some seconds, once on a machine."""
     if not any("numba" in origin for origin in kernels.served_by.values()) or find_spec("numba") is None:
         return False
-    from pipeline.kernels.cpu import compiled_linear, compiled_pairs, elementwise, paged
-    from pipeline.kernels.cpu.threads import is_cached
+    from pipeline.kernels.cpu import elementwise
+    from pipeline.kernels.cpu.attention import paged
+    from pipeline.kernels.cpu.compile.threads import is_cached
+    from pipeline.kernels.cpu.linear import compiled_linear, compiled_pairs
 
-    passes = (elementwise.add_rms_norm, elementwise.norm_rope_write, elementwise.silu_mul)
+    passes = elementwise.add_rms_norm_kernel, elementwise.norm_rope_write_kernel, elementwise.silu_mul_kernel
     in_pairs = kernels.served_by["linear"] == _PAIRS
     product = compiled_pairs.multiply_pairs if in_pairs else compiled_linear.multiply_bfloat16
     return not all(is_cached(kernel) for kernel in (*passes, paged.paged_decode, paged.paged_prefill, product))
@@ -172,7 +174,7 @@ def must_compile(kernels: Kernels) -> bool:
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
     """`dtype: auto`: the checkpoint's type on a GPU; on CPU bfloat16 where it is native, else float32."""
     if device.type == "cpu":
-        from pipeline.kernels.cpu.linear import supports_bf16
+        from pipeline.kernels.cpu.linear.selection import supports_bf16
 
         return torch.bfloat16 if supports_bf16() and checkpoint != torch.float32 else torch.float32
     return checkpoint

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline.bench import roofline
-from pipeline.bench.roofline import Serving, bench_roofline, find_card, find_set, model_size
+from pipeline.bench.request_sets import find_set
+from pipeline.bench.roofline import Serving, bench_roofline, find_card, model_size
 from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import read_config

@@ -10,7 +10,7 @@ import torch
 from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Setup, diagnose, fit, memory_of, speed
-from pipeline.kernels.cpu import pairs
+from pipeline.kernels.cpu.linear import pairs
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.kernels.cpu.compiled_int8 import forms_here
-from pipeline.kernels.cpu.int8 import multiplies_bytes
+from pipeline.kernels.cpu.linear.compiled_int8 import forms_here
+from pipeline.kernels.cpu.linear.int8 import multiplies_bytes
 from tests.engine.test_fp8_activations import completed
 from tests.engine.test_gpu_kernels import QWEN3, engine_of
 from tests.model_folders import Family, write_checkpoint

@@ -18,7 +18,7 @@ from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import LateTokens
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu.decode_steps import CompiledDecodeSteps
+from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
 from tests.engine.proposers import Certain, Recorded
 from tests.engine.schedule.test_scheduler import random_requests, run

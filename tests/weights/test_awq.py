@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from pipeline.kernels.cpu.linear import Int4Linear, serves_int4
+from pipeline.kernels.cpu.linear.selection import Int4Linear, serves_int4
 from pipeline.weights.awq import unpack_columns
 from pipeline.weights.packed import GroupIntWeight
 

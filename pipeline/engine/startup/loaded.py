@@ -11,8 +11,8 @@ from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit
 from pipeline.engine.startup.resolve import Resolved, no_such_weight
 from pipeline.engine.step.runner import ModelRunner
 from pipeline.errors import ModelError
+from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.contract import Kernels
-from pipeline.kernels.rounded import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache

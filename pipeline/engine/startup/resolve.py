@@ -6,8 +6,8 @@ import torch
 
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.activations.rounded_linears import ROUNDINGS
 from pipeline.kernels.cache import FP8
-from pipeline.kernels.rounded import ROUNDINGS
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest

@@ -1,26 +1,36 @@
-"""The elementwise work of a layer, each operation one pass compiled by numba: see `contract.Kernels` and `fused.py`.
+"""The elementwise work of a layer on CPU. Each operation is one pass, compiled by numba.
 
-Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent. Keys
-and values may be FP8 codes in uint8 beside scales (`kernels/cache.py`); None stands for no scales. Everything is
-computed in float32 and rounded once. A NaN comes out as one: broken rows must be found. Suffixes are
-those of `kernels/contract.py`.
+Functions whose names end in `_kernel` take arrays: float32, or bfloat16 as its bits in uint16. Keys and values may be
+FP8 codes in uint8 with scales (`kernels/cache.py`). The others are those of `contract.Kernels` and take tensors.
+Everything is computed in float32 and rounded once. A NaN stays a NaN: broken rows must be found. Suffixes are those of
+`kernels/contract.py`.
 """
 
 # pyright: reportCallIssue=false
 # It does not see what `intrinsic` makes of a function.
 
 import numpy as np
+import torch
 
-from pipeline.kernels.cache import FP8_MAX, SMALLEST_SCALE
-from pipeline.kernels.cpu.numerics import as_in, bits_of_float, code_of, exp, float_of_bits, wide
-from pipeline.kernels.cpu.threads import kernel, share_out
+from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
+from pipeline.kernels.cpu.compile.numerics import (
+    arrays_of,
+    as_in,
+    bits,
+    bits_of_float,
+    code_of,
+    exp,
+    float_of_bits,
+    wide,
+)
+from pipeline.kernels.cpu.compile.threads import PARALLEL_ELEMENTS, WHOLE, kernel, share_out, use_threads
 
 _FP8_SHARE, _SMALLEST_SCALE = np.float32(1.0 / FP8_MAX), np.float32(SMALLEST_SCALE)
 _INFINITY_BITS = np.uint32(0xFF << 23)
 
 
 @kernel()
-def add_rms_norm(x_TH, residual_TH, weight_H, eps, begin, end):
+def add_rms_norm_kernel(x_TH, residual_TH, weight_H, eps, begin, end):
     """residual += x; x = norm of the residual as it was rounded."""
     num_tokens, hidden = x_TH.shape
     if end < 0:
@@ -37,7 +47,7 @@ def add_rms_norm(x_TH, residual_TH, weight_H, eps, begin, end):
 
 
 @kernel()
-def norm_rope_write(
+def norm_rope_write_kernel(
     qkv_TMD, cos_TD2, sin_TD2, with_norm, q_norm_D, k_norm_D, eps, slot_T, k_CBKD, v_CBKD, q_TND, begin, end
 ):
     """Each head of the queries to `q_TND`, of the keys and values to their slots, normed and rotated on the way.
@@ -75,7 +85,7 @@ def norm_rope_write(
 
 
 @kernel(fastmath=False)
-def write_fp8(x_TKD, slot_T, code_CBKD, scale_CBK, begin, end):
+def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CBK, begin, end):
     """Each head of `x_TKD` to its slot as FP8 codes and a scale; products and quotients as they are written."""
     num_tokens, num_heads, head_dim = x_TKD.shape
     block_size = code_CBKD.shape[1]
@@ -97,7 +107,7 @@ def write_fp8(x_TKD, slot_T, code_CBKD, scale_CBK, begin, end):
 
 
 @kernel()
-def silu_mul(gate_up_T2F, out_TF, begin, end):
+def silu_mul_kernel(gate_up_T2F, out_TF, begin, end):
     num_tokens, width = out_TF.shape
     if end < 0:
         return share_out(num_tokens)
@@ -106,3 +116,59 @@ def silu_mul(gate_up_T2F, out_TF, begin, end):
         for i in range(width):
             g = wide(gate[i])
             out[i] = as_in(out, g / (np.float32(1.0) + exp(-g)) * wide(up[i]))
+
+
+def add_rms_norm(
+    x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place: `x_TH` becomes the norm and `residual_TH` the sum."""
+    use_threads(x_TH.numel() >= PARALLEL_ELEMENTS)
+    add_rms_norm_kernel(bits(x_TH), bits(residual_TH), bits(weight_H), np.float32(eps), *WHOLE)
+    return x_TH, residual_TH
+
+
+def norm_rope_write(
+    qkv_TMD: torch.Tensor,
+    cos_TD2: torch.Tensor,
+    sin_TD2: torch.Tensor,
+    qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    cache: LayerCache,
+    slot_mapping_T: torch.Tensor,
+) -> torch.Tensor:
+    """An FP8 cache is written by way of one in the model's type, which holds nothing but the step's tokens."""
+    num_tokens, num_all_heads, head_dim = qkv_TMD.shape
+    num_kv_heads, is_fp8 = cache.k_CBKD.shape[2], cache.k_CBKD.dtype == FP8
+    q_TND = qkv_TMD.new_empty(num_tokens, num_all_heads - 2 * num_kv_heads, head_dim)
+    q_norm_D, k_norm_D = qk_norm_D or (qkv_TMD.new_ones(head_dim),) * 2
+    keys, values, slot_T = cache.k_CBKD, cache.v_CBKD, slot_mapping_T
+    if is_fp8:
+        keys, values = (qkv_TMD.new_empty(num_tokens, 1, num_kv_heads, head_dim) for _ in range(2))
+        slot_T = torch.arange(num_tokens)
+    use_threads(qkv_TMD.numel() >= PARALLEL_ELEMENTS)
+    norm_rope_write_kernel(
+        bits(qkv_TMD),
+        cos_TD2.numpy(),
+        sin_TD2.numpy(),
+        qk_norm_D is not None,
+        bits(q_norm_D),
+        bits(k_norm_D),
+        np.float32(eps),
+        slot_T.numpy(),
+        bits(keys),
+        bits(values),
+        bits(q_TND),
+        *WHOLE,
+    )
+    if is_fp8:
+        code_k, code_v, scale_k, scale_v = arrays_of(cache)
+        write_fp8_kernel(bits(keys.squeeze(1)), slot_mapping_T.numpy(), code_k, scale_k, *WHOLE)
+        write_fp8_kernel(bits(values.squeeze(1)), slot_mapping_T.numpy(), code_v, scale_v, *WHOLE)
+    return q_TND
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    out_TF = gate_up_T2F.new_empty(gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2)
+    use_threads(out_TF.numel() >= PARALLEL_ELEMENTS)
+    silu_mul_kernel(bits(gate_up_T2F), bits(out_TF), *WHOLE)
+    return out_TF

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, Linear
-from pipeline.kernels.cpu import paged
-from pipeline.kernels.cpu.compiled_linear import TILE_TOKENS
-from pipeline.kernels.cpu.linear import ReorderedLinear
-from pipeline.kernels.cpu.narrow import Float32Linear, NarrowLinear, narrow_linear
-from pipeline.kernels.cpu.numerics import arrays_of, bits
-from pipeline.kernels.cpu.threads import PARALLEL_ELEMENTS, WHOLE, use_threads
+from pipeline.kernels.cpu.attention import paged
+from pipeline.kernels.cpu.compile.numerics import arrays_of, bits
+from pipeline.kernels.cpu.compile.threads import PARALLEL_ELEMENTS, WHOLE, use_threads
+from pipeline.kernels.cpu.linear.compiled_linear import TILE_TOKENS
+from pipeline.kernels.cpu.linear.narrow import Float32Linear, NarrowLinear, narrow_linear
+from pipeline.kernels.cpu.linear.selection import ReorderedLinear
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 

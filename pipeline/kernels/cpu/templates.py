@@ -13,8 +13,8 @@ K most drafts of one sequence.
 import numpy as np
 from numba import njit
 
+from pipeline.kernels.cpu.compile.versions import made_of
 from pipeline.kernels.cpu.lookup import BORDER, MAX_MATCH, MIN_MATCH, bits_of, longest, write_keys, write_tail
-from pipeline.kernels.cpu.versions import made_of
 
 COPY, NONE = -3, -1
 PARSED, SYMBOLS, COPY_FROM, COPY_PLACE = 0, 1, 2, 3  # of a slot's state; see `draft`

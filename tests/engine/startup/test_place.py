@@ -17,8 +17,8 @@ from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.place import Place
 from pipeline.engine.step.in_flight import LateTokens
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu import attention
-from pipeline.kernels.cpu.threads import use_threads
+from pipeline.kernels.cpu.attention import attention
+from pipeline.kernels.cpu.compile.threads import use_threads
 from tests.engine.hash_runner import hash_engine
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy

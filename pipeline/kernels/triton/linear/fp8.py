@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pipeline.kernels.activations.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
 from pipeline.kernels.contract import Linear, RoundedLinears
-from pipeline.kernels.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST_MAGNITUDE, fp8_block
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear.int4 import add_parts_launch
 from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.kernels.fp8 import fp8_block, rounded
+from pipeline.kernels.activations.fp8 import fp8_block, rounded
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.triton.launch import A100, H100, Target
 from pipeline.kernels.triton.linear import fp8
 from pipeline.kernels.triton.linear.fp8 import E4m3Weight, Fp8Linear, fp8_launches, fp8_linears, parts_of, tile_for
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight
-from tests.kernels.test_fp8 import fp8_weight
+from tests.kernels.activations.test_fp8 import fp8_weight
 from tests.kernels.triton.linear.test_int4 import random_weight
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT
 

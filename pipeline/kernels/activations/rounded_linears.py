@@ -1,0 +1,100 @@
+"""Linears whose inputs are rounded first (`engine.activation_dtype`): their oracle, and who gets them.
+
+What is rounded and how is defined by `fp8.py` and `int8.py`, in which weights have an exact form beside such inputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipeline.errors import ConfigError
+from pipeline.kernels.activations import fp8, int8
+from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """block(weight): inputs of a block for this weight, None where it is not served; rounded(x_MK, block): their values
+    after rounding, in float32. weights: those that are served, to read."""
+
+    block: Callable[[LinearWeight], int | None]
+    rounded: Callable[[torch.Tensor, int], torch.Tensor]
+    weights: str
+
+
+ROUNDINGS = {
+    "fp8": Rounding(fp8.fp8_block, fp8.rounded, "4-bit and fp8 weights"),
+    "int8": Rounding(int8.int8_block, int8.rounded, "4- and 8-bit weights"),
+}
+"""By an `engine.activation_dtype`."""
+
+_ELSEWHERE = {
+    "fp8": "needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and {name} has {capability}; leave it "
+    "at auto, or see what it does to outputs with engine.kernels: reference, slowly",
+    "int8": "serves processors, not {name}; leave it at auto, or take fp8",
+}
+
+
+class RoundedLinear:
+    """The oracle: the weight's own linear in float32, on inputs that are rounded before."""
+
+    def __init__(
+        self, weight: LinearWeight, rounding: Rounding, block: int, prepare: Callable[[LinearWeight], Linear]
+    ) -> None:
+        self.rounding, self.block, self.input_order_K = rounding, block, None
+        if isinstance(weight, GroupIntWeight):
+            self.input_order_K = weight.input_order_K
+            weight = replace(weight, input_order_K=None)
+        self.linear = prepare(weight)
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        in_order = x_MK if self.input_order_K is None else x_MK[:, self.input_order_K.to(x_MK.device)]
+        return self.linear(self.rounding.rounded(in_order, self.block)).to(x_MK.dtype)
+
+
+def rounded_linears(prepare: Callable[[LinearWeight], Linear], served_by: str) -> dict[str, RoundedLinears]:
+    """The oracle of each rounding on linears of float32, which `prepare` makes."""
+
+    def of(dtype: str, rounding: Rounding) -> RoundedLinears:
+        def prepare_rounded(weight: LinearWeight) -> Linear | None:
+            block = rounding.block(weight)
+            return None if block is None else RoundedLinear(weight, rounding, block, prepare)
+
+        told = f"{served_by}, inputs rounded to {dtype} before: to measure quality, not faster"
+        return RoundedLinears(prepare_rounded, told)
+
+    return {dtype: of(dtype, rounding) for dtype, rounding in ROUNDINGS.items()}
+
+
+class RoundedWherePossible:
+    """`Kernels.prepare_linear` that takes a rounding where it serves a weight, and counts."""
+
+    def __init__(self, activation_dtype: str, linears: RoundedLinears, other: Callable[[LinearWeight], Linear]) -> None:
+        self.activation_dtype, self._linears, self._other = activation_dtype, linears, other
+        self.num_rounded = self.num_all = 0
+
+    def __call__(self, weight: LinearWeight) -> Linear:
+        self.num_all += 1
+        linear = self._linears.prepare(weight)
+        if linear is None:
+            return self._other(weight)
+        self.num_rounded += 1
+        return linear
+
+
+def with_rounded_activations(kernels: Kernels, activation_dtype: str, device: torch.device) -> Kernels:
+    """The same kernels with linears on activations in a type of ROUNDINGS, for the weights that have such a form.
+
+    Raises ConfigError where the device has no such products.
+    """
+    linears = kernels.rounded.get(activation_dtype)
+    if linears is None:
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        why = _ELSEWHERE[activation_dtype].format(name=torch.cuda.get_device_name(device), capability=capability)
+        raise ConfigError(f"engine.activation_dtype = {activation_dtype!r}: {why}")
+    prepare = RoundedWherePossible(activation_dtype, linears, kernels.prepare_linear)
+    weights = ROUNDINGS[activation_dtype].weights
+    linear = f"{weights}: {linears.served_by}; others: {kernels.served_by['linear']}"
+    return replace(kernels, prepare_linear=prepare, served_by=kernels.served_by | {"linear": linear})

@@ -1,0 +1,172 @@
+"""Attention over the paged cache on CPU: a compiled kernel for rows that compute one token, another for longer ones."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.kernels.cache import LayerCache
+from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.cpu.attention import paged
+from pipeline.kernels.cpu.attention.paged import NO_PART, ROWS, UNBOUNDED, nothing_read
+from pipeline.kernels.cpu.attention.shared_prefix import SharedReading, pieces
+from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
+from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
+from pipeline.kernels.cpu.compile.threads import WHOLE, use_threads
+
+PARALLEL_KEYS = 1 << 19 if HAS_WIDE_VECTORS else 1 << 17
+"""Elements of keys below which single queries stay on one thread: waking another one would take longer than it saves.
+"""
+PARALLEL_QUERIES = 1 << 20 if HAS_WIDE_VECTORS else 1 << 19
+"""The same for several queries a sequence: elements of keys times queries."""
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """Sequences that compute one token: which of the step's tokens (None: all), and what the kernel is told of them.
+
+    shared: beginnings that are read together by layers in which all of the longest context is seen. alone: what the
+    kernel is told where nothing is.
+    """
+
+    token_S: np.ndarray | None
+    block_table_SM: np.ndarray
+    context_len_S: np.ndarray
+    longest: int
+    parts: int
+    shared: SharedReading | None
+    alone: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """Sequences that compute several tokens: see `_prefill_items`."""
+
+    block_table_SM: np.ndarray
+    item_I3: np.ndarray
+    position_T: np.ndarray
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host works out once for all layers of a step. parallel: whether it is for several threads."""
+
+    parallel: bool
+    decode: _Decode | None
+    prefill: _Prefill | None
+
+
+def attention(
+    q_TND: torch.Tensor, cache: LayerCache, where: AttentionInput, scale: float, window: int | None
+) -> torch.Tensor:
+    """See `contract.Kernels.attention`. float32 and bfloat16, on a cache of the same type or FP8; it must be
+    contiguous."""
+    (_, num_heads, head_dim), num_kv_heads = q_TND.shape, cache.k_CBKD.shape[2]
+    key = (num_heads, num_kv_heads, head_dim)
+    if key not in where.worked_out:
+        where.worked_out[key] = plan_of(where, num_heads, num_kv_heads, head_dim)
+    plan = where.worked_out[key]
+    use_threads(plan.parallel)
+    q_TND = q_TND.contiguous()
+    out_TND = torch.empty_like(q_TND)
+    window = UNBOUNDED if window is None else window
+    attend(bits(q_TND), arrays_of(cache), plan, window, np.float32(scale), bits(out_TND))
+    return out_TND
+
+
+def attend(
+    q_TND: np.ndarray, arrays: CacheArrays, plan: Plan, window: int, scale: np.float32, out_TND: np.ndarray
+) -> None:
+    """The same of arrays, to `out_TND`, on as many threads as compiled kernels run on now: those of the plan."""
+    decode, prefill = plan.decode, plan.prefill
+    if decode is not None:
+        token_S, table_SM, before = decode.token_S, decode.block_table_SM, decode.alone
+        q_SND, out_SND = (q_TND, out_TND) if token_S is None else (q_TND[token_S], np.empty_like(q_TND[token_S]))
+        if decode.shared is not None and window >= decode.longest:
+            before = decode.shared.read(q_SND, arrays, table_SM, scale)
+        options = window, scale, decode.parts
+        paged.paged_decode(q_SND, *arrays, table_SM, decode.context_len_S, *options, *before, out_SND, *WHOLE)
+        if token_S is not None:
+            out_TND[token_S] = out_SND
+    if prefill is not None:
+        items = prefill.block_table_SM, prefill.item_I3, prefill.position_T
+        paged.paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *WHOLE)
+
+
+def plan_of(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int, parallel: bool = False) -> Plan:
+    """Of a step with so many heads. parallel: whether it is to run on several threads whatever attention is worth.
+
+    From here on compiled kernels run on the plan's number of threads.
+    """
+    table_SM, context_len_S = where.block_table_SM, where.context_len_S
+    count_S = where.query_start_S1[1:] - where.query_start_S1[:-1]  # np.diff and the like take several times as long
+    heads = num_heads, num_kv_heads, head_dim
+    if count_S.max() == 1:
+        parallel = parallel or many_keys(context_len_S, num_kv_heads, head_dim)
+        return Plan(parallel, _decode(where, None, context_len_S, table_SM, heads, use_threads(parallel)), None)
+    (single,) = (count_S == 1).nonzero()
+    products = int(count_S.astype(np.int64) @ context_len_S)
+    parallel = parallel or products * num_kv_heads * head_dim >= PARALLEL_QUERIES
+    parallel = parallel or (len(single) > 0 and many_keys(context_len_S[single], num_kv_heads, head_dim))
+    num_threads, decode = use_threads(parallel), None
+    if len(single):
+        token_S = where.query_start_S1[single]
+        decode = _decode(where, token_S, context_len_S[single], table_SM[single], heads, num_threads)
+    most = max(1, ROWS * num_kv_heads // num_heads)
+    items = _prefill_items(where.query_start_S1, count_S, context_len_S, most, num_threads)
+    return Plan(parallel, decode, _Prefill(np.ascontiguousarray(table_SM), *items))
+
+
+def _decode(
+    where: AttentionInput,
+    token_S: np.ndarray | None,
+    context_len_S: np.ndarray,
+    table_SM: np.ndarray,
+    heads: tuple[int, int, int],
+    num_threads: int,
+) -> _Decode:
+    return _Decode(
+        token_S,
+        np.ascontiguousarray(table_SM),
+        context_len_S,
+        int(context_len_S.max()),
+        parts_of(len(context_len_S), heads[1], num_threads),
+        SharedReading.of(table_SM, context_len_S, where.block_size, heads),
+        nothing_read(len(context_len_S)),
+    )
+
+
+def _prefill_items(
+    query_start_S1: np.ndarray, count_S: np.ndarray, context_len_S: np.ndarray, most: int, num_threads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The pieces of work of `paged.paged_prefill`, (I, 3): (sequence, first token, number of tokens) of at most `most`
+    neighbouring queries of the sequences that compute more than one token; and the position of each token of a step in
+    its sequence, (T,).
+
+    Threads take equal runs of the pieces; the work of one grows with its position, so they are dealt out in turn.
+    """
+    position_T = np.arange(query_start_S1[-1]) + (context_len_S - query_start_S1[1:]).repeat(count_S)
+    if count_S.max() <= most:
+        (sequence_I,) = (count_S > 1).nonzero()
+        first_I, num_tokens_I = query_start_S1[sequence_I], count_S[sequence_I]
+    else:
+        sequence_I, first_I, num_tokens_I = pieces(query_start_S1, np.where(count_S > 1, count_S, 0), most)
+    item_I3 = np.empty((len(sequence_I), 3), dtype=np.int64)
+    item_I3[:, 0], item_I3[:, 1], item_I3[:, 2] = sequence_I, first_I, num_tokens_I
+    if num_threads > 1 and len(item_I3) > 1:
+        heaviest_I = np.argsort(-position_T[first_I + num_tokens_I - 1])
+        item_I3 = item_I3[np.concatenate([heaviest_I[thread::num_threads] for thread in range(num_threads)])]
+    return item_I3, position_T
+
+
+def many_keys(context_len_S: np.ndarray, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether single queries over so many keys are worth more than one thread."""
+    return int(context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_KEYS
+
+
+def parts_of(num_sequences: int, num_kv_heads: int, num_threads: int) -> int:
+    """Of so many single queries: 1 where there are enough to deal out whole ones, else the fewest equal parts of the KV
+    heads of which each thread gets one; all of them where there are too few."""
+    if num_sequences >= 8 * num_threads:
+        return 1
+    return next((p for p in range(num_threads, num_kv_heads) if num_kv_heads % p == 0), num_kv_heads)

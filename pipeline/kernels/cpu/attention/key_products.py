@@ -1,0 +1,243 @@
+"""Products of queries with keys as they lie in the cache; to be called by the kernels of attention alone.
+
+Where queries and keys are both bfloat16 and the processor multiplies pairs of it (see `pair_tile.py`), both are read as
+words of 32 bits, two neighbouring elements each, and nothing is widened. Else keys are widened as they are read, and
+queries before. Sums are float32 either way; products of pairs are exact.
+"""
+
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` and `overload` make of a function.
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from pipeline.kernels.cpu.compile.numerics import float_of_bits, wide
+from pipeline.kernels.cpu.compile.prefetch import ask_for
+from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS, MULTIPLIES_PAIRS
+from pipeline.kernels.cpu.tiles.float_tile import STORED, tile_product, widened
+from pipeline.kernels.cpu.tiles.pair_tile import Bfloat16, add_pair_products
+
+KEYS = 8
+"""Keys whose products with one query `dot_products` makes side by side."""
+WIDTH = 16 if HAS_WIDE_VECTORS else 8
+"""Elements, or words of two, that `dot_products` takes at a time."""
+_HALF, _HIGH_HALF = np.uint32(16), np.uint32(0xFFFF0000)
+
+
+def in_pairs(array, other):
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(in_pairs, inline="always")
+def _words_or_elements(array, other):
+    """Queries or keys as they are multiplied with the others: as words of pairs, or as they are."""
+    if MULTIPLIES_PAIRS and array.dtype == other.dtype == types.uint16:
+        return lambda array, other: array.view(np.uint32)
+    return lambda array, other: array
+
+
+@intrinsic
+def _transpose(typing_context, out, out_at, out_row, q, q_at, start_R, first):
+    """For r and i < WIDTH: out[out_at + i * out_row + r] = q[q_at + start_R[first + r] + i], widened."""
+
+    def lower(context, builder, signature, arguments):
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        dtype = signature.args[3].dtype
+        stored = int32 if dtype == types.uint32 else STORED[dtype]
+        out, q, start = (
+            builder.gep(context.make_array(signature.args[n])(context, builder, arguments[n]).data, [arguments[at]])
+            for n, at in ((0, 1), (3, 4), (5, 6))
+        )
+
+        def picked(a, b, picks):
+            return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(int32, WIDTH), picks))
+
+        some = []
+        for r in range(WIDTH):
+            at = builder.gep(q, [builder.load(builder.gep(start, [int64(r)]))])
+            loaded = builder.load(builder.bitcast(at, ir.VectorType(stored, WIDTH).as_pointer()))
+            loaded.align = dtype.bitwidth // 8
+            some.append(loaded if dtype == types.uint32 else widened(builder, loaded, dtype))
+        step = 1
+        while step < WIDTH:  # squares of 2 * step: their two parts off the diagonal change places
+            for r in range(WIDTH):
+                if not r & step:
+                    a, b = some[r], some[r + step]
+                    some[r] = picked(a, b, [i if not i & step else WIDTH + i - step for i in range(WIDTH)])
+                    some[r + step] = picked(a, b, [WIDTH + i if i & step else i + step for i in range(WIDTH)])
+            step *= 2
+        for i, lanes in enumerate(some):
+            at = builder.gep(out, [builder.mul(int64(i), arguments[2])])
+            builder.store(lanes, builder.bitcast(at, lanes.type.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(out, index, index, q, index, start_R, index), lower
+
+
+def query_lanes(q, start_R, depth):
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(query_lanes)
+def _lanes(q, start_R, depth):
+    """Of flat queries `q`, by `in_pairs`, those that begin at start_R, side by side in the type in which they are
+    multiplied: (depth, R), flat; R is a multiple of WIDTH."""
+    dtype = np.uint32 if q.dtype == types.uint32 else np.float32
+
+    def side_by_side(q, start_R, depth):
+        num_rows, in_squares = len(start_R), depth // WIDTH * WIDTH
+        lanes = np.empty(depth * num_rows, dtype)
+        for r in range(0, num_rows, WIDTH):
+            for i in range(0, in_squares, WIDTH):
+                _transpose(lanes, i * num_rows + r, num_rows, q, i, start_R, r)
+        for i in range(in_squares, depth):
+            for r in range(num_rows):
+                lanes[i * num_rows + r] = wide(q[start_R[r] + i])
+        return lanes
+
+    return side_by_side
+
+
+def query_rows(q, start, count):
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(query_rows)
+def _rows(q, start, count):
+    """So many elements of flat queries `q`, by `in_pairs`, in the type in which they are multiplied."""
+    if q.dtype != types.uint16:
+        return lambda q, start, count: q[start : start + count]
+
+    def copied(q, start, count):
+        row = np.empty(count, np.float32)
+        for i in range(count):
+            row[i] = wide(q[start + i])
+        return row
+
+    return copied
+
+
+def product(q, k):
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(product, inline="always")
+def _product(q, k):
+    """Of one element of a query, or one pair, with that of a key."""
+    if q != types.uint32:
+        return lambda q, k: q * wide(k)
+    return lambda q, k: (
+        float_of_bits(q << _HALF) * float_of_bits(k << _HALF)
+        + float_of_bits(q & _HIGH_HALF) * float_of_bits(k & _HIGH_HALF)
+    )
+
+
+def add_key_products(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, keys, units):
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(add_key_products, inline="always", prefer_literal=True)
+def _add_products(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, keys, units):
+    """Of `keys` keys with 8 * `units` queries (both literals) that lie side by side: out[out_at + n * out_row + r] +=
+    sum over d < depth of k[k_at + n * k_row + d] * q[q_at + d * q_row + r]."""
+    if not isinstance(keys, types.IntegerLiteral) or not isinstance(units, types.IntegerLiteral):
+        return None
+    num_keys, num_units, num_vectors = keys.literal_value, units.literal_value, units.literal_value // 2
+
+    def of_elements(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, keys, units):
+        tile_product(out, out_at, out_row, k, k_at, k_row, 1, q, q_at, q_row, depth, num_keys, num_units)
+
+    def of_pairs(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, keys, units):
+        add_pair_products(
+            out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, None, None, 0, None, 0, 0, 0, depth,
+            num_keys, num_keys, num_vectors, 1
+        )  # fmt: skip
+
+    return of_pairs if q.dtype == types.uint32 else of_elements
+
+
+@intrinsic
+def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, scale, ahead):
+    """Of one query with KEYS keys: for n < KEYS
+
+        out[out_at + n] = scale * sum over d < depth of q[q_at + d] * k[k_at + n * k_row + d]
+
+    Arrays are one-dimensional; `depth` is a multiple of WIDTH. Indices are not checked. LLVM makes one product at a
+    time of such loops, and sums across the lanes of each: here the lanes of all are summed together. The memory
+    `ahead` elements behind each of k is asked for as well; with 0 that is one which is there.
+    """
+
+    def lower(context, builder, signature, arguments):
+        int32, int64, float32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+        vector, half = ir.VectorType(float32, WIDTH), ir.VectorType(float32, KEYS)
+        pairs = ir.VectorType(Bfloat16(), 2 * WIDTH)
+        flags = ("contract", "reassoc", "nsz", "arcp")
+        k_row, depth, scale, ahead = arguments[6:]
+
+        def place(array, at):
+            data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
+            return builder.gep(data, [arguments[at]])
+
+        def load(address, dtype):
+            """One vector: pairs of bfloat16, or widened."""
+            if dtype == types.uint32:
+                loaded = builder.load(builder.bitcast(address, pairs.as_pointer()))
+                loaded.align = 4
+                return loaded
+            loaded = builder.load(builder.bitcast(address, ir.VectorType(STORED[dtype], WIDTH).as_pointer()))
+            loaded.align = dtype.bitwidth // 8
+            return widened(builder, loaded, dtype)
+
+        def joined(a, b, *picks):
+            """The sum of two selections of the elements of two vectors."""
+            chosen = [
+                builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(int32, len(pick)), pick)) for pick in picks
+            ]
+            return builder.fadd(*chosen, flags=flags)
+
+        q, k = place(2, 3), place(4, 5)
+        q_dtype, k_dtype = signature.args[2].dtype, signature.args[4].dtype
+        k_N = [builder.gep(k, [builder.mul(int64(n), k_row)]) for n in range(KEYS)]
+        sum_N = [cgutils.alloca_once(builder, vector) for _ in range(KEYS)]  # become registers
+        for held in sum_N:
+            builder.store(ir.Constant(vector, [0.0] * WIDTH), held)
+        with cgutils.for_range(builder, builder.sdiv(depth, int64(WIDTH))) as loop:
+            d = builder.mul(loop.index, int64(WIDTH))
+            some_q = load(builder.gep(q, [d]), q_dtype)
+            for n in range(KEYS):
+                at = builder.gep(k_N[n], [d])
+                some_k, before = load(at, k_dtype), builder.load(sum_N[n])
+                ask_for(builder, builder.gep(at, [ahead]))
+                if q_dtype == types.uint32:
+                    kind = ir.FunctionType(vector, [vector, pairs, pairs])
+                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+                    instruction = cgutils.get_or_insert_function(builder.module, kind, name)
+                    after = builder.call(instruction, [before, some_q, some_k])
+                else:
+                    after = builder.fadd(before, builder.fmul(some_q, some_k, flags=flags), flags=flags)
+                builder.store(after, sum_N[n])
+        # Four lanes at a time: sums of key n of four come to lie in place n, which takes no move across such four.
+        fours = range(0, WIDTH, 4)
+        low, high = ([f + p for f in fours for p in (a, WIDTH + a, b, WIDTH + b)] for a, b in ((0, 1), (2, 3)))
+        two_N = [joined(builder.load(sum_N[n]), builder.load(sum_N[n + 1]), low, high) for n in range(0, KEYS, 2)]
+        low, high = ([f + p for f in fours for p in (a, b, WIDTH + a, WIDTH + b)] for a, b in ((0, 1), (2, 3)))
+        first, second = (joined(two_N[n], two_N[n + 1], low, high) for n in (0, 2))
+        count = WIDTH // 2
+        while count >= 4:
+            # the lower and the upper half of each of the two, until each is one four
+            begins = (0, WIDTH) if count == WIDTH // 2 else (0, 2 * count)
+            low, high = ([b + o + n for b in begins for n in range(count)] for o in (0, count))
+            first = second = joined(first, second, low, high)
+            count //= 2
+        single = builder.insert_element(ir.Constant(half, ir.Undefined), scale, int32(0))
+        factor = builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(int32, KEYS), [0] * KEYS))
+        total = builder.fmul(first, factor, flags=flags)
+        builder.store(total, builder.bitcast(place(0, 1), half.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(out, index, q, index, k, index, index, index, types.float32, index), lower

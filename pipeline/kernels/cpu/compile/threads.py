@@ -1,0 +1,147 @@
+"""How kernels are compiled, and how their work is dealt to threads.
+
+A kernel takes `begin` and `end` last, the items of one thread, and is called with WHOLE. Then it only says how many
+items there are, to `share_out`, which calls the same kernel again on each thread:
+
+    @kernel()
+    def double(x_TH, begin, end):
+        if end < 0:
+            return share_out(len(x_TH))
+        for t in range(begin, end):
+            ...
+
+numba's own `prange` comes to the same, but makes functions around functions of a kernel, each of which holds a copy of
+the loops that is optimized and made machine code anew: that took about three times as long to compile.
+"""
+
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import config, get_num_threads, njit, set_num_threads, types
+from numba.core import cgutils
+from numba.core.dispatcher import Dispatcher
+from numba.extending import intrinsic
+
+from pipeline.kernels.cpu.compile.versions import made_of_imports
+
+PARALLEL_ELEMENTS = 1 << 15
+"""Elementwise work below this stays on one thread: waking another one would take longer than it saves."""
+WHOLE = 0, -1
+"""`begin` and `end` of a kernel's caller: all items, dealt to the threads that `use_threads` set."""
+
+# Sums may be reordered, as in any vectorised sum; NaN and infinity keep their meaning.
+_options: dict[str, Any] = {
+    "fastmath": {"contract", "reassoc", "nsz", "arcp"},
+    "error_model": "numpy",
+    "nogil": True,
+    "cache": True,
+}
+
+
+def kernel(**changed: Any) -> Callable[[Callable[..., None]], Dispatcher]:
+    """A decorator: compiled by numba when it is first called with arguments of some types, and kept on disk.
+
+    `changed` are options of `njit` other than those of all kernels.
+    """
+
+    def compiled(function: Callable[..., None]) -> Dispatcher:
+        return njit(**_options | changed)(made_of_imports(function))
+
+    return compiled
+
+
+@intrinsic
+def share_out(typing_context, num_items):
+    """Deal items 0 to num_items - 1 to the threads, in equal runs: a call of the kernel in which this stands for each,
+    with its other arguments as they are. To be called by a kernel alone, which has nothing else to do then.
+
+    By the function that serves numba's own parallel loops, whatever their threads are made of. `use_threads` starts
+    them, so it comes before any kernel.
+    """
+
+    def lower(context, builder, signature, arguments):
+        (num_items,) = arguments
+        kernel, module = builder.function, builder.module
+        int64, address = ir.IntType(64), ir.IntType(8).as_pointer()
+        returned, raised, *others, begin, end = kernel.args  # numba's calling convention
+        assert begin.type == end.type == int64, "a kernel's last arguments are begin and end"
+
+        def run(builder, others, begin, end):
+            """The kernel on some items. Kernels return nothing and raise nothing."""
+            places = [cgutils.alloca_once(builder, each.type.pointee, zfill=True) for each in (returned, raised)]
+            builder.call(kernel, [*places, *others, begin, end])
+
+        # what each thread is given: the arguments, how many items and how many runs of them
+        given = ir.LiteralStructType([*(each.type for each in others), int64, int64])
+        kind = ir.FunctionType(ir.VoidType(), [address.as_pointer(), int64.as_pointer(), int64.as_pointer(), address])
+        some = ir.Function(module, kind, name=f"{kernel.name}.some")
+        some.linkage = "internal"
+        inner = ir.IRBuilder(some.append_basic_block())
+        held = inner.load(inner.bitcast(some.args[3], given.as_pointer()))
+        *passed, items, runs = (inner.extract_value(held, i) for i in range(len(given.elements)))
+        first = inner.ptrtoint(inner.load(some.args[0]), int64)
+        last = inner.add(first, inner.load(some.args[1]))
+        run(inner, passed, *(inner.sdiv(inner.mul(items, each), runs) for each in (first, last)))
+        inner.ret_void()
+
+        threads_kind = ir.FunctionType(int64, [])
+        num_threads = builder.call(cgutils.get_or_insert_function(module, threads_kind, "get_num_threads"), [])
+        with builder.if_else(builder.icmp_signed(">", num_threads, int64(1))) as (several, one):
+            with several:
+                place = cgutils.alloca_once(builder, given)
+                for i, value in enumerate([*others, num_items, num_threads]):
+                    builder.store(value, cgutils.gep_inbounds(builder, place, 0, i))
+                # An "array" of one byte an element that begins at address 0: a run's number is its address.
+                nothing, one_byte = ir.Constant(address, None), int64(1)
+                starts, sizes, steps = (cgutils.alloca_once_value(builder, v) for v in (nothing, num_threads, one_byte))
+                kind = ir.FunctionType(ir.VoidType(), [address] * 5 + [int64] * 3)
+                parallel_for = cgutils.get_or_insert_function(module, kind, "numba_parallel_for")
+                passed = [builder.bitcast(each, address) for each in (some, starts, sizes, steps, place)]
+                inner_dimensions, arrays = int64(0), int64(1)
+                builder.call(parallel_for, [*passed, inner_dimensions, arrays, num_threads])
+            with one:
+                run(builder, others, int64(0), num_items)
+        return context.get_dummy_value()
+
+    return types.none(types.int64), lower
+
+
+def own_threads() -> None:
+    """Start numba's threads without changing torch's.
+
+    Both use one OpenMP library, and numba's start sets its number of threads to all cores, also for torch.
+    """
+    threads = torch.get_num_threads()
+    get_num_threads()
+    torch.set_num_threads(threads)
+
+
+def use_threads(parallel: bool) -> int:
+    """The next kernel runs on as many threads as torch, or on one; returns how many."""
+    most = config.NUMBA_NUM_THREADS  # pyright: ignore[reportAttributeAccessIssue]
+    num_threads = min(torch.get_num_threads(), most) if parallel else 1
+    if num_threads != getattr(_told, "num_threads", None):
+        set_num_threads(num_threads)
+        _told.num_threads = num_threads
+    return num_threads
+
+
+_told = threading.local()  # numba keeps a number for each thread too; to tell it again takes 10 us
+
+
+def is_cached(kernel: Dispatcher) -> bool:
+    """Whether this kernel was compiled on this machine before, so that it loads in no time.
+
+    Looks for numba's index file; a type that was not used so far is compiled all the same.
+    """
+    source = Path(kernel.py_func.__code__.co_filename)
+    assert kernel.stats.cache_path is not None
+    indexes = Path(kernel.stats.cache_path).glob(f"{source.stem}.{kernel.py_func.__qualname__}-*.nbi")
+    return any(index.stat().st_mtime >= source.stat().st_mtime for index in indexes)

@@ -1,0 +1,122 @@
+"""Which linear serves a weight on CPU, and oneDNN's packed weights in native bfloat16.
+
+In float32, weights that were stored narrow are read so (`narrow.py`); others are plain matrices for BLAS. In
+bfloat16, where native, weights are packed once by oneDNN, which compiles a kernel for each number of tokens it meets
+(some milliseconds on every new one), and a step's number of tokens is never the same twice: so tokens are padded to
+one of a few numbers. A 4-bit weight in bfloat16 keeps two forms: int4 for few tokens, where reading the weights is
+all the time there is, and packed bfloat16 of the same values for many, where the multiply is; the border is measured
+at load for each shape.
+"""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+
+from pipeline.kernels.contract import Linear
+from pipeline.kernels.cpu.linear.crossover import crossover
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
+
+INT4PACK_GROUPS = (32, 64, 128, 256)
+
+
+def supports_bf16() -> bool:
+    """Whether this processor multiplies bfloat16 natively; emulated, it is 5 to 8 times slower than float32."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=torch.bfloat16), None)
+    except RuntimeError:
+        return False
+    return True
+
+
+def padded_tokens(num_tokens: int) -> int:
+    """The number of tokens a packed product is run for: at most an eighth more, few different ones."""
+    step = max(1, 1 << max(0, num_tokens.bit_length() - 4))
+    return -(-num_tokens // step) * step
+
+
+class DenseLinear:
+    """y = x @ weight.T + bias; `packed` by oneDNN or a plain matrix."""
+
+    def __init__(
+        self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, packed: bool | None = None
+    ) -> None:
+        self.bias_N = None if bias_N is None else bias_N.to(dtype)
+        self.packed = (dtype == torch.bfloat16 and supports_bf16()) if packed is None else packed
+        weight_NK = weight_NK.to(dtype).contiguous()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None) if self.packed else weight_NK
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        if not self.packed:
+            return F.linear(x_TK, self.weight, self.bias_N)
+        num_tokens = x_TK.shape[0]
+        padding = padded_tokens(num_tokens) - num_tokens
+        x_TK = F.pad(x_TK, (0, 0, 0, padding)) if padding else x_TK
+        y_TN = torch.ops.mkldnn._linear_pointwise(x_TK, self.weight, self.bias_N, "none", [], "")
+        return y_TN[:num_tokens]
+
+
+class Int4Linear:
+    """A grouped 4-bit weight in bfloat16: int4 up to `crossover` tokens, the dense form above.
+
+    `_weight_int4pack_mm_for_cpu` computes w = (q - 8) * scale + zero, so its zero is (8 - z) * scale.
+    """
+
+    def __init__(self, weight: GroupIntWeight) -> None:
+        self.group_size = weight.group_size
+        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(torch.bfloat16)
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.q_NK.to(torch.int32), 1)
+        scales_GN = weight.scales_NG.t()
+        zeros_GN = (8.0 - weight.zeros_NG.t()) * scales_GN
+        self.scale_zero_GN2 = torch.stack([scales_GN, zeros_GN], dim=-1).to(torch.bfloat16).contiguous()
+        in_its_order = replace(weight, input_order_K=None)  # as the int4 form has it
+        self.dense = DenseLinear(in_its_order.dequantize(torch.bfloat16), weight.bias_N, torch.bfloat16)
+        key = "int4pack", weight.out_features, weight.in_features
+        self.crossover = crossover(key, self.int4, self.dense, weight.in_features, torch.bfloat16)
+
+    def int4(self, x_TK: torch.Tensor) -> torch.Tensor:
+        y_TN = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TK, self.packed, self.group_size, self.scale_zero_GN2)
+        return y_TN if self.bias_N is None else y_TN + self.bias_N
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self.int4(x_TK) if x_TK.shape[0] <= self.crossover else self.dense(x_TK)
+
+
+class ReorderedLinear:
+    """A linear whose weight has its inputs in another order: each token's are put in that order first."""
+
+    def __init__(self, linear: Linear, input_order_K: torch.Tensor) -> None:
+        self.linear, self.input_order_K = linear, input_order_K
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self.linear(x_TK.index_select(1, self.input_order_K))
+
+
+def serves_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntWeight]:
+    """Whether torch's int4 product takes this weight."""
+    if not isinstance(weight, GroupIntWeight) or weight.bits != 4 or dtype != torch.bfloat16:
+        return False
+    return weight.out_features % 64 == 0 and weight.in_features % 32 == 0 and weight.group_size in INT4PACK_GROUPS
+
+
+def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
+    """Pack one weight for CPU. The caller can drop its own copy."""
+    linear: Linear | None = _compiled(weight, dtype) if find_spec("numba") is not None else None
+    if linear is None and serves_int4(weight, dtype):
+        linear = Int4Linear(weight)
+    if linear is None:
+        return DenseLinear(weight.dequantize(dtype), weight.bias_N, dtype)
+    order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
+    return linear if order_K is None else ReorderedLinear(linear, order_K)
+
+
+def _compiled(weight: LinearWeight, dtype: torch.dtype) -> Linear | None:
+    if dtype == torch.float32:
+        from pipeline.kernels.cpu.linear.narrow import narrow_linear
+
+        return narrow_linear(weight)
+    from pipeline.kernels.cpu.linear.pairs import multiplies_pairs, pair_linear
+
+    return pair_linear(weight) if dtype == torch.bfloat16 and multiplies_pairs() else None

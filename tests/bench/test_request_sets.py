@@ -1,0 +1,96 @@
+"""The request sets are what they claim, today and tomorrow."""
+
+import hashlib
+import json
+from statistics import median
+
+import pytest
+
+from pipeline.bench.request_sets import FIRST_TOKEN, REQUEST_SETS, Lengths, workload
+from pipeline.errors import ConfigError
+
+WORK = workload(48, 120, (16, 128))
+CLAIMS = {  # requests, prompt from and to, output from and to
+    "summaries": (1024, 64, 4096, 32, 256),
+    "mixed": (512, 100, 1024, 100, 1024),
+    "generation": (1024, 32, 128, 256, 768),
+    "shared": (1024, 2048 + 32, 2048 + 128, 32, 128),
+    "classification": (2048, 100, 1600, 1, 4),
+    "single": (1, 512, 512, 256, 256),
+}
+# of the lengths: figures of different days can be compared only while these stand
+DIGESTS = {
+    "summaries": "191deac3",
+    "mixed": "78be65d4",
+    "generation": "6c35f882",
+    "shared": "37144fda",
+    "classification": "1a7e675b",
+    "single": "7c1705e8",
+}
+
+
+def test_the_sets_are_those_of_the_claims():
+    assert list(REQUEST_SETS) == list(CLAIMS)
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_counts_and_ranges(name):
+    count, prompt_low, prompt_high, output_low, output_high = CLAIMS[name]
+    lengths = REQUEST_SETS[name].lengths()
+    prompts, outputs = [n.prompt for n in lengths], [n.output for n in lengths]
+    assert len(lengths) == count
+    assert prompt_low <= min(prompts) <= max(prompts) <= prompt_high
+    assert output_low <= min(outputs) <= max(outputs) <= output_high
+    if count > 1 and name not in ("summaries", "classification"):  # even ones reach both ends, nearly
+        assert max(prompts) - min(prompts) > 0.95 * (prompt_high - prompt_low)
+        assert max(outputs) - min(outputs) > 0.95 * (output_high - output_low)
+    told = hashlib.sha256(json.dumps(list(zip(prompts, outputs))).encode()).hexdigest()[:8]
+    assert told == DIGESTS[name]
+
+
+def test_lognormal_lengths_lie_around_their_median():
+    for name, middle in (("summaries", 735), ("classification", 400)):
+        prompts = [n.prompt for n in REQUEST_SETS[name].lengths()]
+        assert median(prompts) == pytest.approx(middle, rel=0.06)
+        assert max(prompts) > 3 * middle
+        assert sum(prompts) / len(prompts) > 1.05 * middle
+
+
+def test_a_round_has_the_lengths_and_its_own_prompts():
+    for work in (*(REQUEST_SETS[name].smaller(64, 8) for name in ("shared", "classification")), WORK):
+        one, again, other = (work.round(r, 1000) for r in ("1", "1", "2"))
+        assert one == again
+        assert [(len(r.prompt_token_ids), r.max_tokens) for r in one] == [(n.prompt, n.output) for n in work.lengths()]
+        assert all(r.ignore_eos for r in one)
+        assert not any(a.prompt_token_ids[:8] == b.prompt_token_ids[:8] for a, b in zip(one, other))
+        tokens = [token for r in one for token in r.prompt_token_ids]
+        assert FIRST_TOKEN <= min(tokens) < max(tokens) < 1000
+        starts, ends = ({tuple(r.prompt_token_ids[part]) for r in one} for part in (slice(256), slice(256, None)))
+        assert len(starts) == (len(one) if not work.shared_prefix else 1)
+        assert not work.shared_prefix or len(ends) == len(one)
+        alone = work.one("1", 5, 1000)
+        assert alone == work.one("1", 5, 1000) != work.one("2", 5, 1000)
+        assert (len(alone.prompt_token_ids), alone.max_tokens) == (work.prompt.median or work.prompt.high, 5)
+
+
+def test_a_workload_is_ragged_around_what_was_asked():
+    lengths = WORK.lengths()
+    assert (lengths[0].prompt, lengths[0].output, sum(n.prompt for n in lengths)) == (126, 16, 6911)
+    prompts = sorted(n.prompt for n in lengths)
+    assert 90 < prompts[24] < 160
+    assert prompts[-1] > 2 * prompts[24]
+    assert 16 <= min(n.output for n in lengths) < 30
+    assert 115 < max(n.output for n in lengths) <= 128
+    for wrong in ((0, (1, 1)), (1, (2, 1)), (1, (0, 1))):
+        with pytest.raises(ConfigError, match="expected from 1 on"):
+            workload(1, *wrong)
+
+
+def test_smaller_sets_keep_their_kind():
+    small = REQUEST_SETS["shared"].smaller(100, 16)
+    assert (small.count, small.shared_prefix, small.prompt, small.output) == (10, 128, Lengths(2, 8), Lengths(2, 8))
+    assert REQUEST_SETS["single"].smaller(100, 1000).lengths()[0].output == 1
+    assert small.longest == max(n.prompt + n.output for n in small.lengths())
+    text = REQUEST_SETS["summaries"].to_text()
+    assert "1,024 requests, 64 to 4,096, around 735 tokens in, 32 to 256 out" in text
+    assert "2,048 shared and 32 to 128 tokens in" in REQUEST_SETS["shared"].to_text()

@@ -1,0 +1,143 @@
+"""What linears on activations in fp8 compute, against the definition written out value by value."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import ConfigError
+from pipeline.kernels.activations.fp8 import fp8_block, rounded
+from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
+from pipeline.kernels.reference import prepare_linear, reference_kernels
+from pipeline.kernels.select import select_kernels
+from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
+from pipeline.weights.round_to_nearest import int4, int8, nf4
+
+CPU = torch.device("cpu")
+E4M3 = sorted(  # the finite values of at least 0, the even ones at even places
+    {(1 + f / 8) * 2.0 ** (e - 7) if e else f * 2.0**-9 for e in range(16) for f in range(8) if (e, f) != (15, 7)}
+)
+
+
+def nearest(value_K: np.ndarray) -> np.ndarray:
+    """Of e4m3, by looking at all of them."""
+    distance_KE = np.abs(np.abs(value_K.astype(np.float64))[:, None] - np.array(E4M3))
+    is_best_KE = distance_KE == distance_KE.min(1, keepdims=True)
+    is_odd_E = np.arange(len(E4M3)) % 2
+    return np.copysign(np.array(E4M3)[np.argmax(2 * is_best_KE - is_odd_E, axis=1)], value_K).astype(np.float32)
+
+
+def by_definition(x_MK: torch.Tensor, block: int) -> torch.Tensor:
+    """Scales and quotients in float32, the nearest value by searching."""
+    out = x_MK.clone()
+    for row in out:
+        for start in range(0, len(row), block):
+            piece = row[start : start + block].numpy()
+            scale = np.maximum(np.abs(piece).max(), np.float32(2.0**-100)) / np.float32(448)
+            piece[:] = nearest(piece / scale) * scale
+    return out
+
+
+def int4_weight(n: int, k: int, group: int, seed: int = 0, bias: bool = False) -> GroupIntWeight:
+    random = torch.Generator().manual_seed(seed)
+    return GroupIntWeight(
+        torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=random),
+        torch.rand(n, k // group, generator=random) + 0.5,
+        torch.randint(0, 17, (n, k // group), generator=random).float(),
+        group,
+        torch.randn(n, generator=random) if bias else None,
+    )
+
+
+def fp8_weight(n: int, k: int, block: tuple[int, int]) -> Fp8Weight:
+    random = torch.Generator().manual_seed(n)
+    scales = torch.rand(-(-n // block[0]), -(-k // block[1]), generator=random) + 0.1
+    return Fp8Weight((100 * torch.randn(n, k, generator=random)).to(torch.float8_e4m3fn), scales, block)
+
+
+@pytest.mark.parametrize(("num_inputs", "block"), [(128, 128), (70, 32), (192, 64), (5, 128)])
+def test_activations_go_to_the_nearest_value(num_inputs: int, block: int) -> None:
+    x_MK = torch.randn(3, num_inputs, generator=torch.Generator().manual_seed(1)) * 10.0
+    x_MK[0, ::2] *= 1e-4  # far below the largest, where e4m3 has no exponents left
+    x_MK[1] = 448.0 * torch.linspace(-1, 1, num_inputs)  # many ties
+    x_MK[1, 0], x_MK[2, 3] = 448.0, 0.0
+    assert torch.equal(rounded(x_MK, block), by_definition(x_MK, block))
+
+
+def test_blocks_of_nothing_and_of_no_numbers() -> None:
+    x_MK = torch.zeros(4, 64)
+    x_MK[1, 3], x_MK[2, 3], x_MK[3, 40] = float("nan"), float("-inf"), 1e-42
+    found = rounded(x_MK, 32)
+    assert torch.equal(found[0], x_MK[0])
+    assert torch.equal(found.isnan().any(1), torch.tensor([False, True, True, False]))
+    assert bool(found[1:3, :32].isnan().all()), "all outputs are to be NaN"
+    assert float(found[3].abs().max()) < 2.0**-100
+
+
+@pytest.mark.parametrize(
+    ("weight", "block"),
+    [
+        (int4_weight(2, 256, 128), 128),
+        (int4_weight(2, 512, 256), 128),
+        (int4_weight(2, 192, 64), 64),
+        (int4_weight(2, 96, 32), 32),
+        (int4_weight(2, 96, 96), 128),
+        (int4_weight(2, 96, 48), None),
+        (replace(int4_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 7.5)), None),
+        (replace(int4_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 17.0)), None),
+        (replace(int4_weight(2, 64, 32), bits=8), None),
+        (int4(torch.randn(2, 256), None), 128),
+        (int8(torch.randn(2, 256), None), None),
+        (nf4(torch.randn(2, 256), None), None),
+        (DenseWeight(torch.randn(2, 256)), None),
+        (fp8_weight(3, 200, (1, 200)), 128),
+        (fp8_weight(130, 200, (128, 128)), 128),
+        (fp8_weight(3, 200, (8, 24)), None),
+    ],
+)
+def test_which_weights_are_exact(weight: LinearWeight, block: int | None) -> None:
+    assert fp8_block(weight) == block
+    if isinstance(weight, GroupIntWeight) and block is not None:
+        value_NGg = weight.q_NK.unflatten(1, (-1, weight.group_size)).float() - weight.zeros_NG.unsqueeze(-1)
+        assert torch.equal(value_NGg.to(torch.float8_e4m3fn).float(), value_NGg)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_a_linear_is_that_of_rounded_inputs(kernels: str, dtype: torch.dtype) -> None:
+    fp8 = select_kernels(CPU, dtype, kernels).rounded["fp8"]
+    order_K = torch.randperm(256, generator=torch.Generator().manual_seed(2))
+    plain = int4_weight(40, 256, 64, bias=True)
+    for weight in (plain, replace(plain, input_order_K=order_K), fp8_weight(130, 200, (128, 128))):
+        x_MK = torch.randn(5, weight.in_features, generator=torch.Generator().manual_seed(3)).to(dtype)
+        linear, block = fp8.prepare(weight), fp8_block(weight)
+        assert linear is not None
+        assert block is not None
+        ordered = isinstance(weight, GroupIntWeight) and weight.input_order_K is not None
+        wide = by_definition(x_MK[:, order_K].float() if ordered else x_MK.float(), block).double()
+        dense = replace(weight, input_order_K=None) if isinstance(weight, GroupIntWeight) else weight
+        exact = wide @ dense.dequantize(torch.float32).double().T + (0 if weight.bias_N is None else weight.bias_N)
+        error = float((linear(x_MK).double() - exact).abs().max() / exact.abs().max())
+        assert error < (2e-6 if dtype == torch.float32 else 2**-8)
+        unrounded = prepare_linear(weight, torch.float32, CPU)(x_MK.float())
+        assert float((unrounded - exact).abs().max() / exact.abs().max()) > 2e-3, "rounding would not be seen"
+
+
+def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
+    kernels = with_rounded_activations(reference_kernels(torch.float32, CPU), "fp8", CPU)
+    prepare, x_MK = kernels.prepare_linear, torch.randn(2, 64)
+    assert isinstance(prepare, RoundedWherePossible)
+    dense, narrow = DenseWeight(torch.randn(3, 64)), int4_weight(3, 64, 32)
+    assert torch.equal(prepare(dense)(x_MK), x_MK @ dense.weight_NK.T)
+    assert torch.allclose(prepare(narrow)(x_MK), rounded(x_MK, 32) @ narrow.dequantize(torch.float32).T, atol=1e-5)
+    assert (prepare.num_rounded, prepare.num_all) == (1, 2)
+    assert "fp8" in kernels.served_by["linear"]
+
+
+def test_a_card_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    kernels = replace(reference_kernels(torch.float32, CPU), rounded={})
+    with pytest.raises(ConfigError, match=r"needs compute capability 8.9 or newer .*, and A100 has 8\.0"):
+        with_rounded_activations(kernels, "fp8", torch.device("cuda"))

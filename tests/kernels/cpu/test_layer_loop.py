@@ -1,0 +1,149 @@
+"""Steps of one token a sequence or a few through all layers at once: the bits of layer by layer, and only where
+that is served."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.engine.startup.resolve import quantized_on_load
+from pipeline.kernels.activations.rounded_linears import with_rounded_activations
+from pipeline.kernels.cache import FP8
+from pipeline.kernels.contract import AttentionInput, Kernels
+from pipeline.kernels.cpu import layer_loop as decode_steps
+from pipeline.kernels.cpu.attention.attention import Plan, plan_of
+from pipeline.kernels.cpu.linear.pairs import multiplies_pairs
+from pipeline.kernels.select import select_kernels
+from pipeline.model.config import read_config
+from pipeline.model.decoder import Decoder, KVCache
+from tests.model_folders import FAMILIES, make_family
+
+CPU, BLOCK = torch.device("cpu"), 8
+PROMPTS = [5, 19, 12]
+STEPS: list[dict[int, int]] = [  # of each, how many tokens a sequence computes; the first are its prompts
+    dict(enumerate(PROMPTS)),
+    {0: 1, 1: 1, 2: 1},
+    {1: 1},
+    {0: 1, 1: 2, 2: 1},
+    {2: 1, 0: 1},
+    {2: 7},  # over the end of a block
+    {0: 9, 1: 1, 2: 3},  # one over all of a block
+    {0: 2, 1: 5},
+    {0: 1, 1: 1, 2: 1},
+]
+SERVED = STEPS[1:]
+WEIGHTS = ["int4-rtn", "int8", "bfloat16"]
+
+
+def decoder_of(
+    folder: Path, kernels: Kernels, weights: str = "int4-rtn", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """Weights in one of WEIGHTS."""
+    config = read_config(folder)
+    if weights != "bfloat16":
+        return Decoder(folder, quantized_on_load(config, weights), kernels, dtype, CPU)
+    narrow = folder / "narrow"
+    if not narrow.exists():
+        narrow.mkdir()
+        for shard in folder.glob("*.safetensors"):
+            save_file({name: each.to(torch.bfloat16) for name, each in load_file(shard).items()}, narrow / shard.name)
+        (narrow / "model.safetensors.index.json").write_text((folder / "model.safetensors.index.json").read_text())
+    return Decoder(narrow, config, kernels, dtype, CPU)
+
+
+def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[torch.Tensor], KVCache]:
+    """The hidden states of each of STEPS: of prompts behind the last token alone, else behind all of them."""
+    kv = KVCache.allocate(decoder.config, 5 * len(PROMPTS), BLOCK, kv_dtype or decoder.dtype, CPU)
+    known, found = [0] * len(PROMPTS), []
+    random = np.random.default_rng(0)
+    cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, 64)
+    table_SM = random.permutation(5 * len(PROMPTS)).astype(np.int32).reshape(-1, 5)
+    for step in STEPS:
+        position_T = np.concatenate([np.arange(known[s], known[s] + count) for s, count in step.items()])
+        sequence_T = np.repeat(list(step), list(step.values()))
+        for s, count in step.items():
+            known[s] += count
+        query_start_S1 = np.cumsum([0, *step.values()]).astype(np.int32)
+        where = AttentionInput(
+            query_start_S1,
+            np.array([known[s] for s in step], np.int32),
+            table_SM[list(step)],
+            torch.from_numpy(table_SM[sequence_T, position_T // BLOCK].astype(np.int64) * BLOCK + position_T % BLOCK),
+            BLOCK,
+        )
+        token_T = torch.from_numpy(random.integers(0, 256, len(position_T)))
+        rotations = cos_PD2[position_T], sin_PD2[position_T]
+        row_R = query_start_S1[1:].astype(np.int64) - 1 if step is STEPS[0] else np.arange(len(position_T))
+        found.append(decoder.forward(token_T, *rotations, where, row_R, kv))
+    return found, kv
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step through all layers at once, whether it ran on several threads."""
+    seen: list[bool] = []
+
+    def planned(*arguments: Any) -> Plan:
+        plan = plan_of(*arguments)
+        seen.append(plan.parallel)
+        return plan
+
+    monkeypatch.setattr(decode_steps, "plan_of", planned)
+    return seen
+
+
+DTYPES = [
+    torch.float32,
+    pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not multiplies_pairs(), reason="no products of pairs")),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-bias", "mistral-window", "llama-linear-bias-tied"])
+@pytest.mark.parametrize(("weights", "activation_dtype"), [*((each, "auto") for each in WEIGHTS), ("int4-rtn", "int8")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_are_those_of_layer_by_layer(
+    name: str, weights: str, activation_dtype: str, dtype: torch.dtype, tmp_path: Path, told: list[bool]
+) -> None:
+    folder = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), seed=3)
+    kernels = select_kernels(CPU, dtype)
+    if activation_dtype != "auto":
+        kernels = with_rounded_activations(kernels, activation_dtype, CPU)
+    wanted, wanted_kv = run(decoder_of(folder, replace(kernels, decode_steps=None), weights, dtype))
+    assert not told
+    decoder = decoder_of(folder, kernels, weights, dtype)
+    for _ in range(2):  # the second time on another cache
+        found, kv = run(decoder)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        for layer, wanted_layer in zip(kv.layers, wanted_kv.layers, strict=True):
+            assert torch.equal(layer.k_CBKD, wanted_layer.k_CBKD)
+            assert torch.equal(layer.v_CBKD, wanted_layer.v_CBKD)
+    assert told == [False] * 2 * len(SERVED)  # so small a model is not worth two threads
+
+
+def test_a_step_has_one_number_of_threads(tmp_path: Path, told: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of a layer's linears is worth several threads, all kernels of the step run on as many."""
+    decoder = decoder_of(make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32))
+    monkeypatch.setattr(decoder.layers[0].down, "is_parallel", lambda num_tokens: num_tokens >= 2)
+    run(decoder)
+    assert told == [sum(step.values()) >= 2 for step in SERVED]
+
+
+def test_steps_of_many_tokens_are_computed_layer_by_layer(
+    tmp_path: Path, told: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single ones apart: what they leave between kernels is not more than their sequences are."""
+    monkeypatch.setattr(decode_steps, "MOST_TOKENS", 2)
+    run(decoder_of(make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32)))
+    assert len(told) == sum(sum(step.values()) in (len(step), 2) for step in SERVED)
+
+
+def test_other_layers_and_caches_are_computed_layer_by_layer(tmp_path: Path, told: list[bool]) -> None:
+    folder, kernels = make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32)
+    run(decoder_of(folder, kernels), FP8)
+    run(Decoder(folder, read_config(folder), kernels, torch.float32, CPU))  # weights in float32, for BLAS
+    assert not told
+    assert select_kernels(CPU, torch.float32, deterministic=True).decode_steps is None

@@ -1,0 +1,139 @@
+"""Decoding sequences that begin with the same blocks: read together, against the reference that reads each alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.cache import LayerCache
+from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.cpu.attention import shared_prefix as shared
+from pipeline.kernels.cpu.attention.attention import attention
+from pipeline.kernels.cpu.attention.shared_prefix import SharedReading
+from pipeline.kernels.reference import attention as reference_attention
+from tests.kernels.cpu.test_cpu import TOLERANCE, ragged_step, widened
+
+
+def beginning_alike(where: AttentionInput, sizes: list[int]) -> AttentionInput:
+    """The same step, in which so many sequences at a time begin with all blocks that the shortest has room for."""
+    table_SM, taken = where.block_table_SM.copy(), 0
+    order = np.argsort(-where.context_len_S, kind="stable")  # so that those of a group are of similar lengths
+    for size in sizes:
+        members = order[taken : taken + size]
+        taken += size
+        computed_S = np.diff(where.query_start_S1)[members]
+        blocks = int(((where.context_len_S[members] - computed_S) // where.block_size).min())
+        table_SM[members, :blocks] = table_SM[members[0], :blocks]
+    return AttentionInput(
+        where.query_start_S1, where.context_len_S, table_SM, where.slot_mapping_T, where.block_size, {}
+    )
+
+
+def only_decoding(where: AttentionInput) -> AttentionInput:
+    last_R = where.query_start_S1[1:] - 1
+    return where.rows(last_R)
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each layer whose sequences were read together: how many of them."""
+    seen: list[int] = []
+    read = SharedReading.read
+
+    def watched(self: SharedReading, *arguments):
+        seen.append(len(self.member_P))
+        return read(self, *arguments)
+
+    monkeypatch.setattr(SharedReading, "read", watched)
+    return seen
+
+
+@pytest.mark.parametrize("with_fp8", [False, True], ids=["as-computed", "fp8"])
+@pytest.mark.parametrize("seed", range(12))
+def test_attention_over_beginnings_read_together(
+    seed: int, with_fp8: bool, readings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of decoding alone and beside prompts; groups of 2 to all, more than go together, and of any length."""
+    for name in ("_SHARED_COST", "_ROW_KEYS", "_LEAST_ELEMENTS"):
+        monkeypatch.setattr(shared, name, 0)  # so that small groups are read together as well
+    monkeypatch.setattr(shared, "ROWS", 16)
+    rng = np.random.default_rng(100 + seed)
+    torch.manual_seed(seed)
+    dtype = torch.float32 if seed % 3 else torch.bfloat16
+    kv_heads, group, head_dim = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 5])), int(rng.choice([8, 16, 40]))
+    where, cache = ragged_step(rng, kv_heads, head_dim, int(rng.choice([1, 4, 16])), dtype, with_fp8)
+    if seed % 2:
+        where = only_decoding(where)
+    count = len(where.context_len_S)
+    sizes = [count] if seed % 4 < 2 else [2, max(2, count // 2), 3]
+    where = beginning_alike(where, sizes)
+    q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
+    for window in (None, 13, 1000):
+        ours = attention(q_TND, cache, where, 0.3, window)
+        oracle = reference_attention(q_TND.float(), widened(cache), where, 0.3, window)
+        assert torch.isfinite(ours).all(), "a slot outside the context was read"
+        assert float((ours.float() - oracle).abs().max()) < TOLERANCE[dtype]
+    assert len(readings) % 2 == 0, "with a window that hides keys each reads its own"
+
+
+def decoding(sequences: int, alike: int, own: int, block_size: int = 16) -> AttentionInput:
+    """So many sequences that decode behind `alike` tokens that all have and some of their own."""
+    shared_blocks, own_blocks = alike // block_size, -(-own // block_size)
+    table_SM = np.tile(np.arange(shared_blocks + own_blocks, dtype=np.int32), (sequences, 1))
+    table_SM[:, shared_blocks:] += np.arange(sequences, dtype=np.int32)[:, None] * own_blocks
+    return AttentionInput(
+        np.arange(sequences + 1, dtype=np.int32),
+        np.full(sequences, shared_blocks * block_size + own, np.int32),
+        table_SM,
+        torch.zeros(sequences, dtype=torch.int64),
+        block_size,
+    )
+
+
+def test_they_are_read_together_where_that_is_less_work() -> None:
+    def members(sequences: int, shared_tokens: int, own: int) -> int:
+        step = decoding(sequences, shared_tokens, own)
+        found = SharedReading.of(step.block_table_SM, step.context_len_S, 16, (4, 2, 64))
+        return 0 if found is None else len(found.member_P)
+
+    assert members(64, 160, 90) == 64
+    assert members(8, 2048, 1) == 8
+    assert members(8, 160, 90) == 0, "saves less than the finding and another kernel take"
+    assert members(64, 0, 90) == members(1, 160, 90) == members(3, 2048, 90) == 0
+    assert members(64, 16, 90) == 0, "a block of keys is less than what comes with it"
+
+
+def test_a_sequence_has_a_key_of_its_own_to_read() -> None:
+    table_SM, context_len_S = np.zeros((64, 20), np.int32), np.full(64, 320, np.int32)
+    found = SharedReading.of(table_SM, context_len_S, 16, (4, 2, 64))
+    assert found is not None
+    assert (found.read_S == 304).all()
+
+
+def test_each_thread_has_work_and_no_more_rows_go_together_than_may() -> None:
+    step = decoding(70, 160, 90)
+    found = SharedReading.of(step.block_table_SM, step.context_len_S, 16, (4, 2, 64))
+    assert found is not None
+    assert sorted(found.member_P) == list(range(70))
+    assert found.item_I3[:, 2].sum() == 70
+    assert found.item_I3[:, 2].max() <= 32
+    assert (found.read_S == 160).all()
+    assert (found.position_P == 159).all()
+    assert (found.member_P[found.place_S] == np.arange(70)).all()
+
+
+def test_a_broken_key_of_all_is_seen_in_all_of_its_head(readings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_LEAST_ELEMENTS", 0)
+    step = decoding(16, 64, 5)
+    cache = LayerCache.allocate(int(step.block_table_SM.max()) + 1, 16, 2, 8, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    for tensor in (cache.k_CBKD, cache.v_CBKD):
+        tensor.normal_()
+    for broken in (cache.k_CBKD, cache.v_CBKD):
+        kept = broken[1, 3, 1].clone()
+        broken[1, 3, 1, 2] = float("nan")
+        step.worked_out.clear()
+        out_TND = attention(torch.randn(16, 4, 8), cache, step, 0.3, None)
+        assert not out_TND[:, 2:].isfinite().all(-1).any()
+        assert out_TND[:, :2].isfinite().all()
+        broken[1, 3, 1] = kept
+    assert readings == [16, 16]

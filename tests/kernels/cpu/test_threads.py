@@ -1,0 +1,85 @@
+"""How the work of compiled kernels is dealt to threads, and that their number changes no result."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numba import config
+
+from pipeline.kernels.cache import LayerCache
+from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.cpu import elementwise
+from pipeline.kernels.cpu.attention.attention import attention
+from pipeline.kernels.cpu.compile.threads import WHOLE, kernel, own_threads, share_out, use_threads
+from pipeline.kernels.cpu.linear.narrow import Bfloat16Linear
+
+MOST = config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+
+
+@kernel(cache=False)
+def note(part_I, count_I, factor, begin, end):
+    """By item: which run it was in, numbered by its first item, and how often it was computed."""
+    if end < 0:
+        return share_out(len(part_I))
+    for i in range(begin, end):
+        part_I[i] = begin * factor
+        count_I[i] += 1
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Tests may set torch's number of threads."""
+    before = torch.get_num_threads()
+    own_threads()
+    yield
+    torch.set_num_threads(before)
+    use_threads(True)
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 2, 3, 16, 101])
+def test_each_item_is_computed_once_in_equal_runs(threads: None, num_items: int) -> None:
+    for num_threads in range(1, MOST + 1):
+        torch.set_num_threads(num_threads)
+        assert use_threads(True) == num_threads
+        part_I, count_I = np.full(num_items, -1), np.zeros(num_items, np.int64)
+        note(part_I, count_I, 7, *WHOLE)
+        assert (count_I == 1).all()
+        begins, sizes = np.unique(part_I, return_counts=True)
+        ends = np.append(begins[1:] // 7, num_items)
+        assert (sizes == ends - begins // 7).all(), "neighbours"
+        assert len(begins) == min(num_items, num_threads)
+        assert not num_items or sizes.max() - sizes.min() <= 1
+
+
+@pytest.mark.skipif(MOST < 2, reason="one processor")
+def test_the_number_of_threads_changes_no_bit(threads: None) -> None:
+    """Of sizes that are dealt out: see PARALLEL_ELEMENTS and those of attention and linears."""
+    torch.manual_seed(0)
+    heads, kv_heads, head_dim, block_size = 4, 2, 64, 16
+    queries = [1] * 32 + [200] * 8
+    table_SM = np.arange(40 * 13, dtype=np.int32).reshape(40, 13)
+    starts_S1 = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    slots = [table_SM[s, p // block_size] * block_size + p % block_size for s in range(40) for p in range(200)]
+    tokens = np.concatenate([np.arange(200 * s + 200 - n, 200 * s + 200) for s, n in enumerate(queries)])
+    slot_T = torch.tensor(slots)[tokens]
+    where = AttentionInput(starts_S1, np.full(40, 200, dtype=np.int32), table_SM, slot_T, block_size)
+    qkv_TMD = torch.randn(len(tokens), heads + 2 * kv_heads, head_dim)
+    angle_TD2 = torch.rand(len(tokens), head_dim // 2)
+    linear = Bfloat16Linear(torch.randn(512, 256).bfloat16(), None)
+    found = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        cache = LayerCache.allocate(40 * 13, block_size, kv_heads, head_dim, torch.float32, torch.device("cpu"))
+        for tensor, seed in zip(cache.tensors, (1, 2)):
+            tensor.normal_(generator=torch.Generator().manual_seed(seed))
+        q_TND = elementwise.norm_rope_write(
+            qkv_TMD.clone(), angle_TD2.cos(), angle_TD2.sin(), None, 1e-6, cache, slot_T
+        )
+        where.worked_out.clear()
+        x_TH = attention(q_TND, cache, where, 0.1, None).reshape(len(tokens), -1)
+        normed_TH, residual_TH = elementwise.add_rms_norm(x_TH, torch.ones_like(x_TH), torch.ones(x_TH.shape[1]), 1e-6)
+        found.append([q_TND, *cache.tensors, normed_TH, residual_TH, elementwise.silu_mul(linear(normed_TH))])
+    for one, two in zip(*found):
+        assert torch.equal(one, two)
+        assert bool(one.isfinite().all())

@@ -1,0 +1,63 @@
+"""Compiled kernels on disk are those of the present sources, also of sources in other files."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from pipeline.kernels.cpu.compile.versions import sources_of, version_of
+
+KERNELS = Path(__file__).parents[3] / "pipeline/kernels"
+CACHED = sorted(p for p in KERNELS.rglob("*.py") if "\n@kernel(" in p.read_text() or "(cache=True)" in p.read_text())
+
+
+def imports_of(file: Path) -> set[Path]:
+    """The files of this package that a module's kernels are made of, its own included, by Python's own parser."""
+    found, left = {file}, [file]
+    while left:
+        for node in ast.walk(ast.parse(left.pop().read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pipeline.kernels"):
+                place = KERNELS.parents[1] / str(node.module).replace(".", "/")
+                named = [place / f"{alias.name}.py" for alias in node.names]
+                new = {path for path in (place.with_suffix(".py"), *named) if path.is_file()} - found
+                found |= new
+                left += new
+    return found
+
+
+def names_of(file: Path) -> dict[str, str]:
+    """Of the kernels of a module, loaded anew, that are kept on disk: the names that numba keeps them under."""
+    spec = importlib.util.spec_from_file_location(f"again_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernels = {n: f for n, f in vars(module).items() if getattr(getattr(f, "stats", None), "cache_path", None)}
+    return {n: f.py_func.__qualname__ for n, f in kernels.items() if f.py_func.__module__ == spec.name}
+
+
+def test_all_files_with_kernels_are_looked_at() -> None:
+    assert {"templates", "lookup", "paged", "elementwise", "compiled_linear"} <= {file.stem for file in CACHED}
+    found = sources_of(KERNELS / "cpu/attention/paged.py")
+    assert KERNELS / "cpu/compile/processor.py" in found, "of those that it imports, too"
+
+
+@pytest.mark.parametrize("file", CACHED, ids=lambda file: file.stem)
+def test_a_kernel_has_another_name_when_another_file_that_it_is_made_of_changes(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, read_bytes = names_of(file), Path.read_bytes
+    assert before
+    assert names_of(file) == before
+    for source in imports_of(file) - {file, KERNELS / "cpu/compile/versions.py"}:
+        monkeypatch.setattr(
+            Path,
+            "read_bytes",
+            lambda path, source=source: read_bytes(path) + (b"#" if path.resolve() == source else b""),
+        )
+        version_of.cache_clear()
+        after = names_of(file)
+        assert all(after[kernel] != before[kernel] for kernel in before), f"{file.name} without {source.name}"
+        monkeypatch.undo()
+    version_of.cache_clear()
