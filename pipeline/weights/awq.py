@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.weights.config_fields import Fields
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
-from pipeline.weights.tensor_reader import Options, StoredLinear, groups_text, unpack_words
+from pipeline.weights.tensor_reader import StoredLinear, groups_text, unpack_words
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP_SIZES = (-1, 32, 64, 128)
@@ -40,7 +41,9 @@ class AwqFormat:
     def from_config(cls, config: dict[str, Any], path: Path) -> "AwqFormat":
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
         older = {"bits": config.get("w_bit"), "group_size": config.get("q_group_size")}
-        options = Options({**older, **config, "version": str(config.get("version", "gemm")).lower()}, path)
+        options = Fields(
+            {**older, **config, "version": str(config.get("version", "gemm")).lower()}, path, "quantization_config"
+        )
         options.one_of("quant_method", ("awq",))
         options.one_of("bits", (4,))
         options.names("modules_to_not_convert")  # such a linear has no qweight

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.weights.config_fields import Fields
 from pipeline.weights.fp8 import ACTIVATION_SCALES, AS_THEY_COME, block_of, fp8_text, read_float8
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
-from pipeline.weights.tensor_reader import Options, StoredLinear, groups_text, input_order, unpack_words
+from pipeline.weights.tensor_reader import StoredLinear, groups_text, input_order, unpack_words
 
 PACKED, INTEGERS, FLOATS8, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 FORMATS = (PACKED, INTEGERS, FLOATS8, NAIVE)  # naive: integers or floats of 8 bits, activations as they come
@@ -81,7 +82,7 @@ class CompressedFormat:
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "CompressedFormat":
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
-        options = Options(config, path)
+        options = Fields(config, path, "quantization_config")
         options.one_of("quant_method", ("compressed-tensors",))
         options.one_of("quantization_status", ("compressed", "frozen"), "compressed")
         if options.section("sparsity_config").values.get("format", "dense") != "dense":
@@ -131,9 +132,9 @@ class CompressedFormat:
         return GroupIntWeight(q_NK, scales_NG, zeros_NG, size, linear.bias_N, scheme.bits, order_K)
 
 
-def _scheme(group: Options, default_format: object) -> Scheme:
+def _scheme(group: Fields, default_format: object) -> Scheme:
     given = {key: value for key, value in group.values.items() if value is not None}
-    inner = Options({"format": default_format} | given, group.path, group.where)
+    inner = Fields({"format": default_format} | given, group.path, group.where)
     form = inner.one_of("format", FORMATS)
     weights = inner.section("weights")
     is_float = form == FLOATS8 or (form == NAIVE and weights.values.get("type") == "float")
@@ -155,7 +156,7 @@ def _scheme(group: Options, default_format: object) -> Scheme:
     )
 
 
-def _modules(options: Options, name: str) -> Modules:
+def _modules(options: Fields, name: str) -> Modules:
     texts = options.names(name)
     patterns = [text.removeprefix("re:") for text in texts if text.startswith("re:")]
     return Modules(frozenset(texts), tuple(options.pattern(name, text) for text in patterns))

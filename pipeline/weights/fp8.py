@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from pipeline.weights.config_fields import Fields
 from pipeline.weights.packed import Fp8Weight, LinearWeight
-from pipeline.weights.tensor_reader import FLOATS, Options, StoredLinear
+from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_TYPES = (*FLOATS, torch.float8_e8m0fnu)
@@ -37,7 +38,7 @@ class Fp8Format:
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "Fp8Format":
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
-        options = Options(config, path)
+        options = Fields(config, path, "quantization_config")
         options.one_of("quant_method", ("fp8",))
         options.one_of("fmt", ("e4m3",), "e4m3")
         options.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
@@ -61,7 +62,7 @@ def fp8_text(block: tuple[int, int] | None) -> str:
     return "fp8 (e4m3)" if block is None else f"fp8 (e4m3), blocks of {block[0]}x{block[1]}"
 
 
-def block_of(options: Options, name: str) -> tuple[int, int] | None:
+def block_of(options: Fields, name: str) -> tuple[int, int] | None:
     """(outputs, inputs) of a block; None where there is no such key."""
     block = options.values.get(name)
     if block is None:

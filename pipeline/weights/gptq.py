@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.weights.config_fields import Fields
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
-from pipeline.weights.tensor_reader import Options, StoredLinear, groups_text, input_order, unpack_words
+from pipeline.weights.tensor_reader import StoredLinear, groups_text, input_order, unpack_words
 
 BITS = (4, 8)
 FORMATS = ("gptq", "gptq_v2")
@@ -50,7 +51,7 @@ class GptqFormat:
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "GptqFormat":
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
-        options = Options({"checkpoint_format": config.get("format"), **config}, path)
+        options = Fields({"checkpoint_format": config.get("format"), **config}, path, "quantization_config")
         options.one_of("quant_method", ("gptq",))
         for name in ("is_marlin_format", "use_bitblas_format"):
             options.one_of(name, (False,), False)
@@ -111,7 +112,7 @@ class GptqFormat:
         return self.bits, self.group_size
 
 
-def _overrides(dynamic: Options, bits: int, group_size: int | None) -> tuple[Override, ...]:
+def _overrides(dynamic: Fields, bits: int, group_size: int | None) -> tuple[Override, ...]:
     """Patterns that begin with "-:" are of linears left as they are, which the tensors say too."""
     found = []
     for text in dynamic.values:

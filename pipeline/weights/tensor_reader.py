@@ -3,11 +3,9 @@
 Shapes: R rows, W words of 32 bits, N output features, K input features.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,11 +13,6 @@ from pipeline.errors import ModelError
 from pipeline.weights.packed import DenseWeight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-MAX_PATTERNS = 4096  # in a list of modules: each is tried on each linear
-MAX_PATTERN_CHARS = 512
-MAX_REPEATS = 4  # in a pattern: more of them, or repeated groups, can take a search of hours
-REPEAT = re.compile(r"[*+{]")
-REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
 class Tensors(Protocol):
@@ -108,58 +101,3 @@ def input_order(group_K: torch.Tensor, group_size: int, name: str) -> torch.Tens
 def groups_text(group_size: int | None) -> str:
     """How weights are grouped, to read after what they are."""
     return "a scale for each output" if group_size is None else f"groups of {group_size}"
-
-
-class Options:
-    """A checkpoint's `quantization_config` with reads whose errors name file and key."""
-
-    def __init__(self, values: dict[str, Any], path: Path, where: str = "quantization_config") -> None:
-        self.values, self.path, self.where = values, path, where
-
-    def refuse(self, name: str, expected: str) -> ModelError:
-        return ModelError(f"{self.path}: {self.where}.{name} = {self.values.get(name)!r:.200}: expected {expected}")
-
-    def one_of(self, name: str, served: tuple[object, ...], default: object = None) -> Any:
-        """A value that equals one of `served`, and is of its type: true is not 1."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not any(type(value) is type(each) and value == each for each in served):
-            raise self.refuse(name, f"one of {', '.join(map(str, served))}")
-        return value
-
-    def group_size(self, name: str = "group_size") -> int | None:
-        """A multiple of 8 inputs; None for -1, one group of all."""
-        value = self.values.get(name)
-        if type(value) is not int or not (value == -1 or (0 < value <= 1 << 17 and value % 8 == 0)):
-            raise self.refuse(name, "a multiple of 8, or -1 for one group of all inputs")
-        return None if value == -1 else value
-
-    def section(self, name: str) -> "Options":
-        """An object inside this one; empty where it is null or absent."""
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.refuse(name, "an object")
-        return Options(value or {}, self.path, f"{self.where}.{name}")
-
-    def names(self, name: str) -> tuple[str, ...]:
-        """A list of module names; empty where it is null or absent."""
-        value = self.values.get(name) or []
-        if (
-            not isinstance(value, list)
-            or len(value) > MAX_PATTERNS
-            or not all(isinstance(each, str) and len(each) <= MAX_PATTERN_CHARS for each in value)
-        ):
-            raise self.refuse(name, "a list of names")
-        return tuple(value)
-
-    def pattern(self, name: str, text: str) -> re.Pattern[str]:
-        """A regular expression found under `name`. Raises ModelError for what is none or could take very long."""
-        if len(REPEAT.findall(text)) > MAX_REPEATS or REPEATED_GROUP.search(text):
-            raise ModelError(
-                f"{self.path}: {self.where}.{name}: {text!r:.200}: expected a pattern with at most {MAX_REPEATS} "
-                "repetitions and no repeated group"
-            )
-        try:
-            return re.compile(text)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ModelError(f"{self.path}: {self.where}.{name}: {text!r:.200} is no pattern ({error})") from None
