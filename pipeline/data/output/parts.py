@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from pipeline.data.footer import metadata_of
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
+from pipeline.stores.filesystem import is_url
 from pipeline.stores.folder import Folder
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.object_folder import open_objects
@@ -132,7 +133,7 @@ class PartStore:
         OutputError when it cannot be one."""
         path = path.removeprefix("file://")
         self.folder: Folder
-        if "://" in path:
+        if is_url(path):
             self.folder = open_objects(path, storage or {}, retries)
         elif storage:
             raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")
