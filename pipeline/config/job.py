@@ -5,7 +5,7 @@ change a token by rounding. *Free* may change from run to run.
 """
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr
 
@@ -25,6 +25,9 @@ from pipeline.config.sections import (
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.stores.redaction import shown_url
+
+if TYPE_CHECKING:
+    from pipeline.data.units import UnitSpec
 
 _CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: what the parts are made of
 
@@ -76,6 +79,13 @@ class JobConfig(Section):
         """Of the options that each row sets itself: option to column."""
         values = {f.name: getattr(self.sampling, f.name) for f in fields(SamplingParams)}
         return {name: value.column for name, value in values.items() if isinstance(value, FromColumn)}
+
+    def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
+        """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
+        from pipeline.data.units import UnitSpec
+
+        most, run = self.sampling_params().max_tokens, self.run
+        return UnitSpec(self.prompt.spec(), kept, self.sampling_columns(), most, run.unit_tokens, run.unit_rows)
 
     @property
     def seed(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeline.doctor.check import Setup, shown_bytes
+from pipeline.doctor.check import Setup
 from pipeline.doctor.speed import CONTEXT, Speed, speed_on
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.memory import (
@@ -22,6 +22,7 @@ from pipeline.engine.startup.memory import (
     weight_bytes,
 )
 from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
+from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
 from pipeline.kernels.select import default_dtype

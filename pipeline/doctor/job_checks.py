@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
-from pipeline.doctor.check import Check, Setup, shown_bytes
+from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
+from pipeline.formatting import shown_bytes
 from pipeline.job.validate import MODEL_FILES, examine, missing_model_files
 from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pipeline import __version__
 from pipeline.checkpoints.cache import cache_folder
-from pipeline.doctor.check import Check, Setup, State, shown_bytes
+from pipeline.doctor.check import Check, Setup, State
+from pipeline.formatting import shown_bytes
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
 from pipeline.stores.filesystem import is_url
 

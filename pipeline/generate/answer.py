@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.engine.params import Completion
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 from pipeline.formatting import printable
+from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
 
 _MAX_LINES = 6  # of a prompt
@@ -55,7 +56,7 @@ class Saved:
     def __init__(self, path: str, overwrite: bool) -> None:
         """Raises ConfigError, OutputError before any work is done for it."""
         self.path, self._overwrite = Path(path).expanduser(), overwrite
-        if "://" in path:
+        if is_url(path):
             raise OutputError(f"--output {shown_url(path)}: expected a local .jsonl or .parquet file")
         if self.path.suffix not in (".jsonl", ".ndjson", ".parquet"):
             raise ConfigError(f"--output {path}: expected a file that ends in .jsonl or .parquet")

@@ -7,16 +7,13 @@ once at every moment, and a run that is killed in between leaves units of the ol
 
 from collections.abc import Iterable
 
-import pyarrow as pa
-
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartName
-from pipeline.data.output.result_columns import result_column
-from pipeline.data.units import Unit
-from pipeline.job.plan import Plan, WindowTask, what_is_left
+from pipeline.job.dataflow.spec import WindowTask
+from pipeline.job.plan import JobPlan, what_is_left
 
 
-def tasks_with_failed(plan: Plan, progress: DoneUnits, failed: Iterable[PartName]) -> list[WindowTask]:
+def tasks_with_failed(plan: JobPlan, progress: DoneUnits, failed: Iterable[PartName]) -> list[WindowTask]:
     """What is left of the job, and the units of the parts in `failed`, by window in order."""
     again: dict[int, set[int]] = {}
     for name in failed:
@@ -43,23 +40,3 @@ def split_totals(parts: Iterable[tuple[PartName, PartTotals]]) -> tuple[list[Par
         else:
             rest += totals
     return failed, rest
-
-
-def failed_rows(unit: Unit, part: pa.Table) -> Unit:
-    """The rows of the unit that are error rows in its part, as a unit of the same name; maybe none."""
-    bad = {place for place, error in zip(_places(part), result_column(part, "error").to_pylist()) if error is not None}
-    own = zip(unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist())
-    rows = [i for i, place in enumerate(own) if place in bad]
-    return Unit(unit.window, unit.index, unit.of, unit.table.take(pa.array(rows, pa.int64())))
-
-
-def patched(part: pa.Table, rows: pa.Table) -> pa.Table:
-    """The part with `rows` in the place of its rows of the same origin."""
-    new = {place: part.num_rows + i for i, place in enumerate(_places(rows))}
-    both = pa.concat_tables([part, pa.Table.from_arrays(rows.columns, schema=part.schema)])
-    return both.take(pa.array([new.get(place, i) for i, place in enumerate(_places(part))], pa.int64()))
-
-
-def _places(table: pa.Table) -> list[tuple[str, int]]:
-    files, rows = result_column(table, "source_file"), result_column(table, "source_row")
-    return list(zip(files.to_pylist(), rows.to_pylist()))

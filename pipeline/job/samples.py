@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 from pipeline.config import JobConfig
-from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import Source, Window, cut_windows, open_source, read_window
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import InputError, RowError
-from pipeline.job.actor.stages import Tokenize
-from pipeline.job.actor_specs import chat_of
+from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.machine.host import wall_time
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -54,8 +52,7 @@ def read_samples(
     expected: a column to keep the text of. chosen: (number, seed), to take so many rows at random from all of them.
     Raises InputError when no row is left, ConfigError when the prompt does not fit the columns.
     """
-    prompt = config.prompt
-    spec = PromptSpec(prompt.column, prompt.template, prompt.messages, prompt.max_bytes)
+    spec = config.prompt.spec()
     kept = () if expected is None else (expected,)
     source = open_source(config.input.path, config.input.storage, config.input.on_corrupt)
     source.check_columns([*kept, *spec.columns])

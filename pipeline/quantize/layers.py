@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from pipeline.machine.progress_lines import Remaining
+from pipeline.formatting import Remaining
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import DERIVED, LayerWeights, WeightReader
 from pipeline.quantize import layouts

@@ -53,8 +53,6 @@ def test_local_folders_and_what_is_none(tmp_path):
     assert resolve_model(f"file://{demo_model('draft')}") == demo_model("draft").resolve()
     with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
-    with pytest.raises(ModelError, match=r"model\.storage: only a url takes options, found key"):
-        resolve_model(str(tmp_path), {"key": "secret"})
     assert cache_folder({}) == Path.home() / ".cache" / "parquet-batch-inference" / "models"
 
 

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import errors
-from pipeline.cli import main as cli
-from pipeline.cli.progress import PlainProgress, eta, progress_for, status_line
+from pipeline.cli.progress import PlainProgress, progress_for, status_line
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore
 from pipeline.data.output.result_columns import output_schema
+from pipeline.formatting import duration
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import build_report
 from pipeline.report.render import markdown, text
@@ -320,7 +320,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
         "pipeline.job.run.run_job = run_job\n"
         "sys.argv = ['pipeline', 'run', 'job.yaml', '--json']\ncli.main()\n"
     )
-    source = Path(cli.__file__).parents[2]
+    source = Path(errors.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
                           check=False, env=os.environ | {"PYTHONPATH": str(source)})  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -568,7 +568,7 @@ def test_a_status_in_one_line():
     assert status_line(status) == ("running: 50.0 %, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left")
     ended = replace(status, outcome="interrupted", phase="interrupted")
     assert status_line(ended) == "interrupted: 50.0 %, 1,000/2,000 rows (3 errors)"
-    assert [eta(s) for s in (0, 40, 720, 11_100, 200_000)] == ["0 s", "40 s", "12 min", "3 h 05 min", "2 d 7 h"]
+    assert [duration(s) for s in (0, 40, 720, 11_100, 200_000)] == ["0 s", "40 s", "12 min", "3 h 05 min", "2 d 7 h"]
 
 
 def test_a_live_bar_is_drawn_on_a_terminal(monkeypatch):

@@ -16,15 +16,13 @@ import os, signal, sys, time
 from pipeline.errors import PipelineError
 from pipeline.cli.guard import guarded
 
-def command():
-    {body}
-
 try:
-    guarded(command)
+    with guarded():
+        {body}
+    print("went on")
 except PipelineError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
-print("went on")
 """
 
 
@@ -39,7 +37,7 @@ def start(body: str) -> subprocess.Popen:
         ("print('done')", 0, "done\nwent on\n", ""),
         ("sys.exit(1)", 1, "", ""),
         ("sys.exit(75)", 75, "", ""),
-        ("sys.exit()", 0, "went on\n", ""),
+        ("sys.exit()", 0, "", ""),
         ("os._exit(75)", 3, "", "left with 75"),  # nobody had sent a signal
         ("os._exit(1)", 3, "", "left with 1, as Ray makes it do"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "ended by SIGKILL. Was there too little memory"),
@@ -107,7 +105,7 @@ def test_a_hangup_that_is_ignored_is_not_passed_on():
 
 
 def test_a_command_that_does_not_end_after_its_word_is_ended():
-    body = "import pipeline.cli.guard, threading; threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(75)"
+    body = "import threading; threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(75)"
     code = "import pipeline.cli.guard\npipeline.cli.guard.LEAVE_S = 0.5\n" + SCRIPT.format(body=body)
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False)
@@ -186,11 +184,11 @@ import sys, time
 import pipeline.job.run
 from pipeline import __main__
 from pipeline.errors import Interrupted
-from pipeline.job.run import _harmless
+from pipeline.job.reporter import harmless
 from pipeline.job.telemetry.status import Status
 from pipeline.job.stop import StopSignals
 def run_job(config, *, accept_numerics, retry_failed, progress):
-    show = _harmless(progress)
+    show = harmless(progress)
     with StopSignals() as stop, stop.draining():
         for number in range(300):
             show(Status(phase=f"running {number}", warning=f"warning {number}"))

@@ -68,11 +68,7 @@ def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
     job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:16])
     upload(job, store)
     with pytest.raises(Interrupted):
-        run(
-            job,
-            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
-            run={"drain_s": 0.0, "unit_rows": 16},
-        )
+        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.0, "unit_rows": 16})
     output = PartStore(job.settings["output"]["path"], job.settings["output"]["storage"])
     (kept,) = output.names("_pipeline/partial")
     raw = output.read(f"_pipeline/partial/{kept}")

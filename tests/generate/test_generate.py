@@ -18,7 +18,7 @@ from pipeline.demo import demo_model
 from pipeline.engine.params import Completion, EngineConfig
 from pipeline.errors import ConfigError, OutputError
 from pipeline.generate import Saved, is_dataset, read_prompts
-from pipeline.job.actor.stages import failed_row
+from pipeline.job.actor.tokenize import failed_row
 from tests.job.fake_engine import FakeTokenizer
 
 
@@ -77,7 +77,7 @@ def test_text_output_is_readable_and_commands_no_terminal(pipe, tmp_path):
 
 def test_all_chats_are_told_one_date_that_of_the_start_or_the_given_one(pipe, tmp_path, monkeypatch):
     clock = (datetime(2026, 11, 23, 23, 59, 59) + timedelta(seconds=n) for n in count())
-    monkeypatch.setattr("pipeline.generate.run.wall_time", lambda: next(clock))
+    monkeypatch.setattr("pipeline.generate.inference.wall_time", lambda: next(clock))
     monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, *chat: list(str(chat[-1]).encode()))
     (tmp_path / "p.txt").write_text("one\ntwo\n")
     for given, told in (

@@ -65,7 +65,7 @@ class Job:
 
     def check(self, texts: list[str | None], per_file: int = 1000, seed: int = 0) -> None:
         """The output holds each input row once, with the answer that an undisturbed run gives."""
-        from pipeline.job.actor.stages import row_seed
+        from pipeline.job.actor.tokenize import row_seed
 
         rows = {row["id"]: row for row in self.table().to_pylist()}
         assert self.table().num_rows == len(texts) == len(rows)

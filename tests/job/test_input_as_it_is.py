@@ -20,7 +20,7 @@ SKIP = {"on_corrupt": "skip"}
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
     monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
-    monkeypatch.setattr("pipeline.job.run.TICK_S", 0.2)
+    monkeypatch.setattr("pipeline.job.watch.TICK_S", 0.2)
     monkeypatch.setattr(LocalFlow, "started", 0)
 
 

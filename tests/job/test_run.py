@@ -6,7 +6,6 @@ import shutil
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,13 +23,13 @@ from pipeline.errors import (
     PipelineError,
     TooManyRowErrors,
 )
-from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.plan import make_plan
-from pipeline.job.run import _Run, run_job
-from pipeline.job.stop import StopSignals
-from pipeline.job.telemetry.record import RunLog
+from pipeline.job.run import run_job
+from pipeline.job.success import verify
+from pipeline.job.telemetry.run_log import RunLog
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.job.verify import verify
+from pipeline.job.totals import OutputTotals
 from pipeline.report.cost import Tokens
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.retries import RetryCounts
@@ -44,7 +43,7 @@ TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(50)]
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
     monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
-    monkeypatch.setattr("pipeline.job.run.TICK_S", 0.2)
+    monkeypatch.setattr("pipeline.job.watch.TICK_S", 0.2)
     monkeypatch.setattr(LocalFlow, "started", 0)
 
 
@@ -206,17 +205,15 @@ def test_the_parts_are_looked_at_once_for_the_error_rate(job, monkeypatch):
             stood.add(name)
     read = PartStore.totals
     monkeypatch.setattr(PartStore, "totals", lambda self, of=None: looks.append(of) or read(self, of))
-    plan = SimpleNamespace(num_rows=100, config=job.config(run={"max_error_rate": 0.1}))
-    telemetry = Telemetry(store)
-    log = RunLog(store, {}, None, {}, telemetry, RetryCounts())
+    log = RunLog(store, {}, None, {}, Telemetry(store), RetryCounts())
     told = PartTotals(50, 1, {"null_prompt": 20})  # what runs that were killed have recorded may be wrong
-    going = _Run(plan, store, log, told, stood, [], lambda status: None, StopSignals(), telemetry)
-    going.check_error_rate()
+    totals = OutputTotals(store, log, told, stood, num_rows=100, limit=0.1)
+    totals.check_error_rate()
     log.add(UnitSummary(1, 1, PartTotals(50, 1, {"null_prompt": 3}), written=True))
-    going.check_error_rate()
+    totals.check_error_rate()
     log.add(UnitSummary(1, 2, PartTotals(50, 1, {"null_prompt": 2}), written=True))
     with pytest.raises(TooManyRowErrors, match="11 error rows of 100 rows"):
-        going.check_error_rate()
+        totals.check_error_rate()
     assert looks == [stood]
 
 
@@ -313,13 +310,7 @@ def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
     job.parts()[0].unlink()
     run(job, engine={"dtype": "float32"})
     assert json.loads((job.output / "_pipeline" / "accepted-numerics.json").read_text()) == [
-        {
-            "activation_dtype": "auto",
-            "device": "cpu",
-            "dtype": "float32",
-            "kernels": "auto",
-            "kv_cache_dtype": "auto",
-        }
+        {"activation_dtype": "auto", "device": "cpu", "dtype": "float32", "kernels": "auto", "kv_cache_dtype": "auto"}
     ]
 
 
@@ -396,11 +387,7 @@ def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
 def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job):
     job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
     with pytest.raises(Interrupted):
-        run(
-            job,
-            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
-            run={"drain_s": 0.0, "unit_rows": 16},
-        )
+        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.0, "unit_rows": 16})
     assert not job.parts()
     (kept,) = (job.output / "_pipeline" / "partial").iterdir()
     done = json.loads(kept.read_text())

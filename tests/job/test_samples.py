@@ -11,8 +11,8 @@ import pytest
 from pipeline.config import job_from_flags
 from pipeline.demo import demo_model
 from pipeline.errors import InputError
+from pipeline.formatting import Remaining
 from pipeline.job.samples import read_samples
-from pipeline.machine.progress_lines import Remaining
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.fake_engine import FakeTokenizer
 

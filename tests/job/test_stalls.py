@@ -80,7 +80,7 @@ def test_fault_50_clocks_that_jump_change_nothing(job, monkeypatch):
             looks += 1
             return datetime(2026, 3, 1, tzinfo=UTC) - timedelta(days=looks)
 
-    monkeypatch.setattr("pipeline.job.telemetry.record.datetime", Jumping)
+    monkeypatch.setattr("pipeline.job.telemetry.run_log.datetime", Jumping)
     job.rows(TEXTS)
     run(job)
     job.parts()[0].unlink()
@@ -99,4 +99,4 @@ def test_fault_50_no_file_asks_for_wall_time_but_those_that_show_it():
     # kernels/cpu/threads.py compares the ages of two files, as numba does, to say whether it is going to compile
     found = {str(f.relative_to(package)) for f in package.rglob("*.py") if asks.search(f.read_text())}
     found = {name for name in found if not name.startswith("bench/")}  # they measure, and decide nothing
-    assert found <= {"job/telemetry/record.py", "machine/host.py", "kernels/cpu/threads.py"}
+    assert found <= {"job/telemetry/run_log.py", "machine/host.py", "kernels/cpu/threads.py"}

@@ -30,7 +30,7 @@ from pipeline.bench.shapes import NAMES, bench_model
 from pipeline.data.output.parts import PartStore
 from pipeline.demo.reports import make_report
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.job.telemetry.record import load_runs
+from pipeline.job.telemetry.run_log import load_runs
 from pipeline.machine.host import available_cores
 from pipeline.machine.interpreter import child_environment
 from pipeline.report.run_record import RunRecord

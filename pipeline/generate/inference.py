@@ -12,18 +12,16 @@ import pyarrow as pa
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
 from pipeline.data.output.result_columns import RESULT_NAMES, output_schema
-from pipeline.data.prompts import PromptSpec
-from pipeline.data.units import UnitSpec, make_units
+from pipeline.data.units import make_units
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import ConfigError
+from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
-from pipeline.job.actor.stages import Tokenize
-from pipeline.job.actor_specs import chat_of
+from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.machine.host import wall_time
 from pipeline.stores.redaction import shown_url
 
-SAY_EVERY_S = 5.0
 _RENAME = {"source_row": "source_line"}  # a file of lines is counted as editors do: from 1, empty ones too
 _TAKEN = (*RESULT_NAMES, *_RENAME.values())
 
@@ -81,19 +79,13 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
 
     A prompt that fails is an answer with an error. Raises ModelError, ConfigError before the first one.
     """
-    prompt, params, now = config.prompt, config.sampling_params(), wall_time()
-    spec = PromptSpec(prompt.column, prompt.template, prompt.messages, prompt.max_bytes)
+    now, unit_spec = wall_time(), config.unit_spec()
     inputs = prompts.table.select(list(range(prompts.table.num_columns - 2)))
-    spec.check(inputs.schema)
+    unit_spec.prompt.check(inputs.schema)
     for option, column in config.sampling_columns().items():
         if column not in inputs.schema.names:
             raise ConfigError(f"sampling.{option}: the input has no column {column!r}")
-    run = config.run
-    units = make_units(
-        prompts.table,
-        UnitSpec(spec, (), config.sampling_columns(), params.max_tokens, run.unit_tokens, run.unit_rows),
-        window=0,
-    )
+    units = make_units(prompts.table, unit_spec, window=0)
     say(f"loading {shown_url(config.model.path)}")
     folder = resolve_model(config.model.path, config.model.storage, say)
     if config.prompt.chat is not None:
@@ -102,7 +94,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
 
     draft = resolve_draft(config.draft_model, config.model.storage, say)
     with Engine(config.engine_config(str(folder), draft and str(draft)), say) as engine:
-        tokenize = Tokenize(engine.tokenizer, params, config.seed, chat_of(config, now))
+        tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat_of(config, now))
         rendered: dict[int, str | None] = {}
         requests: list[Request] = []
         done: dict[int, Completion] = {}
@@ -114,13 +106,14 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
             done |= {lines[c.row_id]: c for c in failed}  # type: ignore[index]
         requests.sort(key=lambda request: request.row_id)  # type: ignore[arg-type,return-value]
         finished = engine.stream(requests)
-        told = _Told(say, prompts.num_rows)
+        remaining, began, num_done, num_tokens = Remaining(say, "prompts", prompts.num_rows), time.monotonic(), 0, 0
         for values in prompts.table.to_pylist():
             line = values["source_row"]
             while line not in done:
                 completion = next(finished)
                 done[completion.row_id] = completion  # type: ignore[index]
-                told(completion)
+                num_done, num_tokens = num_done + 1, num_tokens + len(completion.token_ids)
+                remaining(num_done, f"{num_tokens / (time.monotonic() - began):,.0f} tok/s out")
             yield _answer(rendered[line], values, done.pop(line))
 
 
@@ -133,24 +126,6 @@ def _check_template(folder: Path) -> None:
         tokenizer.check_chat_template()
     finally:
         tokenizer.close()
-
-
-class _Told:
-    """A line every few seconds: how many are done, and how fast."""
-
-    def __init__(self, say: Say, total: int) -> None:
-        self._say, self._total = say, total
-        self._began = self._said = time.monotonic()
-        self._done = self._tokens = 0
-
-    def __call__(self, completion: Completion) -> None:
-        now = time.monotonic()
-        self._done += 1
-        self._tokens += len(completion.token_ids)
-        if now >= self._said + SAY_EVERY_S:
-            self._said = now
-            rate = self._tokens / (now - self._began)
-            self._say(f"{self._done:,} of {self._total:,} prompts, {rate:,.0f} tok/s out")
 
 
 def _schema(prompts: Prompts, say: Say) -> pa.Schema:

@@ -1,5 +1,7 @@
-"""The count before `_SUCCESS`: every row of the input is in the output once, as its parts and their names
-say."""
+"""The end of a job: all rows are counted, and `_SUCCESS` says that the output is complete.
+
+`verify` here is the count that every run ends with, by names and footers; `pipeline verify` is `audit.py`.
+"""
 
 import json
 from collections.abc import Callable
@@ -9,15 +11,17 @@ from pipeline.data.output.inventory import Inventory, read_counts
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore
 from pipeline.errors import OutputError, PipelineError
-from pipeline.job.plan import Plan, what_is_left
+from pipeline.job.plan import JobPlan, what_is_left
+
+_TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num_error_input_tokens")  # as PartTotals
 
 
-def write_empty_part(plan: Plan, store: PartStore, metadata: dict[str, str]) -> None:
+def write_empty_part(plan: JobPlan, store: PartStore, metadata: dict[str, str]) -> None:
     """An input of no rows has an output too: one part of no rows, with all columns."""
     store.write(PartName(plan.fingerprint.short, 0, 0, 1, 0), plan.schema.empty_table(), metadata)
 
 
-def verify(plan: Plan, store: PartStore, say: Callable[[int, int], None] | None = None) -> PartTotals:
+def verify(plan: JobPlan, store: PartStore, say: Callable[[int, int], None] | None = None) -> PartTotals:
     """What the output holds, from one listing and every part's footer. Raises where it is not exactly the input's
     rows.
 
@@ -50,20 +54,14 @@ def read_success(store: PartStore) -> PartTotals | None:
     if counts is None:
         return None
     try:
-        return PartTotals(
-            counts["completed_rows"] + counts["error_rows"],
-            counts["parts"],
-            dict(counts["errors"]),
-            counts["num_input_tokens"],
-            counts["num_cached_tokens"],
-            counts["num_generated_tokens"],
-            counts.get("num_error_input_tokens", 0),  # an earlier version counted them as num_input_tokens
-        )
+        rows, tokens = counts["completed_rows"] + counts["error_rows"], [counts[name] for name in _TOKENS[:3]]
+        tokens.append(counts.get(_TOKENS[3], 0))  # an earlier version counted them as num_input_tokens
+        return PartTotals(rows, counts["parts"], dict(counts["errors"]), *tokens)
     except (ValueError, KeyError, TypeError):  # not all that this version writes
         return None
 
 
-def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:
+def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
     """The last thing a job does."""
     skipped = plan.source.skipped
     there = Inventory.of(store)
@@ -77,10 +75,7 @@ def write_success(plan: Plan, store: PartStore, totals: PartTotals) -> None:
         "parts": totals.units,
         "parts_bytes": there.parts_bytes,
         "parts_digest": there.parts_digest,
-        "num_input_tokens": totals.num_input_tokens,
-        "num_cached_tokens": totals.num_cached_tokens,
-        "num_generated_tokens": totals.num_generated_tokens,
-        "num_error_input_tokens": totals.num_error_input_tokens,
+        **{name: getattr(totals, name) for name in _TOKENS},
         "num_skipped_files": len(skipped),
         "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in skipped],
     }

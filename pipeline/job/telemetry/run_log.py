@@ -18,10 +18,10 @@ from typing import Any
 import pipeline
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartStore
-from pipeline.job.actor.ledger import ActorState
-from pipeline.job.actor.stages import UnitSummary
+from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.run_id import next_run_id, run_number
 from pipeline.job.telemetry.status import Status
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import process_mark
 from pipeline.report.cost import RunReport, build_report

@@ -1,5 +1,6 @@
 """A unit's way through Tokenize and Write."""
 
+import json
 from dataclasses import asdict, replace
 
 import pyarrow as pa
@@ -12,8 +13,10 @@ from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.params import Completion, Request, SamplingParams, TokenLogprobs
 from pipeline.errors import PipelineError
 from pipeline.job.actor.partial import PartialUnits
-from pipeline.job.actor.stages import Chat, Tokenize, UnitSummary, Write, failed_row, row_seed, row_stats
+from pipeline.job.actor.tokenize import Chat, Tokenize, failed_row, row_seed
+from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.row_stats import MAX_MESSAGE, Histogram
 from pipeline.report.run_record import Computed
 from pipeline.tokenization.chat import ChatTemplateError
@@ -131,7 +134,7 @@ def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(t
     (example,) = summary.row_stats.errors["null_prompt"]
     assert (example.source_file, example.row) == ("a.parquet", 10)
     assert "null" in example.message
-    assert UnitSummary.from_json(summary.to_json()) == summary
+    assert UnitSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
     again = write(tmp_path)(unit, completions)
     assert not again.written
 
