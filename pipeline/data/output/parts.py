@@ -27,7 +27,7 @@ from pipeline.stores.read_ahead import read_ahead
 from pipeline.stores.retries import RetryCounts
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
-NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one
+NONCE_KEY = b"pipeline.nonce"  # file metadata: random for each write, so that equal bytes are from the same one
 SUCCESS = "_SUCCESS"
 _TAIL_BYTES = 16 * 1024  # holds most parts' footers, so that a part costs one read
 _NOT_DONE = -1  # in place of a unit's rows
