@@ -124,6 +124,9 @@ def test_a_tensor_of_another_shape_or_type_is_refused(name: str) -> None:
         for lie in lies:
             with pytest.raises(ModelError, match=r"a\.q_proj\."):
                 form.read_linear(StoredLinear("a.q_proj", SHAPE, Named(tensors | {key: lie})))
+    if name in ("awq", "awq gemm", "gptq", "gptq 8", "int4"):
+        with pytest.raises(ModelError, match=r"a\.q_proj: 72 inputs do not divide into groups of 32"):
+            form.read_linear(StoredLinear("a.q_proj", (48, 72), tensors))
     for shape in ((48, 72), (47, 64), (48, 96), (1 << 40, 64), (48, 1 << 40)):
         with pytest.raises(ModelError, match=r"a\.q_proj"):
             form.read_linear(StoredLinear("a.q_proj", shape, tensors))
