@@ -68,12 +68,7 @@ def draw_config(family: Family, rng: np.random.Generator) -> dict[str, Any]:
     heads = kv_heads * int(rng.choice([1, 2, 3]))
     if family.options.get("num_key_value_heads"):
         kv_heads = heads = int(family.options["num_key_value_heads"])
-    wide = {
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-5,
-    }
+    wide = {"max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False}
     hidden, intermediate = heads * int(rng.choice([8, 16])), int(rng.choice([48, 80, 96]))
     config = small_config(hidden, intermediate, int(rng.integers(2, 4)), heads, kv_heads, rms_norm_eps=1e-5, **wide)
     return config | {k: v for k, v in family.options.items() if k != "num_key_value_heads"}

@@ -15,6 +15,7 @@ from pipeline.checkpoints.cache import cache_folder
 from pipeline.doctor.check import Check, Setup, State
 from pipeline.formatting import shown_bytes
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
+from pipeline.stores.filesystem import is_url
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
 OPTIONAL = ("triton",)
@@ -95,7 +96,7 @@ def memory(setup: Setup) -> Iterator[Check]:
 
 
 def _places(setup: Setup) -> Iterator[tuple[str, Path]]:
-    if setup.output is not None and "://" not in setup.output:
+    if setup.output is not None and not is_url(setup.output):
         yield "output", Path(setup.output).expanduser().absolute()
     yield "temporary files", Path(tempfile.gettempdir())
     yield "ray", Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"

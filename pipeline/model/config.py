@@ -5,7 +5,7 @@ is refused here by name.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.rope import Rope
 from pipeline.roofline.step import AWQ, DENSE, DecoderSize, Weights
+from pipeline.weights.config_fields import Fields
 from pipeline.weights.formats import QuantFormat, is_int4, read_format
 
 MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
@@ -75,68 +76,26 @@ class ModelConfig:
         return self.size.linear_parameters
 
 
-class _Fields:
-    """config.json with typed, bounded reads whose errors name the field."""
-
-    def __init__(self, values: dict[str, Any], path: Path) -> None:
-        self.values, self.path = values, path
-
-    def refuse(self, name: str, expected: str) -> ModelError:
-        return ModelError(f"{self.path}: {name} = {self.values.get(name)!r:.200}: expected {expected}")
-
-    def word(self, name: str, served: Iterable[str], default: str | None = None) -> str:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, str) or value not in served:
-            raise self.refuse(name, f"one of {', '.join(served)}")
-        return value
-
-    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.refuse(name, f"an integer from {low} to {high}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.values.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
-            raise self.refuse(name, "a positive number")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name, default)
-        if not isinstance(value, bool):
-            raise self.refuse(name, "true or false")
-        return value
+def _llama(f: Fields, layers: int) -> dict[str, Any]:
+    bias, mlp = f.flag("attention_bias", False), f.flag("mlp_bias", False)
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": mlp, "qk_norm": False, "windows": (None,) * layers}
 
 
-def _llama(f: _Fields, layers: int) -> dict[str, Any]:
-    bias = f.flag("attention_bias", False)
-    return {
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "mlp_bias": f.flag("mlp_bias", False),
-        "qk_norm": False,
-        "windows": (None,) * layers,
-    }
-
-
-def _mistral(f: _Fields, layers: int) -> dict[str, Any]:
+def _mistral(f: Fields, layers: int) -> dict[str, Any]:
     window = None if f.values.get("sliding_window") is None else f.integer("sliding_window", 1, 1 << 31)
     return {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": (window,) * layers}
 
 
-def _qwen2(f: _Fields, layers: int) -> dict[str, Any]:
+def _qwen2(f: Fields, layers: int) -> dict[str, Any]:
     return {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": _qwen_windows(f, layers)}
 
 
-def _qwen3(f: _Fields, layers: int) -> dict[str, Any]:
+def _qwen3(f: Fields, layers: int) -> dict[str, Any]:
     bias = f.flag("attention_bias", False)
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": False, "qk_norm": True, "windows": _qwen_windows(f, layers)}
 
 
-def _qwen_windows(f: _Fields, layers: int) -> tuple[int | None, ...]:
+def _qwen_windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     if not f.flag("use_sliding_window", False) or f.values.get("sliding_window") is None:
         return (None,) * layers
     window = f.integer("sliding_window", 1, 1 << 31)
@@ -150,12 +109,8 @@ def _qwen_windows(f: _Fields, layers: int) -> tuple[int | None, ...]:
     return tuple(window if t == "sliding_attention" else None for t in types)
 
 
-FAMILIES: dict[str, Callable[[_Fields, int], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-}
+FAMILIES: dict[str, Callable[[Fields, int], dict[str, Any]]] = {"llama": _llama, "mistral": _mistral, "qwen2": _qwen2,
+                                                                 "qwen3": _qwen3}  # fmt: skip
 """model_type -> the fields in which families differ."""
 
 
@@ -186,9 +141,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
-    f = _Fields(values, path)
-    family = f.word("model_type", sorted(FAMILIES))
-    f.word("hidden_act", ("silu",), default="silu")
+    f = Fields(values, path)
+    family = f.one_of("model_type", sorted(FAMILIES))
+    f.one_of("hidden_act", ("silu",), default="silu")
     hidden = f.integer("hidden_size", 1, 1 << 17)
     heads = f.integer("num_attention_heads", 1, 1 << 12)
     kv_heads = f.integer("num_key_value_heads", 1, 1 << 12, default=heads)
@@ -200,7 +155,7 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
         raise f.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
     if head_dim % 2:
         raise f.refuse("head_dim", "an even number")
-    dtype = f.word("dtype" if values.get("dtype") is not None else "torch_dtype", DTYPES, default="float32")
+    dtype = f.one_of("dtype" if values.get("dtype") is not None else "torch_dtype", DTYPES, default="float32")
     max_position = f.integer("max_position_embeddings", 1, 1 << 24)
     quantization = values.get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):

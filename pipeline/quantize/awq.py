@@ -28,7 +28,7 @@ def quantize_by_autoawq(
     know.
     """
     check_installed()
-    # it puts the texts behind one another and cuts them at this length; longer ones it would drop without a word
+    # it joins the texts and cuts them at this length; longer ones it would drop without a word
     length = max(map(len, texts))
     from awq import AutoAWQForCausalLM
     from transformers import AutoTokenizer

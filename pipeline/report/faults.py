@@ -48,9 +48,9 @@ _KIND_OF_END: dict[Outcome, str] = {
 
 @dataclass(frozen=True)
 class FaultCost(JsonRecord):
-    """Of one kind of fault. `work_us` is the part of `machine_us` that went into `tokens` nobody got, or that were
-    computed twice; `work_usd` is the price of it, `usd` of `machine_us`, None where there is no price. `at_least`: what
-    happened after the last record of a run that was killed is not known."""
+    """Of one kind of fault. `work_us` is the part of `machine_us` that went into `tokens`, which were computed and not
+    delivered, or computed twice. `work_usd` is its price, `usd` that of `machine_us`; None where there is no price.
+    `at_least`: what happened after the last record of a run that was killed is not known."""
 
     kind: str
     count: int = 0

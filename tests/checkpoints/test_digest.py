@@ -153,6 +153,13 @@ def test_a_tag_that_is_no_md5_costs_a_second_download(store, monkeypatch):
     assert gets(store) - before == 2 * (5 + 5)  # five ranges of the weights, five small files
 
 
+def test_a_file_replaced_while_it_is_downloaded_is_said(store, monkeypatch):
+    monkeypatch.setattr(model_cache, "_matches", lambda path, tag: False)
+    monkeypatch.setattr(model_cache.RemoteFilesystem, "info", lambda self, path: {"ETag": "another"})
+    with pytest.raises(EnvironmentFailed, match="was replaced while it was downloaded; run again"):
+        resolve(store)
+
+
 def test_processes_at_once_download_once(store, cache):
     """Threads with a lock of their own each, as processes have."""
     before = gets(store)
