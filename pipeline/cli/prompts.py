@@ -19,7 +19,7 @@ _GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--top-k", "sampling.top_k", int, "Only the K likeliest tokens; 0 is off."),
     ("--min-p", "sampling.min_p", float, "Only tokens at least this likely, relative to the likeliest."),
     ("--repetition-penalty", "sampling.repetition_penalty", float, "Above 1: what was said becomes less likely."),
-    ("--seed", "sampling.seed", int, "Of the random numbers; the same seed draws the same ones."),
+    ("--seed", "sampling.seed", int, "Of the random numbers; the same seed gives the same ones."),
     ("--quantization", "model.quantization", str, "int8, int4-rtn or nf4: quantize a 16-bit model on loading it."),
     ("--device", "engine.device", str, "auto, cpu, cuda or cuda:N."),
     ("--dtype", "engine.dtype", str, "auto, bfloat16, float16 or float32."),

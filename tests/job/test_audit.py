@@ -14,7 +14,9 @@ from pipeline.data.output.parts import PartName, PartStore
 from pipeline.errors import OutputError
 from pipeline.job.audit import MAX_SHOWN, Audit, _Rows, audit
 from tests.faults.store import FaultyStore
-from tests.job.test_run import TEXTS, run, success, without_ray  # noqa: F401 - a fixture is used by its name
+from tests.job.conftest import TEXTS, run, success
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A job's life around its dataflow: resume, refusals, error rate, signals, counts, report. Without Ray."""
 
 import json
-import os
 import shutil
 import signal
 import threading
@@ -34,42 +33,10 @@ from pipeline.report.cost import Tokens
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.retries import RetryCounts
 from tests.data.output.finished_units import result
-from tests.job.conftest import FAKES
+from tests.job.conftest import FAKES, TEXTS, run, runs, success
 from tests.job.local_flow import LocalFlow
 
-TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(50)]
-
-
-@pytest.fixture(autouse=True)
-def without_ray(monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
-    monkeypatch.setattr("pipeline.job.watch.TICK_S", 0.2)
-    monkeypatch.setattr(LocalFlow, "started", 0)
-
-
-def run(job, signals=(), **sections):
-    """Run the job with these sections changed. `signals`: (when, number), sent once each as `when(status)` holds."""
-    statuses, to_send = [], list(signals)
-
-    seen = sections.pop("show", lambda status: None)
-
-    def show(status):
-        statuses.append(status)
-        seen(status)
-        if to_send and to_send[0][0](status):
-            os.kill(os.getpid(), to_send.pop(0)[1])
-
-    options = {key: sections.pop(key) for key in ("accept_numerics", "retry_failed") if key in sections}
-    report = run_job(job.config(**sections), backend=FAKES, progress=show, **options)
-    return report, statuses
-
-
-def success(job):
-    return json.loads((job.output / "_SUCCESS").read_text())
-
-
-def runs(job):
-    return [json.loads(path.read_text()) for path in sorted((job.output / "_pipeline" / "runs").iterdir())]
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 def test_a_finished_job_has_each_row_once_and_its_counts(job):
@@ -82,7 +49,8 @@ def test_a_finished_job_has_each_row_once_and_its_counts(job):
     assert report.tokens.generated == report.work.generated_tokens > 0
     assert statuses[-1].outcome == "finished"
     assert (statuses[-1].rows_done, statuses[-1].rows_written, statuses[-1].rows_total) == (51, 51, 51)
-    assert json.loads((job.output / "_pipeline" / "status.json").read_text())["phase"] == "finished"
+    told = json.loads((job.output / "_pipeline" / "status.json").read_text())
+    assert (told["phase"], told["eta_s"]) == ("finished", None)
     assert (job.output / "_pipeline" / "report.md").read_text().startswith("# job")
     kept = pq.read_metadata(job.parts()[0]).metadata
     assert kept[b"pipeline.fingerprint"].decode() == success(job)["fingerprint"]
@@ -113,11 +81,6 @@ def test_tokens_refused_computed_and_cached_are_told_apart_everywhere(job):
 
 def lengths_of(record):
     return record["row_stats"]["lengths"].values()
-
-
-def test_an_ended_run_has_no_time_left(job):
-    run(job.fake(step_s=0.01).rows(TEXTS), run={"actors": 2})
-    assert json.loads((job.output / "_pipeline" / "status.json").read_text())["eta_s"] is None
 
 
 def test_phases_of_all_actors_sum_to_their_machine_time(job):
@@ -250,14 +213,6 @@ def test_a_run_killed_after_its_last_part_only_counts(job):
     assert success(job)["input_rows"] == 50
 
 
-def test_a_part_removed_by_hand_from_a_finished_job_is_made_again(job):
-    run(job.rows(TEXTS))
-    job.parts()[0].unlink()
-    run(job)
-    job.check(TEXTS)
-    assert LocalFlow.started == 2
-
-
 def test_no_rows_give_one_empty_part_with_all_columns(job):
     report, _ = run(job.rows([]))
     (part,) = job.parts()
@@ -305,6 +260,8 @@ def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
         run(job, engine={"dtype": "float32"})
     with pytest.raises(FingerprintError, match=r'activation_dtype: "auto" -> "fp8"(.|\n)*--accept-numerics'):
         run(job, engine={"activation_dtype": "fp8"})
+    with pytest.raises(FingerprintError, match=r'kv_cache_dtype: "auto" -> "fp8"(.|\n)*--accept-numerics'):
+        run(job, engine={"kv_cache_dtype": "fp8"})
     run(job, engine={"dtype": "float32"}, accept_numerics=True)
     job.check(TEXTS)
     job.parts()[0].unlink()
@@ -312,13 +269,6 @@ def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
     assert json.loads((job.output / "_pipeline" / "accepted-numerics.json").read_text()) == [
         {"activation_dtype": "auto", "device": "cpu", "dtype": "float32", "kernels": "auto", "kv_cache_dtype": "auto"}
     ]
-
-
-def test_fault_53_another_kv_cache_is_other_numerics(job):
-    run(job.rows(TEXTS))
-    job.parts()[0].unlink()
-    with pytest.raises(FingerprintError, match=r'kv_cache_dtype: "auto" -> "fp8"(.|\n)*--accept-numerics'):
-        run(job, engine={"kv_cache_dtype": "fp8"})
 
 
 def test_fault_54_a_foreign_folder_is_refused_and_left_alone(job):
@@ -384,10 +334,11 @@ def test_a_signal_lets_open_units_finish_and_the_next_run_goes_on(job, number):
     assert runs(job)[1]["units_written"] == len(job.parts()) - num_parts
 
 
-def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_finished_rows_of_units_that_had_no_time_are_not_computed_again(job, number):
     job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
     with pytest.raises(Interrupted):
-        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.0, "unit_rows": 16})
+        run(job, [(lambda status: status.rows_done > 0, number)], run={"drain_s": 0.0, "unit_rows": 16})
     assert not job.parts()
     (kept,) = (job.output / "_pipeline" / "partial").iterdir()
     done = json.loads(kept.read_text())
@@ -533,11 +484,3 @@ def _telling(function, tell):
         return function(*args)
 
     return told
-
-
-def test_the_count_says_how_far_it_is(job):
-    run(job.rows(TEXTS))
-    plan, store, told = make_plan(job.config(), "cpu"), PartStore(str(job.output)), []
-    verify(plan, store, lambda done, parts: told.append((done, parts)))
-    parts = len(job.parts())
-    assert told == [(done, parts) for done in range(1, parts + 1)]
