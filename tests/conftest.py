@@ -1,5 +1,5 @@
-"""Settings of the whole suite, which must be made before torch is imported, how it is dealt to several workers, and the
-command line in this process."""
+"""Settings of the whole suite that must be made before torch is imported, the order of the tests on several workers,
+and a fixture that runs the command line in this process."""
 
 import io
 import os
@@ -19,10 +19,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Tests that start Rays and engines in processes of their own, kill them and wait for what follows: one at a time.
-REAL_ENGINES = ("tests/bench/job/test_job.py", "tests/faults/")
+REAL_ENGINES = ("tests/bench/job/test_whole_job.py", "tests/faults/")
 JOBS = (*REAL_ENGINES, "tests/job/")
 # Where the files are that take longest, up to a minute each.
-LONG = ("tests/engine/", "tests/kernels/", "tests/parity/", "tests/bench/")
+LONG = ("tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/bench/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

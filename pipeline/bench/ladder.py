@@ -24,9 +24,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, use_threads
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+from pipeline.bench.request_sets import workload
 from pipeline.bench.shapes import SHAPES, bench_model, dequantized, in_int8
-from pipeline.bench.workload import Workload
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
@@ -92,15 +92,15 @@ class LadderBench:
             "in alternating order, new prompts each round.",
             facts_to_text(self.machine),
             "",
-            f"{'':<26}{'tokens/s':>26}{'by rung before':>26}{'by first':>10}{'at once':>9}{'prompt computed':>17}",
         ]
+        rows = []
         for before, rung in zip((None, *self.rungs), self.rungs):
-            step = "" if before is None else ratio(rung.tokens_per_s, before.tokens_per_s).to_text()
+            step = None if before is None else ratio(rung.tokens_per_s, before.tokens_per_s).to_text()
             first = ratio(rung.tokens_per_s, self.rungs[0].tokens_per_s).median
-            lines.append(
-                f"{rung.name:<26}{Spread.of(rung.tokens_per_s).to_text(0):>26}{step:>26}{first:>10.2f}"
-                f"{rung.at_once:>9.1f}{rung.computed_tokens:>17,}"
-            )
+            speed = Spread.of(rung.tokens_per_s).to_text(0)
+            rows.append((rung.name, speed, step, first, rung.at_once, rung.computed_tokens))
+        columns = " <26 | tokens/s >25 | by rung before >25 | by first >9.2f | at once >8.1f | prompt computed >16,"
+        lines += table(columns, rows)
         asked = self.requests * self.rounds
         rounded = [rung for rung in self.rungs if rung.name == ROUNDED]
         fewest, others = min(rung.equal for rung in self.rungs if rung not in rounded), ""
@@ -215,8 +215,7 @@ class _Prompts:
         self._tokenizer = Tokenizer.from_folder(str(folder))
         solved = make_report("train", 0, fillers=False)
         self._head = f"{solved.prompt} {solved.summary}\n\n"
-        lengths = Workload(requests, 1, *output_tokens, vocab_size=32_000).lengths()
-        self._outputs = [output for _, output in lengths]
+        self._outputs = [n.output for n in workload(requests, 1, output_tokens).lengths()]
         self.num_output_tokens = sum(self._outputs)
         first, second = (self._tokenizer.encode(self._head + PROMPT_TEMPLATE.format(report=text)) for text in "AB")
         self.num_shared = next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)

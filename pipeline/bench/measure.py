@@ -1,17 +1,23 @@
-"""Figures that can be compared: medians with their spread, ratios of pairs, and the machine they were taken on."""
+"""Figures that can be compared: medians with their spread, ratios of pairs, the machine they were taken on, and how
+benchmarks show them and start their processes."""
 
+import json
 import os
 import platform
+import re
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
+from pipeline.errors import PipelineError
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
 
 PACKAGES = ("torch", "transformers", "numba", "ray")
@@ -48,6 +54,32 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 def alternating(names: Sequence[str], rounds: int) -> list[list[str]]:
     """The order of each round: every other one backwards, so that none always runs on the warmer machine."""
     return [list(names) if number % 2 == 0 else list(reversed(names)) for number in range(rounds)]
+
+
+def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of a head and of each row. columns: `name <8 | seconds >9.2f`, each column's head and the format of its
+    values; a value that is None is left empty, and text is only brought to the column's width."""
+    parts = [column.rpartition(" ") for column in columns.split(" | ")]
+    formats = [spec for _, _, spec in parts]
+    widths = [spec[0] + re.findall(r"\d+", spec)[0] for spec in formats]
+
+    def line(values: Sequence[object]) -> str:
+        cells = zip(values, formats, widths, strict=True)
+        return " ".join(
+            format("" if value is None else value, width if value is None or isinstance(value, str) else spec)
+            for value, spec, width in cells
+        )
+
+    return [line([head.strip() for head, _, _ in parts]), *map(line, rows)]
+
+
+def said_by(command: list[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What a process says in its last line, as JSON. `environment` None is this process's. Raises PipelineError with
+    its last words."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
+        raise PipelineError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def machine_facts() -> dict[str, str]:

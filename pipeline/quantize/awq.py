@@ -20,11 +20,7 @@ def check_installed() -> None:
 
 
 def quantize_by_autoawq(
-    source: Path,
-    partial: Path,
-    group_size: int,
-    texts: Sequence[Sequence[int]],
-    say: Callable[[str], None],
+    source: Path, partial: Path, group_size: int, texts: Sequence[Sequence[int]], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write the weights into `partial` and return what config.json has to say of them.
 

@@ -19,10 +19,7 @@ FAULTS = {
         "the time its engines took, on average, for tokens whose rows were in no part at its last record; and start-up"
         " and load of the run after it",
     ),
-    "run_interrupted": (
-        "run stopped by a signal",
-        "as for a killed run; rows kept for the next run are not lost",
-    ),
+    "run_interrupted": ("run stopped by a signal", "as for a killed run; rows kept for the next run are not lost"),
     "run_failed": ("run failed or stopped by run.max_error_rate", "as for a killed run"),
     "actor_replaced": (
         "engine actor replaced",

@@ -11,15 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.roofline.step import (
-    DENSE_BYTES,
-    Ceilings,
-    DecoderSize,
-    StepSeconds,
-    StepTokens,
-    Weights,
-    step_seconds,
-)
+from pipeline.roofline.step import DENSE_BYTES, Ceilings, DecoderSize, StepSeconds, StepTokens, Weights, step_seconds
 
 
 @dataclass(frozen=True)

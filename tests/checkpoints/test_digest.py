@@ -15,6 +15,7 @@ from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.demo import demo_model
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from tests.faults.store import KEY, SECRET, FaultyStore
+from tests.threads import at_once
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +156,7 @@ def test_a_tag_that_is_no_md5_costs_a_second_download(store, monkeypatch):
 def test_processes_at_once_download_once(store, cache):
     """Threads with a lock of their own each, as processes have."""
     before = gets(store)
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(resolve(store))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 3
-    assert len(set(found)) == 1
+    assert len(set(at_once(3, lambda _: resolve(store)))) == 1
     assert gets(store) - before == 10
 
 
@@ -174,13 +168,7 @@ def test_without_locks_one_rename_wins(store, cache, monkeypatch):
         raise OSError("no locks")
 
     monkeypatch.setattr(model_cache.fcntl, "flock", no_locks)
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(resolve(store))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 2
+    found = at_once(2, lambda _: resolve(store))
     assert len(set(found)) == 1
     assert model_digest(found[0]) == model_digest(demo_model("draft"))
 

@@ -25,7 +25,8 @@ from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear.dispatch import Scratch
 from pipeline.model.config import read_config
 from tests.kernels.triton.problems import DEVICE
-from tests.model_folders import VOCAB, Family, quantize_randomly, write_checkpoint
+from tests.model_folders import VOCAB, Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

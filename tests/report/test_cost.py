@@ -112,12 +112,7 @@ def test_nothing_to_divide_by_is_not_a_price_of_zero():
 
 def test_rows_errors_and_lost_work():
     built = report(run(outcome="killed", decode=5), delivering(run(decode=5)))
-    assert (built.rows.input, built.rows.written, built.rows.completed, built.rows.errors) == (
-        200,
-        180,
-        178,
-        2,
-    )
+    assert (built.rows.input, built.rows.written, built.rows.completed, built.rows.errors) == (200, 180, 178, 2)
     assert built.rows.errors_by_code == {"prompt_too_long": 2}
     assert built.outcome == "finished"
     assert built.work.wasted_generated_tokens == 100_000

@@ -13,7 +13,7 @@ from pipeline.weights.formats import READERS, read_format
 from pipeline.weights.packed import DenseWeight
 from pipeline.weights.tensor_reader import input_order
 from tests.model_folders import Named
-from tests.weights.packers import Pack, awq_gemv, fp8, gptq, int_quantized, named, pack_quantized
+from tests.weights.packers import Pack, awq_gemm, awq_gemv, fp8, gptq, int_quantized, named, pack_quantized
 from tests.weights.test_model_folders import GPTQ, LINEAR, TOKEN, compressed, group
 
 PATH = Path("config.json")
@@ -35,6 +35,11 @@ def weights(**change: Any) -> dict[str, Any]:
         ({"quant_method": "hqq"}, "quant_method = 'hqq' is not served"),
         (AWQ | {"bits": True}, "bits = True"),
         (AWQ | {"zero_point": 1}, "zero_point = 1"),
+        (AWQ | {"bits": 8}, "bits = 8"),
+        (AWQ | {"version": "gemv_fast"}, "version = 'gemv_fast'"),
+        (AWQ | {"group_size": 16}, "group_size = 16"),
+        (AWQ | {"group_size": [128]}, "group_size = .128."),
+        (AWQ | {"modules_to_not_convert": 5}, "modules_to_not_convert"),
         (GPTQ | {"bits": 3}, "bits = 3: expected one of 4, 8"),
         (GPTQ | {"bits": 4.0}, "bits = 4.0"),
         (GPTQ | {"group_size": 0}, "group_size = 0"),
@@ -84,6 +89,7 @@ def test_what_is_not_served_is_refused_by_its_name(config: dict[str, Any], said:
 
 FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
     "awq": (AWQ, awq_gemv(32)),
+    "awq gemm": (AWQ | {"version": "gemm"}, awq_gemm(32, True)),
     "gptq": (GPTQ | {"desc_act": True}, gptq(4, 32, False, True, 1)),
     "gptq 8": (GPTQ | {"bits": 8, "desc_act": True}, gptq(8, 32, False, True, 1)),
     "int4": (INT4, pack_quantized(4, 32, False)),
@@ -202,27 +208,8 @@ def test_a_bias_of_zeros_that_autogptq_adds_is_dropped() -> None:
     assert form.read_linear("a.q_proj", SHAPE, tensors, own_N).bias_N is own_N
 
 
-ODD = [
-    None,
-    True,
-    -1,
-    0,
-    3,
-    4,
-    8,
-    2**63,
-    10**400,
-    1e308,
-    float("nan"),
-    "",
-    "x",
-    "re:(",
-    [],
-    [1],
-    ["re:["],
-    {},
-    {"a": 1},
-]
+ODD = [None, True, -1, 0, 3, 4, 8, 2**63, 10**400, 1e308, float("nan"), "", "x", "re:(", [], [1], ["re:["], {},
+       {"a": 1}]  # fmt: skip
 
 
 def test_mutated_configs_are_read_or_refused() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from pipeline.model.config import read_config
 from pipeline.weights.formats import read_format
-from tests.model_folders import Named, write_tokenizer
+from tests.model_folders import Named, small_config, write_tokenizer
 from tests.weights.test_model_folders import check
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*.safetensors"))
@@ -26,21 +26,7 @@ SHAPES = {
     "mlp.up_proj": (96, 64),
     "mlp.down_proj": (64, 96),
 }
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 257,
-    "dtype": "float32",
-}
+CONFIG = small_config(64, 96, 1, 4, 2, model_type="llama", tie_word_embeddings=False, dtype="float32")
 
 
 def read(file: Path) -> tuple[Named, dict[str, torch.Tensor], dict[str, Any]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.bench.workload import BenchRequest
+from pipeline.bench.request_sets import BenchRequest
 from pipeline.errors import PipelineError
 
 NextLogits = Callable[[list[int]], torch.Tensor]

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.bench.workload import BenchRequest
+from pipeline.bench.request_sets import BenchRequest, run_requests
 from pipeline.engine.engine import Engine
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import LateTokens
 from pipeline.engine.step.runner import Runner
-from pipeline.errors import PipelineError
 
 
 @dataclass(frozen=True)
@@ -109,25 +108,14 @@ class ThisEngine:
         engine.runner = self._recording
 
     def run(self, requests: Sequence[BenchRequest]) -> Ran:
-        """Raises PipelineError when a request fails, or is found in the prefix cache where it must not be."""
-        token_ids: list[list[int]] = [[] for _ in requests]
         steps: list[StepTime] = []
-        start, start_cpu = time.perf_counter(), time.process_time()
-        for index, request in enumerate(requests):
-            self.engine.add(request.to_request(index))
-        while self.engine.has_unfinished:
-            before = time.perf_counter()
-            completions = self.engine.step()
-            step = self._recording.take(time.perf_counter() - before)
-            if step is not None:
+
+        def note(wall_s: float) -> None:
+            if (step := self._recording.take(wall_s)) is not None:
                 steps.append(step)
-            for completion in completions:
-                if completion.error is not None:
-                    raise PipelineError(f"request {completion.row_id} failed: {completion.error_message}")
-                if completion.num_cached_tokens and not self.shared_prefixes:
-                    raise PipelineError(f"request {completion.row_id} was found in the prefix cache: not a fresh round")
-                assert isinstance(completion.row_id, int)
-                token_ids[completion.row_id] = completion.token_ids
+
+        start, start_cpu = time.perf_counter(), time.process_time()
+        token_ids = run_requests(self.engine, requests, self.shared_prefixes, note)
         return Ran(time.perf_counter() - start, token_ids, time.process_time() - start_cpu, steps)
 
 

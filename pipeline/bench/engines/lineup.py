@@ -7,7 +7,7 @@ from statistics import median
 from pipeline.bench.engines.agreement import Agreement, NextLogits, compare
 from pipeline.bench.engines.contender import Ran, StaticBatches
 from pipeline.bench.measure import Spread, alternating, ratio
-from pipeline.bench.workload import BenchRequest
+from pipeline.bench.request_sets import BenchRequest
 
 NEAR_BEST = 0.9  # static batch sizes whose trial came this near to the best one's are all run in the rounds
 TRIAL = 0  # the number of the round before the counted ones

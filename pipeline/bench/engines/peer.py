@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.bench.engines.contender import Ran
-from pipeline.bench.workload import BenchRequest
+from pipeline.bench.request_sets import BenchRequest
 from pipeline.errors import ConfigError, EnvironmentFailed
 
 PEERS = Path(__file__).parents[1] / "peers"
@@ -42,12 +42,12 @@ class PeerTask:
     dtype: str
     threads: int
     max_model_len: int
-    max_num_seqs: int | None
     work_folder: str
     shared_prefixes: bool
-    eos_token_ids: tuple[int, ...]
     sets: Mapping[str, Sequence[BenchRequest]]
-    device: str = "cpu"
+    device: str
+    max_num_seqs: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
     performance_mode: str | None = None
 
 
@@ -70,7 +70,6 @@ class Peer:
         Raises EnvironmentFailed with its last words when it ends before.
         """
         self.name = name
-        python = place
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self._folder = tempfile.TemporaryDirectory(prefix="bench-peer-")
         path = Path(self._folder.name) / "task.json"
@@ -80,7 +79,7 @@ class Peer:
         path.write_text(json.dumps(told))
         environment = os.environ | {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
-            [python, str(PEERS / "serve.py"), DRIVERS[name], str(path)],
+            [place, str(PEERS / "serve.py"), DRIVERS[name], str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -1,5 +1,5 @@
-"""`pipeline bench gpu`: whether the kernels are right on this card, how near its limits they are, and whole jobs.
+"""`pipeline bench gpu`: how near the card's limits the kernels are, each checked before it is timed, and whole jobs.
 
-Runs without Ray, pydantic and a network. `run` puts it together: correctness -> rates (what the card reaches alone) ->
-kernels -> linears -> jobs -> `report`.
+Runs without Ray, pydantic and a network. `run` puts it together: rates (what the card reaches alone) -> kernels ->
+linears -> jobs -> `report`.
 """

@@ -12,7 +12,7 @@ from pipeline.bench.gpu.kernels.linear_times import LinearTimes
 from pipeline.bench.gpu.kernels.tile_times import TileTimes
 from pipeline.bench.gpu.peers import PeerJobs
 from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.measure import facts_to_text
+from pipeline.bench.measure import facts_to_text, table
 from pipeline.roofline.step import Reached
 
 
@@ -81,19 +81,15 @@ def _job_lines(ours: OurJobs) -> Iterator[str]:
         "the shares of them that the kernels above reached; MFU, MBU: of the measured rates."
     )
     yield ", ".join(f"{key} {value}" for key, value in ours.settings.items() if not key.startswith("kernel."))
-    yield (
-        f"{'requests':<15} {'seconds':>8} {'predicted':>9} {'bound':>8} {'out/s':>8} {'all/s':>9} {'MFU':>5} "
-        f"{'MBU':>5} {'tail s':>7} {'steps':>6} {'at once':>7} {'KV':>4} {'cached':>9} {'preempted':>9}"
-    )
+    rows = []
     for job in ours.jobs:
-        wall_s = median(job.wall_s)
-        tokens = job.prompt_tokens - job.cached_tokens + job.output_tokens
-        yield (
-            f"{job.requests:<15} {wall_s:>8.2f} {job.predicted_s:>9.2f} {job.bound_s:>8.2f} "
-            f"{job.output_tokens / wall_s:>8,.0f} {tokens / wall_s:>9,.0f} {job.mfu:>5.0%} {job.mbu:>5.0%} "
-            f"{job.tail_s:>7.2f} {job.num_steps:>6,} {job.sequences:>7.0f} {job.kv_used:>4.0%} "
-            f"{job.cached_tokens:>9,} {job.num_preemptions:>9,}"
-        )
+        wall_s, tokens = median(job.wall_s), job.prompt_tokens - job.cached_tokens + job.output_tokens
+        rates = job.output_tokens / wall_s, tokens / wall_s, job.mfu, job.mbu, job.tail_s
+        counts = job.num_steps, job.sequences, job.kv_used, job.cached_tokens, job.num_preemptions
+        rows.append((job.requests, wall_s, job.predicted_s, job.bound_s, *rates, *counts))
+    seconds = "requests <15 | seconds >8.2f | predicted >9.2f | bound >8.2f"
+    rates = "out/s >8,.0f | all/s >9,.0f | MFU >5.0% | MBU >5.0% | tail s >7.2f"
+    yield from table(f"{seconds} | {rates} | steps >6, | at once >7.0f | KV >4.0% | cached >9, | preempted >9,", rows)
     for gap in ours.gaps:
         yield f"Profiled: {gap.to_text()}."
     if not ours.gaps:

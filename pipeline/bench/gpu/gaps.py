@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.bench.workload import BenchRequest
+from pipeline.bench.request_sets import BenchRequest
 from pipeline.engine.engine import Engine
 
 STEPS = 32

@@ -13,12 +13,10 @@ import torch
 
 from pipeline.bench.gpu.gaps import SETTLE, STEPS, Gap, measure_gap
 from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.gpu.request_sets import Lengths, RequestSet
-from pipeline.bench.workload import BenchRequest
+from pipeline.bench.request_sets import BenchRequest, Lengths, RequestSet, run_requests
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.memory import release_cached_memory
-from pipeline.errors import PipelineError
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.roofline.job import Batching, JobSeconds, Moment, job_bytes, job_flops, simulate_job, tail_seconds
 from pipeline.roofline.step import Ceilings, DecoderSize, Reached, Weights
@@ -139,23 +137,15 @@ def warm_up(engine: Engine, sets: Sequence[RequestSet]) -> None:
 
 def run_round(engine: Engine, requests: Sequence[BenchRequest]) -> Round:
     """Raises PipelineError when a request fails or does not get its tokens."""
-    token_ids: list[list[int]] = [[] for _ in requests]
     moments: list[Moment] = []
-    before = asdict(engine.stats)
-    batch_sum = engine.stats.batch_sum
-    start = time.perf_counter()
-    for number, request in enumerate(requests):
-        engine.add(request.to_request(number))
-    while engine.has_unfinished:
-        for completion in engine.step():
-            assert isinstance(completion.row_id, int)
-            token_ids[completion.row_id] = completion.token_ids
-            wanted = requests[completion.row_id].max_tokens
-            if len(completion.token_ids) != wanted:  # a failed one has none
-                why = completion.error_message or f"{len(completion.token_ids)} of {wanted} tokens"
-                raise PipelineError(f"request {completion.row_id} did not get what it asked for: {why}")
+    before, batch_sum, start = asdict(engine.stats), engine.stats.batch_sum, time.perf_counter()
+
+    def note(step_s: float) -> None:
+        nonlocal batch_sum
         batch_sum, sequences = engine.stats.batch_sum, engine.stats.batch_sum - batch_sum
         moments.append(Moment(time.perf_counter() - start, engine.num_unfinished, sequences))
+
+    token_ids = run_requests(engine, requests, True, note)
     after = asdict(engine.stats)
     return Round(moments[-1].at_s, token_ids, moments, {name: after[name] - before[name] for name in after})
 

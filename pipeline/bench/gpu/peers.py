@@ -4,7 +4,7 @@ vLLM is run twice: with its defaults, and with `performance_mode="throughput"`. 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from pipeline.bench.engines.agreement import Agreement, compare
 from pipeline.bench.engines.peer import Peer, PeerTask
 from pipeline.bench.gpu.jobs import OurJobs
-from pipeline.bench.gpu.request_sets import RequestSet
+from pipeline.bench.request_sets import RequestSet
 from pipeline.errors import PipelineError
 from pipeline.model.config import ModelConfig
 
@@ -48,58 +48,37 @@ def run_peers(
     say: Callable[[str], None],
 ) -> Iterator[PeerJobs]:
     """Each peer (name and place) in each of its modes. One that fails is told of, and the next one runs."""
-    vocab_size = config.vocab_size
-    by_name = {
-        f"{each.name} {number}": each.round(str(number), vocab_size) for each in sets for number in range(1, rounds + 1)
-    }
-    warm_up = [request for each in sets for request in each.smaller(64, 1).round("warm-up", vocab_size)]
-    for name, place in peers:
-        for mode in MODES[name]:
-            task = PeerTask(
-                model=str(folder.resolve()),
-                dense_model=str(folder.resolve()),
-                quantized=config.quantization is not None,
-                dtype=str(ours.settings["dtype"]),
-                threads=torch.get_num_threads(),
-                max_model_len=max(each.longest for each in sets),
-                max_num_seqs=None,
-                work_folder=str(folder.parent),
-                shared_prefixes=True,
-                eos_token_ids=(),
-                device=str(ours.settings["device"]),
-                performance_mode=mode,
-                sets={"warm-up": warm_up, **by_name},
-            )
-            say(f"starting {name}{'' if mode is None else f', {mode}'}")
-            yield _run(name if mode is None else f"{name}, {mode}", name, place, task, sets, rounds, ours, say)
-
-
-def _run(
-    shown: str,
-    name: str,
-    place: str,
-    task: PeerTask,
-    sets: Sequence[RequestSet],
-    rounds: int,
-    ours: OurJobs,
-    say: Callable[[str], None],
-) -> PeerJobs:
-    about: dict[str, str] = {}
-    jobs: list[PeerJob] = []
-    try:
-        with Peer(name, place, task) as peer:
-            about = peer.about
-            for each in sets:
-                walls: list[float] = []
-                token_ids: list[list[int]] = []
-                for number in range(1, rounds + 1):
-                    say(f"{each.name}, round {number} of {rounds}: {shown}")
-                    ran = peer.run_set(f"{each.name} {number}")
-                    walls.append(ran.wall_s)
-                    token_ids = ran.token_ids
-                # in 16 bit a near-tie may go either way, and what follows it differs: differences are counted only
-                agreed = compare(task.sets[f"{each.name} {rounds}"], ours.token_ids[each.name], token_ids)
-                jobs.append(PeerJob(each.name, tuple(walls), agreed))
-    except PipelineError as failed:
-        return PeerJobs(shown, about, tuple(jobs), str(failed))
-    return PeerJobs(shown, about, tuple(jobs))
+    each_round = [(work, str(number)) for work in sets for number in range(1, rounds + 1)]
+    warm_up = [request for work in sets for request in work.smaller(64, 1).round("warm-up", config.vocab_size)]
+    task = PeerTask(
+        model=str(folder.resolve()),
+        dense_model=str(folder.resolve()),
+        quantized=config.quantization is not None,
+        dtype=str(ours.settings["dtype"]),
+        threads=torch.get_num_threads(),
+        max_model_len=max(work.longest for work in sets),
+        work_folder=str(folder.parent),
+        shared_prefixes=True,
+        device=str(ours.settings["device"]),
+        sets={"warm-up": warm_up}
+        | {f"{work.name} {number}": work.round(number, config.vocab_size) for work, number in each_round},
+    )
+    for (name, place), mode in ((peer, mode) for peer in peers for mode in MODES[peer[0]]):
+        shown = name if mode is None else f"{name}, {mode}"
+        say(f"starting {shown}")
+        told = PeerJobs(shown, {}, ())
+        try:
+            with Peer(name, place, replace(task, performance_mode=mode)) as peer:
+                told = replace(told, about=peer.about)
+                for work in sets:
+                    ran = []
+                    for number in range(1, rounds + 1):
+                        say(f"{work.name}, round {number} of {rounds}: {shown}")
+                        ran.append(peer.run_set(f"{work.name} {number}"))
+                    # in 16 bit a near-tie may go either way, and what follows it differs: differences are counted only
+                    agreed = compare(task.sets[f"{work.name} {rounds}"], ours.token_ids[work.name], ran[-1].token_ids)
+                    job = PeerJob(work.name, tuple(each.wall_s for each in ran), agreed)
+                    told = replace(told, jobs=(*told.jobs, job))
+        except PipelineError as failed:
+            told = replace(told, failure=str(failed))
+        yield told

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.bench.gpu.aims import Aim, aims_of, aims_to_text
 from pipeline.bench.gpu.figures import Failure, ModelFigures
-from pipeline.bench.gpu.kernels.correctness import Correctness
+from pipeline.bench.gpu.kernels.checks import Correctness
 from pipeline.bench.measure import facts_to_text
 
 

@@ -3,11 +3,10 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -17,9 +16,7 @@ from pipeline.bench.gpu.device import device_facts, find_device, memory_bytes
 from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.jobs import Limits, run_our_jobs
 from pipeline.bench.gpu.kernels import kernel_times, linear_times, tile_times
-from pipeline.bench.gpu.kernels.correctness import Check, Correctness, check_kernels
-from pipeline.bench.gpu.kernels.engine_check import check_engine
-from pipeline.bench.gpu.kernels.invariance import check_engine_invariance, check_invariance
+from pipeline.bench.gpu.kernels.checks import Check, Correctness
 from pipeline.bench.gpu.kernels.kernel_times import KernelCases, KernelTimes, kernel_cases
 from pipeline.bench.gpu.kernels.linear_times import (
     DENSE_PATH,
@@ -29,23 +26,20 @@ from pipeline.bench.gpu.kernels.linear_times import (
     linear_cases,
     summed_up,
 )
-from pipeline.bench.gpu.kernels.tile_times import TileSizes, TileTime, TileTimes, tile_measurements
+from pipeline.bench.gpu.kernels.tile_times import TileSizes, TileTimes, tile_measurements
 from pipeline.bench.gpu.peers import MODES, run_peers
 from pipeline.bench.gpu.rates import Rates, measure_rates
 from pipeline.bench.gpu.report import GpuBench
-from pipeline.bench.gpu.request_sets import REQUEST_SETS, RequestSet
 from pipeline.bench.gpu.stopwatch import Stopwatch
-from pipeline.bench.roofline import find_set
-from pipeline.bench.shapes import BenchModel, bench_model
+from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
+from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, OutputError
 from pipeline.kernels.select import default_dtype, select_kernels
-from pipeline.model.config import DTYPES, read_config
-from pipeline.model.size import decoder_size, weights_of
+from pipeline.model.config import DTYPES, ModelConfig, read_config
 from pipeline.roofline.step import DecoderSize, Reached, Weights
 
 SECTIONS = ("correctness", "kernels", "linears", "jobs")
 TILES = "tiles"  # a section that is run where it is asked for: it takes minutes and says what could be changed
-CHECKED_MODELS = ("tiny-awq", "tiny")  # that the engine's tokens are checked on
 MODELS = ("llama-8b-awq", "qwen3-0.6b")
 
 
@@ -61,30 +55,13 @@ class Scale:
     kernels: KernelCases
     tokens: tuple[int, ...]
     tiles: TileSizes
-    checked_each: int  # every so manyth of the checks
-    checked_tokens: int  # of each completion
 
 
-FULL = Scale(1, 1, 0.3, 2 << 30, (4096, 8192), kernel_times.FULL, linear_times.FULL_TOKENS, tile_times.FULL, 1, 32)
-QUICK = Scale(8, 1, 0.1, 1 << 30, (8192,), kernel_times.QUICK, linear_times.QUICK_TOKENS, tile_times.QUICK, 1, 16)
-SMOKE = Scale(256, 16, 0.0, 1 << 20, (64,), kernel_times.SMOKE, linear_times.SMOKE_TOKENS, tile_times.SMOKE, 7, 4)
+FULL = Scale(1, 1, 0.3, 2 << 30, (4096, 8192), kernel_times.FULL, linear_times.FULL_TOKENS, tile_times.FULL)
+QUICK = Scale(8, 1, 0.1, 1 << 30, (8192,), kernel_times.QUICK, linear_times.QUICK_TOKENS, tile_times.QUICK)
+SMOKE = Scale(256, 16, 0.0, 1 << 20, (64,), kernel_times.SMOKE, linear_times.SMOKE_TOKENS, tile_times.SMOKE)
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a run is to do, checked."""
-
-    device: torch.device
-    dtype: str
-    sections: tuple[str, ...]
-    sets: tuple[RequestSet, ...]
-    rounds: int
-    peers: tuple[tuple[str, str], ...]
-    max_num_seqs: int | None
-    folder: str | None
-    scale: Scale
 
 
 def bench_gpu(
@@ -114,26 +91,27 @@ def bench_gpu(
         raise ConfigError(f"--sections {unknown[0]}: expected some of {', '.join((*SECTIONS, TILES))}")
     sets = [find_set(name) for name in requests] or list(REQUEST_SETS.values())
     smaller = tuple(each.smaller(scale.requests_by, scale.tokens_by) for each in sets)
-    asked = Asked(on, dtype, tuple(sections), smaller, rounds, tuple(peers), max_num_seqs, folder, scale)
-    settings = {
-        "scale": "smoke" if scale is SMOKE else "quick" if scale is QUICK else "full",
-        "rounds": str(rounds),
-    }
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    told = tuple(each.to_text() for each in smaller)
+    of_scale = "smoke" if scale is SMOKE else "quick" if scale is QUICK else "full"
+    settings = {"scale": of_scale, "rounds": str(rounds)}
+    date, told = datetime.now(UTC).isoformat(timespec="seconds"), tuple(each.to_text() for each in smaller)
     kept = _Kept(GpuBench(date, device_facts(on), tuple(sections), settings, told, on.type == "cuda"), out, say)
     kept.update()
-    wanted = models if set(sections) - {"correctness"} else ()
-    found = [bench_model(name, folder, say) for name in wanted]
-    if "correctness" in sections:
-        _check(kept, asked, say)
+    found = [(name, bench_model(name, folder, say)) for name in models]
     stopwatch = Stopwatch(on, scale.budget_s)
-    for name, model in zip(wanted, found):
+    for name, model in found:
         say(f"rates: {name}")
         with kept.section("rates", name):
-            rated = _rated(model, name, asked, stopwatch)
-            kept.model(rated)
-            _measure(kept, rated, model, asked, stopwatch, say)
+            config = read_config(model.folder)
+            wide = DTYPES.get(dtype) or default_dtype(on, config.dtype)
+            rates = measure_rates(stopwatch, wide, scale.copy_bytes, scale.gemm_sizes)
+            figures = ModelFigures(name, model.about, str(wide).removeprefix("torch."), rates)
+            kept.model(figures)
+            measuring = _Model(kept, figures, config.size, config.weights_on_card(), wide, scale, stopwatch)
+            measuring.kernels_and_linears(say)
+            if TILES in sections:
+                measuring.tiles(say)
+            if "jobs" in sections:
+                measuring.jobs(model.folder, dtype, smaller, rounds, max_num_seqs, peers, config, say)
     kept.update(complete=True)
     return kept.bench
 
@@ -161,6 +139,10 @@ class _Kept:
         others = tuple(model for model in self.bench.models if model.model != figures.model)
         self.update(models=(*others, figures))
 
+    def checked(self, *checks: Check) -> None:
+        before = () if self.bench.correctness is None else self.bench.correctness.checks
+        self.update(correctness=Correctness((*before, *checks)))
+
     @contextmanager
     def section(self, name: str, model: str) -> Iterator[None]:
         """Whatever is raised in it is told of in the result; what was found before stays."""
@@ -172,97 +154,85 @@ class _Kept:
             self.update(failures=(*self.bench.failures, Failure(name, model, why)))
 
 
-def _check(kept: _Kept, asked: Asked, say: Say) -> None:
-    device, scale = asked.device, asked.scale
-    dtypes = [torch.bfloat16, torch.float16] if device.type == "cuda" else [torch.float32]
-    say("correctness: all kernels against the oracle")
-    with kept.section("correctness", "all kernels"):
-        checks: list[Check] = []
-        for check in check_kernels(device, dtypes, scale.checked_each):
-            checks.append(check)
-            kept.update(correctness=Correctness(tuple(checks)))
-        has_invariant = device.type == "cuda" or find_spec("numba") is not None
-        say("correctness: batch-invariant kernels" + ("" if has_invariant else ": left out, on a CPU they need numba"))
-        for check in check_invariance(device, dtypes, scale.checked_each) if has_invariant else ():
-            checks.append(check)
-            kept.update(correctness=Correctness(tuple(checks)))
-        for name in CHECKED_MODELS:
-            shape = bench_model(name, asked.folder, say).folder
-            has_fp8 = read_config(shape).quantization is not None and "fp8" in select_kernels(device, dtypes[0]).rounded
-            for dtype, activations in product(dtypes, ("auto", "fp8") if has_fp8 else ("auto",)):
-                say(f"correctness: the engine with {name} in {dtype}, activations {activations}")
-                checks.append(check_engine(shape, device, _named(dtype), scale.checked_tokens, say, activations))
-                if activations == "auto" and has_invariant:
-                    checks.append(check_engine_invariance(shape, device, _named(dtype), scale.checked_tokens, say))
-                kept.update(correctness=Correctness(tuple(checks)))
+@dataclass
+class _Model:
+    """The sections of one model; what each finds is kept at once."""
 
+    kept: _Kept
+    figures: ModelFigures
+    size: DecoderSize
+    weights: Weights
+    dtype: torch.dtype
+    scale: Scale
+    stopwatch: Stopwatch
 
-def _rated(found: BenchModel, name: str, asked: Asked, stopwatch: Stopwatch) -> ModelFigures:
-    """The device's own rates in the type that the model is run in."""
-    wide = DTYPES.get(asked.dtype) or default_dtype(asked.device, read_config(found.folder).dtype)
-    rates = measure_rates(stopwatch, wide, asked.scale.copy_bytes, asked.scale.gemm_sizes)
-    return ModelFigures(name, found.about, _named(wide), rates)
+    def keep(self, **found: object) -> None:
+        self.figures = replace(self.figures, **found)  # type: ignore[arg-type]
+        self.kept.model(self.figures)
 
+    def section(self, name: str) -> AbstractContextManager[None]:
+        return self.kept.section(name, self.figures.name)
 
-def _measure(
-    kept: _Kept, figures: ModelFigures, found: BenchModel, asked: Asked, stopwatch: Stopwatch, say: Say
-) -> None:
-    """The sections of one model, each kept as it ends."""
-    name = figures.name
-    config, scale, device, rates = read_config(found.folder), asked.scale, asked.device, figures.rates
-    size, weights, dtype = decoder_size(config), weights_of(config), DTYPES[figures.dtype]
-    kernels = select_kernels(device, dtype)
-    if "kernels" in asked.sections:
-        say(f"kernels: {name}")
-        for case in kernel_cases(size, kernels, dtype, stopwatch, rates, scale.kernels):
-            with kept.section("kernels", name):
-                before = () if figures.kernels is None else figures.kernels.times
-                figures = replace(figures, kernels=KernelTimes((*before, case())))
-                kept.model(figures)
-    if "linears" in asked.sections:
-        say(f"linears: {name}")
-        for case in linear_cases(size, weights, kernels, dtype, stopwatch, scale.tokens):
-            with kept.section("linears", name):
-                before = () if figures.linears is None else figures.linears.times
-                figures = replace(figures, linears=summed_up((*before, *case()), size, weights, rates))
-                kept.model(figures)
-    if TILES in asked.sections:
-        say(f"tiles: {name}")
-        for case in _tile_cases(asked, size, weights, dtype, stopwatch):
-            with kept.section(TILES, name):
-                before = () if figures.tiles is None else figures.tiles.times
-                figures = replace(figures, tiles=TileTimes((*before, *case())))
-                kept.model(figures)
-        if figures.tiles is None:
-            figures = replace(figures, tiles=TileTimes(left_out=_no_tiles(device)))
-            kept.model(figures)
-    if "jobs" in asked.sections:
-        say(f"jobs: {name}")
-        with kept.section("jobs", name):
-            reached = reached_of(rates, figures.kernels, figures.linears)
-            limits = Limits(size, weights, rates, reached, memory_bytes(device))
-            figures = replace(figures, reached=reached)
-            for jobs in run_our_jobs(
-                found.folder, device, asked.dtype, asked.sets, asked.rounds, limits, asked.max_num_seqs, say
-            ):
-                figures = replace(figures, jobs=jobs)
-                kept.model(figures)
-            assert figures.jobs is not None
-            for peer in run_peers(asked.peers, found.folder, asked.sets, asked.rounds, config, figures.jobs, say):
-                figures = replace(figures, peers=(*figures.peers, peer))
-                kept.model(figures)
+    def kernels_and_linears(self, say: Say) -> None:
+        """Each is checked, and timed where that was asked for."""
+        kernels, sections = select_kernels(self.stopwatch.device, self.dtype), self.kept.bench.sections
+        of_model, rates = (kernels, self.dtype, self.stopwatch), self.figures.rates
+        if {"kernels", "correctness"} & set(sections):
+            say(f"kernels: {self.figures.name}")
+            for case in kernel_cases(self.size, *of_model, rates, self.scale.kernels, "kernels" in sections):
+                with self.section("kernels"):
+                    check, time = case()
+                    self.kept.checked(check)
+                    if time is not None:
+                        before = () if self.figures.kernels is None else self.figures.kernels.times
+                        self.keep(kernels=KernelTimes((*before, time)))
+        if {"linears", "correctness"} & set(sections):
+            say(f"linears: {self.figures.name}")
+            for case in linear_cases(self.size, self.weights, *of_model, self.scale.tokens, "linears" in sections):
+                with self.section("linears"):
+                    checks, times = zip(*case())
+                    self.kept.checked(*checks)
+                    before = () if self.figures.linears is None else self.figures.linears.times
+                    if known := (*before, *(time for time in times if time is not None)):
+                        self.keep(linears=summed_up(known, self.size, self.weights, rates))
 
-
-def _tile_cases(
-    asked: Asked, size: DecoderSize, weights: Weights, dtype: torch.dtype, stopwatch: Stopwatch
-) -> Iterator[Callable[[], list[TileTime]]]:
-    """None where Triton's kernels do not run."""
-    if not _no_tiles(asked.device):
+    def tiles(self, say: Say) -> None:
+        """Says why there are none where Triton's kernels do not run."""
+        say(f"{TILES}: {self.figures.name}")
+        if why := _no_tiles(self.stopwatch.device):
+            self.keep(tiles=TileTimes(left_out=why))
+            return
         from pipeline.bench.gpu.kernels.tile_cases import tile_cases
 
-        sizes = asked.scale.tiles
-        cases = tile_cases(size, weights, dtype, asked.device, sizes)
-        yield from tile_measurements(cases, stopwatch, sizes.budget_s)
+        sizes = self.scale.tiles
+        cases = tile_cases(self.size, self.weights, self.dtype, self.stopwatch.device, sizes)
+        for case in tile_measurements(cases, self.stopwatch, sizes.budget_s):
+            with self.section(TILES):
+                before = () if self.figures.tiles is None else self.figures.tiles.times
+                self.keep(tiles=TileTimes((*before, *case())))
+
+    def jobs(
+        self,
+        folder: Path,
+        dtype: str,
+        sets: Sequence[RequestSet],
+        rounds: int,
+        max_num_seqs: int | None,
+        peers: Sequence[tuple[str, str]],
+        config: ModelConfig,
+        say: Say,
+    ) -> None:
+        figures, device = self.figures, self.stopwatch.device
+        say(f"jobs: {figures.name}")
+        with self.section("jobs"):
+            reached = reached_of(figures.rates, figures.kernels, figures.linears)
+            limits = Limits(self.size, self.weights, figures.rates, reached, memory_bytes(device))
+            self.figures = replace(figures, reached=reached)
+            for jobs in run_our_jobs(folder, device, dtype, sets, rounds, limits, max_num_seqs, say):
+                self.keep(jobs=jobs)
+            assert self.figures.jobs is not None
+            for peer in run_peers(peers, folder, sets, rounds, config, self.figures.jobs, say):
+                self.keep(peers=(*self.figures.peers, peer))
 
 
 def _no_tiles(device: torch.device) -> str:
@@ -299,7 +269,3 @@ def reached_of(rates: Rates, kernels: KernelTimes | None, linears: LinearTimes |
             int4=share(rate.get(INT4_PATH, rate[DENSE_PATH]) / rates.gemm_flops_per_s),
         )
     return found
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,12 +21,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.bench.job.plan_child import DOES
-from pipeline.errors import PipelineError
+from pipeline.bench.job.plan_process import DOES
+from pipeline.bench.measure import facts_to_text, said_by, table
 from pipeline.machine.interpreter import child_environment
 
 ROW_GROUPS = 10
 COLUMNS = 8
+DONE = ("plan", "resume", "execute", "verify")
 _MARK = b"number-000000000000"  # in each footer, replaced so that no two are the same
 
 
@@ -48,15 +48,6 @@ class PlanCost:
     execute_bytes: int
     verify_s: float
     verify_bytes: int
-
-    def spent(self) -> tuple[tuple[float, int], ...]:
-        """Seconds and bytes of each of the four."""
-        return (
-            (self.plan_s, self.plan_bytes),
-            (self.resume_s, self.resume_bytes),
-            (self.execute_s, self.execute_bytes),
-            (self.verify_s, self.verify_bytes),
-        )
 
 
 @dataclass(frozen=True)
@@ -83,17 +74,15 @@ class PlanBench:
             f"{self.parts_per_window} parts a window, for resuming nine windows of ten complete; names and footers are "
             "made in memory, so a disk's or a store's own time is not in it.",
             f"Median of {self.repeats} fresh processes each; memory: growth to the peak, imports left out.",
-            "  ".join(f"{key} {value}" for key, value in self.machine.items()),
+            facts_to_text(self.machine),
             "",
-            f"{'':>5} {'files':>7} {'rows':>14} {'windows':>8} {'parts':>10} "
-            + " ".join(f"{what:>9} {'MB':>6}" for what in ("plan s", "resume s", "execute s", "verify s")),
         ]
+        rows = []
         for c in self.costs:
-            lines.append(
-                f"{c.scale:>4}x {c.files:>7,} {c.rows:>14,} {c.windows:>8,} {c.parts:>10,} "
-                + " ".join(f"{seconds:>9.2f} {size / 1e6:>6.1f}" for seconds, size in c.spent())
-            )
-        return "\n".join(lines)
+            spent = [figure for what in DONE for figure in (vars(c)[f"{what}_s"], vars(c)[f"{what}_bytes"] / 1e6)]
+            rows.append((f"{c.scale}x", c.files, c.rows, c.windows, c.parts, *spent))
+        columns = " | ".join(f"{what} s >9.2f | MB >6.1f" for what in DONE)
+        return "\n".join(lines + table(f" >5 | files >7, | rows >14, | windows >8, | parts >10, | {columns}", rows))
 
 
 def bench_plan(
@@ -124,7 +113,8 @@ def bench_plan(
                 say(f"{scale}x: planning, executing, verifying, {repeat + 1} of {repeats}")
                 run: dict[str, float] = {}
                 for what in DOES:
-                    run |= _measured(job, parts_per_window, what)
+                    command = ["-m", "pipeline.bench.job.plan_process", str(job), str(parts_per_window), what]
+                    run |= said_by([sys.executable, *command], child_environment())
                 runs.append(run)
             middle = {key: median(run[key] for run in runs) for key in runs[0]}
             costs.append(PlanCost(scale, there, **{k: v if k.endswith("_s") else int(v) for k, v in middle.items()}))
@@ -167,12 +157,3 @@ def _job_file(folder: Path) -> Path:
     }
     path.write_text(json.dumps(job))  # JSON is YAML too
     return path
-
-
-def _measured(job: Path, parts_per_window: int, what: str) -> dict[str, float]:
-    """What one fresh process says. Raises PipelineError with its last words when it fails."""
-    command = [sys.executable, "-m", "pipeline.bench.job.plan_child", str(job), str(parts_per_window), what]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
-    if done.returncode != 0:
-        raise PipelineError(f"the measuring process ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return json.loads(done.stdout)

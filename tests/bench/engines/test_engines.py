@@ -2,20 +2,22 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from pipeline.bench.engines import comparison
 from pipeline.bench.engines import peer as peer_module
 from pipeline.bench.engines.agreement import Agreement, compare
+from pipeline.bench.engines.comparison import WARM_REQUESTS, _sets, bench_engine
 from pipeline.bench.engines.contender import GenerateModel, StaticBatches, StepTime, ThisEngine
 from pipeline.bench.engines.floor import Curve, _points, phases
 from pipeline.bench.engines.peer import Peer, PeerTask, parse_peer
-from pipeline.bench.engines.run import WARM_REQUESTS, _sets, bench_engine
+from pipeline.bench.request_sets import BenchRequest, workload
 from pipeline.bench.shapes import bench_model, dequantized
-from pipeline.bench.workload import BenchRequest, Workload
 from pipeline.cli.main import cli
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
@@ -39,7 +41,7 @@ def _in_cache(cache, monkeypatch):
 def task(**other):
     fields = {
         "model": "m", "dense_model": "m", "quantized": False, "dtype": "float32", "threads": 1, "max_model_len": 16,
-        "max_num_seqs": 2, "work_folder": "w", "shared_prefixes": False, "eos_token_ids": (2,), "sets": SETS,
+        "work_folder": "w", "shared_prefixes": False, "sets": SETS, "device": "cpu",
     }  # fmt: skip
     return PeerTask(**(fields | other))
 
@@ -84,9 +86,9 @@ def test_the_whole_at_a_small_size():
     assert "Memory, MB" in told.to_text()
     assert told.strict
     prompts, decoding = told.phases[:2]
-    work = Workload(6, 20, 3, 8, 2048)
+    work = workload(6, 20, (3, 8))
     assert (prompts.name, decoding.name) == ("prompts", "decoding")
-    assert prompts.tokens >= work.num_prompt_tokens
+    assert prompts.tokens >= sum(n.prompt for n in work.lengths())
     assert sum(p.steps for p in told.phases[2:]) == decoding.steps
     assert min(prompts.gemm_s, decoding.gemm_s, decoding.kv_s) > 0
     assert told.peers["fake"] == {"threads": str(told.settings["num_threads"]), "dtype": "float32", "sets": "4"}
@@ -98,9 +100,9 @@ def test_the_whole_at_a_small_size():
 
 
 def test_the_round_before_the_counted_ones_is_whole_only_where_it_chooses():
-    work = Workload(2 * WARM_REQUESTS, 20, 3, 8, 2048)
+    work = workload(2 * WARM_REQUESTS, 20, (3, 8))
     for chooses, expected in ((True, 2 * WARM_REQUESTS), (False, WARM_REQUESTS)):
-        sets = _sets(work, 2, chooses)
+        sets = _sets(partial(work.round, vocab_size=2048), partial(work.one, vocab_size=2048), 2, chooses)
         sizes = {name: len(requests) for name, requests in sets.items() if name != "warm-up"}
         assert sizes == {
             "set 0": expected,
@@ -139,7 +141,7 @@ def test_rows_of_the_demonstration_job_end_by_themselves():
 def test_static_batches_give_each_row_its_own_tokens():
     folder = dequantized(bench_model("tiny-awq").folder, torch.float32)
     model = GenerateModel(folder, torch.float32, "cpu", frozenset({2}))
-    requests = Workload(5, 12, 2, 6, 2048).round("x")
+    requests = workload(5, 12, (2, 6)).round("x", 2048)
     one, all_ = (StaticBatches(model, size).run(requests).token_ids for size in (1, 5))
     assert [len(tokens) for tokens in one] == [r.max_tokens for r in requests]
     agreed = compare(requests, one, all_, model.next_logits)
@@ -232,7 +234,7 @@ def test_the_command(monkeypatch):
         def to_json(self):
             return {"bench": "engine"}
 
-    monkeypatch.setattr("pipeline.bench.engines.run.bench_engine", lambda **options: asked.update(options) or Told())
+    monkeypatch.setattr(comparison, "bench_engine", lambda **options: asked.update(options) or Told())
     peer = f"vllm={sys.executable}"
     answer = CliRunner().invoke(
         cli, ["bench", "engine", "--batch-sizes", "2,4", "--output-tokens", "3-9", "--peer", peer]

@@ -9,7 +9,7 @@ from pipeline.bench.gpu.aims import AGAINST_PEER, aims_of, aims_to_text
 from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.gaps import Gap
 from pipeline.bench.gpu.jobs import OurJob, OurJobs
-from pipeline.bench.gpu.kernels.correctness import Check, Correctness
+from pipeline.bench.gpu.kernels.checks import Check, Correctness
 from pipeline.bench.gpu.kernels.crossover import borders
 from pipeline.bench.gpu.kernels.kernel_times import CHECKING, DECODING, PROMPTS, SKEWED, KernelTime, KernelTimes
 from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pipeline.bench.gpu.kernels.correctness import TOLERANCES, random_int4, relative_error
+from pipeline.bench.gpu.kernels.checks import TOLERANCES, relative_error
+from pipeline.bench.gpu.kernels.inputs import random_int4
 from pipeline.bench.gpu.kernels.linear_times import fixed_path, int4_paths
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

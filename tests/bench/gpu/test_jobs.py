@@ -12,10 +12,9 @@ from pipeline.bench.gpu import peers
 from pipeline.bench.gpu.jobs import Limits, OurJobs, run_our_jobs, run_round
 from pipeline.bench.gpu.peers import run_peers
 from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.gpu.request_sets import Lengths, RequestSet
+from pipeline.bench.request_sets import BenchRequest, Lengths, RequestSet
 from pipeline.bench.roofline import model_size
 from pipeline.bench.shapes import bench_model
-from pipeline.bench.workload import BenchRequest
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import PipelineError

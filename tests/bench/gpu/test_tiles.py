@@ -149,7 +149,7 @@ def test_tiles_of_every_kernel_compute_the_same():
     """Each table's shipped tile, two that differ in one size, and the last, which differs in the most."""
     cases = tile_cases(SIZE, AWQ, torch.float32, DEVICE, SIZES)
     assert [case.func.__name__ for case in tile_cases(SIZE, DENSE, torch.float32, DEVICE, SIZES)] == [
-        "_prefill", "_decode", "_decode", "_prefill", "_decode", "_draw", "_draw"
+        "prefill", "decode", "decode", "prefill", "decode", "draw", "draw"
     ]  # fmt: skip
     seen = set()
     for build in cases:

@@ -8,7 +8,7 @@ Suffixes as in `kernels/contract.py`.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -17,19 +17,37 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline.bench.gpu.kernels.paged import Heads, paged_step
+from pipeline.bench.gpu.kernels.checks import FP8_CODE, TOLERANCES, Check, Pairs, check
+from pipeline.bench.gpu.kernels.inputs import Heads, paged_step, widened
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.measure import table
+from pipeline.kernels import reference
 from pipeline.kernels.contract import Kernels
 from pipeline.roofline.step import DecoderSize
 
 EPS = 1e-5
-FP8_CACHE = ", fp8"  # behind the names of kernels that read or write a cache in FP8
+FP8_CACHE = ", fp8"  # after the names of kernels that read or write a cache in FP8
 DRAFTS = 4  # of each sequence, where drafts are checked
+SAMPLED_ROWS = 128  # that are compared with the reference
+SUM_ERROR = 1e-5  # of a running sum over a row's weights, in shares of the whole
 DECODING, SKEWED, CHECKING, PROMPTS = "decoding", "decoding, skewed", "checking drafts", "prompts"  # see `aims.py`
 
-_Work = tuple[float, float, Callable[[], object]]
-"""Bytes, operations, and the call that moves and computes them."""
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel on inputs of its own. call: what is timed. compare: runs it once, beside the reference. other: the
+    seconds of torch's own kernel for the same work."""
+
+    kernel: str
+    case: str
+    num_bytes: float
+    flops: float
+    call: Callable[[], Any]
+    compare: Callable[[], Pairs]
+    tolerance: float
+    kind: str = ""
+    other: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,16 +81,14 @@ class KernelTimes:
         lines = [
             "Kernels, one layer each, against their floor at the rates above; other: torch's attention on its own "
             "contiguous tensors.",
-            f"{'kernel':<16} {'work':<44} {'us':>9} {'floor us':>9} {'share':>6} {'GB/s':>7} {'TFLOP/s':>8} "
-            f"{'other us':>9}",
         ]
+        columns = "kernel <16 | work <44 | us >9,.1f | floor us >9,.1f | share >6.0% | GB/s >7,.0f | TFLOP/s >8,.2f"
+        rows = []
         for t in self.times:
-            other = "" if t.other_s is None else f"{t.other_s * 1e6:>9,.1f}"
-            lines.append(
-                f"{t.kernel:<16} {t.case:<44} {t.seconds * 1e6:>9,.1f} {t.floor_s * 1e6:>9,.1f} {t.share:>6.0%} "
-                f"{t.num_bytes / t.seconds / 1e9:>7,.0f} {t.flops / t.seconds / 1e12:>8,.2f} {other:>9}"
-            )
-        return "\n".join(lines)
+            rates = t.num_bytes / t.seconds / 1e9, t.flops / t.seconds / 1e12
+            other_us = None if t.other_s is None else t.other_s * 1e6
+            rows.append((t.kernel, t.case, t.seconds * 1e6, t.floor_s * 1e6, t.share, *rates, other_us))
+        return "\n".join(lines + table(f"{columns} | other us >9,.1f", rows))
 
 
 @dataclass(frozen=True)
@@ -97,100 +113,171 @@ SMOKE = KernelCases((16,), ((4, 100),), ((2, 60),), ((4, 200, 128),))
 
 
 def kernel_cases(
-    size: DecoderSize, kernels: Kernels, dtype: torch.dtype, stopwatch: Stopwatch, rates: Rates, cases: KernelCases
-) -> Iterator[Callable[[], KernelTime]]:
-    """Measurements of the kernels of one layer of a model of that size, the linears apart; each runs when called."""
-    heads = Heads(size.heads, size.kv_heads, size.head_dim)
+    size: DecoderSize,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    stopwatch: Stopwatch,
+    rates: Rates,
+    cases: KernelCases,
+    is_timed: bool,
+) -> Iterator[Callable[[], tuple[Check, KernelTime | None]]]:
+    """The kernels of one layer of a model of that size, the linears apart; each is checked and timed when called. One
+    whose result is wrong has no time, as has every one without `is_timed`."""
 
-    def timed(kernel: str, case: str, work: _Work, other_s: float | None = None) -> KernelTime:
-        num_bytes, flops, call = work
-        seconds = stopwatch.seconds(call)
-        return KernelTime(kernel, case, seconds, rates.floor_s(num_bytes, flops), num_bytes, flops, other_s)
+    def measured(build: Callable[[], Work]) -> tuple[Check, KernelTime | None]:
+        work = build()
+        served_by = kernels.served_by[work.kernel.removesuffix(FP8_CACHE)]
+        found = check(work.kernel, work.case, dtype, served_by, work.tolerance, work.compare)
+        if not is_timed or not found.passed:
+            return found, None
+        floor_s = rates.floor_s(work.num_bytes, work.flops)
+        other_s = None if work.other is None else work.other()
+        seconds, sizes = stopwatch.seconds(work.call), (floor_s, work.num_bytes, work.flops)
+        return found, KernelTime(work.kernel, work.case, seconds, *sizes, other_s, work.kind)
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=stopwatch.device).to(dtype)
+    for build in _Layer(size, kernels, dtype, stopwatch).works(cases):
+        yield partial(measured, build)
 
-    def of_norm(tokens: int) -> KernelTime:
-        x_TH, residual_TH, weight_H = normal(tokens, size.hidden), normal(tokens, size.hidden), normal(size.hidden)
-        work = 4.0 * x_TH.nbytes, 0.0, lambda: kernels.add_rms_norm(x_TH, residual_TH, weight_H, EPS)
-        return timed("add_rms_norm", f"{tokens:,} tokens", work)
 
-    def of_gate(tokens: int) -> KernelTime:
-        gate_up = normal(tokens, 2 * size.intermediate)
-        return timed("silu_mul", f"{tokens:,} tokens", (1.5 * gate_up.nbytes, 0.0, lambda: kernels.silu_mul(gate_up)))
+class _Layer:
+    """Makes the inputs of each kernel, and what the reference says of them."""
 
-    def of_write(tokens: int, with_fp8: bool = False) -> KernelTime:
-        work = _write(tokens, heads, kernels, dtype, stopwatch.device, with_fp8)
-        return timed("norm_rope_write" + FP8_CACHE * with_fp8, f"{tokens:,} tokens", work)
+    def __init__(self, size: DecoderSize, kernels: Kernels, dtype: torch.dtype, stopwatch: Stopwatch) -> None:
+        self.size, self.kernels, self.dtype = size, kernels, dtype
+        self.stopwatch, self.device = stopwatch, stopwatch.device
+        self.heads = Heads(size.heads, size.kv_heads, size.head_dim)
+        self.tolerance = TOLERANCES[dtype]
 
-    def of_greedy(rows: int) -> KernelTime:
-        logits_RV = torch.randn(rows, size.vocab, device=stopwatch.device)
-        return timed("greedy", f"{rows:,} rows", (float(logits_RV.nbytes), 0.0, lambda: kernels.greedy(logits_RV)))
+    def works(self, cases: KernelCases) -> Iterator[Callable[[], Work]]:
+        for tokens in cases.tokens:
+            writes = self.write, partial(self.write, is_fp8=True)
+            yield from (partial(make, tokens) for make in (self.norm, self.gate, *writes))
+        for sequences, context in cases.decoding:
+            yield partial(self.greedy, sequences)
+            yield from (partial(self.draw, sequences, top_p) for top_p in (1.0, 0.9))
+            about, contexts = f"decoding, {sequences:,} at {context:,}", [context] * sequences
+            yield partial(self.attention, about, [1] * sequences, contexts, kind=DECODING)
+            yield partial(self.attention, about, [1] * sequences, contexts, is_fp8=True)
+            if sequences > 1:
+                counts = [1 + DRAFTS] * sequences
+                yield partial(self.attention, f"{about}, {DRAFTS} drafts each", counts, contexts, kind=CHECKING)
+                contexts = _skewed(sequences, context)
+                about = f"decoding, {sequences:,} at {min(contexts):,} to {max(contexts):,}, {context:,} on average"
+                yield partial(self.attention, about, [1] * sequences, contexts, kind=SKEWED)
+        for sequences, context, shared in cases.shared:
+            about, ones = f"{shared:,} shared, decoding, {sequences:,} at {context:,}", [1] * sequences
+            for is_fp8 in (False, True):
+                yield partial(self.attention, about, ones, [context] * sequences, is_fp8=is_fp8, shared=shared)
+        for prompts, tokens in cases.prompts:
+            about, counts = f"{prompts} prompts of {tokens:,}", [tokens] * prompts
+            other = partial(_torch_attention, prompts, tokens, self.heads, self.dtype, self.stopwatch)
+            yield partial(self.attention, about, counts, counts, kind=PROMPTS, other=other)
+            yield partial(self.attention, about, counts, counts, is_fp8=True)
+        long = max(tokens for _, tokens in cases.prompts)
+        yield partial(self.attention, f"last half of a prompt of {long:,}", [long // 2], [long])
 
-    def of_draw(rows: int, top_p: float) -> KernelTime:
-        logits_RV = 3 * torch.randn(rows, size.vocab, device=stopwatch.device)
-        options = torch.tensor([1.0, size.vocab, top_p, 0.0], dtype=torch.float64, device=stopwatch.device)
-        how_5R = torch.cat([options.repeat(rows, 1).T, torch.rand(1, rows, device=stopwatch.device).double()])
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def norm(self, tokens: int) -> Work:
+        x_TH, residual_TH, weight_H = (self.normal(*n, self.size.hidden) for n in ((tokens,), (tokens,), ()))
+        call = partial(self.kernels.add_rms_norm, x_TH, residual_TH, weight_H, EPS)
+
+        def compare() -> Pairs:
+            expected = reference.add_rms_norm(x_TH.float(), residual_TH.float(), weight_H.float(), EPS)
+            return list(zip(call(), expected))  # the kernel may write into its inputs
+
+        return Work("add_rms_norm", f"{tokens:,} tokens", 4.0 * x_TH.nbytes, 0.0, call, compare, self.tolerance)
+
+    def gate(self, tokens: int) -> Work:
+        gate_up = self.normal(tokens, 2 * self.size.intermediate)
+        call = partial(self.kernels.silu_mul, gate_up)
+        num_bytes, case = 1.5 * gate_up.nbytes, f"{tokens:,} tokens"
+        compare = lambda: [(call(), reference.silu_mul(gate_up.float()))]  # noqa: E731
+        return Work("silu_mul", case, num_bytes, 0.0, call, compare, self.tolerance)
+
+    def write(self, tokens: int, is_fp8: bool = False) -> Work:
+        """norm_rope_write on prompts of 512 tokens at the most, without norms."""
+        counts = [512] * (tokens // 512) + ([tokens % 512] if tokens % 512 else [])
+        step = paged_step(counts, counts, self.heads, self.dtype, self.device, with_fp8_cache=is_fp8)
+        cache, slots = step.cache, step.where.slot_mapping_T
+        qkv_TMD = self.normal(tokens, self.heads.num_heads + 2 * self.heads.num_kv_heads, self.heads.head_dim)
+        angles = torch.rand(tokens, self.heads.head_dim // 2, device=self.device)
+        call = partial(self.kernels.norm_rope_write, qkv_TMD, angles, angles, None, EPS, cache, slots)
+
+        def compare() -> Pairs:
+            exact = widened(cache)
+            expected = reference.norm_rope_write(qkv_TMD.float(), angles, angles, None, EPS, exact, slots)
+            return [(call(), expected), *zip(widened(cache).tensors, exact.tensors)]
+
+        num_bytes = qkv_TMD.nbytes + step.q_TND.nbytes + step.kv_bytes + 2.0 * angles.nbytes
+        name, tolerance = "norm_rope_write" + FP8_CACHE * is_fp8, FP8_CODE if is_fp8 else self.tolerance
+        return Work(name, f"{tokens:,} tokens", num_bytes, 0.0, call, compare, tolerance)
+
+    def greedy(self, rows: int) -> Work:
+        logits_RV = torch.randn(rows, self.size.vocab, device=self.device)
+        call = partial(self.kernels.greedy, logits_RV)
+
+        def compare() -> Pairs:
+            expected = reference.greedy(logits_RV.cpu())  # where the first of equal ones is sure
+            return [(mine.cpu(), its) for mine, its in zip(call(), expected)]
+
+        return Work("greedy", f"{rows:,} rows", float(logits_RV.nbytes), 0.0, call, compare, 0.0)
+
+    def draw(self, rows: int, top_p: float) -> Work:
+        logits_RV = 3 * torch.randn(rows, self.size.vocab, device=self.device)
+        options_4 = torch.tensor([1.0, self.size.vocab, top_p, 0.0], dtype=torch.float64, device=self.device)
+        u_1R = torch.rand(1, rows, device=self.device).double()
+        call = partial(self.kernels.draw, logits_RV, torch.cat([options_4.repeat(rows, 1).T, u_1R]))
+
+        def compare() -> Pairs:
+            """The token grows with u; within SUM_ERROR of it, rounding of the sums decides which of two it is."""
+            some = slice(0, SAMPLED_ROWS)
+            numbers = ((u_1R + error).clamp(0, 1 - 2.0**-53)[:, some] for error in (-SUM_ERROR, SUM_ERROR))
+            how = (torch.cat([options_4.repeat(u.shape[1], 1).T, u]) for u in numbers)
+            (low_R, finite_R), (high_R, _) = (reference.draw(logits_RV[some], each) for each in how)
+            token_R, ours_R = (each[some] for each in call())
+            return [(token_R, token_R.clamp(low_R, high_R)), (ours_R, finite_R)]
+
         case = f"{rows:,} rows" if top_p == 1 else f"{rows:,} rows, top_p {top_p}"
-        return timed("draw", case, (float(logits_RV.nbytes), 0.0, lambda: kernels.draw(logits_RV, how_5R)))
+        return Work("draw", case, float(logits_RV.nbytes), 0.0, call, compare, 0.0)
 
-    def of_attention(
-        case: str, counts: list[int], contexts: list[int], with_fp8: bool = False, shared: int = 0
-    ) -> KernelTime:
-        step = paged_step(counts, contexts, heads, dtype, stopwatch.device, with_fp8_cache=with_fp8, shared=shared)
-        num_bytes = step.kv_bytes + 2 * step.q_TND.nbytes
-        call = partial(kernels.attention, step.q_TND, step.cache, step.where, size.head_dim**-0.5, None)
-        return timed("attention" + FP8_CACHE * with_fp8, case, (num_bytes, step.flops, call))
+    def attention(
+        self,
+        case: str,
+        counts: list[int],
+        contexts: list[int],
+        is_fp8: bool = False,
+        shared: int = 0,
+        kind: str = "",
+        other: Callable[[], float] | None = None,
+    ) -> Work:
+        step = paged_step(
+            counts, contexts, self.heads, self.dtype, self.device, with_fp8_cache=is_fp8, shared=shared
+        )  # fmt: skip
+        scale = self.size.head_dim**-0.5
+        call = partial(self.kernels.attention, step.q_TND, step.cache, step.where, scale, None)
 
-    def of_prompts(prompts: int, tokens: int) -> KernelTime:
-        found = of_attention(f"{prompts} prompts of {tokens:,}", [tokens] * prompts, [tokens] * prompts)
-        return replace(found, other_s=_torch_attention(prompts, tokens, heads, dtype, stopwatch), kind=PROMPTS)
+        def compare() -> Pairs:
+            rows = sampled(len(step.q_TND))
+            where, some = step.where.rows(rows), torch.from_numpy(rows).to(self.device)
+            expected = reference.attention(step.q_TND[some].float(), step.cache, where, scale, None)
+            return [(call()[some], expected)]
 
-    def of_decoding(kind: str, case: str, contexts: list[int], queries: int = 1) -> KernelTime:
-        return replace(of_attention(case, [queries] * len(contexts), contexts), kind=kind)
-
-    for tokens in cases.tokens:
-        yield from (partial(of, tokens) for of in (of_norm, of_gate, of_write, partial(of_write, with_fp8=True)))
-    for sequences, context in cases.decoding:
-        yield partial(of_greedy, sequences)
-        yield partial(of_draw, sequences, 1.0)
-        yield partial(of_draw, sequences, 0.9)
-        about, contexts = f"decoding, {sequences:,} at {context:,}", [context] * sequences
-        yield partial(of_decoding, DECODING, about, contexts)
-        yield partial(of_attention, about, [1] * sequences, contexts, True)
-        if sequences > 1:
-            yield partial(of_decoding, CHECKING, f"{about}, {DRAFTS} drafts each", contexts, 1 + DRAFTS)
-            contexts = _skewed(sequences, context)
-            about = f"decoding, {sequences:,} at {min(contexts):,} to {max(contexts):,}, {context:,} on average"
-            yield partial(of_decoding, SKEWED, about, contexts)
-    for sequences, context, shared in cases.shared:
-        about, ones = f"{shared:,} shared, decoding, {sequences:,} at {context:,}", [1] * sequences
-        yield from (partial(of_attention, about, ones, [context] * sequences, fp8, shared) for fp8 in (False, True))
-    for prompts, tokens in cases.prompts:
-        yield partial(of_prompts, prompts, tokens)
-        about, counts = f"{prompts} prompts of {tokens:,}", [tokens] * prompts
-        yield partial(of_attention, about, counts, counts, True)
-    long = max(tokens for _, tokens in cases.prompts)
-    yield partial(of_attention, f"last half of a prompt of {long:,}", [long // 2], [long])
+        num_bytes, name = step.kv_bytes + 2 * step.q_TND.nbytes, "attention" + FP8_CACHE * is_fp8
+        tolerance = 2 * self.tolerance  # torch's own kernel rounds scores too
+        return Work(name, case, num_bytes, step.flops, call, compare, tolerance, kind, other)
 
 
-def _write(
-    tokens: int, heads: Heads, kernels: Kernels, dtype: torch.dtype, device: torch.device, with_fp8: bool
-) -> _Work:
-    """norm_rope_write on prompts of 512 tokens at the most, without norms."""
-    counts = [512] * (tokens // 512) + ([tokens % 512] if tokens % 512 else [])
-    step = paged_step(counts, counts, heads, dtype, device, with_fp8_cache=with_fp8)
-    qkv_TMD = torch.randn(tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, device=device).to(dtype)
-    cos_TD2 = torch.rand(tokens, heads.head_dim // 2, device=device)
-    cache, slots = step.cache, step.where.slot_mapping_T
-    num_bytes = qkv_TMD.nbytes + step.q_TND.nbytes + step.kv_bytes + 2.0 * cos_TD2.nbytes
-    return num_bytes, 0.0, lambda: kernels.norm_rope_write(qkv_TMD, cos_TD2, cos_TD2, None, EPS, cache, slots)
+def sampled(count: int) -> np.ndarray:
+    """At most SAMPLED_ROWS of `count` rows, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, SAMPLED_ROWS)).round().astype(np.int64))
 
 
 def _skewed(sequences: int, mean: int) -> list[int]:
     """Contexts of which a few are many times the others, `mean` on average: exponential, from a fixed seed."""
-    drawn = np.random.default_rng(5).exponential(1.0, sequences)
-    contexts = np.maximum(drawn / drawn.mean() * mean, 1).astype(int)
+    shares = np.random.default_rng(5).exponential(1.0, sequences)
+    contexts = np.maximum(shares / shares.mean() * mean, 1).astype(int)
     return contexts.tolist()
 
 

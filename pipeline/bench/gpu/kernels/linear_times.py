@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 
-from pipeline.bench.gpu.kernels.correctness import random_int4
+from pipeline.bench.gpu.kernels.checks import TOLERANCES, Check, check
+from pipeline.bench.gpu.kernels.inputs import random_int4
+from pipeline.bench.gpu.kernels.kernel_times import sampled
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.measure import table
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
-from pipeline.kernels.reference import prepare_linear
+from pipeline.kernels.reference import prepare_linear, reference_kernels
 from pipeline.roofline.step import DENSE_BYTES, DecoderSize, Weights
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 
@@ -106,19 +109,17 @@ class LinearTimes:
             "Linears of a layer together, microseconds by path; floor: of the path with the fewest bytes, at the rates "
             "above; TFLOP/s: of the fastest; behind: served by the best of the others but fp8, which rounds "
             "activations.",
-            f"{'tokens':>7} "
-            + " ".join(f"{path:>12}" for path in paths)
-            + f" {'floor':>9} {'TFLOP/s':>8} {'behind':>7}",
         ]
         seconds = {path: self.layer_s(path) for path in paths}
         behind = self.behind
+        rows = []
         for tokens in floor["dense"] if paths else ():
             least, best = (min(of[tokens] for of in several) for several in (floor.values(), seconds.values()))
-            row = " ".join(f"{seconds[path][tokens] * 1e6:>12,.1f}" for path in paths)
-            lines.append(
-                f"{tokens:>7,} {row} {least * 1e6:>9,.1f} {self.flops_per_token * tokens / best / 1e12:>8,.2f} "
-                + (f"{behind[tokens]:>7.2f}" if behind else "")
-            )
+            own = [seconds[path][tokens] * 1e6 for path in paths]
+            rate = self.flops_per_token * tokens / best / 1e12
+            rows.append((tokens, *own, least * 1e6, rate, behind.get(tokens)))
+        of_paths = "".join(f" | {path} >12,.1f" for path in paths)
+        lines += table(f"tokens >7,{of_paths} | floor >9,.1f | TFLOP/s >8,.2f | behind >7.2f", rows)
         for path, tokens in self.crossovers.items():
             where = "at no number measured" if tokens is None else f"from {tokens:,} tokens on"
             lines.append(f"16 bit is faster than {path} {where}.")
@@ -138,22 +139,32 @@ def linear_cases(
     dtype: torch.dtype,
     stopwatch: Stopwatch,
     tokens: tuple[int, ...],
-) -> Iterator[Callable[[], list[LinearTime]]]:
-    """Measurements of each linear of a layer by each path that `weights` has on this device; each runs when called."""
-    random = torch.Generator().manual_seed(1)
+    is_timed: bool,
+) -> Iterator[Callable[[], list[tuple[Check, LinearTime | None]]]]:
+    """Each linear of a layer by each path that `weights` has on this device; checked and timed when called, at each
+    number of tokens. What is wrong has no time, as has everything without `is_timed`."""
+    random, device = torch.Generator().manual_seed(1), stopwatch.device
 
-    def timed(name: str, inputs: int, path: str, prepare: Callable[[], Linear]) -> list[LinearTime]:
-        linear = prepare()
-        found = []
+    def measured(
+        name: str, path: str, prepare: Callable[[], Linear], prepare_exact: Callable[[], Linear]
+    ) -> list[tuple[Check, LinearTime | None]]:
+        linear, exact, found = prepare(), prepare_exact(), []
+        inputs = next(each for each in size.linears() if each[0] == name)[1]
         for count in tokens:
-            x_TK = torch.randn(count, inputs, device=stopwatch.device).to(dtype)
-            found.append(LinearTime(name, path, count, stopwatch.seconds(partial(linear, x_TK))))
+            x_TK = torch.randn(count, inputs, device=device).to(dtype)
+            some = torch.from_numpy(sampled(count)).to(device)
+            compare = partial(lambda x, rows: [(linear(x)[rows], exact(x[rows].float()))], x_TK, some)
+            about = f"{name} by {path}, {count:,} tokens"
+            checked = check("linear", about, dtype, kernels.served_by["linear"], TOLERANCES[dtype], compare)
+            is_right = is_timed and checked.passed
+            time = LinearTime(name, path, count, stopwatch.seconds(partial(linear, x_TK))) if is_right else None
+            found.append((checked, time))
         return found
 
     for name, inputs, outputs in size.linears():
         weight = random_int4(outputs, inputs, weights.group_size, random)
-        for path, prepare in _paths(weight, weights.int4, kernels, dtype, stopwatch.device).items():
-            yield partial(timed, name, inputs, path, prepare)
+        for path, (prepare, exact) in _paths(weight, weights.int4, kernels, dtype, device).items():
+            yield partial(measured, name, path, prepare, exact)
 
 
 def summed_up(times: Sequence[LinearTime], size: DecoderSize, weights: Weights, rates: Rates) -> LinearTimes:
@@ -170,20 +181,19 @@ def summed_up(times: Sequence[LinearTime], size: DecoderSize, weights: Weights, 
 
 def _paths(
     weight: GroupIntWeight, int4: bool, kernels: Kernels, dtype: torch.dtype, device: torch.device
-) -> dict[str, Callable[[], Linear]]:
-    """Path -> what packs the weight for it."""
+) -> dict[str, tuple[Callable[[], Linear], Callable[[], Linear]]]:
+    """Path -> what packs the weight for it, and the reference in float32."""
     served = weight if int4 else DenseWeight(weight.dequantize(dtype))
-    alone: dict[str, Callable[[], Linear]] = {}
+    alone: dict[str, Callable[[], Linear]] = {DENSE_PATH: lambda: prepare_linear(served, dtype, device)}
     if device.type == "cuda":
-        alone = {FIXED_PATH: lambda: fixed_path(served, dtype, device)}
+        alone[FIXED_PATH] = lambda: fixed_path(served, dtype, device)
         alone |= int4_paths(weight, dtype, device) if int4 else {}
+    exact = partial(prepare_linear, served, torch.float32, device)
+    found = {path: (prepare, exact) for path, prepare in alone.items()}
     if int4 and "fp8" in kernels.rounded:
-        alone[FP8_PATH] = partial(_fp8_linear, kernels.rounded["fp8"], weight)
-    return {
-        DENSE_PATH: lambda: prepare_linear(served, dtype, device),
-        **alone,
-        SERVED_PATH: lambda: kernels.prepare_linear(served),
-    }
+        rounded = reference_kernels(torch.float32, device).rounded["fp8"]
+        found[FP8_PATH] = partial(_fp8_linear, kernels.rounded["fp8"], weight), partial(_fp8_linear, rounded, weight)
+    return found | {SERVED_PATH: (partial(kernels.prepare_linear, served), exact)}
 
 
 def _fp8_linear(fp8: RoundedLinears, weight: GroupIntWeight) -> Linear:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipeline.bench.gpu.kernels.correctness import relative_error
+from pipeline.bench.gpu.kernels.checks import relative_error
 from pipeline.bench.gpu.stopwatch import Stopwatch
 from pipeline.kernels.triton.launch import Launch
 

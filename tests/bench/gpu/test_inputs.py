@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pipeline.bench.gpu.kernels.paged import Heads, paged_step
+from pipeline.bench.gpu.kernels.inputs import Heads, paged_step
 from pipeline.kernels.reference import attention
 
 HEADS = Heads(4, 2, 64)

@@ -1,6 +1,6 @@
 """The process that `bench_job` measures against the job: the same rows through the same engine, without Ray.
 
-    python -m pipeline.bench.job.job_child JOB.yaml
+    python -m pipeline.bench.job.engine_alone JOB.yaml
 
 Reads, renders, orders and tokenizes with the job's own stages, hands all rows to the engine and steps it until none is
 left. Prints one JSON object. Writes nothing.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 
-from pipeline.bench.job.job import answer_digest
+from pipeline.bench.job.whole_job import answer_digest
 from pipeline.config import load_job
 from pipeline.data.source import read_window
 from pipeline.data.units import make_units

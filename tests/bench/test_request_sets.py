@@ -6,9 +6,10 @@ from statistics import median
 
 import pytest
 
-from pipeline.bench.gpu.request_sets import REQUEST_SETS, Lengths
-from pipeline.bench.workload import FIRST_TOKEN
+from pipeline.bench.request_sets import FIRST_TOKEN, REQUEST_SETS, Lengths, workload
+from pipeline.errors import ConfigError
 
+WORK = workload(48, 120, (16, 128))
 CLAIMS = {  # requests, prompt from and to, output from and to
     "summaries": (1024, 64, 4096, 32, 256),
     "mixed": (512, 100, 1024, 100, 1024),
@@ -56,19 +57,33 @@ def test_lognormal_lengths_lie_around_their_median():
 
 
 def test_a_round_has_the_lengths_and_its_own_prompts():
-    for name in ("shared", "classification"):
-        small = REQUEST_SETS[name].smaller(64, 8)
-        one, again, other = (small.round(r, 1000) for r in ("1", "1", "2"))
+    for work in (*(REQUEST_SETS[name].smaller(64, 8) for name in ("shared", "classification")), WORK):
+        one, again, other = (work.round(r, 1000) for r in ("1", "1", "2"))
         assert one == again
-        assert [(len(r.prompt_token_ids), r.max_tokens) for r in one] == [(n.prompt, n.output) for n in small.lengths()]
+        assert [(len(r.prompt_token_ids), r.max_tokens) for r in one] == [(n.prompt, n.output) for n in work.lengths()]
         assert all(r.ignore_eos for r in one)
         assert not any(a.prompt_token_ids[:8] == b.prompt_token_ids[:8] for a, b in zip(one, other))
         tokens = [token for r in one for token in r.prompt_token_ids]
         assert FIRST_TOKEN <= min(tokens) < max(tokens) < 1000
-        starts = {tuple(r.prompt_token_ids[:256]) for r in one}
-        assert len(starts) == (1 if name == "shared" else len(one))
-        behind = {tuple(r.prompt_token_ids[256:]) for r in one}
-        assert name != "shared" or len(behind) == len(one)
+        starts, ends = ({tuple(r.prompt_token_ids[part]) for r in one} for part in (slice(256), slice(256, None)))
+        assert len(starts) == (len(one) if not work.shared_prefix else 1)
+        assert not work.shared_prefix or len(ends) == len(one)
+        alone = work.one("1", 5, 1000)
+        assert alone == work.one("1", 5, 1000) != work.one("2", 5, 1000)
+        assert (len(alone.prompt_token_ids), alone.max_tokens) == (work.prompt.median or work.prompt.high, 5)
+
+
+def test_a_workload_is_ragged_around_what_was_asked():
+    lengths = WORK.lengths()
+    assert (lengths[0].prompt, lengths[0].output, sum(n.prompt for n in lengths)) == (126, 16, 6911)
+    prompts = sorted(n.prompt for n in lengths)
+    assert 90 < prompts[24] < 160
+    assert prompts[-1] > 2 * prompts[24]
+    assert 16 <= min(n.output for n in lengths) < 30
+    assert 115 < max(n.output for n in lengths) <= 128
+    for wrong in ((0, (1, 1)), (1, (2, 1)), (1, (0, 1))):
+        with pytest.raises(ConfigError, match="expected from 1 on"):
+            workload(1, *wrong)
 
 
 def test_smaller_sets_keep_their_kind():

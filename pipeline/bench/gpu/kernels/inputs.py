@@ -1,6 +1,6 @@
-"""Steps for kernels alone: random keys and values in a paged cache whose blocks lie in any order.
+"""Random inputs for single kernels: a step over a paged cache whose blocks lie in any order, and an int4 weight.
 
-Suffixes as in `kernels/contract.py`.
+Suffixes as in `kernels/contract.py`; N and K of a weight are its outputs and inputs.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ import torch
 
 from pipeline.kernels.cache import LayerCache, head_bytes
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.reference import to_fp8
+from pipeline.kernels.reference import read_kv, to_fp8
+from pipeline.weights.packed import GroupIntWeight
 
 BLOCK_SIZE = 64
 
@@ -25,7 +26,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class PagedStep:
-    """Queries of a step, the cache they look into, and where. shared: tokens that all contexts begin with."""
+    """The queries of a step, their cache, and where everything lies. shared: tokens that all contexts begin with."""
 
     q_TND: torch.Tensor
     cache: LayerCache
@@ -34,7 +35,7 @@ class PagedStep:
 
     @property
     def kv_bytes(self) -> float:
-        """Of one layer: what the contexts' keys and values take, those that are shared once."""
+        """Of one layer: the contexts' keys and values; those that are shared count once."""
         num_kv_heads, head_dim = self.cache.k_CBKD.shape[2:]
         token_bytes = 2.0 * num_kv_heads * head_bytes(head_dim, self.cache.k_CBKD.dtype)
         return token_bytes * float((self.where.context_len_S - self.shared).sum() + self.shared)
@@ -96,3 +97,20 @@ def paged_step(
         return PagedStep(q_TND, LayerCache(keys, values), where, shared)
     (k_code, k_scale), (v_code, v_scale) = to_fp8(keys), to_fp8(values)
     return PagedStep(q_TND, LayerCache(k_code, v_code, k_scale, v_scale), where, shared)
+
+
+def widened(cache: LayerCache) -> LayerCache:
+    """What it holds in float32, in tensors of its own."""
+    everywhere = torch.arange(len(cache.k_CBKD), device=cache.k_CBKD.device)
+    stored = (cache.k_CBKD, cache.k_scale_CBK), (cache.v_CBKD, cache.v_scale_CBK)
+    return LayerCache(*(read_kv(values, scale, everywhere).to(torch.float32, copy=True) for values, scale in stored))
+
+
+def random_int4(n: int, k: int, group: int, random: torch.Generator) -> GroupIntWeight:
+    """An int4 weight on the host, whose outputs have about the size of its inputs."""
+    return GroupIntWeight(
+        torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=random),
+        (0.5 + torch.rand(n, k // group, generator=random)) * (k**-0.5 / 4.6),
+        torch.randint(6, 10, (n, k // group), generator=random).float(),
+        group,
+    )

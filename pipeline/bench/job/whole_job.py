@@ -1,11 +1,11 @@
 """The whole job, Parquet to Parquet through Ray, against the engine alone on the same rows.
 
-Both are processes of their own, started cold each round, in alternating order: `pipeline run`, and `job_child`, which
-reads, renders and tokenizes the same rows with the job's own stages and steps the same engine without Ray, without
-parts and without an engine process. Start-up and load are told apart from the work. A job's work is the time from its
-engine being ready to the driver holding the last part, as its own record has it; the engine's is from its first
-request to its last completion, tokenization before it left out. So what the job does to feed the engine, to write and
-to count is all in the ratio.
+Both are processes of their own, started cold each round, in alternating order: `pipeline run`, and `engine_alone`,
+which reads, renders and tokenizes the same rows with the job's own stages and steps the same engine without Ray,
+without parts and without an engine process. Start-up and load are told apart from the work. A job's work is the time
+from its engine being ready to the driver holding the last part, as its own record has it; the engine's is from its
+first request to its last completion, tokenization before it left out. So what the job does to feed the engine, to write
+and to count is all in the ratio.
 
 Rows are the demonstration's reports. A random shape has nothing to say about them and never ends by itself, so each of
 its rows asks for a number of tokens of its own.
@@ -13,7 +13,6 @@ its rows asks for a number of tokens of its own.
 
 import hashlib
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +24,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, said_by
+from pipeline.bench.request_sets import REPORT_TOKENS, workload
 from pipeline.bench.shapes import NAMES, bench_model
-from pipeline.bench.workload import Workload
 from pipeline.data.output.parts import PartStore
 from pipeline.demo.reports import make_report
 from pipeline.errors import ConfigError, PipelineError
@@ -38,7 +37,6 @@ from pipeline.report.run_record import RunRecord
 
 ROW_GROUP = 128
 NUM_FILES = 4
-DEMO_MAX_TOKENS = 96  # as the demonstration job has it; its completions end by themselves
 MAX_MODEL_LEN = 1024  # of a peer, which may set memory apart for it; the longest report is below 700 tokens
 PEERS = {"ray-llm": Path(__file__).parents[1] / "peers" / "ray_llm_driver.py"}
 
@@ -195,8 +193,7 @@ def answer_digest(text: str, num_tokens: int, finish_reason: str) -> str:
 def _write_job(place: Path, model: Path, rows: int, dtype: str, budgets: tuple[int, int] | None) -> Path:
     """The job's file, beside its input. `budgets`: of each row, EOS ignored; None: until EOS."""
     (place / "in").mkdir()
-    low, high = budgets or (DEMO_MAX_TOKENS, DEMO_MAX_TOKENS)
-    wanted = [output for _, output in Workload(rows, 120, low, high, 32_000).lengths()]
+    wanted = [n.output for n in workload(rows, 120, budgets or (REPORT_TOKENS, REPORT_TOKENS)).lengths()]
     table = pa.table(
         {
             "prompt": [make_report("job", index).prompt for index in range(rows)],
@@ -256,7 +253,7 @@ def _times_of(run: RunRecord, whole_s: float) -> Times:
 def _run_engine(job_file: Path) -> _Run:
     threads = str(available_cores())  # what a job of one actor gives its engine
     told, whole_s = _measured(
-        [sys.executable, "-m", "pipeline.bench.job.job_child", str(job_file)],
+        [sys.executable, "-m", "pipeline.bench.job.engine_alone", str(job_file)],
         child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, NUMBA_NUM_THREADS=threads),
     )
     startup_s = whole_s - told["load_s"] - told["tokenize_s"] - told["work_s"] - told["end_s"]
@@ -299,11 +296,6 @@ def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _Ru
 
 
 def _measured(command: list[str], environment: Mapping[str, str] | None = None) -> tuple[dict[str, Any], float]:
-    """What a process says in its last line, as JSON, and its seconds. `environment` None is this process's. Raises
-    PipelineError with its last words."""
+    """What a process says, and its seconds."""
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    whole_s = time.perf_counter() - began
-    if done.returncode != 0:
-        raise PipelineError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1]), whole_s
+    return said_by(command, environment), time.perf_counter() - began

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +19,13 @@ from pipeline.bench.engines.floor import Phase, phases
 from pipeline.bench.engines.lineup import TRIAL, Lineup, Speed
 from pipeline.bench.engines.memory import MemoryTaken, load_measured
 from pipeline.bench.engines.peer import Peer, PeerTask
-from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth, use_threads
+from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth, table, use_threads
+from pipeline.bench.request_sets import BenchRequest, Reports, workload
 from pipeline.bench.shapes import bench_model, dequantized, derived
-from pipeline.bench.workload import BenchRequest, Reports, Workload
-from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.step.runner import ModelRunner
 from pipeline.errors import ConfigError
-from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -34,7 +33,8 @@ SINGLE_TOKENS = 64
 WARM_REQUESTS = 16  # of the round before the counted ones, where it has no batch size to choose
 WARM_UP = [BenchRequest([16] * 8, 4), BenchRequest([17] * 5, 3)]
 
-Work = Workload | Reports
+NewRound = Callable[[str], list[BenchRequest]]
+NewOne = Callable[[str, int], BenchRequest]
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,13 @@ class EngineBench:
             facts_to_text(self.machine),
             f"Rounds: {self.rounds}; medians (least to most), ratios within a round. Only tokens asked for count.",
             "",
-            f"{'':<34} {'tokens/s':>24} {'one request alone':>24} {'this engine is':>24} {'for one alone':>24}",
         ]
+        rows = []
         for s in self.speeds:
-            faster, single = (f"{v.to_text()} x" if v is not None else "" for v in (s.faster, s.single_faster))
-            lines.append(
-                f"{s.name:<34} {s.tokens_per_s.to_text(1):>24} {s.single_tokens_per_s.to_text(1):>24} "
-                f"{faster:>24} {single:>24}"
-            )
-        lines += ["", *self._about_others(), *self._about_floor()]
+            faster = (f"{v.to_text()} x" if v is not None else None for v in (s.faster, s.single_faster))
+            rows.append((s.name, s.tokens_per_s.to_text(1), s.single_tokens_per_s.to_text(1), *faster))
+        columns = " <34 | tokens/s >24 | one request alone >24 | this engine is >24 | for one alone >24"
+        lines += [*table(columns, rows), "", *self._about_others(), *self._about_floor()]
         return "\n".join(lines)
 
     def _about_others(self) -> Iterator[str]:
@@ -106,12 +104,9 @@ class EngineBench:
             "Where this engine's time went, all rounds, against its floor: its own linears alone, and in decoding keys "
             f"and values read at {self.read_bytes_per_s / 1e9:.1f} GB/s, both measured after the rounds."
         )
-        yield f"{'steps of':<22} {'steps':>7} {'tokens':>9} {'s':>8} {'model':>8} {'linears':>8} {'KV':>7} {'share':>7}"
-        for p in self.phases:
-            yield (
-                f"{p.name:<22} {p.steps:>7,} {p.tokens:>9,} {p.wall_s:>8.2f} {p.model_s:>8.2f} {p.gemm_s:>8.2f} "
-                f"{p.kv_s:>7.2f} {p.share:>7.0%}"
-            )
+        parts = "s >8.2f | model >8.2f | linears >8.2f | KV >7.2f | share >7.0%"
+        spent = [(p.name, p.steps, p.tokens, p.wall_s, p.model_s, p.gemm_s, p.kv_s, p.share) for p in self.phases]
+        yield from table(f"steps of <22 | steps >7, | tokens >9, | {parts}", spent)
         if float(self.machine["load before"]) > 1:
             yield f"Other programs ran (load {self.machine['load before']} before): shares and seconds say little."
         yield "model: part of s in the model; linears + KV: the floor; share: floor / s. Steps of prompts decode too."
@@ -142,10 +137,14 @@ def bench_engine(
     use_threads(threads)
     found = bench_model(model, folder, say)
     config = read_config(found.folder)
-    work: Work = Workload(requests, prompt_tokens, *output_tokens, config.vocab_size)
     if reports:
-        work = Reports(requests, Tokenizer.from_folder(str(found.folder)).encode_batch)
-    sets = _sets(work, rounds, chooses=len(batch_sizes) > 1)
+        rows = Reports(requests, Tokenizer.from_folder(str(found.folder)).encode_batch)
+        work, new_round, new_one = rows.to_text(), rows.round, rows.one
+    else:
+        made, vocab_size = workload(requests, prompt_tokens, output_tokens), config.vocab_size
+        work, new_round = f"{made.to_text()}; greedy, EOS ignored", partial(made.round, vocab_size=vocab_size)
+        new_one = partial(made.one, vocab_size=vocab_size)
+    sets = _sets(new_round, new_one, rounds, chooses=len(batch_sizes) > 1)
     longest = max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each)
     with ExitStack() as stack:
         options = EngineConfig(
@@ -170,7 +169,20 @@ def bench_engine(
         about: dict[str, dict[str, str]] = {}
         for name, place in peers:
             say(f"starting {name}")
-            task = _peer_task(engine, found.folder, dense, config, sets, reports)
+            task = PeerTask(
+                model=str(found.folder.resolve()),
+                dense_model=str(dense.resolve()),
+                quantized=config.quantization is not None,
+                dtype=str(engine.resolved["dtype"]),
+                threads=int(engine.resolved["num_threads"]),
+                max_model_len=engine.max_model_len,
+                max_num_seqs=int(engine.resolved["max_num_seqs"]),
+                work_folder=str(derived(dense, "peers")),
+                shared_prefixes=reports,
+                eos_token_ids=tuple(sorted(engine.tokenizer.eos_token_ids)),
+                sets=sets,
+                device=str(engine.resolved["device"]),
+            )
             peer = stack.enter_context(Peer(name, place, task))
             lineup.add(name, peer.run_set)
             about[name] = peer.about
@@ -187,7 +199,7 @@ def bench_engine(
         return EngineBench(
             model=found.about,
             dtype=str(engine.resolved["dtype"]),
-            work=work.to_text(),
+            work=work,
             speeds=lineup.speeds(),
             trials=lineup.trials,
             rounds=rounds,
@@ -211,39 +223,15 @@ def _floor(lineup: Lineup, decoder: Decoder, say: Callable[[str], None]) -> tupl
     return tuple(phases(steps, decoder, bytes_per_s)), bytes_per_s
 
 
-def _sets(work: Work, rounds: int, chooses: bool) -> dict[str, list[BenchRequest]]:
+def _sets(new_round: NewRound, new_one: NewOne, rounds: int, chooses: bool) -> dict[str, list[BenchRequest]]:
     """The requests of every round by name, as all contenders get them. chooses: whether the trial has a batch size to
     choose, which takes all requests."""
-    trial = work.round(str(TRIAL))
+    trial = new_round(str(TRIAL))
     if not chooses:
         trial = trial[:WARM_REQUESTS]
     single = min(SINGLE_TOKENS, max(request.max_tokens for request in trial))
     sets = {"warm-up": WARM_UP, f"set {TRIAL}": trial}
     for number in range(1, rounds + 1):
-        sets[f"set {number}"] = work.round(str(number))
-        sets[f"one {number}"] = [work.one(str(number), single)]
+        sets[f"set {number}"] = new_round(str(number))
+        sets[f"one {number}"] = [new_one(str(number), single)]
     return sets
-
-
-def _peer_task(
-    engine: Engine,
-    folder: Path,
-    dense: Path,
-    config: ModelConfig,
-    sets: dict[str, list[BenchRequest]],
-    shared_prefixes: bool,
-) -> PeerTask:
-    return PeerTask(
-        model=str(folder.resolve()),
-        dense_model=str(dense.resolve()),
-        quantized=config.quantization is not None,
-        dtype=str(engine.resolved["dtype"]),
-        threads=int(engine.resolved["num_threads"]),
-        max_model_len=engine.max_model_len,
-        max_num_seqs=int(engine.resolved["max_num_seqs"]),
-        work_folder=str(derived(dense, "peers")),
-        shared_prefixes=shared_prefixes,
-        eos_token_ids=tuple(sorted(engine.tokenizer.eos_token_ids)),
-        sets=sets,
-        device=str(engine.resolved["device"]),
-    )

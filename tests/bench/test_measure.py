@@ -1,0 +1,40 @@
+"""The figures made of rounds, and the tables they are shown in."""
+
+import sys
+
+import pytest
+
+from pipeline.bench.measure import (
+    Spread,
+    alternating,
+    facts_to_text,
+    machine_facts,
+    ratio,
+    read_bandwidth,
+    said_by,
+    table,
+)
+from pipeline.errors import PipelineError
+
+
+def test_a_table_has_its_columns_whatever_is_missing():
+    assert table("name <6 | all/s >7,.0f | MFU >4.0%", [("one", 1234.5, None), ("three", "none", 0.25)]) == [
+        "name     all/s  MFU",
+        "one      1,234     ",
+        "three     none  25%",
+    ]
+
+
+def test_a_process_is_heard_by_its_last_line_or_its_last_words():
+    assert said_by([sys.executable, "-c", "print('a banner'); print('{\"s\": 1}')"]) == {"s": 1}
+    with pytest.raises(PipelineError, match=r"ended with 1: (.|\n)*no such job"):
+        said_by([sys.executable, "-c", "raise SystemExit('no such job')"])
+
+
+def test_figures():
+    assert ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == Spread(2.0, 1.0, 3.0, 3)
+    assert Spread.of([3.0, 1.0]).to_text(1) == "2.0 (1.0 to 3.0)"
+    assert Spread.of([1234.5]).to_text(1) == "1,234.5"
+    assert alternating(["a", "b"], 3) == [["a", "b"], ["b", "a"], ["a", "b"]]
+    assert read_bandwidth(1) > 1e8
+    assert "torch" in facts_to_text(machine_facts())

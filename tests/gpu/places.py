@@ -1,0 +1,48 @@
+"""Where these tests run: on a card, in its types and at the sizes of real models, and on the CPU at small ones."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from pipeline.bench.gpu.kernels.inputs import Heads
+from pipeline.kernels.contract import Kernels
+from pipeline.kernels.select import select_kernels
+
+_ON_CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"))
+
+
+@dataclass(frozen=True)
+class Place:
+    device: torch.device
+    dtype: torch.dtype
+    heads: tuple[Heads, ...]
+    linears_NK: tuple[tuple[int, int], ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def type_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def kernels(self, keep_dense: bool = True, deterministic: bool = False) -> Kernels:
+        return select_kernels(self.device, self.dtype, "auto", keep_dense, deterministic)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        random = torch.Generator(self.device).manual_seed(sum(shape))
+        return torch.randn(shape, device=self.device, generator=random).to(self.dtype)
+
+
+def _on_card(dtype: torch.dtype) -> Place:
+    heads = Heads(32, 8, 128), Heads(16, 8, 128), Heads(14, 2, 64), Heads(4, 4, 64)
+    linears_NK = (384, 256), (1536, 1024), (256, 896), (1024, 3072)
+    return Place(torch.device("cuda"), dtype, heads, linears_NK, (1, 3, 16, 33, 64, 200, 512))
+
+
+PLACES = pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(Place(torch.device("cpu"), torch.float32, (Heads(14, 2, 64),), ((96, 256),), (1, 33)), id="cpu"),
+        pytest.param(_on_card(torch.bfloat16), id="card, bfloat16", marks=_ON_CARD),
+        pytest.param(_on_card(torch.float16), id="card, float16", marks=_ON_CARD),
+    ],
+)

@@ -1,0 +1,150 @@
+"""Every kernel that serves a device against the reference in float32, over shapes with odd ends."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipeline.bench.gpu.kernels.checks import FP8_CODE, TOLERANCES, relative_error
+from pipeline.bench.gpu.kernels.inputs import paged_step, random_int4, widened
+from pipeline.kernels.activations.fp8 import fp8_block
+from pipeline.kernels.contract import Linear
+from pipeline.kernels.reference import reference_kernels
+from pipeline.weights.packed import DenseWeight, LinearWeight
+from tests.gpu.places import PLACES, Place
+
+EPS = 1e-5
+STEPS = {  # tokens that each sequence computes, its context, and tokens that all contexts begin with
+    "decode": ((1,) * 7, (1, 15, 63, 64, 65, 500, 1300), 0),
+    "decode, one long": ((1,) * 5, (4000, 3, 70, 1, 129), 0),
+    "drafts": ((4, 1, 7, 2), (200, 64, 71, 2), 0),
+    "prompts": ((1, 17, 64, 130, 700), (1, 17, 64, 130, 700), 0),
+    "chunks beside decoding": ((40, 1, 65, 1), (300, 90, 65, 1025), 0),
+    "decode, shared prefix": ((1,) * 40, tuple(1025 + 7 * s for s in range(40)), 1024),
+    "drafts, shared prefix": ((4, 1, 7, 2) * 11, tuple(1032 + 3 * s for s in range(44)), 1024),
+}
+DRAWS = (  # temperature, top_k, top_p, min_p
+    (1.0, 32_011.0, 0.9, 0.0),
+    (0.7, 32_011.0, 1.0, 0.0),
+    (1.3, 40.0, 1.0, 0.0),
+    (1.0, 32_011.0, 1.0, 0.01),
+    (0.0, 32_011.0, 1.0, 0.0),
+    (1.5, 200.0, 0.95, 0.001),
+)
+
+
+def close(place: Place, *pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return all(relative_error(ours, exact) <= TOLERANCES[place.dtype] for ours, exact in pairs)
+
+
+def weights_of(place: Place) -> dict[str, LinearWeight]:
+    random, found = torch.Generator().manual_seed(0), dict[str, LinearWeight]()
+    for n, k in place.linears_NK:
+        dense = DenseWeight((torch.randn(n, k, generator=random) * k**-0.5).to(place.dtype))
+        bias_N = torch.randn(n, generator=random).to(place.dtype)
+        found |= {f"dense {n} {k}": dense, f"dense {n} {k}, bias": replace(dense, bias_N=bias_N)}
+        found |= {f"int4 {n} {k}, groups of {group}": random_int4(n, k, group, random) for group in (128, 64, 32)}
+    return found
+
+
+@PLACES
+@pytest.mark.parametrize("rounded", [None, "fp8"])
+@torch.inference_mode()
+def test_linears(place: Place, rounded: str | None) -> None:
+    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
+    if rounded is not None and rounded not in kernels.rounded:
+        pytest.skip("this card has no products of fp8")
+    for name, weight in weights_of(place).items():
+        linears: list[Linear | None] = [kernels.prepare_linear(weight), exact.prepare_linear(weight)]
+        if rounded is not None:
+            if fp8_block(weight) is None:
+                continue
+            linears = [each.rounded[rounded].prepare(weight) for each in (kernels, exact)]
+        ours, its = linears
+        assert ours is not None
+        assert its is not None
+        for tokens in place.tokens:
+            x_TK = place.normal(tokens, weight.in_features)
+            assert close(place, (ours(x_TK), its(x_TK.float()))), (name, tokens)
+
+
+@PLACES
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 4096), (37, 896), (300, 4096)])
+@torch.inference_mode()
+def test_elementwise(place: Place, tokens: int, hidden: int) -> None:
+    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
+    residual_TH = place.normal(tokens, hidden + 1)[:, 1:].contiguous()
+    inputs = place.normal(tokens, hidden), residual_TH, place.normal(hidden)
+    expected = exact.add_rms_norm(*(tensor.float() for tensor in inputs), EPS)  # the kernel may write into its inputs
+    assert close(place, *zip(kernels.add_rms_norm(*inputs, EPS), expected))
+    gate_up = place.normal(tokens, 2 * hidden)
+    assert close(place, (kernels.silu_mul(gate_up), exact.silu_mul(gate_up.float())))
+
+
+@PLACES
+@pytest.mark.parametrize("rows", [1, 37, 300])
+@torch.inference_mode()
+def test_sampling(place: Place, rows: int) -> None:
+    """Of equal logits the first counts; rows with NaN or infinity are told."""
+    kernels, exact = place.kernels(), reference_kernels(torch.float32, torch.device("cpu"))
+    logits_RV = place.normal(rows, 32_011).float().round(decimals=1)
+    logits_RV[:: rows + 1, 7] = float("inf")
+    logits_RV[1::5, -1] = float("nan")
+    options_R4 = torch.tensor(DRAWS).repeat(-(-rows // len(DRAWS)), 1)[:rows].double()
+    u_R1 = torch.rand(rows, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+    how_5R = torch.cat([options_R4, u_R1], dim=1).T.contiguous()
+    noise_RV = 3 * place.normal(rows, 32_012)[:, 1:].float()
+    noise_RV[1::7, -1] = float("nan")
+    for ours, its in (
+        (kernels.greedy(logits_RV), exact.greedy(logits_RV.cpu())),
+        (kernels.draw(noise_RV, how_5R.to(place.device)), exact.draw(noise_RV.cpu(), how_5R)),
+    ):
+        finite_R = ours[1].cpu()
+        assert torch.equal(finite_R, its[1])
+        assert torch.equal(ours[0].cpu()[finite_R], its[0][finite_R])
+
+
+@PLACES
+@pytest.mark.parametrize("with_fp8", [False, True], ids=["", "fp8 cache"])
+@pytest.mark.parametrize("name", STEPS)
+@torch.inference_mode()
+def test_attention(place: Place, name: str, with_fp8: bool) -> None:
+    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
+    counts, contexts, shared = STEPS[name]
+    for heads in place.heads:
+        step = paged_step(counts, contexts, heads, place.dtype, place.device, with_fp8_cache=with_fp8, shared=shared)
+        for window in (None, 48):
+            how = replace(step.where, worked_out={}), heads.head_dim**-0.5, window
+            ours = kernels.attention(step.q_TND, step.cache, *how)
+            expected = exact.attention(step.q_TND.float(), step.cache, replace(how[0], worked_out={}), *how[1:])
+            assert close(place, (ours, expected)), (heads, window)
+
+
+@PLACES
+@pytest.mark.parametrize("with_fp8", [False, True], ids=["", "fp8 cache"])
+@pytest.mark.parametrize("with_norm", [False, True], ids=["", "norms"])
+@torch.inference_mode()
+def test_keys_and_values_are_written(place: Place, with_norm: bool, with_fp8: bool) -> None:
+    kernels, exact = place.kernels(), reference_kernels(torch.float32, place.device)
+    counts, contexts, _ = STEPS["chunks beside decoding"]
+    for heads in place.heads:
+        step = paged_step(counts, contexts, heads, place.dtype, place.device, with_fp8_cache=with_fp8)
+        slots, wide = step.where.slot_mapping_T, widened(step.cache)
+        qkv_TMD = place.normal(len(slots), heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+        angle_TD2 = place.normal(len(slots), heads.head_dim // 2).float()
+        angles = angle_TD2.cos(), angle_TD2.sin()
+        norms = (place.normal(heads.head_dim), place.normal(heads.head_dim + 1)[1:].contiguous()) if with_norm else None
+        wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
+        q_TND = kernels.norm_rope_write(qkv_TMD.clone(), *angles, norms, EPS, step.cache, slots)
+        expected = exact.norm_rope_write(qkv_TMD.float(), *angles, wide_norms, EPS, wide, slots)
+        assert close(place, (q_TND, expected))
+        tolerance = FP8_CODE if with_fp8 else TOLERANCES[place.dtype]
+        for ours, its in zip(widened(step.cache).tensors, wide.tensors):
+            assert relative_error(ours, its) <= tolerance, heads
+
+
+def test_errors_are_relative_and_never_pass_unseen() -> None:
+    expected = torch.tensor([1.0, -4.0])
+    assert relative_error(torch.tensor([1.1, -4.0]), expected) == pytest.approx(0.1 / 4)
+    for wrong in (torch.tensor([float("nan"), -4.0]), torch.tensor([1.0])):
+        assert relative_error(wrong, expected) == float("inf")
