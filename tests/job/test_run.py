@@ -1,7 +1,6 @@
 """A job's life around its dataflow: resume, refusals, error rate, signals, counts, report. Without Ray."""
 
 import json
-import shutil
 import signal
 import threading
 import time
@@ -10,29 +9,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.output.part_totals import PartTotals
-from pipeline.data.output.parts import DoneUnits, PartName, PartStore
+from pipeline.data.output.parts import PartStore
 from pipeline.errors import (
     EnvironmentFailed,
-    FingerprintError,
     InputError,
     Interrupted,
     ModelError,
     OutputError,
-    PipelineError,
     TooManyRowErrors,
 )
-from pipeline.job.plan import make_plan
 from pipeline.job.run import run_job
-from pipeline.job.success import verify
-from pipeline.job.telemetry.run_log import RunLog
-from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.job.telemetry.writer import Telemetry
-from pipeline.job.totals import OutputTotals
 from pipeline.report.cost import Tokens
-from pipeline.stores.local_folder import LocalFolder
-from pipeline.stores.retries import RetryCounts
-from tests.data.output.finished_units import result
 from tests.job.conftest import FAKES, TEXTS, run, runs, success
 from tests.job.local_flow import LocalFlow
 
@@ -98,88 +85,6 @@ def test_phases_of_all_actors_sum_to_their_machine_time(job):
     assert sum(report.phases_us.values()) == report.machine_us
 
 
-def test_the_count_before_success_finds_what_is_missing_or_too_much(job):
-    run(job.rows(TEXTS))
-    plan = make_plan(job.config(), "cpu")
-    store = PartStore(str(job.output))
-    assert verify(plan, store).rows == 50
-    name = PartName(plan.fingerprint.short, 9, 0, 1, 0)
-    store.write(name, plan.schema.empty_table())
-    assert verify(plan, store).rows == 50
-    extra = job.parts()[0]
-    wrong = job.output / str(PartName(plan.fingerprint.short, 10, 0, 1, 8))
-    shutil.copy(extra, wrong)
-    with pytest.raises(OutputError, match="the parts hold 58 rows"):
-        verify(plan, store)
-    wrong.unlink()
-    extra.unlink()
-    with pytest.raises(PipelineError, match="window 0 and 0 more are not complete"):
-        verify(plan, store)
-
-
-def test_the_count_tells_how_far_it_is_and_can_be_ended(job):
-    run(job.rows(TEXTS))
-    plan = make_plan(job.config(), "cpu")
-    store, said = PartStore(str(job.output)), []
-    verify(plan, store, lambda done, parts: said.append((done, parts)))
-    assert said == [(i, len(job.parts())) for i in range(1, len(job.parts()) + 1)]
-
-    def stop(done: int, parts: int) -> None:
-        raise Interrupted(f"{done} of {parts}")
-
-    with pytest.raises(Interrupted, match="1 of"):
-        verify(plan, store, stop)
-
-
-def test_a_signal_ends_the_count_though_reads_hang(job, monkeypatch):
-    run(job.rows(TEXTS))
-    plan = make_plan(job.config(), "cpu")
-    hang, hanging = threading.Event(), []
-
-    def tail(self, name, length):
-        hanging.append(name)
-        hang.wait()
-
-    def interrupt(number, frame):
-        raise Interrupted("a signal")
-
-    monkeypatch.setattr(LocalFolder, "tail", tail)
-    old = signal.signal(signal.SIGALRM, interrupt)
-    started = time.monotonic()
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(Interrupted):
-            verify(plan, PartStore(str(job.output)))
-    finally:
-        signal.signal(signal.SIGALRM, old)
-        hang.set()
-    assert time.monotonic() - started < 1
-    assert len(hanging) <= LocalFolder.reads_at_once
-
-
-def test_the_parts_are_looked_at_once_for_the_error_rate(job, monkeypatch):
-    """A part may be written before the look and its summary come after it: it is counted once, without another."""
-    store, looks = PartStore(str(job.output)), []
-    stood = DoneUnits()
-    for unit, errors in ((0, 6), (1, 3)):
-        name = PartName("0123abcd", 1, unit, 40, 50)
-        store.write(name, result(50, errors=errors))
-        if unit == 0:
-            stood.add(name)
-    read = PartStore.totals
-    monkeypatch.setattr(PartStore, "totals", lambda self, of=None: looks.append(of) or read(self, of))
-    log = RunLog(store, {}, None, {}, Telemetry(store), RetryCounts())
-    told = PartTotals(50, 1, {"null_prompt": 20})  # what runs that were killed have recorded may be wrong
-    totals = OutputTotals(store, log, told, stood, num_rows=100, limit=0.1)
-    totals.check_error_rate()
-    log.add(UnitSummary(1, 1, PartTotals(50, 1, {"null_prompt": 3}), written=True))
-    totals.check_error_rate()
-    log.add(UnitSummary(1, 2, PartTotals(50, 1, {"null_prompt": 2}), written=True))
-    with pytest.raises(TooManyRowErrors, match="11 error rows of 100 rows"):
-        totals.check_error_rate()
-    assert looks == [stood]
-
-
 def test_a_second_run_of_a_finished_job_computes_nothing(job):
     run(job.rows(TEXTS))
     before = {path: path.stat().st_mtime_ns for path in job.parts()}
@@ -222,83 +127,6 @@ def test_no_rows_give_one_empty_part_with_all_columns(job):
     assert report.cost.total_usd is None
     assert LocalFlow.started == 0
     run(job)
-
-
-def test_fault_53_another_prompt_is_refused_with_what_differs(job):
-    run(job.rows(TEXTS))
-    before = sorted(p.name for p in job.output.rglob("*"))
-    with pytest.raises(FingerprintError) as refused:
-        run(job, prompt={"template": "Sing {text}"}, sampling={"max_tokens": 7})
-    assert 'prompt.template: "Say {text}" -> "Sing {text}"' in str(refused.value)
-    assert "sampling.max_tokens: 6 -> 7" in str(refused.value)
-    assert sorted(p.name for p in job.output.rglob("*")) == before
-    assert LocalFlow.started == 1
-
-
-def test_fault_53_another_model_or_input_is_refused(job):
-    run(job.rows(TEXTS))
-    job.fake(step_s=0.001)
-    with pytest.raises(FingerprintError, match=r"model\.config\.json: "):
-        run(job)
-    job.fake()
-    job.rows([*TEXTS, "one more"])
-    with pytest.raises(FingerprintError, match=r"files\.f0\.parquet: "):
-        run(job)
-
-
-def test_moved_data_and_free_settings_are_the_same_job(job):
-    run(job.rows(TEXTS))
-    (job.folder / "in").rename(job.folder / "moved")
-    _, statuses = run(job, input={"path": str(job.folder / "moved")}, cost={"hourly_usd": 2.0}, run={"actors": 3})
-    assert statuses[-1].phase == "already complete"
-
-
-def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
-    run(job.rows(TEXTS))
-    job.parts()[0].unlink()
-    with pytest.raises(FingerprintError, match=r'dtype: "auto" -> "float32"(.|\n)*--accept-numerics'):
-        run(job, engine={"dtype": "float32"})
-    with pytest.raises(FingerprintError, match=r'activation_dtype: "auto" -> "fp8"(.|\n)*--accept-numerics'):
-        run(job, engine={"activation_dtype": "fp8"})
-    with pytest.raises(FingerprintError, match=r'kv_cache_dtype: "auto" -> "fp8"(.|\n)*--accept-numerics'):
-        run(job, engine={"kv_cache_dtype": "fp8"})
-    run(job, engine={"dtype": "float32"}, accept_numerics=True)
-    job.check(TEXTS)
-    job.parts()[0].unlink()
-    run(job, engine={"dtype": "float32"})
-    assert json.loads((job.output / "_pipeline" / "accepted-numerics.json").read_text()) == [
-        {"activation_dtype": "auto", "device": "cpu", "dtype": "float32", "kernels": "auto", "kv_cache_dtype": "auto"}
-    ]
-
-
-def test_fault_54_a_foreign_folder_is_refused_and_left_alone(job):
-    job.output.mkdir()
-    (job.output / "thesis.doc").write_text("")
-    with pytest.raises(OutputError, match=r"not empty \(thesis\.doc\)"):
-        run(job.rows(TEXTS))
-    assert [p.name for p in job.output.iterdir()] == ["thesis.doc"]
-
-
-def test_fault_54_a_newer_format_is_refused(job):
-    run(job.rows(TEXTS))
-    path = job.output / "_pipeline" / "job.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(OutputError, match="format 2, written by a newer version"):
-        run(job)
-    path.write_text("{")
-    with pytest.raises(OutputError, match="damaged"):
-        run(job)
-
-
-def test_what_is_missing_is_said_before_anything_is_written(job):
-    with pytest.raises(InputError):
-        run(job)
-    job.rows(TEXTS)
-    with pytest.raises(ModelError, match="no such folder"):
-        run(job, model={"path": str(job.folder / "nothing")})
-    with pytest.raises(InputError, match=r"did you mean 'id'|has no column 'ide'"):
-        run(job, input={"columns": ["ide"]})
-    assert not job.output.exists()
 
 
 def test_too_many_error_rows_stop_the_job_and_a_higher_limit_goes_on(job):
