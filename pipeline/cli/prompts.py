@@ -37,7 +37,7 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
               help="A folder, a Hugging Face id, or demo:target-awq.")  # fmt: skip
 @click.option("place", "--input", metavar="PATH",
               help="A text file (a prompt a line), a .jsonl file, - for standard input; or Parquet.")  # fmt: skip
-@click.option("--prompt", help='The prompt, or a template over the input: "Summarize: {text}".')
+@click.option("--prompt", "-p", help='The prompt, or a template over the input: "Summarize: {text}".')
 @click.option("--chat", is_flag=True, help="Send prompts through the model's chat template.")
 @click.option("--system", help="A system message; implies --chat.")
 @click.option("--output", metavar="PATH", help="A new .jsonl or .parquet file; of Parquet input, a folder.")

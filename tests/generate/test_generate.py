@@ -109,7 +109,7 @@ def test_standard_input_is_lines_or_objects(rows, arguments):
 
 
 def test_a_prompt_alone_is_sent_as_it_is(rows):
-    assert rows("--prompt", "a {{ b }", "--max-tokens", "7")[0]["generated_text"] == "a {{ b }|7"
+    assert rows("-p", "a {{ b }", "--max-tokens", "7")[0]["generated_text"] == "a {{ b }|7"
 
 
 @pytest.mark.parametrize(
