@@ -77,7 +77,7 @@ class Remaining:
 
     def __call__(self, done: int, more: str = "") -> None:
         now = self._clock()
-        if now < self._said + SAY_EVERY_S or done <= self._first:
+        if now < self._said + SAY_EVERY_S or not self._first < done < self._total:
             return
         self._said = now
         left = duration((now - self._began) / (done - self._first) * (self._total - done))

@@ -192,7 +192,7 @@ def quantize_command(
     folder that other engines read too: AutoAWQ (gemm) of awq, GPTQ of gptq, compressed-tensors of the others.
 
     The folder is made as DIR.partial and gets its name when it is whole; nothing is ever replaced. After an
-    interruption the same command goes on behind the last layer that was written (awq, which autoawq does, begins anew).
+    interruption the same command goes on after the last layer that was written (awq, which autoawq does, begins anew).
     """
     from pathlib import Path
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that change a job file on the way in."""
+    """The options that change a job file on the way in, as `load_job` takes them."""
     for option in reversed(
         [
             click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
@@ -39,15 +39,7 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
               help="Compute the error rows of what is written again; each part is replaced whole.")  # fmt: skip
 @json_flag
 @answers
-def run(
-    job: str,
-    sets: tuple[str, ...],
-    overlays: tuple[str, ...],
-    limit: int | None,
-    accept_numerics: bool,
-    retry_failed: bool,
-    as_json: bool,
-) -> None:
+def run(job: str, accept_numerics: bool, retry_failed: bool, as_json: bool, **overlays: Any) -> None:
     """Run a job, or go on with it where it stopped.
 
     \b
@@ -63,7 +55,7 @@ def run(
     """
     from pipeline.config import load_job
 
-    run_and_report(load_job(job, sets, overlays, limit), as_json, accept_numerics, retry_failed)
+    run_and_report(load_job(job, **overlays), as_json, accept_numerics, retry_failed)
 
 
 def run_and_report(
@@ -91,7 +83,7 @@ def run_and_report(
 @_overlays
 @json_flag
 @answers
-def validate(job: str, sets: tuple[str, ...], overlays: tuple[str, ...], limit: int | None, as_json: bool) -> None:
+def validate(job: str, as_json: bool, **overlays: Any) -> None:
     """Say what a job is, with its first prompt, or everything that is wrong with it.
 
     \b
@@ -104,7 +96,7 @@ def validate(job: str, sets: tuple[str, ...], overlays: tuple[str, ...], limit: 
     from pipeline.config import JobFileError, load_job
     from pipeline.job.validate import describe, examine
 
-    config = load_job(job, sets, overlays, limit)
+    config = load_job(job, **overlays)
     found = examine(config)
     if found.mistakes:
         raise JobFileError(found.mistakes)

@@ -1,6 +1,6 @@
-"""Draws a running job: a live bar on a terminal, one plain line every few seconds elsewhere.
+"""Shows a running job: a live bar on a terminal, one plain line every few seconds elsewhere.
 
-Owns drawing only. `job` hands over a `Status` every second or so; everything goes to standard error, so that
+Owns what is shown only. `job` hands over a `Status` every second or so; everything goes to standard error, so that
 standard output holds results alone.
 """
 

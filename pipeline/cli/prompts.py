@@ -19,7 +19,7 @@ _GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--top-k", "sampling.top_k", int, "Only the K likeliest tokens; 0 is off."),
     ("--min-p", "sampling.min_p", float, "Only tokens at least this likely, relative to the likeliest."),
     ("--repetition-penalty", "sampling.repetition_penalty", float, "Above 1: what was said becomes less likely."),
-    ("--seed", "sampling.seed", int, "Of the random numbers; the same seed draws the same ones."),
+    ("--seed", "sampling.seed", int, "Of the random numbers; the same seed gives the same ones."),
     ("--quantization", "model.quantization", str, "int8, int4-rtn or nf4: quantize a 16-bit model on loading it."),
     ("--device", "engine.device", str, "auto, cpu, cuda or cuda:N."),
     ("--dtype", "engine.dtype", str, "auto, bfloat16, float16 or float32."),
@@ -37,7 +37,7 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
               help="A folder, a Hugging Face id, or demo:target-awq.")  # fmt: skip
 @click.option("place", "--input", metavar="PATH",
               help="A text file (a prompt a line), a .jsonl file, - for standard input; or Parquet.")  # fmt: skip
-@click.option("--prompt", help='The prompt, or a template over the input: "Summarize: {text}".')
+@click.option("--prompt", "-p", help='The prompt, or a template over the input: "Summarize: {text}".')
 @click.option("--chat", is_flag=True, help="Send prompts through the model's chat template.")
 @click.option("--system", help="A system message; implies --chat.")
 @click.option("--output", metavar="PATH", help="A new .jsonl or .parquet file; of Parquet input, a folder.")

@@ -4,7 +4,6 @@
 change a token by rounding. *Free* may change from run to run.
 """
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr
@@ -69,16 +68,14 @@ class JobConfig(Section):
 
     def sampling_params(self) -> SamplingParams:
         """The values that are the same for every row; those from a column are left at their defaults."""
-        values = {f.name: getattr(self.sampling, f.name) for f in fields(SamplingParams)}
-        constant = {name: value for name, value in values.items() if not isinstance(value, FromColumn)}
+        constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
             constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
         return SamplingParams(**constant)
 
     def sampling_columns(self) -> dict[str, str]:
         """Of the options that each row sets itself: option to column."""
-        values = {f.name: getattr(self.sampling, f.name) for f in fields(SamplingParams)}
-        return {name: value.column for name, value in values.items() if isinstance(value, FromColumn)}
+        return {name: value.column for name, value in self.sampling if isinstance(value, FromColumn)}
 
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""

@@ -74,7 +74,7 @@ def _mistake(raw: Any, document: Document, root: type[BaseModel]) -> Mistake:
 
 def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
     name = str(path[-1])
-    section = _section(root, path[:-1])
+    section = section_at(root, path[:-1])
     names = list(section.model_fields) if section else []
     if name in _KNOWN_ELSEWHERE:
         return "unknown key", _KNOWN_ELSEWHERE[name]
@@ -145,7 +145,8 @@ def _example(path: KeyPath) -> str:
     return examples.get(tuple(str(step) for step in path), "")
 
 
-def _section(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
+def section_at(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
+    """The section that a key names; None where it is another kind of value, or not there."""
     model: type[BaseModel] | None = root
     for step in path:
         field = model.model_fields.get(str(step)) if model else None

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
 from pipeline.config.values import (
+    FALSE_IS_OFF,
     UNION_TAGS,
     Bytes,
     Column,
@@ -172,13 +173,8 @@ class EngineSection(Section):
     activation_dtype: Literal["auto", "fp8", "int8"] = "auto"
     kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     deterministic: Switch = False
-    speculation: Speculation = "auto"
+    speculation: Annotated[Speculation, FALSE_IS_OFF] = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
-
-    @field_validator("speculation", mode="before")
-    @classmethod
-    def _off(cls, value: object) -> object:
-        return "off" if value is False else value
 
 
 class SamplingSection(Section):
@@ -255,13 +251,8 @@ class RunSection(Section):
     step_timeout_s: float = Field(default=300.0, gt=0, le=86_400)
     load_timeout_s: float = Field(default=3600.0, gt=0, le=604_800)
     progress_timeout_s: float = Field(default=1800.0, gt=0, le=604_800)
-    spot_notice: Literal["off", "aws", "gcp", "azure"] = "off"
+    spot_notice: Annotated[Literal["off", "aws", "gcp", "azure"], FALSE_IS_OFF] = "off"
     ray_address: str | None = None
-
-    @field_validator("spot_notice", mode="before")
-    @classmethod
-    def _off(cls, value: object) -> object:
-        return "off" if value is False else value
 
 
 class CostSection(Section):

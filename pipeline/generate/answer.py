@@ -68,7 +68,7 @@ class Saved:
             raise OutputError(f"--output {path}: no folder {self.path.parent}; make it first")
 
     def write(self, rows: list[Answer], schema: pa.Schema) -> None:
-        """Raises EnvironmentFailed when the disk does not take it, OutputError when the file has come meanwhile."""
+        """Raises EnvironmentFailed when the disk does not take it, OutputError when another program made the file."""
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         try:
             with open(temporary, "xb") as file:
@@ -82,7 +82,7 @@ class Saved:
                 os.fsync(file.fileno())
             (os.replace if self._overwrite else os.link)(temporary, self.path)
         except FileExistsError:
-            raise OutputError(f"{self.path}: has come into being meanwhile; nothing was replaced") from None
+            raise OutputError(f"{self.path}: was made by another program; nothing was replaced") from None
         except OSError as error:
             raise EnvironmentFailed(f"{self.path}: cannot be written: {error.strerror}") from error
         finally:

@@ -3,7 +3,7 @@
 job file -> source -> windows -> fingerprint -> one listing of the output -> the windows that are left
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 from pipeline.checkpoints.digest import asks_for_date, model_digest
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
-from pipeline.data.output.parts import DoneUnits
+from pipeline.data.output.parts import DoneUnits, PartName
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
@@ -74,12 +74,15 @@ def make_plan(
     return JobPlan(config, source, windows, units, schema, model, draft, ours, device)
 
 
-def what_is_left(plan: JobPlan, progress: DoneUnits) -> list[WindowTask]:
-    """The windows that are not complete, in order."""
+def what_is_left(plan: JobPlan, stood: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:
+    """The windows that are not complete, in order. `again`: parts that stand, and are to be made once more."""
+    remade: dict[int, set[int]] = {}
+    for name in again:
+        remade.setdefault(name.window, set()).add(name.unit)
     tasks = []
     for window in plan.windows:
-        of = progress.units_of(window.index)
-        if not progress.complete(window.index):
-            done = frozenset(unit for unit in range(of or 0) if progress.is_done(window.index, unit))
-            tasks.append(WindowTask(window, done, of))
+        index, of = window.index, stood.units_of(window.index)
+        if index in remade or not stood.complete(index):
+            done = {unit for unit in range(of or 0) if stood.is_done(index, unit)} - remade.get(index, set())
+            tasks.append(WindowTask(window, frozenset(done), of))
     return tasks

@@ -22,7 +22,6 @@ from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import check_dated, claim, record_numerics
 from pipeline.job.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.reporter import RunReporter, Show, close_telemetry, harmless
-from pipeline.job.retry_failed import split_totals, tasks_with_failed
 from pipeline.job.stop import Stopped, StopSignals
 from pipeline.job.success import read_success, verify, write_empty_part, write_success
 from pipeline.job.telemetry.run_log import RunLog, load_runs, make_report, put_status, totals_so_far, versions
@@ -117,8 +116,13 @@ class _Left:
         if not retry_failed:
             return cls(tuple(what_is_left(plan, stood)), stood)
         store.probe_rewrite()
-        failed, whole = split_totals(store.parts(stood))
-        return cls(tuple(tasks_with_failed(plan, stood, failed)), stood, whole, bool(failed))
+        failed, whole = [], PartTotals()
+        for name, totals in store.parts(stood):
+            if totals.num_error_rows:
+                failed.append(name)
+            else:
+                whole += totals
+        return cls(tuple(what_is_left(plan, stood, failed)), stood, whole, bool(failed))
 
     def totals(self, store: PartStore, log: RunLog, earlier: list[RunRecord], plan: JobPlan) -> OutputTotals:
         if self.whole is not None:

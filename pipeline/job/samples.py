@@ -6,7 +6,7 @@ have no text; they are counted.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
@@ -68,7 +68,7 @@ def read_samples(
         for unit in make_units(table, unit_spec, window.index):
             requests, failed = tokenize(unit)
             left_out.update(str(completion.error) for completion in failed)
-            places, texts = _places(unit), _texts(unit, expected)
+            places, texts = unit.places(), _texts(unit, expected)
             for request in requests:
                 token_ids = request.prompt_token_ids[:max_tokens] if cut else request.prompt_token_ids
                 if len(token_ids) > max_tokens:
@@ -77,7 +77,7 @@ def read_samples(
                     left_out[RowError.EMPTY_PROMPT] += 1
                 else:
                     row: int = request.row_id  # type: ignore[assignment]
-                    found.append((places[row], token_ids, texts[row]))
+                    found.append(((window.index, *places[row]), token_ids, texts[row]))
     if not found:
         reasons = ", ".join(f"{code} {count:,}" for code, count in sorted(left_out.items())) or "there are none"
         raise InputError(f"{source.root}: no row has a text of at most {max_tokens:,} tokens ({reasons})")
@@ -98,11 +98,6 @@ def _wanted(source: Source, limit: int | None, chosen: tuple[int, int] | None) -
         inside = rows[bisect_left(rows, window.start) : bisect_left(rows, window.stop)]
         if inside:
             yield window, [row - window.start for row in inside]
-
-
-def _places(unit: Unit) -> Sequence[tuple[int, str, int]]:
-    files, rows = unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist()
-    return [(unit.window, file, row) for file, row in zip(files, rows)]
 
 
 def _texts(unit: Unit, expected: str | None) -> list[str | None]:

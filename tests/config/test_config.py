@@ -300,25 +300,15 @@ FREE = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), IDENTITY)
-def test_what_makes_another_job(job, before: str, after: str):
-    base, changed = job(), job(MINIMAL.replace(before, after, 1))
-    assert changed.identity() != base.identity()
-    assert changed.numerics() == base.numerics()
-
-
-@pytest.mark.parametrize(("before", "after"), NUMERICS)
-def test_what_may_round_differently(job, before: str, after: str):
-    base, changed = job(), job(MINIMAL.replace(before, after, 1))
-    assert changed.identity() == base.identity()
-    assert changed.numerics() != base.numerics()
-
-
-@pytest.mark.parametrize(("before", "after"), FREE)
-def test_what_may_change_from_run_to_run(job, before: str, after: str):
-    base, changed = job(), job(MINIMAL.replace(before, after, 1))
-    assert changed.identity() == base.identity()
-    assert changed.numerics() == base.numerics()
+@pytest.mark.parametrize(
+    ("change", "identity", "numerics"),
+    [*((each, True, False) for each in IDENTITY), *((each, False, True) for each in NUMERICS),
+     *((each, False, False) for each in FREE)],
+)  # fmt: skip
+def test_what_makes_another_job_what_rounds_differently_and_what_is_free(job, change, identity, numerics):
+    base, changed = job(), job(MINIMAL.replace(*change, 1))
+    assert (changed.identity() != base.identity()) == identity
+    assert (changed.numerics() != base.numerics()) == numerics
 
 
 def test_quantization_on_load_is_the_target_models_and_no_key_of_older_jobs(job):

@@ -11,8 +11,9 @@ from pipeline.data.output.parts import PartStore
 from pipeline.errors import Interrupted
 from pipeline.stores.retries import RetryPolicy
 from tests.faults.store import KEY, SECRET, FaultyStore
-from tests.job.conftest import Job
-from tests.job.test_run import TEXTS, run, without_ray  # noqa: F401 - a fixture
+from tests.job.conftest import TEXTS, Job, run
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 CHANCES = {"lost_put": 0.1, "slow_down": 0.1, "server_error": 0.05, "truncated": 0.1, "reset": 0.02, "conflict": 0.05}
 

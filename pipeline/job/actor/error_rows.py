@@ -1,4 +1,9 @@
-"""The error rows of a part: taken out of its unit to be computed again, and put back (`--retry-failed`)."""
+"""`--retry-failed`: the error rows of an output computed again, and nothing else.
+
+A unit whose part holds error rows is handed out once more. Of its rows only those are computed; the part with their
+new results replaces the old one whole, under the same name, by one atomic replace. So the output holds each row
+once at every moment, and a run that is killed in between leaves units of the old and of the new kind, both whole.
+"""
 
 import pyarrow as pa
 
@@ -9,8 +14,7 @@ from pipeline.data.units import Unit
 def failed_rows(unit: Unit, part: pa.Table) -> Unit:
     """The rows of the unit that are error rows in its part, as a unit of the same name; maybe none."""
     bad = {place for place, error in zip(_places(part), result_column(part, "error").to_pylist()) if error is not None}
-    own = zip(unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist())
-    rows = [i for i, place in enumerate(own) if place in bad]
+    rows = [i for i, place in enumerate(unit.places()) if place in bad]
     return Unit(unit.window, unit.index, unit.of, unit.table.take(pa.array(rows, pa.int64())))
 
 

@@ -31,7 +31,7 @@ from pipeline.job.process.supervisor import Launch, Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import LogFolder, RotatedLog, engine_log
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.run_record import ActorRecord, Computed
+from pipeline.report.run_record import ActorRecord
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
 
@@ -92,12 +92,9 @@ class Worker:
     """Thread-safe. `process` takes a unit all the way; the rest is for the report."""
 
     def __init__(self, spec: WorkSpec, actor: int, birth_us: int) -> None:
-        self._actor = actor
         self._lock = threading.Lock()
-        self._units = self._rows = self._error_rows = 0
-        self._open_units = self._told = 0
-        self._delivered = self._doubled = self._kept = Computed()
-        self._taken_rows = self._taken_tokens = 0
+        self._record = ActorRecord(actor)  # what the units came to; `state` adds what the supervisor knows
+        self._told = 0
         self._retries = RetryCounts()  # of this actor, for storage
         store = self._store = PartStore(spec.output, spec.storage, self._retries)
         engine = spec.here(self._retries)
@@ -123,8 +120,7 @@ class Worker:
         None after `interrupt`: the unit is not finished, and what is of it is kept for the next run.
         """
         unit = Unit.from_bytes(data)
-        with self._lock:
-            self._open_units += 1
+        self._add(open_units=1)
         try:
             summary = self._process(unit)
         except PipelineError as error:
@@ -132,14 +128,16 @@ class Worker:
         except Exception:
             return UnitSummary(unit.window, unit.index, failure_kind="", failure_message=traceback.format_exc())
         finally:
-            with self._lock:
-                self._open_units -= 1
+            self._add(open_units=-1)
         if summary is not None:
-            with self._lock:
-                self._units += 1
-                self._rows += summary.totals.rows
-                self._error_rows += summary.totals.num_error_rows
+            self._add(units=1, rows=summary.totals.rows, error_rows=summary.totals.num_error_rows)
         return summary
+
+    def _add(self, **counts: Any) -> None:
+        """Add to fields of the record."""
+        with self._lock:
+            sums = {name: getattr(self._record, name) + count for name, count in counts.items()}
+            self._record = replace(self._record, **sums)
 
     def _process(self, unit: Unit) -> UnitSummary | None:
         if self._store.has(self._write.name(unit)):  # a task that Ray tries again may have got as far as that
@@ -151,8 +149,7 @@ class Worker:
         if len(generated) < len(requests):
             if generated:
                 self._partial.save(unit, generated)
-                with self._lock:
-                    self._kept += computed(generated[len(kept) :])
+                self._add(kept=computed(generated[len(kept) :]))
             return None
         summary = self._write(unit, failed + generated)
         if kept:
@@ -178,13 +175,10 @@ class Worker:
 
     def _count(self, summary: UnitSummary, kept: list[Completion], generated: list[Completion]) -> None:
         """Where the work for a unit went: `kept` is an earlier run's, `generated` this actor's."""
-        with self._lock:
-            if not summary.written:
-                self._doubled += computed(generated)
-                return
-            self._delivered += computed(generated)
-            self._taken_rows += len(kept)
-            self._taken_tokens += computed(kept).generated
+        if not summary.written:
+            return self._add(doubled=computed(generated))
+        taken_tokens = computed(kept).generated
+        self._add(delivered=computed(generated), taken_rows=len(kept), taken_generated_tokens=taken_tokens)
 
     def interrupt(self) -> None:
         """Stop in the middle of what is open; `process` returns soon."""
@@ -194,25 +188,16 @@ class Worker:
         with self._lock:
             self._told += 1
             deaths = self._supervisor.deaths()
-            record = ActorRecord(
-                self._actor,
-                self._supervisor.phases(),
-                self._supervisor.stats(),
-                self._units,
-                self._rows,
-                self._error_rows,
-                deaths.count,
-                list(deaths.reasons),
-                deaths.restart_us,
-                deaths.died_us,
-                deaths.convicted_rows,
-                self._open_units,
-                self._delivered,
-                self._doubled,
-                self._kept,
-                deaths.lost,
-                self._taken_rows,
-                self._taken_tokens,
+            record = replace(
+                self._record,
+                phases_us=self._supervisor.phases(),
+                stats=self._supervisor.stats(),
+                restarts=deaths.count,
+                restart_reasons=list(deaths.reasons),
+                restart_us=deaths.restart_us,
+                died=deaths.lost,
+                died_us=deaths.died_us,
+                convicted_rows=deaths.convicted_rows,
                 storage_retries=self._retries.counted(),
             )
             return ActorState(

@@ -110,8 +110,7 @@ class Write:
             for i, c in enumerate(columns)
         ]
         table = pa.Table.from_arrays([*kept.columns, *results], schema=schema)
-        files, rows = unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist()
-        return table.take(pa.array(sorted(range(unit.num_rows), key=lambda i: (files[i], rows[i]))))
+        return table.take(pa.array(sorted(range(unit.num_rows), key=unit.places().__getitem__)))
 
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
@@ -136,11 +135,11 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
 
 
 def _examples(unit: Unit, completions: list[Completion]) -> dict[str, tuple[ErrorExample, ...]]:
-    files, rows = unit.own("source_file"), unit.own("source_row")
+    places = unit.places()
     found: dict[str, list[ErrorExample]] = {}
     for c in completions:
         if c.error is not None:
-            place = (files[c.row_id].as_py(), rows[c.row_id].as_py())  # type: ignore[index]
-            found.setdefault(c.error, []).append(ErrorExample(*place, (c.error_message or "")[:MAX_MESSAGE]))
+            example = ErrorExample(*places[c.row_id], (c.error_message or "")[:MAX_MESSAGE])  # type: ignore[index]
+            found.setdefault(c.error, []).append(example)
     by_place = {code: sorted(some, key=lambda e: (e.source_file, e.row)) for code, some in sorted(found.items())}
     return {code: tuple(some[:MAX_EXAMPLES]) for code, some in by_place.items()}

@@ -89,10 +89,8 @@ def read_units(task: WindowTask, source: Source, spec: UnitSpec, output: str) ->
     """The units of one window that are not done, one block each."""
     table = read_window(source, task.window, spec.columns)
     for unit in check_units(task, make_units(table, spec, task.window.index), output):
-        row = [[unit.window], [unit.index], [unit.to_bytes()]]
-        yield pa.Table.from_arrays(
-            [pa.array(c, t) for c, t in zip(row, _UNIT_SCHEMA.types, strict=True)], schema=_UNIT_SCHEMA
-        )
+        row = {"window": unit.window, "unit": unit.index, "data": unit.to_bytes()}
+        yield pa.Table.from_pylist([row], schema=_UNIT_SCHEMA)
 
 
 class EngineActor:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pipeline.engine.params import Completion, EngineConfig, Request
 
 # To the engine's process
-# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Add:
 
 
 # From the engine's process
-# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,16 @@ class RunLog:
         self._telemetry = telemetry
         self._retries = retries  # of this run, for storage
         self._began_ns = time.monotonic_ns()
-        self._free = dict(config_free)
-        self._hourly_usd = hourly_usd
-        self._resolved = dict(resolved)
-        self._versions = versions()
         now = datetime.now(UTC)  # for people; the order of runs is their number's
-        self.started_at = now.isoformat(timespec="seconds")
         self.run_id = next_run_id(store.names(RUNS), now)
+        self._begun = RunRecord(
+            self.run_id,
+            now.isoformat(timespec="seconds"),
+            versions=versions(),
+            config_free=dict(config_free),
+            hourly_usd=hourly_usd,
+            resolved=dict(resolved),
+        )
         self.outcome: Outcome = "running"
         self.driver_us: dict[str, int] = {}
         self.actors: list[ActorState] = []
@@ -108,33 +111,30 @@ class RunLog:
             self.found_units += unit.found
 
     def record(self) -> RunRecord:
-        resolved = dict(self._resolved)
+        resolved = dict(self._begun.resolved)
         for actor in self.actors:
             resolved |= actor.resolved
-        return RunRecord(
-            self.run_id,
-            self.started_at,
-            self.outcome,
-            self.wall_us,
-            dict(self.driver_us),
-            [actor.record for actor in self.actors],
-            self.computed.rows,
-            self.computed.units,
-            self.lost.units - self.found_units,
-            self.computed.num_input_tokens,
-            self.computed.num_cached_tokens,
-            self.computed.num_generated_tokens,
-            self.write_us,
-            self._versions,
-            self._free,
-            self._hourly_usd,
-            resolved,
-            self.row_stats,
-            self._retries.counted(),
-            self.found_units,
-            self.skipped_files,
-            dict(self.computed.error_rows),
-            self.computed.num_error_input_tokens,
+        computed = self.computed
+        return replace(
+            self._begun,
+            outcome=self.outcome,
+            wall_us=self.wall_us,
+            driver_us=dict(self.driver_us),
+            actors=[actor.record for actor in self.actors],
+            rows_written=computed.rows,
+            units_written=computed.units,
+            units_lost=self.lost.units - self.found_units,
+            units_found=self.found_units,
+            input_tokens=computed.num_input_tokens,
+            cached_tokens=computed.num_cached_tokens,
+            generated_tokens=computed.num_generated_tokens,
+            error_rows=dict(computed.error_rows),
+            error_input_tokens=computed.num_error_input_tokens,
+            write_us=self.write_us,
+            resolved=resolved,
+            row_stats=self.row_stats,
+            storage_retries=self._retries.counted(),
+            skipped_files=self.skipped_files,
             telemetry_failures=self._telemetry.failures,
         )
 
@@ -162,7 +162,7 @@ def load_runs(store: PartStore) -> list[RunRecord]:
                 raw["skipped_files"] = json.loads(store.read(raw["skipped_files_in"]) or b"[]")
             record = RunRecord.from_json(raw)
             if record.outcome == "running" and _is_gone(record.versions):
-                record = RunRecord.from_json({**record.to_json(), "outcome": "killed"})
+                record = replace(record, outcome="killed")
             runs.append(record)
     return runs
 
