@@ -18,14 +18,14 @@ from typing import Any
 from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, use_threads
 from pipeline.checkpoints.locate import locate_model
 from pipeline.demo.reports import make_report
-from pipeline.engine.drafting import Drafting
+from pipeline.engine.drafts.draft_model import DraftModelProposer
+from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.lookup.compiled import select_lookup
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig, EngineStats, Request, SamplingParams
-from pipeline.engine.propose.draft_model import DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.kernels.select import select_lookup
 
 PLAIN, NGRAM, DRAFT, AUTO, AGAIN = "plain", "lookup, forced", "draft model, forced", "auto", "plain again"
 TEXTS = ("reports", "extractive")

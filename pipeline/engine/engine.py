@@ -16,24 +16,26 @@ import numpy as np
 import torch
 
 from pipeline.engine.call import Call
-from pipeline.engine.drafting import Drafting
+from pipeline.engine.drafts.draft_model import DraftModelProposer
+from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.lookup.compiled import select_lookup
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import DraftPolicy, FixedDrafts
+from pipeline.engine.drafts.proposer import Proposer
+from pipeline.engine.drafts.replay import MOST_REPLAYED, replay
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
-from pipeline.engine.propose.draft_model import DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import DraftPolicy, FixedDrafts
-from pipeline.engine.propose.proposer import Proposer
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence, SlotTable
+from pipeline.engine.speculation.bandit import MeasuredDrafts, Replay
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.place import Place
 from pipeline.engine.startup.resolve import Speculation
 from pipeline.engine.step.completing import Completing
 from pipeline.engine.step.loop import Stepping
 from pipeline.engine.step.runner import Runner
-from pipeline.engine.timing import controlled_drafts
 from pipeline.errors import ConfigError, RowError
-from pipeline.kernels.select import must_compile, select_lookup
+from pipeline.kernels.select import must_compile
 from pipeline.tokenization.detokenizer import StopChecker
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -60,7 +62,7 @@ class Engine:
         if resolved.speculation is not None:
             tells_law = not resolved.deterministic
             with self.place:
-                self._speculate_as(resolved.speculation, built.draft_runner, built.runner.captured_tokens, tells_law)
+                self._speculate_as(resolved.speculation, built.draft_runner, tells_law)
         self.resolved: dict[str, str | int] = built.about
 
     @classmethod
@@ -328,9 +330,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _speculate_as(
-        self, speculation: Speculation, draft: Runner | None, padded_to: Items[int], tells_law: bool
-    ) -> None:
+    def _speculate_as(self, speculation: Speculation, draft: Runner | None, tells_law: bool) -> None:
         most, vocab_size = speculation.max_draft_tokens, self.runner.vocab_size
         proposers: list[Proposer] = []
         for name in speculation.proposers:
@@ -346,12 +346,15 @@ class Engine:
                 )
         policy: DraftPolicy = FixedDrafts(most)
         if not speculation.forced:
-            self._say(self._warming_up if self._warming_up != Engine._warming_up else "timing steps, for drafts")
-            policy = controlled_drafts(
-                *(proposers, most, self.runner, self.table, self.scheduler.max_num_batched_tokens),
-                *(padded_to, self.pool.num_blocks),
-            )
+            policy = MeasuredDrafts([self._replay_of(each) for each in proposers], most)
         self.speculate(proposers, policy)
+
+    def _replay_of(self, proposer: Proposer) -> Replay | None:
+        if not isinstance(proposer, NgramProposer):
+            return None
+        table, scheduler = self.table, self.scheduler
+        # By slot: the same sequences again and again, so that their texts are indexed like those of ones that draft.
+        return lambda: replay(proposer, table, np.sort(scheduler.running)[:MOST_REPLAYED])
 
     def _check_open(self) -> None:
         if self._closed:

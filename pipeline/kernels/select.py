@@ -7,7 +7,6 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations.rounded_linears import rounded_linears
-from pipeline.kernels.compiled_lookup import CompiledLookup
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
 
@@ -145,15 +144,6 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
         decode_steps=None,
         served_by=kernels.served_by | own,
     )
-
-
-def select_lookup() -> CompiledLookup | None:
-    """The passes of the lookup proposer, whatever the device; None where numba is not installed."""
-    if find_spec("numba") is None:
-        return None
-    from pipeline.kernels.cpu import lookup, templates
-
-    return CompiledLookup(lookup.look_up, lookup.index_runs, templates.learn, templates.draft)
 
 
 def must_compile(kernels: Kernels) -> bool:

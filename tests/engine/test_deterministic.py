@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline import Engine, EngineConfig, SamplingParams
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.params import Completion
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.errors import ConfigError
 from tests.engine.proposers import Recorded
 from tests.engine.test_gpu_kernels import replayed

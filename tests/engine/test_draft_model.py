@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.draft_model import NEAR, DraftModelProposer
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.draft_model import NEAR, DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import FixedDrafts, StepFacts
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import Flight, LateTokens
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
@@ -35,14 +34,14 @@ class Fitful(FixedDrafts):
         super().__init__(max_draft_tokens)
         self.rng, self.num_proposers, self.steps_left, self.on = rng, num_proposers, 0, False
 
-    def proposer(self, facts: StepFacts) -> int | None:
+    def select(self, facts: StepFacts) -> int | None:
         if self.steps_left == 0:
             self.on, self.steps_left = not self.on, int(self.rng.integers(1, 14))
         self.steps_left -= 1
         return int(self.rng.integers(0, self.num_proposers)) if self.on else None
 
-    def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
-        return self.rng.integers(0, self.max_draft_tokens + 1, len(facts.slot_S))
+    def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        return self.rng.integers(0, self.max_draft_tokens + 1, len(offer.slot_S))
 
 
 def draft_with_itself(engine: Engine, most: int, catch_up: int = 512, memory: int | None = None) -> DraftModelProposer:
@@ -204,8 +203,8 @@ def test_drawn_tokens_have_the_law_of_the_target(renormalised: bool) -> None:
     if not renormalised:
         draft = proposer.draft
 
-        def draft_and_lie(offer: Offer, count_S: np.ndarray):
-            drafts = draft(offer, count_S)
+        def draft_and_lie(offer: Offer, count_S: np.ndarray, flight: Flight | None = None):
+            drafts = draft(offer, count_S, flight)
             drafts.q_SKV.copy_(torch.full_like(drafts.q_SKV, 0.25))  # type: ignore[union-attr]
             return drafts
 

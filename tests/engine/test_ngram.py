@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
+from pipeline.engine.drafts.lookup import ngram
+from pipeline.engine.drafts.lookup.compiled import CompiledLookup, select_lookup
+from pipeline.engine.drafts.lookup.corpus import FinishedOutputs
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.lookup.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose import ngram
-from pipeline.engine.propose.corpus import FinishedOutputs
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex, tails
 from pipeline.engine.schedule.sequence import Sequence, SlotTable
-from pipeline.kernels.compiled_lookup import CompiledLookup
-from pipeline.kernels.select import select_lookup
 
 both = pytest.mark.parametrize("compiled", [None, select_lookup()], ids=["numpy", "compiled"])
 
@@ -18,7 +17,7 @@ both = pytest.mark.parametrize("compiled", [None, select_lookup()], ids=["numpy"
 def literal(table: SlotTable, most: int, compiled: CompiledLookup | None, **sizes: int) -> NgramProposer:
     """Without templates, which have tests of their own."""
     proposer = NgramProposer(table, most, compiled=compiled, **sizes)
-    proposer._templates = None
+    proposer._patterns = None
     return proposer
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts, StepOutcome
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.offer import Offer
-from pipeline.engine.propose.policy import FixedDrafts, StepFacts, StepOutcome
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
+from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import LateTokens
 from pipeline.errors import ConfigError
@@ -30,27 +30,31 @@ from tests.parity.harness import LOGIT_TOLERANCE, float32_engine
 class Watched(FixedDrafts):
     """A fixed policy that keeps what it is told, and skips looking now and then."""
 
-    def __init__(self, max_draft_tokens: int, rng: np.random.Generator, limit: np.ndarray) -> None:
+    def __init__(self, max_draft_tokens: int, rng: np.random.Generator, table: SlotTable) -> None:
         super().__init__(max_draft_tokens)
-        self.rng, self.limit = rng, limit
+        self.rng, self.table = rng, table
         self.outcomes: list[StepOutcome] = []
         self.wanted = False
 
-    def proposer(self, facts: StepFacts) -> int | None:
+    def select(self, facts: StepFacts) -> int | None:
         self.wanted = bool(self.rng.random() < 0.9)
         return 0 if self.wanted else None
 
-    def choose(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+    def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
         assert self.wanted
-        assert (facts.slot_S == offer.slot_S).all()
-        assert facts.num_tokens == len(facts.slot_S) + facts.num_prefill
-        assert facts.room >= 0 <= facts.num_queued
-        assert (offer.count_S < self.limit[facts.slot_S] - facts.context_len_S).all()
-        return super().choose(facts, offer)
+        assert len(offer.slot_S) == facts.num_sequences
+        assert facts.room >= 0 <= facts.num_prefill
+        assert (offer.count_S < self.table.limit[offer.slot_S] - self.table.num_known[offer.slot_S]).all()
+        return super().depths(facts, offer)
 
     def observe(self, outcome: StepOutcome) -> None:
-        assert (outcome.accepted_S <= outcome.drafted_S).all()
+        if outcome.verdict is not None:
+            assert (outcome.verdict.accepted_D <= outcome.verdict.drafted_D).all()
+            assert (outcome.verdict.drafted_D > 0).all()
         self.outcomes.append(outcome)
+
+    def total(self, name: str) -> int:
+        return sum(int(getattr(o.verdict, name).sum()) for o in self.outcomes if o.verdict is not None)
 
 
 def check_blocks(engine: Engine, texts: list[list[int]]) -> None:
@@ -135,7 +139,7 @@ def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
     engine = tight_engine(rng, max_len, None)
     outputs = {row: completion.token_ids for row, completion in plain.items()}
     proposer = Recorded(engine.table, outputs, rng, error_rate=float(rng.choice([0.0, 0.1, 0.5])))
-    policy = Watched(int(rng.integers(1, 6)), rng, engine.table.limit)
+    policy = Watched(int(rng.integers(1, 6)), rng, engine.table)
     engine.speculate([proposer], policy)
     step, texts = engine.step, [r.prompt_token_ids + outputs[r.row_id] for r in requests]
 
@@ -147,9 +151,9 @@ def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
     engine.step = step_and_check  # type: ignore[method-assign]
     assert same(run(engine, requests, arrivals=rng), plain)
     stats = engine.stats
-    assert sum(stats.drafted_by_place) == sum(int(o.drafted_S.sum()) for o in policy.outcomes) > 0
-    assert sum(stats.accepted_by_place) == sum(int(o.accepted_S.sum()) for o in policy.outcomes) > 0
-    assert stats.num_draft_steps == sum(bool(o.drafted_S.any()) for o in policy.outcomes)
+    assert sum(stats.drafted_by_place) == policy.total("drafted_D") > 0
+    assert sum(stats.accepted_by_place) == policy.total("accepted_D") > 0
+    assert stats.num_draft_steps == sum(o.verdict is not None for o in policy.outcomes)
     assert stats.num_steps == len(policy.outcomes)
     assert stats.generated_tokens == sum(o.num_generated for o in policy.outcomes)
     assert stats.generated_tokens == sum(len(c.token_ids) for c in plain.values())
@@ -202,12 +206,12 @@ def test_tokens_survive_steps_with_drafts_that_run_out_of_memory(seed: int) -> N
     plain = run(roomy_engine(64, None), requests, check=False)
     engine = tight_engine(rng, 64, None)
     proposer = Recorded(engine.table, {row: c.token_ids for row, c in plain.items()}, rng)
-    policy = Watched(5, rng, engine.table.limit)
+    policy = Watched(5, rng, engine.table)
     engine.speculate([proposer], policy)
     observe = policy.observe
 
     def observe_and_check(outcome: StepOutcome) -> None:
-        assert not outcome.drafted_S.any() or engine.scheduler.step_tokens == engine.scheduler.max_num_batched_tokens
+        assert outcome.verdict is None or engine.scheduler.step_tokens == engine.scheduler.max_num_batched_tokens
         observe(outcome)
 
     policy.observe = observe_and_check  # type: ignore[method-assign]
@@ -246,21 +250,15 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
 
 def test_the_policy_is_told_what_the_step_is_made_of() -> None:
     engine = hash_engine(64, 4, max_num_batched_tokens=16)
-    policy = Watched(3, np.random.default_rng(0), engine.table.limit)
+    policy = Watched(3, np.random.default_rng(0), engine.table)
     engine.speculate([Recorded(engine.table, {0: [], 1: []}, np.random.default_rng(0))], policy)
     for row in range(2):
         engine.add(Request(row, [row] * 20, SamplingParams(max_tokens=9, ignore_eos=True)))
     for _ in range(4):
         engine.step()
-    told = [
-        (f.num_tokens, f.num_prefill, f.num_queued, f.room, len(f.slot_S))
-        for f in (outcome.facts for outcome in policy.outcomes)
-    ]
     # The first prompt has 4 tokens left, of which the last is its own; then the other's; the third step has the rest.
-    assert told == [(16, 16, 24, 0, 0), (16, 15, 8, 0, 1), (9, 7, 0, 7, 2), (2, 0, 0, 14, 2)]
+    assert [outcome.facts for outcome in policy.outcomes] == [(0, 16, 0), (1, 15, 0), (2, 7, 7), (2, 0, 14)]
     assert [o.num_generated for o in policy.outcomes][:2] == [0, 1]
-    for outcome in policy.outcomes:
-        assert outcome.step_us > 0 <= min(outcome.offer_us, outcome.draft_us)
 
 
 def certain_run(drafts: list[int], params: SamplingParams, most: int, bad_token: int | None = None):

@@ -11,11 +11,11 @@ each `RECOVERY_STEPS` steps that fit double the limit. Under a limit the sequenc
 waited longest, so a sequence that fits no step is soon alone in one. Who has to sit a step out keeps its KV blocks:
 the cache was allocated at the start, and giving them up would free no memory.
 
-Drafts (draft_room.py) come after all that: into the room that a full step leaves and into free blocks. They are written
-behind the known tokens and computed with them; those that are confirmed become known (`append`, `accept`), the others
-are overwritten, and blocks that held nothing else are given back when that is known. So whatever is drafted, between
-two steps a sequence holds the blocks that it would hold without and those of drafts that are still being checked, and
-only blocks of confirmed tokens become findable.
+Drafts (drafts/room.py) come after all that: into the room that a full step leaves and into free blocks. They are
+written behind the known tokens and computed with them; those that are confirmed become known (`append`, `accept`), the
+others are overwritten, and blocks that held nothing else are given back when that is known. So whatever is drafted,
+between two steps a sequence holds the blocks that it would hold without and those of drafts that are still being
+checked, and only blocks of confirmed tokens become findable.
 """
 
 from collections import deque

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline.engine.drafting import Drafting, Noted
+from pipeline.engine.drafts.drafting import DraftedStep, Drafting
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.on_device import Drawn, draw_on_device
 from pipeline.engine.sampling.on_host import greedy, sample
@@ -37,9 +37,7 @@ class Stepping:
         self.drafting: Drafting | None = None
         self.flight: Flight | None = None
         self._shortage = Shortage(scheduler)
-        self._noted: Noted | None = None  # of the step in flight,
-        self._begun_ns = 0  # and when it was begun or, later, the one before had landed
-        self._landed_ns = 0
+        self._drafted: DraftedStep | None = None  # of the step in flight
 
     @property
     def num_suspects(self) -> int:
@@ -85,7 +83,7 @@ class Stepping:
             return
         slot_R = plan.slot_S[plan.samples_S]
         output = self._compute(plan, slot_R, promise)
-        noted = None if self.drafting is None else self.drafting.noted()
+        drafted = None if self.drafting is None else self.drafting.take_step()
         self._scheduler.retract()
         if output is None:
             self.land()
@@ -101,7 +99,7 @@ class Stepping:
         if len(promise.slot_P):
             plan = self._scheduler.follow_up(plan, promise)
         self._scheduler.advance(plan)
-        self._take(slot_R, output, noted, start_ns)
+        self._take(slot_R, output, drafted)
         record(stats, tokens, num_sequences, kv_used_ppm, (time.perf_counter_ns() - start_ns) // 1000)
 
     def _promise(self) -> Promise:
@@ -128,9 +126,9 @@ class Stepping:
         """
         drafting, flight = self.drafting, self.flight
         assert drafting is not None
-        proposer, most_queries = drafting.who(plan), None
+        proposer, most_queries = drafting.select(plan), None
         if flight is not None:
-            follows = proposer is None or drafting.follows(proposer, flight, self._noted)
+            follows = proposer is None or drafting.follows(proposer, flight, self._drafted)
             if flight.has_drafts:
                 most_queries = self.runner.most_short_queries
                 follows = follows and int(plan.count_S.max()) <= most_queries
@@ -140,7 +138,6 @@ class Stepping:
                 self.land(plan)
                 flight, most_queries = None, None
                 plan, promise = self._scheduler.follow_up(plan, promise), NO_PROMISE
-                drafting.landed(plan)
         if proposer is not None and len(plan.slot_S):
             plan = drafting.extend(plan, proposer, flight, most_queries)
         return plan if len(plan.slot_S) else None, promise
@@ -176,15 +173,15 @@ class Stepping:
             return None
 
     def _take(
-        self, slot_R: np.ndarray, output: SamplerOutput | Verified | Drawn | Checked, noted: Noted | None, begun_ns: int
+        self, slot_R: np.ndarray, output: SamplerOutput | Verified | Drawn | Checked, drafted: DraftedStep | None
     ) -> None:
         """Give sequences their tokens, or leave them in flight where the device is still drawing them."""
         if isinstance(output, Drawn | Checked):
             flight = Flight.of(slot_R, output, self._table, self._scheduler.running)
             if len(flight.slot_K):
-                self.flight, self._noted, self._begun_ns = flight, noted, max(begun_ns, self._landed_ns)
+                self.flight, self._drafted = flight, drafted
         else:
-            self._give(slot_R, output, np.ones(len(slot_R), dtype=bool), noted, begun_ns)
+            self._give(slot_R, output, np.ones(len(slot_R), dtype=bool), drafted)
 
     def land(self, behind: StepPlan | None = None) -> None:
         """Wait for the step in flight and take its tokens. `behind`: a step that is planned with them already, whose
@@ -194,17 +191,15 @@ class Stepping:
             return
         output = flight.output()  # where that is interrupted, the step is still in flight
         self.flight = None
-        self._landed_ns = time.perf_counter_ns()
-        noted, self._noted = self._noted, None
-        self._give(flight.slot_K, output, flight.kept_S, noted, self._begun_ns, behind)
+        drafted, self._drafted = self._drafted, None
+        self._give(flight.slot_K, output, flight.kept_S, drafted, behind)
 
     def _give(
         self,
         slot_K: np.ndarray,
         output: SamplerOutput | Verified,
         kept_S: np.ndarray,
-        noted: Noted | None,
-        begun_ns: int,
+        drafted: DraftedStep | None,
         behind: StepPlan | None = None,
     ) -> None:
         """Give the sequences of a step that are still there (kept_S, of all that got tokens) what they get."""
@@ -221,10 +216,9 @@ class Stepping:
             self._scheduler.release_draft_blocks(here_K, count_of[here_K])
         else:
             self.completing.take(slot_K, output, _now_us())
-        if self.drafting is not None and noted is not None:
+        if self.drafting is not None and drafted is not None:
             num_generated = stats.generated_tokens - generated_before
-            step_us = (time.perf_counter_ns() - begun_ns) // 1000
-            self.drafting.done(stats, noted, accepted_S, kept_S, num_generated, step_us)
+            self.drafting.done(stats, drafted, accepted_S, kept_S, num_generated)
 
     def _sampling_batch(self, plan: StepPlan, slot_S: np.ndarray) -> SamplingBatch:
         """A row behind the known tokens of each sequence and one behind each draft, which sees the drafts before it."""

@@ -20,13 +20,16 @@ _GRAPHS = [1, 2, 4, *range(8, 257, 8)]
 
 @dataclass(frozen=True)
 class Machine:
-    """`step_s(tokens, sequences, kv_tokens, drafted)` and what proposing takes on it."""
+    """`step_s(tokens, sequences, kv_tokens, drafted)`, what a prompt token takes beside it (0: no prompts), and
+    what proposing takes. proposers: None for lookup, or what a draft model's pass over so many sequences takes.
+    draft_share: of the target's time for a prompt token, what a draft model takes."""
 
     name: str
     step_s: Callable[[int, int, int, bool], float]
+    prefill_s: float = 0.0
+    proposers: tuple[Callable[[int], float] | None, ...] = (None,)
     lookup_s: Callable[[int], float] = lambda num: 20e-6 + 1e-6 * num
-    pass_s: Callable[[int], float] | None = None
-    padded_to: tuple[int, ...] = ()
+    draft_share: float = 0.2
 
 
 def _graphs(tokens: int, sequences: int, kv: int, drafted: bool) -> float:
@@ -47,16 +50,24 @@ def _cpu(tokens: int, sequences: int, kv: int, drafted: bool) -> float:
     return 1e-3 * float(np.interp(tokens, _CPU_TOKENS, _CPU_MS)) + 4e-6 * kv / 100
 
 
-DISPATCH = Machine("dispatch", lambda tokens, sequences, kv, drafted: 4e-3 + 2e-6 * tokens)
-MEMORY = Machine("memory", lambda tokens, sequences, kv, drafted: max(8e-3, 35e-6 * tokens) + 30e-9 * kv)
+def _memory(tokens: int, sequences: int, kv: int, drafted: bool) -> float:
+    return max(8e-3, 35e-6 * tokens) + 30e-9 * kv
+
+
+def _dispatch(tokens: int, sequences: int, kv: int, drafted: bool) -> float:
+    return 4e-3 + 2e-6 * tokens
+
+
+DISPATCH = Machine("dispatch", _dispatch)
+MEMORY = Machine("memory", _memory, prefill_s=35e-6)
 COMPUTE = Machine("compute", lambda tokens, sequences, kv, drafted: 0.5e-3 + 1e-3 * tokens)
-KINKED = Machine("kinked", _kinked)
-GRAPHS = Machine("graphs", _graphs, padded_to=tuple(_GRAPHS))
-UNKNOWN_GRAPHS = Machine("graphs, not known", _graphs)
+KINKED = Machine("kinked", _kinked, prefill_s=20e-6)
+GRAPHS = Machine("graphs", _graphs)
 UNGRAPHED = Machine("only plain steps are graphs", _ungraphed)
-CPU = Machine("cpu", _cpu)
-DRAFT_MODEL = Machine("draft model", MEMORY.step_s, lambda num: 0.0, lambda num: 0.9e-3 + 3e-6 * num)
-TINY_DRAFT_MODEL = Machine("tiny, draft as slow", DISPATCH.step_s, lambda num: 0.0, lambda num: 3e-3 + 2e-6 * num)
+CPU = Machine("cpu", _cpu, prefill_s=2e-3)
+TINY = Machine("tiny on a cpu", lambda tokens, sequences, kv, drafted: 230e-6 + 22e-6 * tokens, prefill_s=12e-6)
+DRAFT_MODEL = Machine("draft model", _memory, 35e-6, (lambda num: 0.9e-3 + 3e-6 * num,))
+BOTH = Machine("lookup and a slow draft model", _dispatch, 2e-6, (None, lambda num: 3e-3 + 2e-6 * num))
 
 
 @dataclass(frozen=True)
@@ -115,16 +126,5 @@ DECAYING = Text("decaying by position", _decaying)
 MIXTURE = Text("mixture of sequences", _mixture)
 ADVERSARY = Text("adversary", _adversary)
 
-MACHINES = (
-    DISPATCH,
-    MEMORY,
-    COMPUTE,
-    KINKED,
-    GRAPHS,
-    UNKNOWN_GRAPHS,
-    UNGRAPHED,
-    CPU,
-    DRAFT_MODEL,
-    TINY_DRAFT_MODEL,
-)
+MACHINES = (DISPATCH, MEMORY, COMPUTE, KINKED, GRAPHS, UNGRAPHED, CPU, TINY, DRAFT_MODEL, BOTH)
 TEXTS = (HIGH, MIDDLE, LOW, RARE, DRIFTING, BURSTY, DECAYING, MIXTURE, ADVERSARY)

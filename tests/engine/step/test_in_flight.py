@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import LateTokens
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine

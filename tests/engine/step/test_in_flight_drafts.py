@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.draft_model import DraftModelProposer
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.engine.propose.draft_model import DraftModelProposer
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import Flight, LateTokens
 from tests.engine.hash_runner import expected_tokens, hash_engine
@@ -113,7 +113,7 @@ def test_every_step_with_drafts_is_launched_before_the_last_ones_tokens_are_read
 
 def test_plain_steps_of_an_engine_that_could_draft_wait_for_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
     class Never(FixedDrafts):
-        def proposer(self, facts: object) -> int | None:
+        def select(self, facts: object) -> int | None:
             return None
 
     engine = drafting_engine()

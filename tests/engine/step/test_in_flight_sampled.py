@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
-from pipeline.engine.propose.ngram import NgramProposer
-from pipeline.engine.propose.policy import FixedDrafts
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.in_flight import LateTokens
 from tests.engine.hash_runner import VOCAB, hash_engine
@@ -140,9 +140,9 @@ class Sometimes(FixedDrafts):
 
     count = 0
 
-    def passes(self, num_rows: int, num_tokens: int) -> bool:
+    def select(self, facts: StepFacts) -> int | None:
         self.count += 1
-        return self.count % 3 == 0
+        return None if self.count % 3 == 0 else 0
 
 
 @pytest.mark.parametrize("seed", range(2))

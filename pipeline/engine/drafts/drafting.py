@@ -1,0 +1,177 @@
+"""Speculative decoding's part of a step: who drafts, how much of it is computed, and what the model made of it.
+
+    StepPlan -> policy: who? -> proposer: offer -> policy: how many? -> room -> proposer: drafts -> StepPlan with drafts
+    -> one step computes known tokens and drafts -> `verify` -> rounds of tokens, as plain steps would give them
+    -> policy and proposer are told
+
+Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
+(`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed (flight.py).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pipeline.engine.drafts.policy import DraftPolicy, Offer, StepFacts, StepOutcome, Verdict
+from pipeline.engine.drafts.proposer import Drafts, Proposer
+from pipeline.engine.drafts.room import DraftRoom
+from pipeline.engine.params import EngineStats
+from pipeline.engine.sampling.batch import SamplingBatch
+from pipeline.engine.sampling.on_device import Chooser
+from pipeline.engine.sampling.penalties import LateIds
+from pipeline.engine.sampling.rejection import DraftLaw
+from pipeline.engine.sampling.verify import Checked, Verified, check_on_device, verify
+from pipeline.engine.schedule.accounting import record_drafts
+from pipeline.engine.schedule.scheduler import Scheduler
+from pipeline.engine.schedule.step_plan import StepPlan, runs
+from pipeline.engine.step.in_flight import Flight, LateTokens
+from pipeline.kernels.transfer import on_device
+
+_NONE_S = np.zeros(0, dtype=np.int64)
+
+
+class DraftedStep(NamedTuple):
+    """What is known of a step before it is computed. S: its sequences that get a token, where somebody drafted; else
+    there are only the facts."""
+
+    facts: StepFacts
+    slot_S: np.ndarray = _NONE_S
+    drafted_S: np.ndarray = _NONE_S
+    proposer: Proposer | None = None
+    drafts: Drafts | None = None
+
+
+class Drafting:
+    """Proposers and a policy at work in one engine. Holds what was proposed for the step that is being launched."""
+
+    def __init__(self, proposers: Sequence[Proposer], policy: DraftPolicy, scheduler: Scheduler) -> None:
+        assert proposers, "somebody has to draft"
+        self.proposers, self.policy, self._scheduler = tuple(proposers), policy, scheduler
+        self._room = DraftRoom(scheduler)
+        self._step: DraftedStep | None = None
+
+    def admitted(self, slot: int) -> None:
+        self.policy.admitted(slot)
+        for proposer in self.proposers:
+            proposer.admitted(slot)
+
+    def left(self, slot: int, finished: bool) -> None:
+        for proposer in self.proposers:
+            proposer.left(slot, finished)
+
+    def undone(self, plan: StepPlan) -> None:
+        for proposer in self.proposers:
+            proposer.undone(plan.slot_S)
+
+    def select(self, plan: StepPlan) -> Proposer | None:
+        """Who is to be asked for drafts in this step."""
+        num_sequences, num_tokens = int(np.count_nonzero(plan.samples_S)), plan.num_tokens
+        room = max(self._scheduler.step_tokens - num_tokens, 0)
+        self._step = DraftedStep(
+            StepFacts(num_sequences, num_tokens - num_sequences, room, len(self._scheduler.waiting))
+        )
+        number = self.policy.select(self._step.facts)
+        return None if number is None else self.proposers[number]
+
+    def follows(self, proposer: Proposer, flight: Flight, in_flight: DraftedStep | None) -> bool:
+        """Whether the proposer that `select` gave can draft before the tokens in flight are known. in_flight: what
+        `take_step` gave of their step."""
+        if flight.has_drafts and (in_flight is None or in_flight.proposer is not proposer):
+            return False  # it knows nothing of another's drafts before they are known tokens
+        return proposer.follows(flight)
+
+    def extend(self, plan: StepPlan, proposer: Proposer, flight: Flight | None, most_queries: int | None) -> StepPlan:
+        """`plan` with drafts of the proposer that `select` gave, or as it is. flight: what the proposer `follows`;
+        None: all tokens are known. most_queries: tokens that a sequence may compute; None: as many as there is room
+        for."""
+        assert self._step is not None
+        facts, sampling = self._step.facts, np.flatnonzero(plan.samples_S)
+        if not len(sampling):
+            return plan
+        slot_S = plan.slot_S[sampling]
+        offer = proposer.offer(slot_S, flight)
+        most_S = np.maximum(self._room.most(slot_S), 0)
+        if most_queries is not None:
+            most_S = np.minimum(most_S, most_queries - plan.count_S[sampling])
+        offer = Offer(slot_S, np.minimum(offer.count_S, most_S), offer.match_len_S, offer.token_id_SK)
+        count_S = np.maximum(np.minimum(self.policy.depths(facts, offer), offer.count_S), 0)
+        if count_S.any():
+            count_S = self._room.grant(plan, slot_S, count_S)
+        if count_S.any():
+            drafts = proposer.draft(offer, count_S, flight)
+            plan = self._room.place(plan, sampling, drafts.token_id_SK, count_S)
+            self._step = DraftedStep(facts, slot_S, count_S, proposer, drafts)
+        return plan
+
+    def late(self, plan: StepPlan, late: LateTokens | None) -> LateTokens | None:
+        """The late tokens of a plan that `extend` gave, `late` and the drafts that only the device knows."""
+        drawn = None if self._step is None or self._step.drafts is None else self._step.drafts.drawn
+        if drawn is None or plan.draft_S is None:
+            return late
+        end_S = np.cumsum(plan.count_S)
+        place_D = runs(end_S - plan.draft_S, plan.draft_S)
+        is_draft_SK = np.arange(drawn.row_SK.shape[1]) < plan.draft_S[plan.samples_S][:, None]
+        row_D = drawn.row_SK[is_draft_SK]
+        if late is None:
+            return LateTokens(place_D, row_D, drawn.token_ids_N)
+        return late.with_drafts(place_D, row_D, drawn.token_ids_N)
+
+    def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None) -> Verified:
+        """What the model says to the drafts of the last `extend`. `batch`: see `verify.verify`."""
+        draft_R, law = self._drafts_of_rows(logits_RV.device)
+        assert isinstance(draft_R, np.ndarray)
+        return verify(logits_RV, batch, draft_R, law)
+
+    def check(
+        self, chooser: Chooser, logits_RV: torch.Tensor, batch: SamplingBatch | None, late: LateIds | None
+    ) -> Checked:
+        """Begin the same on the device."""
+        draft_R, law = self._drafts_of_rows(logits_RV.device)
+        assert self._step is not None
+        if isinstance(draft_R, np.ndarray):
+            draft_R = on_device(draft_R, logits_RV.device)
+        return check_on_device(chooser, logits_RV, batch, self._step.drafted_S, draft_R, law, late)
+
+    def _drafts_of_rows(self, device: torch.device) -> tuple[np.ndarray | torch.Tensor, DraftLaw | None]:
+        """What was drafted for the place of each row, where it is known, and its law."""
+        assert self._step is not None
+        assert self._step.drafts is not None
+        drafted_S, drafts = self._step.drafted_S, self._step.drafts
+        most = int(drafted_S.max())
+        of_SK1 = np.empty((len(drafted_S), most + 1), dtype=np.int64)
+        of_SK = drafts.token_id_SK if drafts.drawn is None else drafts.drawn.row_SK
+        of_SK1[:, :most] = of_SK[:, :most]
+        of_SK1[np.arange(len(drafted_S)), drafted_S] = -1
+        is_row_SK1 = np.arange(most + 1) <= drafted_S[:, None]
+        row_R = of_SK1[is_row_SK1]
+        draft_R: np.ndarray | torch.Tensor = row_R
+        if drafts.drawn is not None:
+            draft_R = torch.nn.functional.pad(drafts.drawn.token_ids_N, (0, 1), value=-1)[on_device(row_R, device)]
+        if drafts.q_SKV is None:
+            return draft_R, None
+        row_D = np.flatnonzero(row_R >= 0)
+        is_draft_SK = np.arange(most) < drafted_S[:, None]
+        sequence_D, column_D = (on_device(at_D, device) for at_D in np.nonzero(is_draft_SK))
+        draft_D = draft_R[row_D] if isinstance(draft_R, np.ndarray) else draft_R[on_device(row_D, device)]
+        return draft_R, DraftLaw(row_D, draft_D, drafts.q_SKV[sequence_D, column_D])
+
+    def take_step(self) -> DraftedStep | None:
+        """What `done` needs of the step that has been launched."""
+        step, self._step = self._step, None
+        return step
+
+    def done(
+        self, stats: EngineStats, step: DraftedStep, accepted_S: np.ndarray, here_S: np.ndarray, num_generated: int
+    ) -> None:
+        """A step has been computed, and its tokens are in the table: count it and tell the policy. here_S: which
+        sequences were still there when it had been launched; what was drafted for others counts nothing."""
+        verdict = None
+        if step.proposer is not None:
+            (here,) = np.nonzero(step.drafted_S * here_S)
+            verdict = Verdict(step.slot_S[here], step.drafted_S[here], accepted_S[here])
+            if len(here):
+                record_drafts(stats, verdict.drafted_D, verdict.accepted_D)
+                step.proposer.settled(*verdict)
+        self.policy.observe(StepOutcome(step.facts, num_generated, verdict))

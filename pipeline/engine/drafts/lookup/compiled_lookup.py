@@ -1,0 +1,123 @@
+"""Looking up what followed the last tokens of texts when they occurred before, compiled by numba; no torch.
+
+One pass over the sequences of a step. `ngram.py`, `suffix_index.py` and `corpus.py` tell what it does, and do it with
+numpy; the tables are the same, so that either may go on with what the other has built.
+
+Shapes: S sequences, K most drafts of one, M tokens before a place (the last one first), E entries of a table.
+"""
+
+import numpy as np
+from numba import njit
+
+from pipeline.engine.drafts.lookup.corpus import BORDER
+from pipeline.engine.drafts.lookup.suffix_index import GOLDEN, LENGTH, MAX_MATCH, MIN_MATCH, SALT
+from pipeline.kernels.cpu.compile.versions import made_of_imports
+
+_32, _64, _2 = np.uint64(32), np.uint64(64), np.uint64(2)
+
+
+@njit(cache=True)
+@made_of_imports
+def look_up(
+    tokens, begin_S, known_S, indexed_S, salt_S, end_E, finished, finished_end_E, most, token_SK, count_S, match_S
+):
+    """Index at most `most` new runs of each text, which begins at tokens[begin_S] and has known_S tokens, and write
+    down what its drafts are, how many, and how long a run they follow. See `NgramProposer.offer`.
+
+    Written: end_E, and wholly token_SK, count_S and match_S.
+    """
+    key_L = np.empty(MAX_MATCH - MIN_MATCH + 1, dtype=np.int64)
+    tail_M = np.empty(MAX_MATCH, dtype=np.int64)
+    bits, finished_bits = bits_of(len(end_E)), bits_of(len(finished_end_E))
+    for s in range(len(begin_S)):
+        begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * SALT
+        for end in range(indexed_S[s] + 1, min(known, indexed_S[s] + most + 1)):
+            write_tail(tokens, begin, end, tail_M)
+            write_keys(tail_M, salt, bits, key_L)
+            for key in key_L:
+                end_E[key] = end
+    # all are indexed before any is looked up: runs of different texts may fall on one entry
+    for s in range(len(begin_S)):
+        begin, known, salt = begin_S[s], known_S[s], np.uint64(salt_S[s]) * SALT
+        write_tail(tokens, begin, known, tail_M)
+        write_keys(tail_M, salt, bits, key_L)
+        end, match = longest(tokens, begin, known, tail_M, key_L, end_E)
+        count_S[s], match_S[s] = token_SK.shape[1] if match > 0 else 0, match
+        write_keys(tail_M, np.uint64(0), finished_bits, key_L)
+        other_end, other_match = longest(finished, 0, len(finished), tail_M, key_L, finished_end_E)
+        other_count = 0
+        while other_match > match and other_count < token_SK.shape[1]:
+            if finished[min(other_end + other_count, len(finished) - 1)] == BORDER:
+                break
+            other_count += 1
+        if other_count > 0:
+            count_S[s], match_S[s] = other_count, other_match
+        for k in range(token_SK.shape[1]):
+            if other_count > 0:
+                token_SK[s, k] = finished[min(other_end + k, len(finished) - 1)]
+            else:
+                token_SK[s, k] = tokens[begin + end + k % (known - end)]
+
+
+@njit(cache=True)
+@made_of_imports
+def index_runs(tokens, begin, end, end_E):
+    """Say in the table where the runs of the text tokens[begin:end] end, which others stand before, but for those at
+    its very end. See `FinishedOutputs.add`."""
+    key_L = np.empty(MAX_MATCH - MIN_MATCH + 1, dtype=np.int64)
+    tail_M = np.empty(MAX_MATCH, dtype=np.int64)
+    for at in range(begin + MIN_MATCH, end):
+        write_tail(tokens, 0, at, tail_M)
+        write_keys(tail_M, np.uint64(0), bits_of(len(end_E)), key_L)
+        for key in key_L:
+            end_E[key] = at
+
+
+@njit(inline="always")
+def bits_of(num_entries):
+    """Of the hash that has so many values."""
+    bits = 0
+    while (1 << bits) < num_entries:
+        bits += 1
+    return np.uint64(bits)
+
+
+@njit
+def write_tail(tokens, begin, end, tail_M):
+    """The last tokens before `end` of the text that begins at `begin`."""
+    for m in range(MAX_MATCH):
+        place = end - 1 - m
+        tail_M[m] = tokens[begin + place] if place >= 0 else -1
+
+
+@njit
+def write_keys(tail_M, salt, bits, key_L):
+    """The entries of the runs that end the tail."""
+    total, factor = np.uint64(0), np.uint64(1)
+    for m in range(MAX_MATCH):
+        factor *= GOLDEN
+        total += (np.uint64(tail_M[m]) + _2) * factor
+        if m + 1 >= MIN_MATCH:
+            mixed = total + np.uint64(m + 1) * LENGTH + salt
+            mixed ^= mixed >> _32
+            mixed *= GOLDEN
+            key_L[m + 1 - MIN_MATCH] = np.int64(mixed >> (_64 - bits))
+
+
+@njit
+def longest(tokens, begin, before, tail_M, key_L, end_E):
+    """Where the longest run that ends the tail ended, of equally long ones the last, and its length, or 0."""
+    best_end, best = 0, -1
+    for key in key_L:
+        end = np.int64(end_E[key])
+        if end >= before:
+            end = 0
+        length = 0
+        while length < MAX_MATCH:
+            place = end - 1 - length
+            if (tokens[begin + place] if place >= 0 else -1) != tail_M[length]:
+                break
+            length += 1
+        if length > best or (length == best and end > best_end):
+            best_end, best = end, length
+    return best_end, best if best >= MIN_MATCH else 0

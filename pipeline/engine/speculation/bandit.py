@@ -1,0 +1,276 @@
+"""The draft policy that measures: which arm is fastest at each size of batch, by the clock. No torch.
+
+    select -> (the arm's proposer offers) -> depths -> (the step is computed) -> observe
+
+Time is taken from the end of one step to the end of the next: all that the host does is in it, this policy's own work
+too. At each size of batch (`bucket_of`) the fastest arm is found by contests (contest.py), plain steps being the first
+incumbent; a size that was not seen yet begins with the arm of the one before it. What contests lose is bounded by an
+account.
+
+While nobody drafts, a proposer that only looks up is replayed now and then over the tokens that came
+(drafts/replay.py): it drafts where that promises tokens, for the price of the look-ups. What a draft model would do is
+only known from steps.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome
+from pipeline.engine.speculation.acceptance import Acceptance
+from pipeline.engine.speculation.account import Account
+from pipeline.engine.speculation.arms import OFF, Arm, bucket_of, depths_up_to
+from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, Contest
+from pipeline.engine.speculation.record import SpeculationCounts
+from pipeline.engine.speculation.record import bucket_of as line_of
+from pipeline.engine.speculation.row_depth import RowDepths
+from pipeline.engine.speculation.step_time import PrefillCost
+
+WARM_UP = 3  # steps after a change of arms that say nothing: caches are cold, proposers catch up
+OFF_LOOK, ON_LOOK = 16, 8  # steps between looks at whether another arm may be faster
+FIRST_PLAIN_STEPS = 12
+AGAIN = 1.1  # times as fast as the incumbent an arm has to be expected, to be tried before its turn
+LOSING = 0.8  # times as fast as plain steps: those are measured at once
+REPLAY_SHARE = 0.005  # of all time
+REPLAY_MEMORY = 0.6  # what earlier replays count for
+FIRST_CHECK, FIRST_OTHER = 512, 64  # steps before the first turn of plain steps, and of a draft model
+INHERITED_CHECK = 128
+WILD = 3.0  # a step is charged at most so many times what such steps take
+MANY = 16  # sequences: their first drafts are few, as many may take long
+NEW_STEPS = 32  # a size that was seen for fewer steps is as good as unseen
+
+Replay = Callable[[], np.ndarray]
+"""Of each step that drafts would have made of the last tokens, how many drafts would have been accepted."""
+
+
+@dataclass
+class _Step:
+    facts: StepFacts
+    arm: Arm | None  # None: it says nothing
+    slot_S: np.ndarray | None = None  # of those who were asked for drafts
+
+
+class MeasuredDrafts:
+    """Implements `DraftPolicy`. replays: of each proposer of the engine, None where it cannot be replayed."""
+
+    def __init__(
+        self,
+        replays: Sequence[Replay | None],
+        max_draft_tokens: int,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._replays, self._depths, self._clock = tuple(replays), depths_up_to(max_draft_tokens), clock
+        self._rows = RowDepths(max_draft_tokens)
+        self._account, self._prefill, self._counts = Account(), PrefillCost(), SpeculationCounts()
+        self._contests: dict[int, Contest] = {}
+        self._contest = Contest()  # of the last step
+        self._steps: deque[_Step] = deque()  # selected and not observed yet
+        self._told_ns: int | None = None
+        self._last_arm, self._same_arm = OFF, 0  # of the last steps, and how many these are
+        self._acceptance = [Acceptance(max_draft_tokens) for _ in self._replays]
+        self._replay_at_ns = 0
+
+    # -- a step
+
+    def select(self, facts: StepFacts) -> int | None:
+        arm = None
+        if facts.num_sequences:
+            arm = self._contest_of(facts.num_sequences).active
+            if arm != OFF and facts.room <= 0:
+                arm = None
+        self._steps.append(_Step(facts, arm))
+        return None if arm is None or arm == OFF else arm.proposer
+
+    def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
+        step = self._steps[-1]
+        assert step.facts is facts
+        assert step.arm is not None
+        step.slot_S = offer.slot_S
+        return np.minimum(np.minimum(offer.count_S, self._rows.depths(offer.slot_S)), step.arm.depth)
+
+    def admitted(self, slot: int) -> None:
+        self._rows.admitted(slot)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        now_ns = self._clock()
+        told_ns, self._told_ns = self._told_ns, now_ns
+        step = self._steps.popleft()
+        while step.facts is not outcome.facts:  # one that was undone
+            step = self._steps.popleft()
+        num, verdict = outcome.facts.num_sequences, outcome.verdict
+        if verdict is not None and step.arm is not None:
+            self._rows.observe(verdict)
+            acceptance = self._acceptance[step.arm.proposer]
+            acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
+        if told_ns is None or not num:
+            return
+        seconds = 1e-9 * (now_ns - told_ns)
+        contest = self._contest = self._contest_of(num)
+        contest.steps += 1
+        arm = step.arm
+        if arm is None:
+            self._counts.add_plain(num)
+            return
+        self._same_arm = self._same_arm + 1 if arm == self._last_arm else 0
+        self._last_arm = arm
+        tokens = outcome.num_generated / num
+        if step.slot_S is not None and self._slow_count(outcome.facts):
+            tokens = min(tokens, self._rows.slow_tokens(step.slot_S, verdict))
+        if self._same_arm >= WARM_UP:
+            window = contest.window(arm)
+            if len(window):
+                self._prefill.add(window, seconds, outcome.facts.num_prefill, num)
+            window.add(seconds, outcome.facts.num_prefill, tokens, outcome.verdict is not None)
+        own_s = max(seconds - self._prefill.token_s * outcome.facts.num_prefill, 0.0)
+        usual = contest.rate(arm, self._prefill.token_s)
+        if usual is not None:  # what the machine did besides is nobody's
+            own_s = min(own_s, WILD * usual.step_s)
+        self._settle(contest, arm, seconds, own_s, tokens)
+        self._count(contest, arm, outcome, own_s)
+        self._go_on(contest, outcome.facts, now_ns)
+
+    def counters(self) -> dict[str, int]:
+        return self._counts.flat()
+
+    # -- parts
+
+    @staticmethod
+    def _slow_count(facts: StepFacts) -> bool:
+        """Whether the end comes with the slow rows."""
+        return facts.num_waiting == 0 and facts.num_sequences > 1
+
+    def _contest_of(self, num_sequences: int) -> Contest:
+        bucket = bucket_of(num_sequences)
+        contest = self._contests.get(bucket)
+        if contest is None or (contest is not self._contest and contest.steps < NEW_STEPS < self._contest.steps):
+            contest = self._contests[bucket] = self._inherit()
+        return contest
+
+    def _inherit(self) -> Contest:
+        """A size that was not seen yet begins as the last one goes on."""
+        if self._contest.steps == 0:
+            return Contest()
+        contest = Contest(self._contest)
+        contest.wait(OFF, INHERITED_CHECK)
+        return contest
+
+    def _settle(self, contest: Contest, arm: Arm, seconds: float, own_s: float, tokens: float) -> None:
+        """Charge what the step lost against the best arm known, or against plain steps."""
+        off_s = contest.off_s(self._prefill.token_s)
+        if off_s is None:
+            return
+        if not self._account.is_open:
+            if contest.steps < FIRST_PLAIN_STEPS:
+                return
+            self._account.open(off_s)
+        best = None if arm == contest.incumbent else contest.rate(contest.incumbent, self._prefill.token_s)
+        token_s = off_s if best is None else best.token_s
+        lost_s = 0.0 if arm == OFF == contest.incumbent else own_s - token_s * tokens
+        self._account.settle(seconds, lost_s, off_s)
+
+    def _count(self, contest: Contest, arm: Arm, outcome: StepOutcome, own_s: float) -> None:
+        counts, num, b = self._counts, outcome.facts.num_sequences, line_of(outcome.facts.num_sequences)
+        counts.on_steps[b] += contest.incumbent != OFF
+        if outcome.verdict is None:
+            counts.add_plain(num)
+            return
+        off_s = contest.off_s(self._prefill.token_s)
+        value_s = own_s if off_s is None else off_s * outcome.num_generated / num
+        drafts, accepted = int(outcome.verdict.drafted_D.sum()), int(outcome.verdict.accepted_D.sum())
+        counts.probe_steps[b] += contest.incumbent == OFF
+        counts.add_drafted(num, outcome.num_generated, drafts, accepted, own_s, value_s)
+
+    def _go_on(self, contest: Contest, facts: StepFacts, now_ns: int) -> None:
+        """End a contest, or begin one."""
+        if contest.challenger is not None:
+            has_to_end = contest.challenger != OFF and self._account.balance_s < 0.0
+            yields = None if self._slow_count(facts) else self._yields
+            contest.judge(self._prefill.token_s, has_to_end, yields)
+            return
+        is_on = contest.incumbent != OFF
+        if contest.steps % (ON_LOOK if is_on else OFF_LOOK) or (is_on and self._same_arm < ON_LOOK):
+            return
+        if (is_on and self._doubts(contest)) or not self._account.can_pay:
+            return
+        if not is_on:
+            self._replay(now_ns)
+        self._challenge(contest, facts.num_sequences)
+
+    def _doubts(self, contest: Contest) -> bool:
+        """Measure plain steps where drafts seem slower, or once in a while."""
+        prefill_s = self._prefill.token_s
+        rate, off_s = contest.rate(contest.incumbent, prefill_s), contest.off_s(prefill_s)
+        if rate is None or rate.weight < LEAST_WEIGHT:
+            return True
+        ratio = 0.0 if off_s is None else off_s / rate.token_s
+        is_time = contest.is_due(OFF, FIRST_CHECK) or (ratio < 1.0 and contest.is_due(OFF)) or ratio < LOSING
+        if is_time:
+            contest.begin(OFF, prefill_s)
+        return is_time
+
+    def _challenge(self, contest: Contest, num_sequences: int) -> None:
+        """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
+        nothing is known of it."""
+        own = self._expected(contest, contest.incumbent)
+        best, least = None, 0.0
+        for p, replay in enumerate(self._replays):
+            if not self._acceptance[p].is_known:
+                arm, ratio = Arm(p, self._depths[0]), 0.0
+                if replay is None and contest.is_due(arm, FIRST_OTHER):
+                    best = arm
+                    break
+                continue
+            depths = self._depths
+            if num_sequences >= MANY and all(
+                contest.slowdown(Arm(p, d), self._prefill.token_s) is None for d in depths
+            ):
+                depths = depths[:1]
+            arms = [Arm(p, depth) for depth in depths if Arm(p, depth) != contest.incumbent]
+            if not arms:
+                continue
+            ratio, arm = max((self._expected(contest, arm), arm) for arm in arms)
+            is_due = contest.is_due(arm)
+            if replay is None and contest.incumbent.proposer != p:  # what was seen of it may be long ago
+                ratio = max(ratio, own * AGAIN if is_due else 0.0)
+            enough = own * MARGIN if is_due else max(own, contest.disproved(arm)) * AGAIN
+            if ratio > max(least, enough):
+                best, least = arm, ratio
+        if best is not None:
+            contest.begin(best, self._prefill.token_s, least)
+
+    def _expected(self, contest: Contest, arm: Arm) -> float:
+        """How many times as fast as plain steps: tokens as accepted lately, in the time that was measured of this arm
+        or, on a line through plain steps, of another of the same proposer."""
+        if arm == OFF:
+            return 1.0
+        prefill_s, tokens = self._prefill.token_s, self._yields(arm)
+        slowdown = contest.slowdown(arm, prefill_s)
+        if slowdown is None:
+            others = [Arm(arm.proposer, depth) for depth in self._depths]
+            known = [(other, contest.slowdown(other, prefill_s)) for other in others]
+            near = [(abs(other.depth - arm.depth), other.depth, by) for other, by in known if by is not None]
+            if not near:
+                return tokens
+            _, depth, by = min(near)
+            # Deeper drafts often cost less than the first ones, and whether they do is only known once they are tried.
+            more = (arm.depth - depth) / depth
+            slowdown = by + max(by - 1.0, 0.0) * (more if more < 0 else 0.5 * more)
+        return tokens / slowdown
+
+    def _yields(self, arm: Arm) -> float:
+        """Tokens a step, as accepted lately."""
+        return 1.0 if arm == OFF else self._acceptance[arm.proposer].tokens(arm.depth)
+
+    def _replay(self, now_ns: int) -> None:
+        """What drafts would have come to lately."""
+        if now_ns < self._replay_at_ns:
+            return
+        for replay, acceptance in zip(self._replays, self._acceptance):
+            if replay is not None:
+                accepted_O = replay()
+                if len(accepted_O):
+                    acceptance.observe(np.full(len(accepted_O), self._depths[-1]), accepted_O, 0, REPLAY_MEMORY)
+        self._replay_at_ns = now_ns + round((self._clock() - now_ns) / REPLAY_SHARE)

@@ -1,0 +1,151 @@
+"""Arms against each other at one size of batch: incumbent, challenger, incumbent. No torch.
+
+The incumbent runs. A challenger is run for some steps in its place. Where that does not say clearly which is faster,
+the incumbent's steps before it and after it are taken together, so that a drift of the machine cancels. Whoever loses
+waits twice as long for its next turn.
+"""
+
+from collections.abc import Callable
+from math import hypot
+
+from pipeline.engine.speculation.arms import OFF, Arm
+from pipeline.engine.speculation.step_time import Rate, Window
+
+MARGIN = 1.03  # drafts have to be so much faster than plain steps, and an arm than the incumbent
+CLEAR = (0.9, 1.25)  # the incumbent is not asked again outside of these ratios
+LEAST_WEIGHT, MOST_WEIGHT = 4.0, 12.0  # steps that are counted of a challenger
+MOST_ERROR = 0.04  # relative, until which more are counted
+CERTAIN = 3.0  # a ratio that is so many errors away from 1 is believed before
+MOST_STEPS = 64  # of a challenger, counted or not
+WIDE = 1.3  # plain steps that lose by so much are not measured again soon
+FIRST_PAUSE, MOST_PAUSE = 256, 8192  # steps until the next turn
+
+
+Yields = Callable[[Arm], float]
+"""Tokens a step of an arm, as accepted lately."""
+
+
+class Contest:
+    """steps: that were run at this size of batch. parent: the contest whose incumbent goes on here."""
+
+    def __init__(self, parent: "Contest | None" = None) -> None:
+        self.parent = parent
+        self.incumbent: Arm = OFF if parent is None else parent.incumbent
+        self.challenger: Arm | None = None
+        self.steps = 0
+        self._windows: dict[Arm, Window] = {}
+        self._due: dict[Arm, int] = {}
+        self._pause: dict[Arm, int] = {}
+        self._disproved: dict[Arm, float] = {} if parent is None else dict(parent._disproved)
+        self._before: Rate | None = None  # the incumbent's, before the challenger
+        self._between: Rate | None = None  # the challenger's, while the incumbent runs again
+        self._begun_at = 0
+        self._hoped = 0.0
+
+    @property
+    def active(self) -> Arm:
+        return self.incumbent if self.challenger is None or self._between is not None else self.challenger
+
+    def window(self, arm: Arm) -> Window:
+        if arm not in self._windows:
+            self._windows[arm] = Window()
+        return self._windows[arm]
+
+    def rate(self, arm: Arm, prefill_s: float) -> Rate | None:
+        window = self._windows.get(arm)
+        return None if window is None else window.rate(prefill_s)
+
+    def off_s(self, prefill_s: float) -> float | None:
+        """What a plain step takes here; None: nothing is known."""
+        rate = self.rate(OFF, prefill_s)
+        if rate is not None and rate.weight >= LEAST_WEIGHT:
+            return rate.step_s
+        rate, slowdown = self.rate(self.incumbent, prefill_s), None
+        if self.parent is not None:
+            slowdown = self.parent.slowdown(self.incumbent, prefill_s)
+        return None if rate is None or slowdown is None else rate.step_s / slowdown
+
+    def slowdown(self, arm: Arm, prefill_s: float) -> float | None:
+        """How many times as long as plain steps those of the arm take, here or where it was seen last."""
+        rate = self.rate(arm, prefill_s)
+        if rate is not None:
+            off_s = self.off_s(prefill_s)
+            return None if off_s is None else rate.step_s / off_s
+        return None if self.parent is None else self.parent.slowdown(arm, prefill_s)
+
+    # -- turns
+
+    def is_due(self, arm: Arm, first: int = 0) -> bool:
+        """first: steps before its first turn."""
+        return self.steps >= self._due.get(arm, first)
+
+    def wait(self, arm: Arm, steps: int) -> None:
+        self._due[arm] = self.steps + steps
+
+    def disproved(self, arm: Arm) -> float:
+        """What was expected of the arm when it lost the last time."""
+        return self._disproved.get(arm, 0.0)
+
+    def begin(self, challenger: Arm, prefill_s: float, expected: float = 0.0) -> None:
+        """expected: how many times as fast as plain steps."""
+        assert self.challenger is None
+        self._hoped = expected
+        self._before, self._between = self.rate(self.incumbent, prefill_s), None
+        self.challenger, self._begun_at = challenger, self.steps
+        self.window(challenger).clear()
+
+    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields | None) -> bool:
+        """After a step of the one that is active: whether the contest is over. yields: None where the tokens that were
+        counted say more."""
+        assert self.challenger is not None
+        rate = self.rate(self.active, prefill_s)
+        is_late = has_to_end or self.steps - self._begun_at >= MOST_STEPS
+        if rate is None or (rate.weight < LEAST_WEIGHT and not is_late):
+            if is_late:
+                self._decide(0.0, 0.0)
+            return is_late
+        if self._between is not None:  # the incumbent again
+            before = rate if self._before is None else self._before
+            ratios = [self._ratio(each, self._between, yields) for each in (before, rate)]
+            ratio, error = 0.5 * (ratios[0][0] + ratios[1][0]), max(ratios[0][1], ratios[1][1])
+        else:
+            ratio, error = (1.0, 1.0) if self._before is None else self._ratio(self._before, rate, yields)
+        is_clear = not CLEAR[0] < ratio < CLEAR[1]
+        is_enough = is_late or (rate.weight >= MOST_WEIGHT and error < MOST_ERROR)
+        if is_enough and self._between is None and not is_clear:
+            self._between, self._begun_at = rate, self.steps
+            self.window(self.incumbent).clear()
+            return False
+        is_over = is_enough or (is_clear and abs(ratio - 1.0) > CERTAIN * error)
+        if is_over:
+            self._decide(ratio, error)
+        return is_over
+
+    def _ratio(self, incumbent: Rate, challenger: Rate, yields: Yields | None) -> tuple[float, float]:
+        """How many times as fast the challenger is, and the error of that. Of two depths of one proposer the tokens
+        come from the same drafts, so that luck has no part in it."""
+        assert self.challenger is not None
+        is_of_one = OFF not in (self.challenger, self.incumbent) and self.challenger.proposer == self.incumbent.proposer
+        if yields is None or not is_of_one:
+            return incumbent.token_s / challenger.token_s, hypot(incumbent.error, challenger.error)
+        ratio = yields(self.challenger) / yields(self.incumbent) * incumbent.step_s / challenger.step_s
+        return ratio, hypot(incumbent.step_error, challenger.step_error)
+
+    def _decide(self, ratio: float, error: float) -> None:
+        """ratio: how many times as fast as the incumbent."""
+        challenger = loser = self.challenger
+        assert challenger is not None
+        assert loser is not None
+        least = 1.0 / MARGIN if challenger == OFF else max(MARGIN, 1.0 + error)
+        if ratio > least:
+            loser, self.incumbent = self.incumbent, challenger
+            self._pause[challenger] = FIRST_PAUSE
+            self._disproved.pop(challenger, None)
+            if loser == OFF and ratio > WIDE:
+                self._pause[loser] = MOST_PAUSE
+        else:
+            self._disproved[challenger] = self._hoped
+        pause = self._pause.get(loser, FIRST_PAUSE)
+        self._due[loser] = self.steps + pause
+        self._pause[loser] = min((2 if CLEAR[0] < ratio < WIDE else 4) * pause, MOST_PAUSE)
+        self.challenger = self._between = None

@@ -1,0 +1,211 @@
+"""The policy that measures: what it drafts, what it is told, and what it forgets."""
+
+import numpy as np
+import pytest
+
+from pipeline.engine.drafts.draft_model import DraftModelProposer
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
+from pipeline.engine.drafts.replay import replay
+from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.speculation.bandit import MeasuredDrafts
+from pipeline.engine.speculation.record import SpeculationCounts
+from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
+from tests.engine.schedule.test_scheduler import random_requests, run
+
+K = 4
+
+
+class Driven:
+    """A policy for one lookup proposer whose offers are all accepted, on a clock that steps drive."""
+
+    def __init__(self, accepted: int = K, drafted_s: float = 0.012, plain_s: float = 0.01, in_flight: int = 0) -> None:
+        self.now_ns, self.accepted, self.in_flight = 0, accepted, in_flight
+        self.drafted_s, self.plain_s = drafted_s, plain_s
+        self.policy = MeasuredDrafts([lambda: np.full(8, self.accepted)], K, clock=lambda: self.now_ns)
+        for slot in range(8):
+            self.policy.admitted(slot)
+        self.waiting: list[tuple[StepOutcome, float]] = []
+        self.drafted: list[np.ndarray] = []
+
+    def step(self, num: int = 8, room: int = 1000, num_prefill: int = 0, seconds: float = 0.0) -> bool:
+        """Whether it drafted."""
+        facts, slot_S = StepFacts(num, num_prefill, room, num_waiting=1), np.arange(num)
+        number, verdict = self.policy.select(facts), None
+        if number is not None:
+            offer = Offer(slot_S, np.full(num, K), np.full(num, 7), np.zeros((num, 0), dtype=np.int64))
+            count_S = self.policy.depths(facts, offer)
+            some = np.flatnonzero(count_S)
+            if len(some):
+                verdict = Verdict(slot_S[some], count_S[some], np.minimum(count_S[some], self.accepted))
+            self.drafted.append(count_S)
+        generated = num + (0 if verdict is None else int(verdict.accepted_D.sum()))
+        took_s = seconds or (self.drafted_s if verdict is not None else self.plain_s)
+        self.waiting.append((StepOutcome(facts, generated, verdict), took_s))
+        while len(self.waiting) > self.in_flight:
+            outcome, took_s = self.waiting.pop(0)
+            self.now_ns += round(1e9 * took_s)
+            self.policy.observe(outcome)
+        return verdict is not None
+
+    def share(self, num_steps: int, **options: int) -> float:
+        return sum(self.step(**options) for _ in range(num_steps)) / num_steps
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        return SpeculationCounts.from_flat(self.policy.counters())
+
+
+def test_it_drafts_soon_where_drafts_pay_and_goes_on_with_it() -> None:
+    driven = Driven()
+    assert driven.share(16) == 0.0, "what plain steps take is not known before some were seen"
+    assert driven.share(8) > 0.5
+    assert driven.share(400) > 0.97
+
+
+@pytest.mark.parametrize("options", [{"accepted": 0}, {"drafted_s": 0.1}])
+def test_where_drafts_do_not_pay_hardly_any_are_made(options: dict) -> None:
+    driven = Driven(**options)
+    assert driven.share(2000) < 0.02
+
+
+def test_it_stops_when_drafts_do_not_pay_any_more_and_begins_again() -> None:
+    driven = Driven()
+    driven.share(100)
+    driven.accepted = 0
+    driven.share(100)
+    assert driven.share(300) < 0.3
+    driven.accepted = K
+    driven.share(100)
+    assert driven.share(100) > 0.8
+
+
+def test_a_full_step_is_plain_and_says_nothing_of_plain_steps() -> None:
+    driven = Driven()
+    driven.share(100)
+    assert not any(driven.step(room=0, num_prefill=2000, seconds=1.0) for _ in range(50))
+    assert driven.share(30) > 0.8
+
+
+def test_steps_beside_prompts_say_what_a_step_takes_without_them() -> None:
+    """Prompts of 300 tokens, 0.1 ms each, in three steps of four: plain steps of 10 ms take 40 then."""
+    driven = Driven(drafted_s=0.02)
+    for n in range(400):
+        prefill = 300 if n % 4 else 0
+        drafted = driven.policy._contests and driven.policy._contest.active.depth
+        driven.step(num_prefill=prefill, seconds=(0.02 if drafted else 0.01) + 1e-4 * prefill)
+    assert 0.8e-4 < driven.policy._prefill.token_s < 1.2e-4
+    assert driven.share(50) > 0.9
+
+
+def test_a_size_that_was_not_seen_begins_with_the_arm_of_the_last_one() -> None:
+    driven = Driven()
+    driven.share(100)
+    assert driven.share(20, num=2) == 1.0
+    assert driven.share(20, num=1) == 1.0
+
+
+def test_a_batch_that_lacks_a_sequence_is_of_the_same_size() -> None:
+    driven = Driven()
+    for n in range(40):
+        driven.step(num=8 - n % 2)
+    assert len(driven.policy._contests) == 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_outcomes_that_come_later_are_of_their_own_step(in_flight: int) -> None:
+    driven = Driven(in_flight=in_flight)
+    drafted = sum(driven.step() for _ in range(200))
+    counts = driven.counts
+    assert drafted > 150
+    assert abs(int(counts.drafted_steps.sum()) - drafted) <= in_flight
+    assert int(counts.accepted_tokens.sum()) == int(counts.draft_tokens.sum()) > 0
+
+
+def test_a_step_that_was_undone_is_passed_over() -> None:
+    driven = Driven()
+    for n in range(60):
+        if n % 3 == 0:
+            driven.policy.select(StepFacts(8, 0, 1000))
+        driven.step()
+    assert len(driven.policy._steps) == 0
+    assert driven.share(20) > 0.8
+
+
+def test_a_new_sequence_in_a_slot_has_no_history() -> None:
+    driven = Driven(drafted_s=0.0101)
+    driven.share(40)
+    driven.accepted = 0
+    for _ in range(3):
+        assert driven.step()
+    assert (driven.drafted[-1] == 1).all(), "all drafts of each fell, and again"
+    driven.policy.admitted(5)
+    assert driven.step()
+    assert driven.drafted[-1].tolist() == [1, 1, 1, 1, 1, K, 1, 1]
+
+
+def test_what_was_saved_is_counted() -> None:
+    driven = Driven()
+    driven.share(200)
+    counts = driven.counts
+    (line,) = counts.lines()
+    assert line.batch == "8-15"
+    assert line.drafted_steps + line.plain_steps == 199  # of the first nobody knows when it began
+    assert line.on_steps > 150 > line.probe_steps > 0
+    plain_s, took_s = 0.01 * (1 + K), 0.012
+    assert line.saved_s == pytest.approx(line.drafted_steps * (plain_s - took_s), rel=0.05)
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_an_engine_gives_the_tokens_of_plain_steps(seed: int, is_asynchronous: bool) -> None:
+    """With both proposers, of which each drafts at some time."""
+    engine = hash_engine(120, 4, memory=1, is_asynchronous=is_asynchronous, max_num_batched_tokens=100)
+    lookup = NgramProposer(engine.table, K)
+    runner = HashRunner(engine.pool.num_blocks, engine.pool.block_size, memory=1)
+    runner.is_asynchronous = is_asynchronous
+    allocate = engine.pool.allocate
+
+    def allocate_stale(count: int) -> list[int]:
+        blocks = allocate(count)
+        runner.cache[blocks] = -7
+        return blocks
+
+    engine.pool.allocate = allocate_stale  # type: ignore[method-assign]
+    draft = DraftModelProposer(runner, engine.table, engine.pool, K, VOCAB)
+    replays = [lambda: replay(lookup, engine.table, engine.scheduler.running), None]
+    rng, now_ns, drafted = np.random.default_rng(seed), 0, set()
+    policy = MeasuredDrafts(replays, K, clock=lambda: now_ns)
+    engine.speculate([lookup, draft], policy)
+    select = policy.select
+
+    def select_and_note(facts: StepFacts) -> int | None:
+        nonlocal now_ns
+        now_ns += round(1e6 * (1.0 + rng.random()))
+        number = select(facts)
+        drafted.add(number)
+        return number
+
+    policy.select = select_and_note  # type: ignore[method-assign]
+    requests = random_requests(rng, 150, 64)
+    done = run(engine, requests, arrivals=rng)
+    for request in requests:
+        eos = not request.params.ignore_eos
+        expected = expected_tokens(request.prompt_token_ids, request.params.max_tokens, 64, eos, 1)
+        assert done[request.row_id].token_ids == expected
+    assert {None, 0} <= drafted
+    assert sum(engine.stats.accepted_by_place) > 0
+    engine.pool.check()
+
+
+def test_short_rows_in_reused_slots_are_told_to_the_policy() -> None:
+    engine = hash_engine(60, 4, memory=2, max_num_seqs=3)
+    policy = MeasuredDrafts([None], K)
+    engine.speculate([NgramProposer(engine.table, K)], policy)
+    told: list[int] = []
+    admitted = policy.admitted
+    policy.admitted = lambda slot: (told.append(slot), admitted(slot))[1]  # type: ignore[method-assign]
+    requests = [Request(row, [row, 5], SamplingParams(max_tokens=3, ignore_eos=True)) for row in range(20)]
+    run(engine, requests)
+    assert len(told) == 20
+    assert set(told) == {0, 1, 2}
