@@ -245,7 +245,7 @@ def _run(engine: Engine, shares: bool, drive: Drive, requests: list[Request]) ->
     """One round of one way, on an engine that remembers nothing."""
     engine.scheduler.enable_prefix_caching = shares
     engine.pool.forget(range(engine.pool.num_blocks))
-    engine.scheduler.expectation.forget()
+    engine.scheduler.admission.forget_lengths()
     before = asdict(engine.stats)
     began = perf_counter()
     done = list(drive(engine, requests))

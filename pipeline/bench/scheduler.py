@@ -20,7 +20,7 @@ from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels import reference
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -162,7 +162,7 @@ def bench_scheduler(
 class _NoModel:
     """The runner of an engine: a row of made logits for each that wants one. Notes when it was called."""
 
-    is_asynchronous, most_short_queries = False, 0
+    is_asynchronous, max_corrected_queries = False, 0
     greedy, draw = staticmethod(reference.greedy), staticmethod(reference.draw)
 
     def __init__(self, num_rows: int, vocab_size: int, ending: Sequence[int]) -> None:
@@ -173,7 +173,7 @@ class _NoModel:
         self.logits_RV[:, list(ending)] = -1.0
         self.entered_ns = self.left_ns = 0
 
-    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         self.entered_ns = perf_counter_ns()
         logits_RV = self.logits_RV[: len(step.logit_row_R)]
         self.left_ns = perf_counter_ns()
@@ -217,18 +217,18 @@ class _Load:
             max_num_batched_tokens=num_running + CHUNK_TOKENS,
         )
         scheduler, self.planned_ns, self.sampled_ns = self.engine.scheduler, 0, 0
-        plan, advance = scheduler.plan, scheduler.advance
+        plan, commit = scheduler.plan, scheduler.commit
 
         def timed_plan() -> Any:
             found = plan()
             self.planned_ns = perf_counter_ns()
             return found
 
-        def timed_advance(step: Any) -> None:
+        def timed_commit(step: Any) -> Any:
             self.sampled_ns = perf_counter_ns()
-            advance(step)
+            return commit(step)
 
-        scheduler.plan, scheduler.advance = timed_plan, timed_advance  # type: ignore[method-assign]
+        scheduler.plan, scheduler.commit = timed_plan, timed_commit  # type: ignore[method-assign]
         self.num_added = self.num_finished = self.adding_ns = 0
 
     @property

@@ -9,31 +9,27 @@ several engines may live in one process.
 import time
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline.engine.call import Call
-from pipeline.engine.drafts.draft_model import DraftModelProposer
 from pipeline.engine.drafts.drafting import Drafting
-from pipeline.engine.drafts.lookup.compiled import select_lookup
-from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.drafts.policy import DraftPolicy, FixedDrafts
+from pipeline.engine.drafts.policy import DraftPolicy
 from pipeline.engine.drafts.proposer import Proposer
-from pipeline.engine.drafts.replay import MOST_REPLAYED, replay
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Sequence, SlotTable
-from pipeline.engine.speculation.bandit import MeasuredDrafts, Replay
+from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable
 from pipeline.engine.startup.build import build
-from pipeline.engine.startup.place import Place
-from pipeline.engine.startup.resolve import Speculation
+from pipeline.engine.startup.speculation import make_drafting
 from pipeline.engine.step.completing import Completing
-from pipeline.engine.step.loop import Stepping
-from pipeline.engine.step.runner import Runner
+from pipeline.engine.step.loop import StepLoop
+from pipeline.engine.step.out_of_memory import MemoryRecovery
+from pipeline.engine.step.overlapped import OverlappedLoop
+from pipeline.engine.step.runner import Place, Runner
 from pipeline.errors import ConfigError, RowError
 from pipeline.kernels.select import must_compile
 from pipeline.tokenization.detokenizer import StopChecker
@@ -56,20 +52,39 @@ class Engine:
             self._warming_up = "compiling CPU kernels (first time on this machine)"
         resolved = built.resolved
         self._assemble(
-            *(built.runner, built.tokenizer, built.place, built.num_blocks, resolved.block_size, built.max_model_len),
-            *(resolved.max_num_seqs, resolved.max_num_batched_tokens, config.enable_prefix_caching, config.seed),
+            built.runner,
+            built.tokenizer,
+            built.place,
+            num_blocks=built.num_blocks,
+            block_size=resolved.block_size,
+            max_model_len=built.max_model_len,
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            seed=config.seed,
         )
-        if resolved.speculation is not None:
-            tells_law = not resolved.deterministic
-            with self.place:
-                self._speculate_as(resolved.speculation, built.draft_runner, tells_law)
+        with self.place:
+            self.draft_as(
+                make_drafting(
+                    resolved, self.scheduler, built.draft_runner, self.runner.vocab_size, self._say_warming_up
+                )
+            )
         self.resolved: dict[str, str | int] = built.about
 
     @classmethod
-    def from_parts(
-        cls,
+    def from_parts(cls, runner: Runner, tokenizer: Tokenizer, **sizes: Any) -> "Engine":
+        """An engine around a runner that is built already. sizes: see `_assemble`."""
+        engine = cls.__new__(cls)
+        engine.resolved = {}
+        engine._say = _say_nothing
+        engine._assemble(runner, tokenizer, Place(None, torch.device("cpu")), **sizes)
+        return engine
+
+    def _assemble(
+        self,
         runner: Runner,
         tokenizer: Tokenizer,
+        place: Place,
         *,
         num_blocks: int,
         block_size: int,
@@ -78,29 +93,6 @@ class Engine:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
         seed: int = 0,
-    ) -> "Engine":
-        """An engine around a runner that is built already."""
-        engine = cls.__new__(cls)
-        engine.resolved = {}
-        engine._say = _say_nothing
-        engine._assemble(
-            *(runner, tokenizer, Place(None, torch.device("cpu")), num_blocks, block_size, max_model_len),
-            *(max_num_seqs, max_num_batched_tokens, enable_prefix_caching, seed),
-        )
-        return engine
-
-    def _assemble(
-        self,
-        runner: Runner,
-        tokenizer: Tokenizer,
-        place: Place,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        enable_prefix_caching: bool,
-        seed: int,
     ) -> None:
         self.place = place  # for who computes with `runner` apart from steps
         self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
@@ -108,8 +100,8 @@ class Engine:
         self.pool = BlockPool(num_blocks, block_size)
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
-        completing = Completing(self.scheduler, tokenizer, runner.vocab_size, self._clean)
-        self._stepping = Stepping(self.scheduler, runner, completing)
+        self._completing = Completing(self.scheduler, tokenizer, runner.vocab_size, self._clean)
+        self._make_loop(runner, None)
         self._added = Call()  # of requests that are given one by one
         self._abandoned: list[Call] = []  # whose requests are still to be aborted
         self._is_stepping = False
@@ -144,8 +136,7 @@ class Engine:
             sequence.ending_ids = np.array(sorted(eos.union(request.params.stop_token_ids)), dtype=np.int64)
         outside = (sequence.token_ids < 0) | (sequence.token_ids >= self.runner.vocab_size)
         if outside.any():
-            self.scheduler.reject(
-                sequence,
+            sequence.fail(
                 RowError.TOKEN_OUT_OF_VOCABULARY,
                 f"the prompt holds token {int(sequence.token_ids[outside][0])}; the model has "
                 f"{self.runner.vocab_size} (does the tokenizer belong to it?)",
@@ -155,12 +146,13 @@ class Engine:
 
     def abort(self, row_id: object) -> bool:
         """Forget the requests with this id wherever they are; no completion will come. False when there is none here
-        (any more): what ends with the token that is being computed for it is too late to abort."""
+        (any more): what was rejected, or ends with the token that is being computed for it, has ended, and its
+        completion comes."""
         return self._abort(lambda sequence: sequence.request.row_id == row_id)
 
     def _abort(self, is_meant: Callable[[Sequence], bool]) -> bool:
         with self.place:
-            gone = self._stepping.abort(is_meant)
+            gone = self._recovery.abort(is_meant)
         for sequence in gone:
             sequence.call.num_open -= 1
         return bool(gone)
@@ -168,11 +160,17 @@ class Engine:
     @property
     def runner(self) -> Runner:
         """Who computes the steps."""
-        return self._stepping.runner
+        return self.loop.runner
 
     @runner.setter
     def runner(self, runner: Runner) -> None:
-        self._stepping.runner = runner
+        assert not len(self.scheduler.running), "steps of the one before may be in flight"
+        self._make_loop(runner, self.drafting)
+
+    def _make_loop(self, runner: Runner, drafting: Drafting | None) -> None:
+        kind = OverlappedLoop if runner.is_asynchronous else StepLoop
+        self.loop: StepLoop = kind(self.scheduler, runner, self._completing, drafting)
+        self._recovery = MemoryRecovery(self.loop)
 
     def _clean(self, blocks: list[int]) -> None:
         self.runner.zero_blocks(blocks)
@@ -180,7 +178,7 @@ class Engine:
     @property
     def drafting(self) -> Drafting | None:
         """Who drafts for this engine, and when; None: nobody."""
-        return self._stepping.drafting
+        return self.loop.drafting
 
     @property
     def num_unfinished(self) -> int:
@@ -189,8 +187,7 @@ class Engine:
 
     @property
     def _num_inside(self) -> int:
-        scheduler = self.scheduler
-        return len(scheduler.waiting) + len(scheduler.running) + scheduler.num_rejected + self._stepping.num_suspects
+        return len(self.scheduler.waiting) + len(self.scheduler.running) + self._recovery.num_suspects
 
     @property
     def has_unfinished(self) -> bool:
@@ -210,7 +207,7 @@ class Engine:
         self._is_stepping = True
         try:
             with self.place:
-                self._stepping.step()
+                self._recovery.step()
         finally:
             self._is_stepping = False
             self._abort_abandoned()
@@ -283,22 +280,22 @@ class Engine:
         self._check_open()
         if self._num_inside:
             raise ConfigError(f"warm_up: {self._num_inside} requests are waiting or running; warm up before them")
-        self._say(self._warming_up)
-        saved, drafting = replace(self.stats), self.drafting
+        self._say_warming_up()
+        counted, drafting = asdict(self.stats), self.drafting
         self.draft_as(None)
         prompt = [min(self.runner.vocab_size - 1, 1)] * min(self.pool.block_size, self.max_model_len - 2)
         try:
             list(self.stream([Request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True))]))
         finally:
             self.forget()
-            self.stats = self.scheduler.stats = saved
+            vars(self.stats).update(counted)
             self.draft_as(drafting)
 
     def forget(self) -> None:
         """Drop the prefixes that are kept for later requests, and what finished ones told of lengths. Nothing may be
         running."""
         self.pool.forget(range(self.pool.num_blocks))
-        self.scheduler.expectation.forget()
+        self.scheduler.admission.forget_lengths()
 
     def speculate(self, proposers: Items[Proposer], policy: DraftPolicy) -> None:
         """From now on compute drafts of `proposers`, made for this engine's `table`, as many as `policy` chooses.
@@ -311,7 +308,7 @@ class Engine:
         """From now on compute the drafts of `drafting`, made for this engine's scheduler; None: none. Nothing may be
         running."""
         assert not len(self.scheduler.running), "sequences that run already are unknown to the proposers"
-        self._stepping.drafting = self.scheduler.watcher = drafting
+        self.loop.drafting = self.table.watcher = drafting
 
     def counters(self) -> dict[str, int]:
         """`stats` and what the draft policy counted, by name. Sums over engines mean the same."""
@@ -321,7 +318,7 @@ class Engine:
         """Drop the weights and the KV cache. The engine answers ConfigError from then on."""
         if not self._closed:
             self._closed = True
-            self._stepping.close()
+            self.loop.close()
             self.tokenizer.close()
 
     def __enter__(self) -> "Engine":
@@ -330,31 +327,8 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _speculate_as(self, speculation: Speculation, draft: Runner | None, tells_law: bool) -> None:
-        most, vocab_size = speculation.max_draft_tokens, self.runner.vocab_size
-        proposers: list[Proposer] = []
-        for name in speculation.proposers:
-            if name == "ngram":
-                lookup = NgramProposer(self.table, most, compiled=select_lookup())
-                self._say(self._warming_up)
-                lookup.warm_up()
-                proposers.append(lookup)
-            else:
-                assert draft is not None
-                proposers.append(
-                    DraftModelProposer(draft, self.table, self.pool, most, vocab_size, tells_law=tells_law)
-                )
-        policy: DraftPolicy = FixedDrafts(most)
-        if not speculation.forced:
-            policy = MeasuredDrafts([self._replay_of(each) for each in proposers], most)
-        self.speculate(proposers, policy)
-
-    def _replay_of(self, proposer: Proposer) -> Replay | None:
-        if not isinstance(proposer, NgramProposer):
-            return None
-        table, scheduler = self.table, self.scheduler
-        # By slot: the same sequences again and again, so that their texts are indexed like those of ones that draft.
-        return lambda: replay(proposer, table, np.sort(scheduler.running)[:MOST_REPLAYED])
+    def _say_warming_up(self) -> None:
+        self._say(self._warming_up)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -12,3 +12,8 @@ def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def staging_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 memory on the host, pinned where a GPU copies from it. torch keeps it until its copy is done."""
+    return torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")

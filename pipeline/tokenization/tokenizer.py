@@ -1,16 +1,14 @@
 """Text to token ids and back, for one checkpoint.
 
-Owns loading the tokenizer of a model folder and the rule that text from data is never a control token:
-prompts are encoded by a copy of the tokenizer that does not know its control tokens, so `<|im_end|>` inside a
-report is the characters it is made of. BOS and EOS still come from the post-processor, as
-`AutoTokenizer(text)` adds them. Rendering chats belongs to `chat.py`, decoding a growing sequence to
-`detokenizer.py`.
+Owns the rule that text from data is never a control token: prompts are encoded by a copy of the tokenizer that does
+not know its control tokens, so `<|im_end|>` inside a report is the characters it is made of. BOS and EOS still come
+from the post-processor, as `AutoTokenizer(text)` adds them. Reading a model folder belongs to `tokenizer_files.py`,
+rendering chats to `chat.py`, decoding a growing sequence to `detokenizer.py`.
 
 A control token is an added token that is special, or that the chat template writes (`<think>`,
 `<tool_call>`). Other added tokens (runs of blanks, HTML tags) are ordinary vocabulary and stay parsed.
 """
 
-import hashlib
 import json
 import re
 import secrets
@@ -21,31 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
+from tokenizers import decoders
 
-from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
-from pipeline.model.config import MAX_JSON_BYTES, read_json
 from pipeline.tokenization.chat import ChatRenderer, ChatTemplateError, with_system
-from pipeline.tokenization.token_bytes import TokenBytes
+from pipeline.tokenization.tokenizer_files import read_tokenizer_files
 
 __all__ = ["ChatTemplateError", "Tokenizer"]
-
-# Everything that can change which tokens a text becomes, or where generation ends.
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-
-# The largest of today's are a quarter of this; any other file is held to the bound of a config.json.
-_LARGE_FILES: dict[str, int] = dict.fromkeys(
-    ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"), 128 << 20
-)
 
 
 class Tokenizer:
@@ -75,7 +55,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self._name = name
         self._parsing = backend  # knows control tokens: encodes rendered chats, decodes
-        self._bytes = TokenBytes.of(backend)
+        self._bytes = _TokenBytes.of(backend)
         self._control = _control_tokens(backend, chat_template or "")
         literal_json = _literal_json(backend, self._control)
         self._literal = tokenizers.Tokenizer.from_str(literal_json)
@@ -89,43 +69,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str) -> "Tokenizer":
-        """Load the tokenizer of the checkpoint in folder `path`, from its files alone: no network, no foreign
-        code.
-
-        Raises ModelError when there is no usable tokenizer.json.
-        """
-        folder = Path(path)
-        if not folder.is_dir():
-            raise ModelError(f"{path}: expected a checkpoint folder with a tokenizer.json, found no such folder")
-        if not (folder / "tokenizer.json").is_file():
-            raise ModelError(
-                f"{path}: no tokenizer.json. Expected a Hugging Face checkpoint with a fast tokenizer; an "
-                "older one is converted by AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-        _check_files(folder)
-        config = _read_json(folder / "config.json")
-        try:
-            loaded: Any = AutoTokenizer.from_pretrained(
-                str(folder),
-                config=_bare_config(config, _read_json(folder / "tokenizer_config.json")),
-                local_files_only=True,
-                trust_remote_code=False,
-            )
-            backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
-        except Exception as error:  # tokenizers raises bare Exception for a malformed file
-            raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}") from error
-        eos = _eos_token_ids(folder, config, loaded.eos_token_id)
-        template = loaded.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
-        special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+        """Load the tokenizer of the checkpoint in folder `path`. Raises ModelError when there is no usable one."""
+        files = read_tokenizer_files(Path(path))
         return cls(
-            backend,
+            files.backend,
             name=path,
-            eos_token_ids=eos,
-            digest=_digest(folder, eos),
-            chat_template=template,
-            special_tokens=special,
+            eos_token_ids=files.eos_token_ids,
+            digest=files.digest,
+            chat_template=files.chat_template,
+            special_tokens=files.special_tokens,
         )
 
     @property
@@ -234,6 +186,47 @@ class Tokenizer:
         return leaking
 
 
+class _TokenBytes(dict[int, bytes]):
+    """What each token of a byte-level vocabulary is in bytes; empty for special tokens and ids without a token.
+
+    Byte-level vocabularies (GPT-2's scheme: Llama 3, Qwen) spell every byte as one printable character. The
+    `tokenizers` library looks that up anew in each call; here a token is spelled once, when it is met.
+
+    `b"".join(map(of.__getitem__, ids)).decode("utf-8", "replace")` is what the library's
+    `decode(ids, skip_special_tokens=True)` gives.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._backend, self._byte_of = backend, _byte_of_character()
+        self._special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> "_TokenBytes | None":
+        """The table of a byte-level tokenizer; None for any other."""
+        return cls(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
+
+    def __missing__(self, token_id: int) -> bytes:
+        spelled = self[token_id] = self._spell(self._backend.id_to_token(token_id))
+        return spelled
+
+    def _spell(self, token: str | None) -> bytes:
+        if token is None or token in self._special:
+            return b""
+        try:
+            return bytes(self._byte_of[character] for character in token)
+        except KeyError:  # an added token is its own text where a character of it spells no byte
+            return token.encode()
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's spelling (`bytes_to_unicode`, Radford et al. 2019): printable Latin-1 stands for itself, the other bytes
+    in their order for the characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
 class _Aliased:
     """The literal tokenizer that also knows each control token under a secret name, so that one text can hold
     both kinds of `<|im_end|>`.
@@ -308,66 +301,3 @@ def _any_of(tokens: Mapping[str, int]) -> re.Pattern[str] | None:
     """Matches the longest of the texts at the leftmost place, as the tokenizer's own search does."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def _check_files(folder: Path) -> None:
-    """Nothing that transformers may look at is a link to elsewhere, a device or larger than such a file is."""
-    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        if file.suffix in (".json", ".jinja", ".txt", ".model"):
-            try:
-                checked_file(file, _LARGE_FILES.get(file.name, MAX_JSON_BYTES))
-            except FileNotFoundError:
-                raise ModelError(f"{file}: a link to a file that does not exist") from None
-
-
-def _bare_config(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> PreTrainedConfig:
-    """What of config.json chooses a tokenizer's class, and nothing that transformers would build lists from.
-
-    A family's own config class is needed only where tokenizer_config.json names no class: to import it takes as long
-    as torch does, since it brings the compiler and much else with it.
-    """
-    model_type, tokenizer_class = config.get("model_type"), config.get("tokenizer_class")
-    bare = PreTrainedConfig()
-    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        if isinstance(tokenizer_config.get("tokenizer_class"), str) and "auto_map" not in tokenizer_config:
-            bare.model_type = model_type  # pyright: ignore[reportAttributeAccessIssue] - on this instance alone
-        else:
-            bare = CONFIG_MAPPING[model_type]()
-    if isinstance(tokenizer_class, str):
-        bare.tokenizer_class = tokenizer_class
-    return bare
-
-
-def _eos_token_ids(folder: Path, config: Mapping[str, Any], tokenizer_eos: int | None) -> frozenset[int]:
-    text_config = config.get("text_config")
-    found: list[Any] = [
-        tokenizer_eos,
-        _read_json(folder / "generation_config.json").get("eos_token_id"),
-    ]
-    found.append(config.get("eos_token_id"))
-    if isinstance(text_config, dict):
-        found.append(text_config.get("eos_token_id"))
-    ids: set[int] = set()
-    for value in found:
-        for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0:
-                ids.add(token_id)
-            elif token_id is not None and token_id != -1:
-                raise ModelError(f"{folder}: eos_token_id {token_id!r:.200} is not a token id")
-    return frozenset(ids)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.exists() else {}
-
-
-def _digest(folder: Path, eos_token_ids: frozenset[int]) -> str:
-    digest = hashlib.sha256()
-    for name in _FILES:
-        file = folder / name
-        if file.is_file():
-            content = file.read_bytes()
-            digest.update(f"{name}:{len(content)}:".encode())
-            digest.update(content)
-    digest.update(repr(sorted(eos_token_ids)).encode())
-    return digest.hexdigest()

@@ -3,14 +3,17 @@
 Any mix-up of blocks, positions or sequences changes the tokens that follow.
 """
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from pipeline.engine.engine import Engine
+from pipeline.engine.params import Completion, Request
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels.reference import draw, greedy
 
 VOCAB = 97
@@ -44,7 +47,7 @@ class HashRunner:
 
     vocab_size = VOCAB
     is_asynchronous = False
-    most_short_queries = 8
+    max_corrected_queries = 8
     greedy, draw = staticmethod(greedy), staticmethod(draw)
 
     def __init__(
@@ -55,9 +58,9 @@ class HashRunner:
         self.tokens_per_step: list[int] = []
         self.zeroed: list[int] = []
 
-    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        if late is not None:
-            step = _with(step, late)
+    def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        if future is not None:
+            step = _with(step, future)
         assert (step.token_id_T >= 0).all(), "a promised token was taken for a known one"
         self.tokens_per_step.append(len(step.token_id_T))
         self.cache.reshape(-1)[step.slot_mapping_T] = step.token_id_T
@@ -79,22 +82,43 @@ class HashRunner:
         self.cache[blocks] = 0
 
 
-def _with(step: StepInput, late: LateTokens) -> StepInput:
+def _with(step: StepInput, future: FutureTokens) -> StepInput:
     """The step as the device has it."""
     numbers_3T = torch.from_numpy(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]))
-    late.put_into(numbers_3T)
+    future.put_into(numbers_3T)
     token_id_T, position_T, slot_mapping_T = numbers_3T.numpy()
     step = replace(step, token_id_T=token_id_T, position_T=position_T, slot_mapping_T=slot_mapping_T)
-    if late.shortfall is None:
+    if future.rejected is None:
         return step
     count_S = np.diff(step.query_start_S1)
-    assert count_S.max() <= HashRunner.most_short_queries
-    short_S = late.shortfall.short_S.numpy()
-    assert ((short_S >= 0) & (short_S <= late.shortfall.most)).all()
+    assert count_S.max() <= HashRunner.max_corrected_queries
+    short_S = future.rejected.count_S.numpy()
+    assert ((short_S >= 0) & (short_S <= future.rejected.most)).all()
     context_len_S = step.context_len_S - short_S
     expected_T = np.concatenate([np.arange(c - n, c) for c, n in zip(context_len_S, count_S)])
     assert (position_T == expected_T).all(), "positions and contexts fell short alike"
     return replace(step, context_len_S=context_len_S)
+
+
+def before_each_step(engine: Engine, hook: Callable[[StepInput, FutureTokens | None], None]) -> None:
+    """Call `hook` with what the engine's runner is about to compute; it may raise."""
+    execute = engine.runner.execute
+
+    def execute_hooked(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        hook(step, future)
+        return execute(step, future)
+
+    engine.runner.execute = execute_hooked  # type: ignore[method-assign]
+
+
+def check_tokens(
+    done: Mapping[Any, Completion], requests: Iterable[Request], max_len: int = 64, memory: int | None = None
+) -> None:
+    """Every request has the tokens that the model gives it alone."""
+    for request in requests:
+        eos, prompt = not request.params.ignore_eos, request.prompt_token_ids
+        expected = expected_tokens(prompt, request.params.max_tokens, max_len, eos, memory)
+        assert done[request.row_id].token_ids == expected, request.row_id
 
 
 class PlainTokenizer:

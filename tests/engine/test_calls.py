@@ -11,9 +11,9 @@ from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import Flight, LateTokens
+from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.errors import ConfigError
-from tests.engine.hash_runner import expected_tokens, hash_engine
+from tests.engine.hash_runner import before_each_step, check_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import run
 from tests.engine.step.test_in_flight_drafts import drafting_engine
 
@@ -30,10 +30,7 @@ def rows(first: int, count: int, num_tokens: int) -> list[Request]:
 
 def check(completions: list[Completion], requests: list[Request], memory: int | None = None) -> None:
     assert sorted(c.row_id for c in completions) == sorted(r.row_id for r in requests)  # type: ignore[type-var]
-    done = {c.row_id: c.token_ids for c in completions}
-    for each in requests:
-        expected = expected_tokens(each.prompt_token_ids, each.params.max_tokens, 64, False, memory)
-        assert done[each.row_id] == expected, each.row_id
+    check_tokens({c.row_id: c for c in completions}, requests, memory=memory)
 
 
 def check_empty(engine: Engine) -> None:
@@ -77,18 +74,17 @@ def test_a_stream_is_over_when_nobody_holds_it_any_more() -> None:
 
 def test_a_stream_that_the_garbage_collector_ends_in_the_middle_of_a_step_is_aborted_after_it() -> None:
     engine = hash_engine(200, 4)
-    ours, execute = rows(60, 5, 6), engine.runner.execute
+    ours = rows(60, 5, 6)
     held: list[object] = [engine.stream([row(0, 1, 2), *rows(10, 20, 40)[1:]])]
     held.append(held)  # only the collector can free it
     next(held[0])  # type: ignore[call-overload]
     del held
 
-    def execute_and_collect(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def collect(step: StepInput, future: FutureTokens | None) -> None:
         assert engine.scheduler.running.size, "what a step computes is there"
         gc.collect()
-        return execute(step, late)
 
-    engine.runner.execute = execute_and_collect  # type: ignore[method-assign]
+    before_each_step(engine, collect)
     check(generated(engine, ours), ours)
     check_empty(engine)
 
@@ -173,12 +169,13 @@ def _running(engine: Engine):
     return [engine.table.at(slot) for slot in engine.scheduler.running.tolist()]
 
 
-def test_a_rejected_request_can_be_aborted_too() -> None:
+def test_a_rejected_request_has_ended_and_is_not_aborted() -> None:
     engine = hash_engine(200, 4)
     engine.add(Request("empty", [], SamplingParams()))
-    assert engine.abort("empty")
-    assert not engine.has_unfinished
-    assert engine.step() == []
+    assert not engine.abort("empty")
+    assert engine.num_unfinished == 1
+    assert [completion.error for completion in engine.step()] == ["empty_prompt"]
+    check_empty(engine)
 
 
 def test_a_source_that_fails_leaves_nothing_behind() -> None:
@@ -245,8 +242,8 @@ def test_after_an_interrupted_call_the_next_one_and_added_requests_come_out_righ
                     interrupt = _Interrupt(engine.runner.execute, at, before)
                     patch.setattr(engine.runner, "execute", interrupt)
                 else:
-                    interrupt = _Interrupt(Flight.output, at, before)
-                    patch.setattr(Flight, "output", lambda flight, interrupt=interrupt: interrupt(flight))
+                    interrupt = _Interrupt(StepInFlight.output, at, before)
+                    patch.setattr(StepInFlight, "output", lambda flight, interrupt=interrupt: interrupt(flight))
                 try:
                     generated(engine, asked)
                 except KeyboardInterrupt:
@@ -289,9 +286,9 @@ def test_without_a_seed_the_position_in_the_call_decides() -> None:
     seeds: list[list[int]] = []
     occupy = engine.table.occupy
 
-    def occupy_and_note(sequence, blocks: list[int]) -> int:
+    def occupy_and_note(sequence, *parts) -> int:
         seeds[-1].append(sequence.seed)
-        return occupy(sequence, blocks)
+        return occupy(sequence, *parts)
 
     engine.table.occupy = occupy_and_note  # type: ignore[method-assign]
     for call in (lambda: generated(engine, rows(1, 4, 2)), lambda: list(engine.stream(rows(30, 4, 2)))):
@@ -311,7 +308,7 @@ def test_without_a_seed_the_position_in_the_call_decides() -> None:
 def test_one_seed_for_an_engine_gives_the_same_drawn_tokens_in_each_call() -> None:
     engine = hash_engine(200, 4)
 
-    def execute(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         return torch.zeros(len(step.logit_row_R), engine.runner.vocab_size)
 
     engine.runner.execute = execute  # type: ignore[method-assign]

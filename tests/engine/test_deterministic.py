@@ -80,7 +80,7 @@ def preempted(folder: Path, **options: Any) -> Rows:
         block_bytes = sum(layer.k_CBKD[0].nbytes + layer.v_CBKD[0].nbytes for layer in layers)
     few = {"kv_cache_memory_bytes": 22 * block_bytes, "max_model_len": 120, "enable_prefix_caching": False}
     with float32_engine(folder, **few, **options) as engine:
-        engine.scheduler.expectation.output = 1
+        engine.scheduler.admission.expected_output = 1
         rows = told(engine.generate(prompts(), params()))
         assert engine.stats.num_preemptions > 0
         return rows

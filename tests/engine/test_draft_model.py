@@ -17,7 +17,7 @@ from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import Flight, LateTokens
+from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
@@ -139,12 +139,12 @@ def test_a_vocabulary_of_another_size() -> None:
     class Cut(HashRunner):
         vocab_size = 60
 
-        def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-            return super().execute(step, late)[:, : self.vocab_size]
+        def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+            return super().execute(step, future)[:, : self.vocab_size]
 
     class Padded(HashRunner):
-        def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-            logits = super().execute(step, late)
+        def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+            logits = super().execute(step, future)
             return torch.cat([logits, torch.full((len(logits), 30), 9.0)], dim=1)
 
     for runner_of, accepts_all in ((Cut, False), (Padded, True)):
@@ -166,7 +166,7 @@ class TableRunner:
     def __init__(self, logits_VV: torch.Tensor) -> None:
         self.logits_VV, self.vocab_size = logits_VV, len(logits_VV)
 
-    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         return self.logits_VV[torch.from_numpy(step.token_id_T[step.logit_row_R])]
 
     def zero_blocks(self, blocks: list[int]) -> None: ...
@@ -203,7 +203,7 @@ def test_drawn_tokens_have_the_law_of_the_target(renormalised: bool) -> None:
     if not renormalised:
         draft = proposer.draft
 
-        def draft_and_lie(offer: Offer, count_S: np.ndarray, flight: Flight | None = None):
+        def draft_and_lie(offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None):
             drafts = draft(offer, count_S, flight)
             drafts.q_SKV.copy_(torch.full_like(drafts.q_SKV, 0.25))  # type: ignore[union-attr]
             return drafts

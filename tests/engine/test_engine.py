@@ -9,7 +9,7 @@ import torch
 from pipeline import Engine, EngineConfig, Request, SamplingParams
 from pipeline.engine.params import Completion
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.errors import ConfigError
 from tests.model_folders import Family, load_reference, make_family
 from tests.parity.harness import float32_engine, greedy, reference_logits
@@ -50,7 +50,7 @@ def test_eos_ends_a_sequence_and_is_the_last_token_but_not_text(folder: Path) ->
     with float32_engine(folder) as engine:
         prompt = prompts_of(1)[0]
         free = engine.generate([prompt], greedy(30))[0].token_ids
-        engine._stepping.completing._is_eos[:] = np.arange(len(engine._stepping.completing._is_eos)) == free[9]
+        engine.loop.completing.is_eos[:] = np.arange(len(engine.loop.completing.is_eos)) == free[9]
         first = free.index(free[9])
         ended = engine.generate([prompt], SamplingParams(max_tokens=30))[0]
         assert (ended.finish_reason, ended.token_ids) == ("stop", free[: first + 1])
@@ -93,7 +93,7 @@ def test_fault_47_stop_strings_survive_preemption(folder: Path) -> None:
         params = [SamplingParams(max_tokens=50, ignore_eos=True, stop=(t[-2:] or "x",)) for t in texts]
         roomy = engine.generate(prompts, params)
     with float32_engine(folder, kv_cache_memory_bytes=_kv_bytes(folder, 140), max_model_len=128) as engine:
-        engine.scheduler.expectation.output = 1
+        engine.scheduler.admission.expected_output = 1
         tight = engine.generate(prompts, params)
         assert engine.stats.num_preemptions > 0
     assert [c.text for c in tight] == [c.text for c in roomy]
@@ -180,7 +180,7 @@ def test_fault_49_blocks_handed_out_again_may_hold_anything(folder: Path) -> Non
             return blocks
 
         engine.pool.allocate = allocate_poisoned  # type: ignore[method-assign]
-        engine.scheduler.expectation.output = 1
+        engine.scheduler.admission.expected_output = 1
         poisoned = engine.generate(prompts, greedy(24))
         assert engine.stats.num_preemptions > 0
     assert [c.token_ids for c in poisoned] == [c.token_ids for c in clean]
@@ -243,8 +243,8 @@ def test_fault_49_logits_that_turn_nan_in_the_middle_end_that_row_only(folder: P
         clean = engine.generate(prompts, greedy(12))
         execute, calls = engine.runner.execute, iter(range(100))
 
-        def execute_or_poison(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-            logits_RV = execute(step, late).clone()
+        def execute_or_poison(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+            logits_RV = execute(step, future).clone()
             if next(calls) == 5:
                 logits_RV[2] = float("nan")
             return logits_RV
@@ -258,7 +258,7 @@ def test_fault_49_logits_that_turn_nan_in_the_middle_end_that_row_only(folder: P
 
 def test_fault_48_a_model_that_never_ends_is_ended_by_its_budget_or_the_context(folder: Path) -> None:
     with float32_engine(folder, max_model_len=64) as engine:
-        engine._stepping.completing._is_eos[:] = False  # no token of this model ends anything
+        engine.loop.completing.is_eos[:] = False  # no token of this model ends anything
         budget, context = engine.generate(
             [[1, 2, 3], [4] * 10], [SamplingParams(max_tokens=9), SamplingParams(max_tokens=10**9)]
         )

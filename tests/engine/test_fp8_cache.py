@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_the_reference(folder: Path, expected: list[l
         options["draft"] = str(folder)
     with fp8_engine(folder, **options) as engine:
         if way == "preempted":
-            engine.scheduler.expectation.output = 4  # expects far too little, so that it admits far too much
+            engine.scheduler.admission.expected_output = 4  # expects far too little, so that it admits far too much
         first = engine.generate(drawn_prompts(), greedy(NUM_TOKENS))
         again = engine.generate(drawn_prompts(), greedy(NUM_TOKENS))
         engine.pool.check()

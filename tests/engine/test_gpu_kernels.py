@@ -16,7 +16,7 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import captured_shapes
 from pipeline.engine.startup.resolve import resolve
 from pipeline.engine.step.graphs import graph_sizes
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, Decided
@@ -104,6 +104,7 @@ def test_captured_steps_give_the_reference_tokens(folder: Path, kind: str, monke
     runner.capture_steps(replayed, max_num_seqs=3, max_queries=3, most_tokens=6, say=lambda done, total: None)
     assert runner.captured_tokens == [1, 2, 4, 6]
     runner.is_asynchronous = not with_drafts
+    engine.runner = runner  # with the loop for its kind
     run, ran = runner._graphs.run, []
 
     def run_and_watch(step: StepInput, *rest: Any) -> torch.Tensor:
@@ -138,11 +139,12 @@ def test_drafts_ahead_of_captured_steps_give_the_reference_tokens(folder: Path, 
         size: Any = {"max_num_seqs": 3, "max_queries": queries, "most_tokens": 6}
         runner.capture_steps(replayed, **size, say=lambda done, total: None)
         runner.is_asynchronous = True
+    engine.runner = engine.runner  # with the loop for its kind
     execute, greedy = engine.runner.execute, proposer.runner.greedy  # type: ignore[attr-defined]
 
-    def execute_and_note(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        short.extend([] if late is None or late.shortfall is None else late.shortfall.short_S.tolist())
-        return execute(step, late)
+    def execute_and_note(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        short.extend([] if future is None or future.rejected is None else future.rejected.count_S.tolist())
+        return execute(step, future)
 
     def greedy_but_for_some(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         token_R, finite_R = greedy(logits_RV)

@@ -16,7 +16,7 @@ from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
@@ -230,7 +230,7 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
         engine = hash_engine(
             24, 4, max_num_seqs=6, max_num_batched_tokens=30, max_model_len=64, enable_prefix_caching=False
         )
-        engine.scheduler.expectation.output = 1
+        engine.scheduler.admission.expected_output = 1
         if most:
             engine.speculate([Certain(engine.table, wrong, np.random.default_rng(1), most)], FixedDrafts(most))
         requests = [Request(r, [r, 5, 6], SamplingParams(max_tokens=30, ignore_eos=True)) for r in range(12)]
@@ -392,7 +392,7 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
     with float32_engine(folder, kv_cache_memory_bytes=1 << 18, max_model_len=96) as engine:
         outputs = {row: completion.token_ids for row, completion in enumerate(plain)}
         engine.speculate([Recorded(engine.table, outputs, rng, vocab_size=250)], FixedDrafts(5))
-        engine.scheduler.expectation.output = 1
+        engine.scheduler.admission.expected_output = 1
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
         assert sum(engine.stats.accepted_by_place) > 100
         assert engine.stats.num_steps < num_plain_steps
@@ -428,8 +428,8 @@ def test_logits_behind_drafts_are_those_of_plain_steps(folder: Path) -> None:
         with float32_engine(folder) as engine:
             execute, kept = engine.runner.execute, []
 
-            def execute_and_keep(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-                kept.append(execute(step, late).clone())
+            def execute_and_keep(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+                kept.append(execute(step, future).clone())
                 return kept[-1]
 
             engine.runner.execute = execute_and_keep  # type: ignore[method-assign]

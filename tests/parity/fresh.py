@@ -49,7 +49,7 @@ def check_family(folder: Path, rng: np.random.Generator, seen: Agreement) -> str
         assert worst < LOGIT_TOLERANCE, f"logits differ by {worst:.1e} under {limits}"
         kv_bytes = int(rng.integers(240, 700)) * engine.runner.decoder.config.kv_bytes_per_token(torch.float32)
     with float32_engine(folder, kv_cache_memory_bytes=kv_bytes, **limits) as engine:
-        engine.scheduler.expectation.output = int(rng.choice([1, 64]))
+        engine.scheduler.admission.expected_output = int(rng.choice([1, 64]))
         done = engine.generate(prompts, greedy(num_tokens))
         engine.pool.check()
         preemptions = engine.stats.num_preemptions

@@ -66,7 +66,7 @@ def test_greedy_tokens(family: tuple, way: str) -> None:
     seen = Agreement()
     with float32_engine(folder, **options) as engine:
         if tight:
-            engine.scheduler.expectation.output = 4  # expects far too little, so that it admits far too much
+            engine.scheduler.admission.expected_output = 4  # expects far too little, so that it admits far too much
         # twice: the second round finds the first one's blocks, and half of its prompts have a continuation behind them
         longer = [p + e[:20] for p, e in zip(prompts, expected)]
         first = engine.generate(prompts, greedy(NUM_TOKENS))

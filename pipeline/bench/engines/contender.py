@@ -14,7 +14,7 @@ import torch
 from pipeline.bench.request_sets import BenchRequest, run_requests
 from pipeline.engine.engine import Engine
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.engine.step.runner import Runner
 
 
@@ -59,12 +59,12 @@ class _RecordingRunner:
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.vocab_size, self.is_asynchronous = runner, runner.vocab_size, runner.is_asynchronous
-        self.most_short_queries = runner.most_short_queries
+        self.max_corrected_queries = runner.max_corrected_queries
         self.last: tuple[StepInput, float] | None = None
 
-    def execute(self, step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         start = time.perf_counter()
-        logits = self.runner.execute(step, late)
+        logits = self.runner.execute(step, future)
         self.last = (step, time.perf_counter() - start)
         return logits
 

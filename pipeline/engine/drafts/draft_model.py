@@ -7,7 +7,7 @@ model stands still, and catches up when it is asked again, a bounded number of t
 
 Passes run one after the other, each over all sequences that draft so deep. Where a device works beside the host, a
 pass is launched before the tokens of the last one are known, and they go to the target without the host; and drafts are
-made behind those that are still being checked, for places that the device corrects (step/in_flight.py).
+made behind those that are still being checked, for places that the device corrects (flight.py).
 
 Where a request samples, its drafts are drawn from the draft's distribution under the same options, so that rejection
 sampling can accept most of them; a greedy request gets the draft's best tokens. Where tokens must not depend on drafts,
@@ -23,17 +23,16 @@ import torch.nn.functional as F
 
 from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.drafts.proposer import Drafts, DrawnDrafts
-from pipeline.engine.drafts.room import share
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import choose
 from pipeline.engine.sampling.on_host import distribution, greedy
-from pipeline.engine.sampling.penalties import LateIds, takes_best
+from pipeline.engine.sampling.penalties import FutureIds
 from pipeline.engine.sampling.random_numbers import DRAFT, PLAIN, draw, uniforms
 from pipeline.engine.schedule.block_pool import BlockPool
-from pipeline.engine.schedule.scheduler import UNKNOWN_TOKEN
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.scheduler import allot
+from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN, SlotTable, is_greedy
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
-from pipeline.engine.step.in_flight import Flight, LateTokens
+from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.engine.step.runner import Runner
 from pipeline.kernels.transfer import on_device
 
@@ -76,19 +75,19 @@ class DraftModelProposer:
     def left(self, slot: int, finished: bool) -> None:
         pass
 
-    def follows(self, flight: Flight) -> bool:
-        return self.runner.is_asynchronous and not (flight.has_drafts and self.runner.most_short_queries < 2)
+    def follows(self, flight: StepInFlight) -> bool:
+        return self.runner.is_asynchronous and not (flight.has_drafts and self.runner.max_corrected_queries < 2)
 
-    def offer(self, slot_S: np.ndarray, flight: Flight | None = None) -> Offer:
+    def offer(self, slot_S: np.ndarray, flight: StepInFlight | None = None) -> Offer:
         """Sequences that are far behind come nearer, and have nothing to offer until they are near."""
         near = NEAR
         if flight is not None and flight.has_drafts:
-            near = min(NEAR, self.runner.most_short_queries - 1)
+            near = min(NEAR, self.runner.max_corrected_queries - 1)
         known_S = self.table.num_known[slot_S]
         computed_S, is_checked_S = self._computed(slot_S, flight)
         behind_S = known_S - 1 - computed_S
         if behind_S.max(initial=0) > near:
-            count_S = share(np.where(behind_S > near, behind_S, 0), self.catch_up_tokens)
+            count_S = allot(np.where(behind_S > near, behind_S, 0), self.catch_up_tokens)
             some = np.flatnonzero(count_S)
             self._run(StepPlan(slot_S[some], computed_S[some], count_S[some], np.zeros(len(some), dtype=bool)), None)
             computed_S = computed_S + count_S
@@ -99,15 +98,15 @@ class DraftModelProposer:
         count_S = np.where(behind_S <= near, self.max_draft_tokens, 0)
         return Offer(slot_S, count_S, np.zeros_like(count_S), np.zeros((len(slot_S), 0), dtype=np.int64))
 
-    def draft(self, offer: Offer, count_S: np.ndarray, flight: Flight | None = None) -> Drafts:
+    def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
         table, is_ahead = self.table, self.runner.is_asynchronous
-        token_id_SK = np.full((len(count_S), int(count_S.max())), UNKNOWN_TOKEN, dtype=np.int64)
+        token_id_SK = np.full((len(count_S), int(count_S.max())), PLACEHOLDER_TOKEN, dtype=np.int64)
         drawn, q_SKV = _Drawn(token_id_SK.shape), None
         drafting = np.flatnonzero(count_S)
         slot_A = offer.slot_S[drafting]
         known_A, (start_A, _) = table.num_known[slot_A], self._computed(slot_A, flight)
         plan = _pass(slot_A, start_A, known_A - start_A)
-        late = None if flight is None else flight.late(plan, table)
+        late = None if flight is None else flight.future_tokens(plan, table)
         if late is not None:
             drawn.promised(drafting[late.sequences(plan)], late)
         for place in range(token_id_SK.shape[1]):
@@ -118,7 +117,7 @@ class DraftModelProposer:
                     q_SKV = logits_AV.new_zeros((*token_id_SK.shape, self.vocab_size))
                 q_SKV[on_device(drafting, q_SKV.device), place] = q_AV
             if is_ahead:
-                table.token_ids[slot_A, known_A + place] = UNKNOWN_TOKEN
+                table.token_ids[slot_A, known_A + place] = PLACEHOLDER_TOKEN
                 drawn.add(drafting, place, token_A)
             else:
                 token_id_SK[drafting, place] = table.token_ids[slot_A, known_A + place] = token_A.numpy()
@@ -126,8 +125,8 @@ class DraftModelProposer:
             drafting, slot_A, known_A = drafting[deeper], slot_A[deeper], known_A[deeper]
             plan = _pass(slot_A, known_A + place, np.ones_like(slot_A))
             if is_ahead and len(deeper):
-                shortfall = None if flight is None else flight.shortfall(plan, table)
-                late = LateTokens(np.arange(len(deeper)), deeper, token_A, shortfall)
+                shortfall = None if flight is None else flight.rejected(plan, table)
+                late = FutureTokens(np.arange(len(deeper)), deeper, token_A, shortfall)
         return Drafts(token_id_SK, q_SKV, drawn.drafts() if is_ahead else None)
 
     def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
@@ -142,7 +141,7 @@ class DraftModelProposer:
 
     # -- parts
 
-    def _computed(self, slot_S: np.ndarray, flight: Flight | None) -> tuple[np.ndarray, np.ndarray]:
+    def _computed(self, slot_S: np.ndarray, flight: StepInFlight | None) -> tuple[np.ndarray, np.ndarray]:
         """Of each sequence the known tokens that are computed, never the last one, which gives the logits; and whether
         drafts of it are in flight. Of those, which count as known, all but the last are computed, and so not the token
         after them."""
@@ -152,7 +151,7 @@ class DraftModelProposer:
             is_checked_S = np.isin(slot_S, flight.slot_K[flight.draft_K > 0])
         return np.where(is_checked_S, known_S - 2, self._num_computed[slot_S]), is_checked_S
 
-    def _run(self, plan: StepPlan, late: LateTokens | None) -> torch.Tensor:
+    def _run(self, plan: StepPlan, late: FutureTokens | None) -> torch.Tensor:
         """The logits (A, V) behind each sequence that wants some."""
         logits_AV = self.runner.execute(build_input(plan, self.table), late)
         missing = self.vocab_size - logits_AV.shape[1]
@@ -167,7 +166,7 @@ class DraftModelProposer:
         where the target may know it, what it was drawn from (A, V). Where logits are not finite that is nothing at all:
         then the target does not trust it as a law."""
         is_ahead = self.runner.is_asynchronous
-        if takes_best(self.table.sampling[slot_A]).all():
+        if is_greedy(self.table.sampling[slot_A]).all():
             if is_ahead:
                 return self.runner.greedy(logits_AV)[0], None
             return torch.from_numpy(greedy(logits_AV).token_ids), None
@@ -204,9 +203,9 @@ class _Drawn:
         self._tokens: list[torch.Tensor] = []
         self._num_rows = 0
 
-    def promised(self, sequence_L: np.ndarray, late: LateTokens) -> None:
+    def promised(self, sequence_L: np.ndarray, late: FutureTokens) -> None:
         """The last of late.place_L of a sequence is its last token."""
-        self._row_SK1[sequence_L, 0] = late.row_L
+        self._row_SK1[sequence_L, 0] = late.row_F
         self._tokens.append(late.token_ids_R)
         self._num_rows = len(late.token_ids_R)
 
@@ -215,14 +214,14 @@ class _Drawn:
         self._tokens.append(token_A)
         self._num_rows += len(drafting)
 
-    def ids(self, drafting: np.ndarray) -> LateIds | None:
+    def ids(self, drafting: np.ndarray) -> FutureIds | None:
         """Those of the sequences that draft now, each a row."""
         row_AK1 = self._row_SK1[drafting]
         row_L, column_L = np.nonzero(row_AK1 >= 0)
         if not len(row_L):
             return None
         tokens_N = torch.cat(self._tokens)
-        return LateIds(row_L, tokens_N[on_device(row_AK1[row_L, column_L], tokens_N.device)])
+        return FutureIds(row_L, tokens_N[on_device(row_AK1[row_L, column_L], tokens_N.device)])
 
     def drafts(self) -> DrawnDrafts:
         return DrawnDrafts(self._row_SK1[:, 1:], torch.cat(self._tokens))

@@ -5,7 +5,8 @@
     -> policy and proposer are told
 
 Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
-(`DrawnDrafts`), and so does what the model made of them (`verify.Checked`), until the step is landed (flight.py).
+(`DrawnDrafts`), and so does what the model made of them (`verify.PendingVerified`), until the step is landed
+(step/overlapped.py).
 """
 
 from collections.abc import Sequence
@@ -17,16 +18,21 @@ import torch
 from pipeline.engine.drafts.policy import DraftPolicy, Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.drafts.proposer import Drafts, Proposer
 from pipeline.engine.drafts.room import DraftRoom
-from pipeline.engine.params import EngineStats
-from pipeline.engine.sampling.batch import SamplingBatch
-from pipeline.engine.sampling.on_device import Chooser
-from pipeline.engine.sampling.penalties import LateIds
-from pipeline.engine.sampling.rejection import DraftLaw
-from pipeline.engine.sampling.verify import Checked, Verified, check_on_device, verify
-from pipeline.engine.schedule.accounting import record_drafts
+from pipeline.engine.params import DRAFT_PLACES, EngineStats
+from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
+from pipeline.engine.sampling.on_device import SamplingKernels
+from pipeline.engine.sampling.penalties import FutureIds
+from pipeline.engine.sampling.rejection import ProposalDistribution
+from pipeline.engine.sampling.verify import (
+    PendingVerified,
+    Verified,
+    verify,
+    verify_on_device,
+)
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.step_plan import StepPlan, runs
-from pipeline.engine.step.in_flight import Flight, LateTokens
+from pipeline.engine.schedule.sequence import ranges
+from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.kernels.transfer import on_device
 
 _NONE_S = np.zeros(0, dtype=np.int64)
@@ -75,20 +81,26 @@ class Drafting:
         number = self.policy.select(self._step.facts)
         return None if number is None else self.proposers[number]
 
-    def follows(self, proposer: Proposer, flight: Flight, in_flight: DraftedStep | None) -> bool:
+    def follows(self, proposer: Proposer, flight: StepInFlight, in_flight: DraftedStep | None) -> bool:
         """Whether the proposer that `select` gave can draft before the tokens in flight are known. in_flight: what
         `take_step` gave of their step."""
         if flight.has_drafts and (in_flight is None or in_flight.proposer is not proposer):
             return False  # it knows nothing of another's drafts before they are known tokens
         return proposer.follows(flight)
 
-    def extend(self, plan: StepPlan, proposer: Proposer, flight: Flight | None, most_queries: int | None) -> StepPlan:
+    def extend(
+        self,
+        plan: StepPlan,
+        proposer: Proposer | None,
+        flight: StepInFlight | None = None,
+        most_queries: int | None = None,
+    ) -> StepPlan:
         """`plan` with drafts of the proposer that `select` gave, or as it is. flight: what the proposer `follows`;
         None: all tokens are known. most_queries: tokens that a sequence may compute; None: as many as there is room
         for."""
         assert self._step is not None
         facts, sampling = self._step.facts, np.flatnonzero(plan.samples_S)
-        if not len(sampling):
+        if proposer is None or not len(sampling):
             return plan
         slot_S = plan.slot_S[sampling]
         offer = proposer.offer(slot_S, flight)
@@ -105,37 +117,37 @@ class Drafting:
             self._step = DraftedStep(facts, slot_S, count_S, proposer, drafts)
         return plan
 
-    def late(self, plan: StepPlan, late: LateTokens | None) -> LateTokens | None:
-        """The late tokens of a plan that `extend` gave, `late` and the drafts that only the device knows."""
+    def with_future_drafts(self, plan: StepPlan, future: FutureTokens | None) -> FutureTokens | None:
+        """The future tokens of a plan that `extend` gave: `future` and the drafts that only the device knows."""
         drawn = None if self._step is None or self._step.drafts is None else self._step.drafts.drawn
         if drawn is None or plan.draft_S is None:
-            return late
+            return future
         end_S = np.cumsum(plan.count_S)
-        place_D = runs(end_S - plan.draft_S, plan.draft_S)
+        place_D = ranges(end_S - plan.draft_S, plan.draft_S)
         is_draft_SK = np.arange(drawn.row_SK.shape[1]) < plan.draft_S[plan.samples_S][:, None]
         row_D = drawn.row_SK[is_draft_SK]
-        if late is None:
-            return LateTokens(place_D, row_D, drawn.token_ids_N)
-        return late.with_drafts(place_D, row_D, drawn.token_ids_N)
+        if future is None:
+            return FutureTokens(place_D, row_D, drawn.token_ids_N)
+        return future.with_drafts(place_D, row_D, drawn.token_ids_N)
 
     def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None) -> Verified:
         """What the model says to the drafts of the last `extend`. `batch`: see `verify.verify`."""
-        draft_R, law = self._drafts_of_rows(logits_RV.device)
+        draft_R, proposal = self._drafts_of_rows(logits_RV.device)
         assert isinstance(draft_R, np.ndarray)
-        return verify(logits_RV, batch, draft_R, law)
+        return verify(logits_RV, batch, draft_R, proposal)
 
-    def check(
-        self, chooser: Chooser, logits_RV: torch.Tensor, batch: SamplingBatch | None, late: LateIds | None
-    ) -> Checked:
+    def verify_on_device(
+        self, kernels: SamplingKernels, logits_RV: torch.Tensor, batch: SamplingBatch | None, future: FutureIds | None
+    ) -> PendingVerified:
         """Begin the same on the device."""
-        draft_R, law = self._drafts_of_rows(logits_RV.device)
+        draft_R, proposal = self._drafts_of_rows(logits_RV.device)
         assert self._step is not None
         if isinstance(draft_R, np.ndarray):
             draft_R = on_device(draft_R, logits_RV.device)
-        return check_on_device(chooser, logits_RV, batch, self._step.drafted_S, draft_R, law, late)
+        return verify_on_device(kernels, logits_RV, batch, self._step.drafted_S, draft_R, proposal, future)
 
-    def _drafts_of_rows(self, device: torch.device) -> tuple[np.ndarray | torch.Tensor, DraftLaw | None]:
-        """What was drafted for the place of each row, where it is known, and its law."""
+    def _drafts_of_rows(self, device: torch.device) -> tuple[np.ndarray | torch.Tensor, ProposalDistribution | None]:
+        """What was drafted for the place of each row, where it is known, and its distribution."""
         assert self._step is not None
         assert self._step.drafts is not None
         drafted_S, drafts = self._step.drafted_S, self._step.drafts
@@ -155,7 +167,7 @@ class Drafting:
         is_draft_SK = np.arange(most) < drafted_S[:, None]
         sequence_D, column_D = (on_device(at_D, device) for at_D in np.nonzero(is_draft_SK))
         draft_D = draft_R[row_D] if isinstance(draft_R, np.ndarray) else draft_R[on_device(row_D, device)]
-        return draft_R, DraftLaw(row_D, draft_D, drafts.q_SKV[sequence_D, column_D])
+        return draft_R, ProposalDistribution(row_D, draft_D, drafts.q_SKV[sequence_D, column_D])
 
     def take_step(self) -> DraftedStep | None:
         """What `done` needs of the step that has been launched."""
@@ -163,15 +175,42 @@ class Drafting:
         return step
 
     def done(
-        self, stats: EngineStats, step: DraftedStep, accepted_S: np.ndarray, here_S: np.ndarray, num_generated: int
+        self,
+        stats: EngineStats,
+        step: DraftedStep | None,
+        output: SamplerOutput | Verified,
+        here_S: np.ndarray,
+        num_generated: int,
     ) -> None:
         """A step has been computed, and its tokens are in the table: count it and tell the policy. here_S: which
         sequences were still there when it had been launched; what was drafted for others counts nothing."""
+        assert step is not None
         verdict = None
         if step.proposer is not None:
+            assert isinstance(output, Verified)
+            accepted_S = np.zeros_like(step.drafted_S)
+            accepted_S[here_S] = output.num_accepted_S
             (here,) = np.nonzero(step.drafted_S * here_S)
             verdict = Verdict(step.slot_S[here], step.drafted_S[here], accepted_S[here])
             if len(here):
                 record_drafts(stats, verdict.drafted_D, verdict.accepted_D)
                 step.proposer.settled(*verdict)
         self.policy.observe(StepOutcome(step.facts, num_generated, verdict))
+
+
+_DRAFTED, _ACCEPTED = ([f"{what}_{place}" for place in range(1, DRAFT_PLACES + 1)] for what in ("drafted", "accepted"))
+
+
+def record_drafts(stats: EngineStats, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
+    """Add a step with drafts to `stats`: how many of each sequence's were computed, and how many of them accepted."""
+    stats.num_draft_steps += 1
+    counts = vars(stats)
+    for names, count_S in ((_DRAFTED, drafted_S), (_ACCEPTED, accepted_S)):
+        for name, count in zip(names, _by_place(count_S)):
+            counts[name] += count
+
+
+def _by_place(count_S: np.ndarray) -> list[int]:
+    """How many drafts are in each place; the last place stands for all from there on."""
+    deep = np.bincount(count_S)[::-1].cumsum()[::-1][1:].tolist()
+    return [*deep[: DRAFT_PLACES - 1], sum(deep[DRAFT_PLACES - 1 :])][: len(deep)]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.drafts.policy import Offer
-from pipeline.engine.step.in_flight import Flight
+from pipeline.engine.step.in_flight import StepInFlight
 
 
 class DrawnDrafts(NamedTuple):
@@ -33,8 +33,8 @@ class Drafts:
 
     drawn: where a device draws them and the host does not know them (yet); then token_id_SK means nothing.
 
-    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see random_numbers.py); None
-    where drafts are not drawn from a law that is known, which is always right.
+    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see draws.py); None where
+    drafts are not drawn from a law that is known, which is always right.
     """
 
     token_id_SK: np.ndarray  # int64
@@ -60,17 +60,17 @@ class Proposer(Protocol):
         """The sequence is about to leave the slot, its tokens still in the table; `finished`: it came to its end."""
         ...
 
-    def follows(self, flight: Flight) -> bool:
+    def follows(self, flight: StepInFlight) -> bool:
         """Whether it can draft with promised tokens (see `Scheduler.promise`) instead of those in flight. If there are
         drafts in flight, they are this proposer's."""
         ...
 
-    def offer(self, slot_S: np.ndarray, flight: Flight | None = None) -> Offer:
+    def offer(self, slot_S: np.ndarray, flight: StepInFlight | None = None) -> Offer:
         """What could be drafted for these sequences, whose next token is computed in this step. flight: what it
         `follows`, and the tokens in flight are promised ones; None: all known tokens are there."""
         ...
 
-    def draft(self, offer: Offer, count_S: np.ndarray, flight: Flight | None = None) -> Drafts:
+    def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
         """Draft count_S[s] tokens for each sequence of the offer, at most as many as it says. flight: as for it."""
         ...
 

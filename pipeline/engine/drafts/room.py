@@ -6,8 +6,9 @@ Nobody is preempted for them.
 
 import numpy as np
 
-from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.step_plan import StepPlan, runs, share
+from pipeline.engine.schedule.scheduler import Scheduler, allot
+from pipeline.engine.schedule.sequence import ranges
+from pipeline.engine.schedule.step_plan import StepPlan
 
 
 class DraftRoom:
@@ -33,13 +34,13 @@ class DraftRoom:
             return np.zeros_like(count_S)
         room = scheduler.step_tokens - plan.num_tokens
         if int(count_S.sum()) > room:
-            count_S = share(count_S, room)
+            count_S = allot(count_S, room)
         size, held_S, known_S = pool.block_size, table.num_blocks[slot_S], table.num_known[slot_S]
         missing_S = (known_S + count_S + (size - 1)) // size - held_S  # never of known tokens, which have their blocks
         if missing_S.max(initial=0) > 0:
             missing_S = np.maximum(missing_S, 0)
             if int(missing_S.sum()) > pool.num_free:
-                missing_S = share(missing_S, pool.num_free)
+                missing_S = allot(missing_S, pool.num_free)
                 count_S = np.minimum(count_S, (held_S + missing_S) * size - known_S)
             grown = np.flatnonzero(missing_S)
             if len(grown):
@@ -50,7 +51,7 @@ class DraftRoom:
         """The plan with the first count_S[s] tokens of token_id_SK[s], which were granted, as drafts of the sequence at
         place sampling[s] of the plan."""
         table, slot_S = self._scheduler.table, plan.slot_S[sampling]
-        place_D = runs(table.num_known[slot_S], count_S)
+        place_D = ranges(table.num_known[slot_S], count_S)
         is_draft_SK = np.arange(token_id_SK.shape[1]) < count_S[:, None]
         table.token_ids[np.repeat(slot_S, count_S), place_D] = token_id_SK[is_draft_SK]
         draft_S = np.zeros_like(plan.count_S)

@@ -1,6 +1,6 @@
 """What sampling is told of a step's rows, and what it gives back. See on_host.py.
 
-Suffix: R rows.
+Suffixes: R rows of logits, S sequences.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.engine.params import TokenLogprobs
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable, ranges
+from pipeline.engine.schedule.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class SamplingBatch:
     """The rows of one step that need a token, in the order of the logits.
 
     options: of SAMPLING_OPTIONS. seeds (uint64) and positions (int64; how many tokens the row has generated so far)
-    key the draw. ending_ids (object): the tokens that would end the row (int64), masked before its min_tokens, or None.
+    are the key of its random number. ending_ids (object): the tokens that would end the row (int64), masked before its
+    min_tokens, or None.
     token_ids is a table of known tokens, read only for rows with penalties: row r has the first num_known[r] of
     token_ids[slots[r]], and the first num_prompt[r] of those are its prompt.
     """
@@ -31,6 +33,19 @@ class SamplingBatch:
     num_known: np.ndarray
 
     @classmethod
+    def of_plan(cls, plan: StepPlan, table: SlotTable) -> "SamplingBatch | None":
+        """A row after the known tokens of each sequence that samples, and one after each draft, which sees the drafts
+        before it. None: all rows are greedy and want nothing else."""
+        slot_S = plan.sampling_slot_S
+        if table.is_plain[slot_S].all():
+            return None
+        known_S = table.num_known[slot_S]
+        if plan.draft_S is None:
+            return cls.of(table, slot_S, known_S)
+        count_S = plan.draft_S[plan.samples_S] + 1
+        return cls.of(table, np.repeat(slot_S, count_S), ranges(known_S, count_S))
+
+    @classmethod
     def of(cls, table: SlotTable, slot_R: np.ndarray, known_R: np.ndarray) -> "SamplingBatch":
         """Rows whose next token follows the first known_R tokens of the sequences in these slots."""
         return cls(
@@ -43,6 +58,16 @@ class SamplingBatch:
             num_prompt=table.num_prompt[slot_R],
             num_known=known_R,
         )
+
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """Which rows have a temperature; the others take the best token."""
+        return self.options["temperature"] > 0.0
+
+    @property
+    def is_masked(self) -> np.ndarray:
+        """Which rows must not end yet."""
+        return self.options["min_tokens"] > self.positions
 
 
 @dataclass(frozen=True)

@@ -3,34 +3,33 @@
 Owns the order of the sampling options, which is vLLM's:
 
     fp32 logits -> min_tokens mask -> repetition penalty -> presence and frequency penalties -> temperature
-    -> min_p -> top_k -> top_p -> one draw
+    -> min_p -> top_k -> top_p -> one sample
 
 top_k keeps every token that ties with the k-th best. min_p is relative to the best token's probability. top_p
 is relative to what top_k and min_p left: the fewest best tokens whose probabilities reach top_p; of equal
 ones the lowest ids. Greedy rows (temperature 0) take the best token after masks and penalties, of equal ones
 the lowest id. Log-probabilities are those of the raw logits.
 
-A draw uses one uniform number that depends on the row's seed and the token's position alone (`uniforms`), and
-every step works row by row, so a row draws the same token in any batch. Rows that need a feature are copied
+Sampling takes one uniform number that depends on the row's seed and the token's position alone (`uniforms`), and
+every step works row by row, so a row gets the same token in any batch. Rows that need a feature are copied
 out and worked on; a batch of plain greedy rows costs one pass over the logits. Options come as arrays, so no row costs
 Python of its own, but for the masks of min_tokens and the log-probabilities that are reported.
 
 Suffixes: R rows, V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch, tokens_and_finite
 from pipeline.engine.sampling.logprobs import AskedLogprobs
-from pipeline.engine.sampling.penalties import LateIds, adjusted, counts_output, on_rows
+from pipeline.engine.sampling.penalties import FutureIds, adjusted, on_rows
 from pipeline.engine.sampling.random_numbers import PLAIN, draw, uniforms
-from pipeline.engine.sampling.rejection import DraftLaw, settle_drafts
+from pipeline.engine.sampling.rejection import ProposalDistribution, replace_by_accepted
 from pipeline.engine.sampling.top_p import weights
+from pipeline.engine.schedule.sequence import adjusts_logits
 
-_BLOCK_VALUES = 1 << 20  # of logits that are drawn from at a time on CPU: 4 MiB
+_BLOCK_VALUES = 1 << 20  # of logits that are sampled from at a time on CPU: 4 MiB
 
 
 def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
@@ -43,30 +42,37 @@ def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
     return SamplerOutput(*_on_host(token_ids_R, torch.isfinite(best_R)), {})
 
 
-def sample(logits_RV: torch.Tensor, batch: SamplingBatch, law: DraftLaw | None = None) -> SamplerOutput:
+def sample(
+    logits_RV: torch.Tensor, batch: SamplingBatch | None, proposal: ProposalDistribution | None = None
+) -> SamplerOutput:
     """The next token of each row. `logits_RV` may have any float dtype, on any device, and is not changed.
 
-    `law`: drafts of some rows and what they were drawn from; drawn rows among them keep their draft or redraw it.
+    batch: None where all rows are greedy and want nothing else. proposal: drafts of some rows and their distributions;
+    those of them that sample keep their draft or replace it.
     """
-    plan = _Plan.of(batch)
+    if batch is None:
+        return greedy(logits_RV)
+    # A penalty alone leaves a row something to be sampled from; only a mask may leave it nothing.
+    changed = np.flatnonzero(adjusts_logits(batch.options, batch.positions) & ~batch.is_sampled | batch.is_masked)
     best_R, token_ids_R = _best(logits_RV)
-    if len(plan.changed):
-        rows = on_rows(plan.changed, logits_RV)
-        z_RV = adjusted(logits_RV, batch, plan.changed)
+    if len(changed):
+        rows = on_rows(changed, logits_RV)
+        z_RV = adjusted(logits_RV, batch, changed)
         best_R, token_ids_R = best_R.float(), token_ids_R.clone()
         best_changed_R, token_ids_R[rows] = _best(z_RV)
         # a mask or penalty may leave nothing, but never makes a broken row good
         best_R[rows] = torch.where(torch.isfinite(best_R[rows]), best_changed_R, best_R[rows])
     finite_R = torch.isfinite(best_R)
-    if len(plan.drawn):
+    sampled = np.flatnonzero(batch.is_sampled)
+    if len(sampled):
         token_ids_R = token_ids_R.clone()
-        for drawn in _blocks(plan.drawn, logits_RV):
-            w_RV = weights(logits_RV, batch, drawn)
-            u_R = uniforms(batch.seeds[drawn], batch.positions[drawn], PLAIN)
-            drawn_ids_R = draw(w_RV, torch.from_numpy(u_R).to(w_RV.device))
-            if law is not None:
-                settle_drafts(drawn_ids_R, w_RV, batch, drawn, law)
-            token_ids_R[on_rows(drawn, logits_RV)] = drawn_ids_R
+        for rows in _blocks(sampled, logits_RV):
+            w_RV = weights(logits_RV, batch, rows)
+            u_R = uniforms(batch.seeds[rows], batch.positions[rows], PLAIN)
+            block_ids_R = draw(w_RV, torch.from_numpy(u_R).to(w_RV.device))
+            if proposal is not None:
+                replace_by_accepted(block_ids_R, w_RV, batch, rows, proposal)
+            token_ids_R[on_rows(rows, logits_RV)] = block_ids_R
     token_ids, finite = _on_host(token_ids_R, finite_R)
     asked = AskedLogprobs.of(logits_RV, batch, token_ids_R)
     return SamplerOutput(token_ids, finite, {} if asked is None else asked.by_row(token_ids, finite))
@@ -74,7 +80,7 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch, law: DraftLaw | None =
 
 def _blocks(rows: np.ndarray, like: torch.Tensor) -> list[np.ndarray]:
     """`rows` in blocks: some dozen passes over copies of their values follow, and a flat row widens what is looked at
-    of all rows beside it. A row's draw is its own, so blocks change nothing but time and memory."""
+    of all rows beside it. A row's token is its own, so blocks change nothing but time and memory."""
     if like.device.type != "cpu":
         return [rows]
     size = max(_BLOCK_VALUES // like.shape[1], 1)
@@ -105,37 +111,18 @@ def _on_host(token_ids_R: torch.Tensor, finite_R: torch.Tensor) -> tuple[np.ndar
     return tokens_and_finite(torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)]).cpu().numpy())
 
 
-def distribution(logits_RV: torch.Tensor, batch: SamplingBatch, late: LateIds | None = None) -> torch.Tensor:
-    """The fp32 probabilities [R, V] that `sample` draws from; one-hot for greedy rows, zeros for rows not
-    finite. late: see `adjusted`.
+def distribution(logits_RV: torch.Tensor, batch: SamplingBatch, future: FutureIds | None = None) -> torch.Tensor:
+    """The fp32 probabilities [R, V] that `sample` samples from; one-hot for greedy rows, zeros for rows not finite.
+    future: see `adjusted`.
     """
-    plan = _Plan.of(batch)
     p_RV = torch.zeros(logits_RV.shape, dtype=torch.float32, device=logits_RV.device)
-    every = np.arange(len(batch.options))
-    undrawn = np.setdiff1d(every, plan.drawn)
-    if len(undrawn):
-        z_RV = adjusted(logits_RV, batch, undrawn, late)
-        p_RV[on_rows(undrawn, logits_RV)] = torch.zeros_like(z_RV).scatter_(1, z_RV.argmax(-1, keepdim=True), 1.0)
-    if len(plan.drawn):
-        w_RV = weights(logits_RV, batch, plan.drawn, late)
-        p_RV[on_rows(plan.drawn, logits_RV)] = w_RV / w_RV.sum(dim=-1, keepdim=True)
-    best_R = adjusted(logits_RV, batch, every, late).amax(dim=-1)  # a mask may leave nothing
+    greedy_rows, sampled = np.flatnonzero(~batch.is_sampled), np.flatnonzero(batch.is_sampled)
+    if len(greedy_rows):
+        z_RV = adjusted(logits_RV, batch, greedy_rows, future)
+        p_RV[on_rows(greedy_rows, logits_RV)] = torch.zeros_like(z_RV).scatter_(1, z_RV.argmax(-1, keepdim=True), 1.0)
+    if len(sampled):
+        w_RV = weights(logits_RV, batch, sampled, future)
+        p_RV[on_rows(sampled, logits_RV)] = w_RV / w_RV.sum(dim=-1, keepdim=True)
+    best_R = adjusted(logits_RV, batch, np.arange(len(batch.options)), future).amax(dim=-1)  # a mask may leave nothing
     usable_R = torch.isfinite(best_R) & torch.isfinite(logits_RV.amax(dim=-1))
     return torch.where(usable_R[:, None], p_RV, 0.0)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Which rows need what. drawn: those with a temperature. changed: greedy rows with a mask or a penalty,
-    and drawn rows with a mask, which may leave them nothing. Both ascending."""
-
-    changed: np.ndarray
-    drawn: np.ndarray
-
-    @classmethod
-    def of(cls, batch: SamplingBatch) -> "_Plan":
-        options = batch.options
-        drawn = options["temperature"] > 0.0
-        penalised = (options["repetition_penalty"] != 1.0) | counts_output(options)
-        changed = (penalised & ~drawn) | (options["min_tokens"] > batch.positions)
-        return cls(np.flatnonzero(changed), np.flatnonzero(drawn))

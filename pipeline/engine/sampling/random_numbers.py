@@ -1,8 +1,8 @@
-"""Random numbers that depend on their key alone, and a draw from weights with one of them.
+"""Random numbers that depend on their key alone, and sampling from weights with one of them.
 
-Streams are independent numbers of the same seed and position: PLAIN draws the token of a plain step, ACCEPT decides on
-a draft that was drawn from a known law, RESIDUAL draws what takes a rejected one's place, DRAFT is for a proposer that
-draws its drafts.
+Streams are independent numbers of the same seed and position: PLAIN samples the token of a plain step, ACCEPT decides
+on a draft that was sampled from a known distribution, RESIDUAL samples what replaces a rejected one, DRAFT is for a
+proposer that samples its drafts.
 
 Shapes: R rows, V vocabulary, B blocks of the cumulative sum, W tokens of one block.
 """

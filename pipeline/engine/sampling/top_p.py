@@ -1,4 +1,4 @@
-"""From logits to what a row draws from: temperature, then min_p, top_k and top_p.
+"""From logits to what a row is sampled from: temperature, then min_p, top_k and top_p.
 
 Shapes: R rows, V vocabulary, C best values of a row, G groups of tokens.
 """
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.sampling.batch import SamplingBatch
-from pipeline.engine.sampling.penalties import LARGE, LateIds, adjusted, column, on_rows
+from pipeline.engine.sampling.penalties import LARGE, FutureIds, adjusted, column, on_rows
 from pipeline.engine.sampling.random_numbers import sums
 from pipeline.kernels.transfer import on_device
 
@@ -16,12 +16,12 @@ _GROUPS = 256  # of tokens, whose maxima tell how large the best values are at l
 
 
 def weights(
-    logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray, late: LateIds | None = None
+    logits_RV: torch.Tensor, batch: SamplingBatch, rows: np.ndarray, future: FutureIds | None = None
 ) -> torch.Tensor:
-    """Unnormalised fp32 probabilities of `rows`, the best token at 1, what is left out at exactly 0. late: see
-    `adjusted`."""
+    """Unnormalised fp32 probabilities of `rows`, the best token at 1, what is left out at exactly 0. future:
+    see `adjusted`."""
     options = batch.options[rows]
-    z_RV = adjusted(logits_RV, batch, rows, late)
+    z_RV = adjusted(logits_RV, batch, rows, future)
     z_RV -= z_RV.amax(dim=-1, keepdim=True)
     # The best token now stands at 0 and stays there, however small the temperature is.
     z_RV /= column(np.maximum(options["temperature"], 1 / LARGE), z_RV)

@@ -1,18 +1,22 @@
-"""A running request: a `Sequence` for the cold facts, slot-indexed arrays for the counters of every step. No torch.
+"""A request: a `Sequence` for the cold facts, slot-indexed arrays for the counters of every step. No torch.
 
 Planning a step reads and writes only the arrays, so it costs no Python per sequence; a `Sequence` is touched when it is
 admitted, when its blocks become findable and when it ends. For every occupied slot, while it runs:
 
     0 <= num_computed < num_known <= limit        num_blocks * block_size >= num_computed
+
+Suffixes: S sequences, B blocks, N any items.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
-from pipeline.engine.call import Call
-from pipeline.engine.params import Request, SamplingParams, TokenLogprobs
+from pipeline.engine.params import Completion, Request, SamplingParams, TokenLogprobs
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
+from pipeline.errors import RowError
 from pipeline.tokenization.detokenizer import StopChecker
 
 SAMPLING_OPTIONS = np.dtype(
@@ -28,34 +32,59 @@ SAMPLING_OPTIONS = np.dtype(
         ("logprobs", np.int64),  # -1: none wanted
     ]
 )
+PLACEHOLDER_TOKEN = -1  # stands in the table for a token that is not known yet
 _LARGEST = np.iinfo(np.int64).max
 
 
-def sampling_options(params: SamplingParams) -> tuple[float | int, ...]:
-    """The row of `SAMPLING_OPTIONS` that says how tokens are drawn; stop conditions are not in it."""
-    return (
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        min(params.top_k, _LARGEST),
-        min(params.min_tokens, _LARGEST),
-        -1 if params.logprobs is None else params.logprobs,
-    )
+@lru_cache(maxsize=64)  # the rows of a job have few different ones
+def sampling_options(params: SamplingParams) -> np.ndarray:
+    """The record of SAMPLING_OPTIONS that says how tokens are sampled; stop conditions are not in it."""
+    values = {name: getattr(params, name) for name in SAMPLING_OPTIONS.names or ()}
+    values["top_k"], values["min_tokens"] = min(params.top_k, _LARGEST), min(params.min_tokens, _LARGEST)
+    values["logprobs"] = -1 if params.logprobs is None else params.logprobs
+    return np.array(tuple(values.values()), dtype=SAMPLING_OPTIONS)
 
 
+def counts_output(options: np.ndarray) -> np.ndarray:
+    """Which rows have a penalty that counts output tokens."""
+    return (options["presence_penalty"] != 0.0) | (options["frequency_penalty"] != 0.0)
+
+
+def adjusts_logits(options: np.ndarray, num_generated: np.ndarray | int = 0) -> np.ndarray:
+    """Which rows have a penalty, or a mask after so many generated tokens: their logits change before sampling."""
+    penalised = (options["repetition_penalty"] != 1.0) | counts_output(options)
+    return penalised | (options["min_tokens"] > num_generated)
+
+
+def is_greedy(options: np.ndarray) -> np.ndarray:
+    """Which rows always take the best token of their logits as the model gives them."""
+    return (options["temperature"] == 0.0) & ~adjusts_logits(options)
+
+
+@lru_cache(maxsize=64)
 def is_plain(params: SamplingParams) -> bool:
-    """Whether the next token is always the best of the logits as they are, and nothing else is asked about it."""
-    return (
-        params.temperature == 0.0
-        and params.repetition_penalty == 1.0
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
-        and params.min_tokens == 0
-        and params.logprobs is None
-    )
+    """Whether its rows are greedy and want no log-probabilities."""
+    return params.logprobs is None and bool(is_greedy(sampling_options(params)))
+
+
+@dataclass(eq=False)
+class Call:
+    """Whose requests they are: one call of `Engine.stream`, or all calls of `Engine.add` together. Compared by
+    identity: callers may use the same row ids."""
+
+    num_given: int = 0  # requests so far, and so the position of the next one
+    num_open: int = 0  # of these, the ones that are in the engine and have not ended
+    ended: list[Completion] = field(default_factory=list)  # not handed over yet
+
+    def end(self, completion: Completion) -> None:
+        """One of its requests has ended."""
+        self.num_open -= 1
+        self.ended.append(completion)
+
+    def take(self) -> list[Completion]:
+        """The completions since the last time."""
+        ended, self.ended = self.ended, []
+        return ended
 
 
 @dataclass
@@ -83,12 +112,36 @@ class Sequence:
         if self.request.params.logprobs is not None:
             self.logprobs = []
 
+    def fail(self, error: RowError, message: str) -> None:
+        """End with an error. It must hold no slot and no blocks."""
+        self.call.end(
+            Completion(
+                row_id=self.request.row_id,
+                token_ids=[],
+                text="",
+                finish_reason="error",
+                num_prompt_tokens=self.num_prompt,
+                num_cached_tokens=max(self.num_cached, 0),
+                error=error.value,
+                error_message=message,
+                queued_us=self.queued_us,
+                first_token_us=self.first_token_us,
+            )
+        )
+
     def extend_hashes(self, token_ids: np.ndarray, num_blocks: int, block_size: int) -> None:
         """Make `hashes` cover the first `num_blocks` full blocks of `token_ids`."""
         known = len(self.hashes)
         if known < num_blocks:
             parent = self.hashes[-1] if self.hashes else ROOT
             self.hashes += chain_hashes(parent, token_ids[known * block_size : num_blocks * block_size], block_size)
+
+
+class SlotWatcher(Protocol):
+    """Is told who comes into the slots and who leaves them: see `Proposer`."""
+
+    def admitted(self, slot: int) -> None: ...
+    def left(self, slot: int, finished: bool) -> None: ...
 
 
 class SlotTable:
@@ -110,24 +163,25 @@ class SlotTable:
         self.min_known = np.zeros(num_slots, dtype=np.int64)  # no stop condition before this many known tokens
         self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or stop token ids: looked at one by one
         self.seed = np.zeros(num_slots, dtype=np.uint64)
-        self.is_plain = np.zeros(num_slots, dtype=bool)  # greedy, and nothing of `sampling` or `ending_ids` is needed
+        self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, and no log-probabilities are wanted
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
         self.ending_ids = np.full(num_slots, None, dtype=object)
         self.last_step = np.zeros(num_slots, dtype=np.int64)  # number of the last step that computed some of it
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        self.watcher: SlotWatcher | None = None
 
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    def occupy(self, sequence: Sequence, blocks: list[int]) -> int:
-        """Give `sequence` a slot and these blocks; its counters start at zero computed tokens."""
+    def occupy(self, sequence: Sequence, blocks: list[int], num_computed: int = 0) -> int:
+        """Give `sequence` a slot and these blocks, which hold its first num_computed tokens."""
         slot = self._free_slots.pop()
         params, known = sequence.request.params, len(sequence.token_ids)
         self.sequences[slot], sequence.slot = sequence, slot
         self.token_ids[slot, :known] = sequence.token_ids
-        self.num_known[slot], self.num_computed[slot] = known, 0
+        self.num_known[slot], self.num_computed[slot] = known, num_computed
         self.num_blocks[slot] = len(blocks)
         self.block_table[slot, : len(blocks)] = blocks
         self.num_prompt[slot] = sequence.num_prompt
@@ -138,16 +192,17 @@ class SlotTable:
         self.min_known[slot] = sequence.num_prompt + params.min_tokens
         self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
         self.seed[slot] = sequence.seed & 0xFFFFFFFFFFFFFFFF
-        self.is_plain[slot] = is_plain(params)
         self.sampling[slot] = sampling_options(params)
+        self.is_plain[slot] = is_plain(params)
         self.ending_ids[slot] = sequence.ending_ids
         self.last_step[slot] = 0
+        if self.watcher is not None:
+            self.watcher.admitted(slot)
         return slot
 
     def append_blocks(self, slot_S: np.ndarray, count_S: np.ndarray, blocks: list[int]) -> None:
-        """Deal `blocks` out: the first count_S[0] go to the end of slot_S[0], and so on."""
-        index_B = np.arange(len(blocks)) + np.repeat(self.num_blocks[slot_S] - np.cumsum(count_S) + count_S, count_S)
-        self.block_table[np.repeat(slot_S, count_S), index_B] = blocks
+        """The first count_S[0] of `blocks` go to the end of slot_S[0], and so on."""
+        self.block_table[np.repeat(slot_S, count_S), ranges(self.num_blocks[slot_S], count_S)] = blocks
         self.num_blocks[slot_S] += count_S
 
     def blocks_of(self, slot: int) -> list[int]:
@@ -155,15 +210,17 @@ class SlotTable:
         return self.block_table[slot, : self.num_blocks[slot]].tolist()
 
     def drop_blocks(self, slot: int, end: int) -> list[int]:
-        """Take the blocks behind its first `end` tokens off the sequence; they are the caller's to release."""
+        """Take the blocks after its first `end` tokens off the sequence; they are the caller's to release."""
         kept = -(-end // self.block_size)
         dropped = self.block_table[slot, kept : self.num_blocks[slot]].tolist()
         self.num_blocks[slot] = kept
         return dropped
 
-    def vacate(self, slot: int) -> Sequence:
-        """Free the slot and give the sequence its known tokens back. Its blocks have been taken by the caller."""
+    def vacate(self, slot: int, finished: bool = False) -> Sequence:
+        """Free the slot and give the sequence its known tokens back. Its blocks are the caller's to release."""
         sequence = self.at(slot)
+        if self.watcher is not None:
+            self.watcher.left(slot, finished)
         sequence.token_ids = self.token_ids[slot, : self.num_known[slot]].copy()
         sequence.slot = -1
         self.sequences[slot] = None
@@ -174,3 +231,11 @@ class SlotTable:
         sequence = self.sequences[slot]
         assert sequence is not None, f"slot {slot} is empty"
         return sequence
+
+
+def ranges(first_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
+    """first_N[0], first_N[0] + 1, ..., count_N[0] of them, then those of first_N[1], and so on."""
+    if len(first_N) == 1:  # often, and in a fifth of the time
+        return np.arange(first_N[0], first_N[0] + count_N[0])
+    end_N = np.cumsum(count_N)
+    return np.arange(int(end_N[-1]) if len(end_N) else 0) + np.repeat(first_N - end_N + count_N, count_N)

@@ -1,17 +1,17 @@
-"""One step as data: what the scheduler decided (`StepPlan`) and the arrays a model computes it from (`StepInput`).
+"""One step as data: what the scheduler decided (`StepPlan`) and the arrays that a model computes it from (`StepInput`).
 
 There is one operation: a sequence has known tokens and computed tokens, and a step computes some of the difference,
-with drafts also tokens that may come to be known. S sequences of the step, T tokens of the step, R rows that sample:
-tokens of the step behind which another is wanted, namely the last known one of a sequence, where that is computed, and
-its drafts.
+and drafts, which may become known. Suffixes: S sequences of the step, T tokens of the step, R rows of logits: a
+sequence whose last known token is computed has one for that token and one for each of its drafts.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.sequence import SlotTable, ranges
 from pipeline.kernels.table_rows import cut_rows
 
 
@@ -25,7 +25,7 @@ class StepPlan:
     slot_S: np.ndarray  # int64
     start_S: np.ndarray  # int64
     count_S: np.ndarray  # int64
-    samples_S: np.ndarray  # bool: all known tokens will be computed, so the next one is drawn
+    samples_S: np.ndarray  # bool: all known tokens will be computed, so the next one is sampled
     draft_S: np.ndarray | None = None  # int64, above 0 only where samples_S; None: nobody has drafts
 
     @cached_property
@@ -34,10 +34,34 @@ class StepPlan:
 
     @property
     def known_end_S(self) -> np.ndarray:
-        """The position behind the last known token that each computes."""
-        if self.draft_S is None:
-            return self.start_S + self.count_S
-        return self.start_S + self.count_S - self.draft_S
+        """The position after the last known token that each computes."""
+        end_S = self.start_S + self.count_S
+        return end_S if self.draft_S is None else end_S - self.draft_S
+
+    @cached_property
+    def sampling_slot_S(self) -> np.ndarray:
+        """The slots of the sequences that get a token, in the order of their rows of logits."""
+        return self.slot_S[self.samples_S]
+
+
+class StepTokens(NamedTuple):
+    """Tokens of one step by what they are: prompt, generated, or computed before and lost by a preemption."""
+
+    prefill: int
+    decode: int
+    repeated: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, prompt_S: np.ndarray, lost_S: np.ndarray) -> "StepTokens":
+        """prompt_S: the length of each prompt. lost_S: where each sequence was when it was preempted."""
+        (prefilling,) = np.nonzero(plan.start_S < np.maximum(prompt_S, lost_S))  # the others only generate
+        if not len(prefilling):
+            return cls(0, plan.num_tokens, 0)
+        start_P, prompt_P, lost_P = plan.start_S[prefilling], prompt_S[prefilling], lost_S[prefilling]
+        end_P = start_P + plan.count_S[prefilling]
+        repeated = int(np.maximum(np.minimum(end_P, lost_P) - start_P, 0).sum())
+        prefill = int(np.maximum(np.minimum(end_P, prompt_P) - np.maximum(start_P, lost_P), 0).sum())
+        return cls(prefill, plan.num_tokens - repeated - prefill, repeated)
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,7 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     block_T = table.block_table.take(slot_T * table.block_table.shape[1] + number_T).astype(np.int64)
     logit_row_R = query_end_S[plan.samples_S] - 1
     if plan.draft_S is not None:
-        logit_row_R = runs(logit_row_R - plan.draft_S[plan.samples_S], plan.draft_S[plan.samples_S] + 1)
+        logit_row_R = ranges(logit_row_R - plan.draft_S[plan.samples_S], plan.draft_S[plan.samples_S] + 1)
     return StepInput(
         token_id_T=table.token_ids.take(slot_T * table.max_model_len + position_T).astype(np.int64),
         position_T=position_T,
@@ -77,52 +101,3 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
         block_table_SM=cut_rows(table.block_table, slot_S, 0, most_blocks),
         logit_row_R=logit_row_R,
     )
-
-
-def made_input(
-    num_tokens: int,
-    num_sequences: int,
-    context_len: int,
-    block_size: int,
-    max_len: int,
-    num_rows: int,
-    num_blocks: int = 0,
-) -> StepInput:
-    """A step of no real sequences, to see what one costs: each has up to `context_len` tokens behind it and computes
-    its share of `num_tokens`, the first `num_rows` of which want logits. They read and write blocks from block 0 on,
-    `num_blocks` of them, one sequence after the other, and those again that are there; or as many as one sequence needs
-    where these are more. Each has an order of its own: attention reads together what several begin with."""
-    count_S = np.full(num_sequences, num_tokens // num_sequences, dtype=np.int64)
-    count_S[: num_tokens % num_sequences] += 1
-    query_start_S1 = np.append(0, np.cumsum(count_S))
-    offset_T = np.arange(num_tokens) - np.repeat(query_start_S1[:-1], count_S)
-    position_T = np.minimum(context_len + offset_T, max_len - 1)
-    most_blocks = -(-int(position_T.max() + 1) // block_size)
-    in_order_SM = np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1))
-    first_S1 = np.arange(num_sequences, dtype=np.int32)[:, None] * most_blocks
-    table_SM = np.random.default_rng(0).permuted(in_order_SM, axis=1) + first_S1
-    table_SM %= max(num_blocks, most_blocks)
-    block_T = table_SM[np.repeat(np.arange(num_sequences), count_S), position_T // block_size].astype(np.int64)
-    return StepInput(
-        token_id_T=np.ones(num_tokens, dtype=np.int64),
-        position_T=position_T,
-        slot_mapping_T=block_T * block_size + position_T % block_size,
-        query_start_S1=query_start_S1.astype(np.int32),
-        context_len_S=np.minimum(context_len + count_S, max_len).astype(np.int32),
-        block_table_SM=table_SM,
-        logit_row_R=np.arange(num_rows),
-    )
-
-
-def runs(first_N: np.ndarray, count_N: np.ndarray) -> np.ndarray:
-    """first_N[0], first_N[0] + 1, ..., count_N[0] of them, then those of first_N[1], and so on."""
-    if len(first_N) == 1:  # often, and in a fifth of the time
-        return np.arange(first_N[0], first_N[0] + count_N[0])
-    end_N = np.cumsum(count_N)
-    return np.arange(int(end_N[-1]) if len(end_N) else 0) + np.repeat(first_N - end_N + count_N, count_N)
-
-
-def share(wanted_S: np.ndarray, available: int) -> np.ndarray:
-    """`available` dealt out, as much as each wants, the first ones first."""
-    before_S = np.cumsum(wanted_S) - wanted_S
-    return np.minimum(np.maximum(available - before_S, 0), wanted_S)

@@ -7,10 +7,10 @@ import torch
 
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling.batch import SamplingBatch
-from pipeline.engine.sampling.on_device import draw_on_device
+from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.sampling.top_p import weights
 from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, sampling_options
-from pipeline.engine.schedule.step_plan import StepInput, made_input
+from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.engine.startup.resolve import Resolved
 from pipeline.engine.step.runner import ModelRunner
@@ -36,13 +36,13 @@ def largest_step_bytes(runner: ModelRunner, resolved: Resolved) -> int:
 
     def costliest() -> None:
         logits_RV, batch = runner.execute(_made(resolved, num_tokens, num_sequences, num_rows)), _drawn_rows(num_rows)
-        draw_on_device(runner, logits_RV, batch)
+        sample_on_device(runner, logits_RV, batch)
         if draws_law:
             weights(logits_RV, batch, np.arange(num_rows))  # to settle drafts of known law
 
     def checking() -> None:
         most = resolved.most_checked_tokens
-        draw_on_device(runner, runner.execute(_made(resolved, most, num_sequences, most)), None)
+        sample_on_device(runner, runner.execute(_made(resolved, most, num_sequences, most)), None)
 
     return max(_peak_bytes(costliest, resolved.device), _peak_bytes(checking, resolved.device))
 
@@ -55,7 +55,7 @@ def forward_bytes(runner: ModelRunner, resolved: Resolved, num_tokens: int) -> i
 
 
 def _made(resolved: Resolved, num_tokens: int, num_sequences: int, num_rows: int) -> StepInput:
-    return made_input(num_tokens, num_sequences, 0, resolved.block_size, resolved.max_model_len, num_rows)
+    return synthetic_input(num_tokens, num_sequences, 0, resolved.block_size, resolved.max_model_len, num_rows)
 
 
 def _peak_bytes(work: Callable[[], object], device: torch.device) -> int:
@@ -79,4 +79,39 @@ def _drawn_rows(num_rows: int) -> SamplingBatch:
         slots=nobody,
         num_prompt=nobody,
         num_known=nobody,
+    )
+
+
+def synthetic_input(
+    num_tokens: int,
+    num_sequences: int,
+    context_len: int,
+    block_size: int,
+    max_len: int,
+    num_rows: int,
+    num_blocks: int = 0,
+) -> StepInput:
+    """A step of no real sequences, to see what one costs: each has up to `context_len` tokens before it and computes
+    its share of `num_tokens`, the first `num_rows` of which want logits. They read and write blocks from block 0 on,
+    `num_blocks` of them, one sequence after the other, and those again that are there; or as many as one sequence needs
+    where these are more. Each has an order of its own: attention reads together what several begin with."""
+    count_S = np.full(num_sequences, num_tokens // num_sequences, dtype=np.int64)
+    count_S[: num_tokens % num_sequences] += 1
+    query_start_S1 = np.append(0, np.cumsum(count_S))
+    offset_T = np.arange(num_tokens) - np.repeat(query_start_S1[:-1], count_S)
+    position_T = np.minimum(context_len + offset_T, max_len - 1)
+    most_blocks = -(-int(position_T.max() + 1) // block_size)
+    in_order_SM = np.tile(np.arange(most_blocks, dtype=np.int32), (num_sequences, 1))
+    first_S1 = np.arange(num_sequences, dtype=np.int32)[:, None] * most_blocks
+    table_SM = np.random.default_rng(0).permuted(in_order_SM, axis=1) + first_S1
+    table_SM %= max(num_blocks, most_blocks)
+    block_T = table_SM[np.repeat(np.arange(num_sequences), count_S), position_T // block_size].astype(np.int64)
+    return StepInput(
+        token_id_T=np.ones(num_tokens, dtype=np.int64),
+        position_T=position_T,
+        slot_mapping_T=block_T * block_size + position_T % block_size,
+        query_start_S1=query_start_S1.astype(np.int32),
+        context_len_S=np.minimum(context_len + count_S, max_len).astype(np.int32),
+        block_table_SM=table_SM,
+        logit_row_R=np.arange(num_rows),
     )

@@ -1,10 +1,14 @@
-"""What becomes of sequences when they get tokens: appended, looked at for an end, made into completions.
+"""Gives sequences their tokens: appends them, looks for an end, and makes completions.
 
-Owns stop conditions, the text that a completion has, and what happens where logits are no numbers. A step with drafts
-gives several tokens to a sequence; they are taken one after the other, each as that of a plain step.
+Owns stop conditions, the text of a completion, and what happens where logits are no numbers. A step with drafts gives
+several tokens to a sequence; they are taken one after the other, each as that of a plain step, and all at once where
+none of them can end the sequence.
+
+Suffixes: S sequences of the step, R rows of logits, F rows with finite logits, G sequences that go on.
 """
 
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import NamedTuple
 
 import numpy as np
@@ -13,12 +17,10 @@ from pipeline.engine.params import Completion, FinishReason
 from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Sequence
-from pipeline.engine.schedule.step_plan import runs
+from pipeline.engine.schedule.sequence import Sequence, ranges
+from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.errors import RowError
 from pipeline.tokenization.tokenizer import Tokenizer
-
-Append = Callable[[np.ndarray, np.ndarray], None]  # of slots and their next tokens
 
 
 class _End(NamedTuple):
@@ -36,77 +38,51 @@ class Completing:
     def __init__(
         self, scheduler: Scheduler, tokenizer: Tokenizer, vocab_size: int, clean: Callable[[list[int]], None]
     ) -> None:
-        self._scheduler, self._table, self._tokenizer, self._clean = scheduler, scheduler.table, tokenizer, clean
-        self._is_eos = np.isin(np.arange(vocab_size), sorted(tokenizer.eos_token_ids))
+        self._scheduler, self._table, self._stats = scheduler, scheduler.table, scheduler.stats
+        self._tokenizer, self._clean = tokenizer, clean
+        self.is_eos = np.isin(np.arange(vocab_size), sorted(tokenizer.eos_token_ids))
 
-    def take_verified(self, slot_S: np.ndarray, verified: Verified, now_us: int) -> int:
-        """Take accepted drafts and the token behind them, as `take` does: all at once where a sequence goes on behind
-        them, else round by round. The blocks of the other drafts are the caller's to release. How many ended."""
-        scheduler, goes_on_S = self._scheduler, self._goes_on(slot_S, verified)
-        going = np.flatnonzero(goes_on_S)
-        if len(going):
-            self._take_all(slot_S[going], verified, going, now_us)
-        if len(going) == len(slot_S):
-            return 0
-        num_ended = 0
-        left_S = np.where(goes_on_S, -1, verified.num_accepted_S)
-        for number in range(verified.num_rounds):
-            taking = np.flatnonzero(left_S >= number)
-            if num_ended:  # nothing follows the end of a sequence
-                taking = taking[np.isin(slot_S[taking], scheduler.running)]
-            if not len(taking):
-                break
-            append = scheduler.accept if number else scheduler.append
-            num_ended += self.take(slot_S[taking], verified.tokens(taking, number), now_us, append)
-        return num_ended
+    def take(self, slot_S: np.ndarray, output: SamplerOutput | Verified, ahead: StepPlan | None = None) -> int:
+        """Give each of these sequences its next tokens, and say how many there were. ahead: a step in flight that was
+        planned with them; its blocks are kept."""
+        before, now_us = self._stats.generated_tokens, monotonic_ns() // 1000
+        if isinstance(output, Verified):
+            num_ended = self._take_verified(slot_S, output, now_us)
+            if num_ended:
+                slot_S = slot_S[np.isin(slot_S, self._scheduler.running)]
+            self._release_rejected(slot_S, ahead)
+        else:
+            self._take_one(slot_S, output, now_us)
+        return self._stats.generated_tokens - before
 
-    def _goes_on(self, slot_S: np.ndarray, verified: Verified) -> np.ndarray:
-        """Which sequences none of their tokens can end, and nobody wants to know more of these than what they are."""
-        table, output, count_S = self._table, verified.output, verified.num_accepted_S + 1
-        if output.logprobs:
-            return np.zeros(len(slot_S), dtype=bool)
-        goes_on_S = (table.num_known[slot_S] + count_S < table.limit[slot_S]) & ~table.has_stops[slot_S]
-        ends_R = self._is_eos[output.token_ids] | ~output.finite
-        if ends_R.any():
-            before_R1 = np.append(0, np.cumsum(ends_R))
-            goes_on_S &= before_R1[verified.first_S + count_S] == before_R1[verified.first_S]
-        return goes_on_S
-
-    def _take_all(self, slot_G: np.ndarray, verified: Verified, going: np.ndarray, now_us: int) -> None:
-        """Give each of these sequences, which go on, all of its tokens at once."""
-        count_G = verified.num_accepted_S[going] + 1
-        for slot in slot_G[self._table.num_known[slot_G] == self._table.num_prompt[slot_G]].tolist():
-            self._table.at(slot).first_token_us = now_us
-        row_N = runs(verified.first_S[going], count_G)
-        self._scheduler.accept_all(slot_G, count_G, verified.output.token_ids[row_N])
-        self._scheduler.stats.generated_tokens += len(row_N)
-
-    def take(self, slot_R: np.ndarray, output: SamplerOutput, now_us: int, append: Append | None = None) -> int:
-        """Give each of these sequences its next token, and say how many end with it."""
+    def _take_one(self, slot_R: np.ndarray, output: SamplerOutput, now_us: int) -> int:
+        """Give each of these sequences one token, and say how many end with it."""
         slot_F, token_F = slot_R, output.token_ids
         if not output.finite.all():
             slot_F, token_F = slot_R[output.finite], token_F[output.finite]
             for slot in slot_R[~output.finite].tolist():
-                self._non_finite(slot)
-        (append or self._scheduler.append)(slot_F, token_F)
-        known_F = self._table.num_known[slot_F]
-        self._note_first_tokens(slot_F, known_F, now_us)
+                self._fail_non_finite(slot)
+        self._note_first_tokens(slot_F, now_us)
+        self._scheduler.append(slot_F, token_F)
         for row, logprobs in output.logprobs.items():
             kept = self._table.at(int(slot_R[row])).logprobs
             assert kept is not None
             kept.append(logprobs)
-        self._scheduler.stats.generated_tokens += len(slot_F)
-        return len(slot_R) - len(slot_F) + self._finish_ended(slot_F, token_F, known_F, now_us)
+        self._stats.generated_tokens += len(slot_F)
+        return len(slot_R) - len(slot_F) + self._finish_ended(slot_F, token_F, now_us)
 
-    def _note_first_tokens(self, slot_R: np.ndarray, known_R: np.ndarray, now_us: int) -> None:
-        """A sequence knows one token more than its prompt once in its life: preempted, it keeps what it generated."""
-        for slot in slot_R[known_R == self._table.num_prompt[slot_R] + 1].tolist():
+    def _note_first_tokens(self, slot_R: np.ndarray, now_us: int) -> None:
+        """A sequence knows its prompt alone once in its life: preempted, it keeps what it generated."""
+        for slot in slot_R[self._table.num_known[slot_R] == self._table.num_prompt[slot_R]].tolist():
             self._table.at(slot).first_token_us = now_us
 
-    def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray, known_R: np.ndarray, now_us: int) -> int:
+    # -- ends
+
+    def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray, now_us: int) -> int:
         table = self._table
+        known_R = table.num_known[slot_R]
         length_R = known_R >= table.limit[slot_R]
-        stop_R = self._is_eos[token_R]
+        stop_R = self.is_eos[token_R]
         if stop_R.any():
             stop_R &= table.stops_at_eos[slot_R] & (known_R >= table.min_known[slot_R])
         ends: list[_End] = []
@@ -132,7 +108,7 @@ class Completing:
         match = sequence.stop_checker.push(token) if sequence.stop_checker is not None else None
         return match is not None, match.text if match is not None else None
 
-    def _completion(self, sequence: Sequence, end: "_End", now_us: int) -> Completion:
+    def _completion(self, sequence: Sequence, end: _End, now_us: int) -> Completion:
         token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
         text = end.text
         if text is None:
@@ -151,33 +127,54 @@ class Completing:
             last_token_us=now_us,
         )
 
-    def _non_finite(self, slot: int) -> None:
+    def _fail_non_finite(self, slot: int) -> None:
         """End a sequence whose logits are not numbers; blocks only it holds are cleaned, none stays findable."""
         sequence = self._table.at(slot)
         generated = int(self._table.num_known[slot]) - sequence.num_prompt
         own = self._scheduler.pool.held_once(self._table.blocks_of(slot))
         self._scheduler.drop(slot, keep_blocks=False)
         self._clean(own)
-        fail(
-            sequence,
+        sequence.fail(
             RowError.NON_FINITE_LOGITS,
             f"the model gave logits that are not finite numbers after {generated} generated tokens",
         )
 
+    # -- drafts
 
-def fail(sequence: Sequence, error: RowError, message: str) -> None:
-    """End a request, which holds nothing any more, with an error."""
-    sequence.call.end(
-        Completion(
-            row_id=sequence.request.row_id,
-            token_ids=[],
-            text="",
-            finish_reason="error",
-            num_prompt_tokens=sequence.num_prompt,
-            num_cached_tokens=max(sequence.num_cached, 0),
-            error=error.value,
-            error_message=message,
-            queued_us=sequence.queued_us,
-            first_token_us=sequence.first_token_us,
-        )
-    )
+    def _take_verified(self, slot_S: np.ndarray, verified: Verified, now_us: int) -> int:
+        """Give each sequence its accepted drafts and the token after them. How many ended."""
+        goes_on_S = self._goes_on(slot_S, verified)
+        going = np.flatnonzero(goes_on_S)
+        if len(going):
+            self._note_first_tokens(slot_S[going], now_us)
+            count_G = verified.num_accepted_S[going] + 1
+            row_N = ranges(verified.first_S[going], count_G)
+            self._scheduler.append(slot_S[going], verified.output.token_ids[row_N], count_G)
+            self._stats.generated_tokens += len(row_N)
+        left_S, num_ended = np.where(goes_on_S, -1, verified.num_accepted_S), 0
+        for number in range(int(left_S.max(initial=-1)) + 1):
+            taking = np.flatnonzero(left_S >= number)
+            if num_ended:  # nothing follows the end of a sequence
+                taking = taking[np.isin(slot_S[taking], self._scheduler.running)]
+            tokens = verified.output.of_rows(verified.first_S[taking] + number)
+            num_ended += self._take_one(slot_S[taking], tokens, now_us)
+        return num_ended
+
+    def _goes_on(self, slot_S: np.ndarray, verified: Verified) -> np.ndarray:
+        """Which sequences none of their tokens can end, where nobody wants log-probabilities."""
+        table, output, count_S = self._table, verified.output, verified.num_accepted_S + 1
+        if output.logprobs:
+            return np.zeros(len(slot_S), dtype=bool)
+        goes_on_S = (table.num_known[slot_S] + count_S < table.limit[slot_S]) & ~table.has_stops[slot_S]
+        ends_R = self.is_eos[output.token_ids] | ~output.finite
+        if ends_R.any():
+            before_R1 = np.append(0, np.cumsum(ends_R))
+            goes_on_S &= before_R1[verified.first_S + count_S] == before_R1[verified.first_S]
+        return goes_on_S
+
+    def _release_rejected(self, slot_S: np.ndarray, ahead: StepPlan | None) -> None:
+        """Blocks that hold nothing but rejected drafts."""
+        ahead_of = np.zeros(self._table.num_slots, dtype=np.int64)
+        if ahead is not None:
+            ahead_of[ahead.slot_S] = ahead.count_S
+        self._scheduler.release_rejected(slot_S, ahead_of[slot_S])

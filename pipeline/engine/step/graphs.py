@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels.contract import AttentionInput, GraphAttention, GraphShape
 from pipeline.kernels.transfer import on_device
 from pipeline.model.decoder import Decoder, KVCache
@@ -136,7 +136,7 @@ class StepGraphs:
             return False
         return num_tokens == num_seqs or int(np.diff(step.query_start_S1).max()) <= self._attention.max_queries
 
-    def run(self, step: StepInput, where: AttentionInput, late: LateTokens | None) -> torch.Tensor:
+    def run(self, step: StepInput, where: AttentionInput, future: FutureTokens | None) -> torch.Tensor:
         """The last hidden states of the step's rows that want logits; overwritten by the next run.
 
         Logits are no part of a graph: each would keep its own, and they are the largest tensor there is.
@@ -148,13 +148,13 @@ class StepGraphs:
         padded_3P[:, num_tokens:] = [[0], [0], [self._padding_slot]]
         padded_3P[:, :num_tokens] = step.token_id_T, step.position_T, step.slot_mapping_T
         graph.numbers_3P.copy_(on_device(padded_3P, self._device), non_blocking=True)
-        shortfall = None
-        if late is not None:
-            late.put_into(graph.numbers_3P)
-            shortfall = late.shortfall
-        self._attention.refill(where, 0 if shortfall is None else shortfall.most)
-        if shortfall is not None:
-            self._attention.shorten(shortfall.short_S)
+        rejected = None
+        if future is not None:
+            future.put_into(graph.numbers_3P)
+            rejected = future.rejected
+        self._attention.refill(where, 0 if rejected is None else rejected.most)
+        if rejected is not None:
+            self._attention.shorten(rejected.count_S)
         graph.replay()
         if len(step.logit_row_R) == num_tokens:
             return self._hidden_PH[:num_tokens]

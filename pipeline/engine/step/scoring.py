@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from pipeline.engine.schedule.block_pool import BlockPool
-from pipeline.engine.schedule.step_plan import StepInput, runs
+from pipeline.engine.schedule.sequence import ranges
+from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.runner import Runner
 from pipeline.errors import ConfigError
 
@@ -91,7 +92,7 @@ def _input_of(
     start_S = np.array([piece.start for piece in step])
     stop_S = np.array([piece.stop for piece in step])
     count_S = stop_S - start_S
-    position_T = runs(start_S, count_S)
+    position_T = ranges(start_S, count_S)
     piece_T = np.repeat(np.arange(len(step)), count_S)
     block_table_SM = np.zeros((len(step), max(len(blocks[piece.row]) for piece in step)), dtype=np.int32)
     for s, piece in enumerate(step):

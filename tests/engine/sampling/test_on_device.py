@@ -10,12 +10,12 @@ import torch
 
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling import penalties
-from pipeline.engine.sampling.on_device import draw_on_device
+from pipeline.engine.sampling.on_device import PendingOutput, sample_on_device, tokens_on_device
 from pipeline.engine.sampling.on_host import sample
-from pipeline.engine.sampling.penalties import LateIds, adjusted
+from pipeline.engine.sampling.penalties import FutureIds, adjusted
 from pipeline.engine.sampling.random_numbers import uniforms
-from pipeline.engine.sampling.rejection import DraftLaw
-from pipeline.engine.schedule.scheduler import UNKNOWN_TOKEN
+from pipeline.engine.sampling.rejection import ProposalDistribution
+from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN
 from pipeline.kernels import reference
 from tests.engine.sampling.test_on_host import LOGITS, OPTIONS, batch_of, mixed_rows, plain_distribution
 from tests.engine.sampling.test_verify import p_value
@@ -40,7 +40,7 @@ def same(ours, expected) -> bool:
 def test_every_option_gives_the_tokens_of_the_host(seed: int, num_tokens: int) -> None:
     logits_RV, batch = mixed_rows(90, num_tokens, seed)
     before = logits_RV.clone()
-    assert same(draw_on_device(OnThisDevice(), logits_RV, batch).output(), sample(logits_RV, batch))
+    assert same(sample_on_device(OnThisDevice(), logits_RV, batch).output(), sample(logits_RV, batch))
     assert torch.equal(logits_RV, before)
 
 
@@ -50,7 +50,7 @@ def test_rows_that_all_want_the_same(name: str) -> None:
     output = [np.array([1, 4, 4, row % 10]) for row in range(30)]
     batch = batch_of([params] * 30, positions=[3] * 30, output=output, prompt=[np.arange(3)] * 30)
     logits_RV = torch.tensor(LOGITS).expand(30, -1)
-    assert same(draw_on_device(OnThisDevice(), logits_RV, batch).output(), sample(logits_RV, batch))
+    assert same(sample_on_device(OnThisDevice(), logits_RV, batch).output(), sample(logits_RV, batch))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -72,14 +72,14 @@ def test_a_token_that_the_host_does_not_know_yet_is_counted(seed: int) -> None:
     logits_RV = torch.from_numpy(rng.normal(0, 1, (120, 12)).astype(np.float32))
     expected = sample(logits_RV, batch)
     row_L = np.flatnonzero(rng.random(120) < 0.7)
-    late = LateIds(row_L, torch.tensor([int(output[row][-1]) for row in row_L]))
+    late = FutureIds(row_L, torch.tensor([int(output[row][-1]) for row in row_L]))
     last = batch.slots[row_L], batch.num_known[row_L] - 1
-    assert (batch.token_ids[last] == late.token_id_L.numpy()).all()
+    assert (batch.token_ids[last] == late.token_id_F.numpy()).all()
     hidden = batch.token_ids.copy()
-    hidden[last] = UNKNOWN_TOKEN
+    hidden[last] = PLACEHOLDER_TOKEN
     unknown = replace(batch, token_ids=hidden)
-    assert same(draw_on_device(OnThisDevice(), logits_RV, unknown, late).output(), expected)
-    assert not same(draw_on_device(OnThisDevice(), logits_RV, unknown).output(), expected)
+    assert same(sample_on_device(OnThisDevice(), logits_RV, unknown, late).output(), expected)
+    assert not same(sample_on_device(OnThisDevice(), logits_RV, unknown).output(), expected)
     every = np.arange(120)
     z_RV = adjusted(logits_RV, batch, every)
     assert torch.equal(adjusted(logits_RV, unknown, every, late), z_RV)
@@ -101,9 +101,9 @@ def test_penalties_count_several_late_tokens_of_a_row(most_late: int) -> None:
     for row, count in enumerate(count_R.tolist()):
         end = int(batch.num_known[row])
         ids += hidden[batch.slots[row], end - count : end].tolist()
-        hidden[batch.slots[row], end - count : end] = UNKNOWN_TOKEN
+        hidden[batch.slots[row], end - count : end] = PLACEHOLDER_TOKEN
     unknown, every = replace(batch, token_ids=hidden), np.arange(60)
-    late = LateIds(row_L, torch.tensor(ids))
+    late = FutureIds(row_L, torch.tensor(ids))
     assert count_R.max() == most_late
     assert torch.equal(adjusted(logits_RV, unknown, every, late), adjusted(logits_RV, batch, every))
     assert not torch.equal(adjusted(logits_RV, unknown, every), adjusted(logits_RV, batch, every))
@@ -111,9 +111,9 @@ def test_penalties_count_several_late_tokens_of_a_row(most_late: int) -> None:
 
 def test_a_late_token_that_its_row_had_before_has_one_count() -> None:
     """Whichever of the two is written last."""
-    late = LateIds(np.array([0, 2]), torch.tensor([7, 4]))
+    late = FutureIds(np.array([0, 2]), torch.tensor([7, 4]))
     places = torch.tensor([0, 0, 1, 2]), torch.tensor([3, 7, 7, 5])
-    both, count = penalties._with_late(
+    both, count = penalties._with_future(
         late, torch.tensor([0, 2]), np.array([0, 0, 1, 2]), places, torch.tensor([1, 2, 5, 1])
     )
     assert list(zip(both[0].tolist(), both[1].tolist(), count.tolist())) == [
@@ -123,13 +123,13 @@ def test_a_late_token_that_its_row_had_before_has_one_count() -> None:
 
 def test_rows_that_are_not_finite_are_flagged_and_touch_nobody() -> None:
     logits_RV, batch = mixed_rows(60, 50)
-    clean = draw_on_device(OnThisDevice(), logits_RV, batch).output()
+    clean = sample_on_device(OnThisDevice(), logits_RV, batch).output()
     assert clean.finite.all()
     bad = [3, 10, 14, 16, 20, 31, 42]
     broken = logits_RV.clone()
     broken[3, 7], broken[10, 0], broken[14], broken[16] = float("nan"), float("inf"), float("nan"), float("-inf")
     broken[[20, 31, 42], 2] = float("inf")
-    ours = draw_on_device(OnThisDevice(), broken, batch).output()
+    ours = sample_on_device(OnThisDevice(), broken, batch).output()
     assert np.flatnonzero(~ours.finite).tolist() == bad
     good = np.setdiff1d(np.arange(60), bad)
     assert (ours.token_ids[good] == clean.token_ids[good]).all()
@@ -139,10 +139,10 @@ def test_rows_that_are_not_finite_are_flagged_and_touch_nobody() -> None:
         hidden = torch.tensor([[0.0, 1.0, float("inf")]])  # where the mask would hide it
         nothing_left = torch.tensor([[float("-inf"), float("-inf"), 1.0]])
         for row_1V in (hidden, nothing_left):
-            assert not draw_on_device(OnThisDevice(), row_1V, batch_of([params])).output().finite.any()
+            assert not sample_on_device(OnThisDevice(), row_1V, batch_of([params])).output().finite.any()
     capped = torch.tensor([[0.0, float("inf"), 2.0]])  # which a penalty would make finite
     penalised = SamplingParams(repetition_penalty=2.0)
-    assert not draw_on_device(OnThisDevice(), capped, batch_of([penalised], output=[[1]])).output().finite.any()
+    assert not sample_on_device(OnThisDevice(), capped, batch_of([penalised], output=[[1]])).output().finite.any()
 
 
 def test_drafts_of_a_known_law_are_settled_as_on_the_host() -> None:
@@ -150,8 +150,8 @@ def test_drafts_of_a_known_law_are_settled_as_on_the_host() -> None:
     logits_RV, batch = mixed_rows(60, 20, seed=2)
     rows = np.sort(rng.choice(60, 40, replace=False))
     q_DV = torch.from_numpy(rng.dirichlet(np.ones(20), 40)).float()
-    law = DraftLaw(rows, rng.integers(0, 20, 40), q_DV)
-    settled = draw_on_device(OnThisDevice(), logits_RV, batch, law=law).output()
+    law = ProposalDistribution(rows, rng.integers(0, 20, 40), q_DV)
+    settled = PendingOutput(*tokens_on_device(OnThisDevice(), logits_RV, batch, None, law)).output()
     assert same(settled, sample(logits_RV, batch, law))
     assert not same(settled, sample(logits_RV, batch))
 
@@ -171,7 +171,7 @@ def law_of(
     batch = batch_of([params] * NUM_DRAWS, seeds=seeds, positions=positions)
     chooser = OnThisDevice()
     chooser.draw = draw  # type: ignore[method-assign]
-    ids = draw_on_device(chooser, torch.tensor(LOGITS).expand(NUM_DRAWS, -1), batch).output().token_ids
+    ids = sample_on_device(chooser, torch.tensor(LOGITS).expand(NUM_DRAWS, -1), batch).output().token_ids
     return p_value(ids.reshape(-1, 2), np.outer(p, p))
 
 
@@ -219,5 +219,5 @@ def test_the_numbers_are_those_of_the_host() -> None:
     given = []
     chooser = OnThisDevice()
     chooser.draw = lambda logits_RV, how_5R: given.append(how_5R) or reference.draw(logits_RV, how_5R)  # type: ignore
-    draw_on_device(chooser, torch.zeros(5, 9), batch)
+    sample_on_device(chooser, torch.zeros(5, 9), batch)
     assert given[0][4].tolist() == uniforms(batch.seeds, batch.positions).tolist()

@@ -20,10 +20,9 @@ from pipeline.engine.sampling import top_p as weights
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_host import distribution, sample
 from pipeline.engine.sampling.random_numbers import DRAFT, draw, uniforms
-from pipeline.engine.sampling.rejection import DraftLaw, settle
+from pipeline.engine.sampling.rejection import ProposalDistribution, accept_or_replace
 from pipeline.engine.sampling.verify import verify
-from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, sampling_options
-from pipeline.engine.schedule.step_plan import runs
+from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, ranges, sampling_options
 
 V, LENGTH, MOST = 4, 3, 3  # tokens of the vocabulary, tokens whose joint law is looked at, drafts of a step
 NUM_RUNS = 7_000
@@ -120,7 +119,7 @@ def runs_of(table: torch.Tensor, options: dict, draft: Draft, seed: int) -> tupl
             text[slots[drafting], known[slots[drafting]] + place] = tokens
             if q is not None:
                 q_SKV[torch.from_numpy(drafting), place] = q
-        row_slot, place_R = np.repeat(slots, count_S + 1), runs(np.zeros_like(count_S), count_S + 1)
+        row_slot, place_R = np.repeat(slots, count_S + 1), ranges(np.zeros_like(count_S), count_S + 1)
         known_R = known[row_slot] + place_R
         is_draft_R = place_R < np.repeat(count_S, count_S + 1)
         draft_R = np.where(is_draft_R, text[row_slot, known_R], -1).astype(np.int64)
@@ -128,14 +127,16 @@ def runs_of(table: torch.Tensor, options: dict, draft: Draft, seed: int) -> tupl
         if draft.table is not None:
             sequence_R = np.repeat(np.arange(len(slots)), count_S + 1)
             q_DV = q_SKV[torch.from_numpy(sequence_R[is_draft_R]), torch.from_numpy(place_R[is_draft_R])]
-            law = DraftLaw(np.flatnonzero(is_draft_R), draft_R[is_draft_R], q_DV)
+            law = ProposalDistribution(np.flatnonzero(is_draft_R), draft_R[is_draft_R], q_DV)
         batch = batch_of(options, text, row_slot, known_R, seeds)
         verified = verify(logits_behind(table, text, row_slot, known_R), batch, draft_R, law)
         assert verified.output.finite.all()
         num_accepted += int(verified.num_accepted_S.sum())
-        for number in range(verified.num_rounds):
+        for number in range(int(verified.num_accepted_S.max()) + 1):
             taking = np.flatnonzero(verified.num_accepted_S >= number)
-            text[slots[taking], known[slots[taking]] + number] = verified.tokens(taking, number).token_ids
+            text[slots[taking], known[slots[taking]] + number] = verified.output.token_ids[
+                verified.first_S[taking] + number
+            ]
         known[slots] += verified.num_accepted_S + 1
     return text[:, :LENGTH], num_accepted
 
@@ -235,10 +236,12 @@ def exact_law(p: np.ndarray, q: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> 
                 lambda seeds, positions, stream, numbers=numbers: numbers[stream][seeds.astype(np.int64)],
             )
             ones = torch.ones(GRID, 1)
-            drafts = DraftLaw(np.arange(GRID), np.full(GRID, token), torch.from_numpy(q).float() * ones)
+            drafts = ProposalDistribution(np.arange(GRID), np.full(GRID, token), torch.from_numpy(q).float() * ones)
             w_DV = torch.from_numpy(3 * p).float() * ones  # not normalised
             seeds = np.arange(GRID).astype(np.uint64)
-            given = settle(w_DV, drafts, seeds, np.zeros(GRID, dtype=np.int64), torch.full((GRID,), -1)).numpy()
+            given = accept_or_replace(
+                w_DV, drafts, seeds, np.zeros(GRID, dtype=np.int64), torch.full((GRID,), -1)
+            ).numpy()
             if accept is grid:
                 stands = float((given == token).mean())
                 assert stands == pytest.approx(min(1.0, p[token] / q[token]), abs=1e-12)
@@ -313,10 +316,7 @@ def test_ragged_drafts_are_accepted_as_far_as_they_are_the_models(temperature: f
     verified = verify(logits, batch, draft_R)
     assert verified.first_S.tolist() == [0, 3, 5, 6]
     assert verified.num_accepted_S.tolist() == [2, 1, 0, 0]
-    assert verified.num_rounds == 3
-    assert verified.tokens(np.arange(4), 0).token_ids.tolist() == [3, 1, 0, 2]
-    assert verified.tokens(np.array([0, 1]), 1).token_ids.tolist() == [1, 5]
-    assert verified.tokens(np.array([0]), 2).token_ids.tolist() == [4]
+    assert verified.output.token_ids.tolist() == best
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -328,11 +328,10 @@ def test_rows_that_are_not_finite_accept_nothing(value: float, temperature: floa
     logits[:, 0] = 50.0
     logits[1] = value
     q_DV = torch.full((3, 8), 0.125)
-    for law in (None, DraftLaw(np.arange(3), np.zeros(3, dtype=np.int64), q_DV)):
+    for law in (None, ProposalDistribution(np.arange(3), np.zeros(3, dtype=np.int64), q_DV)):
         verified = verify(logits, batch, np.array([0, 0, 0, -1]), law)
         assert verified.num_accepted_S.tolist() == [1]
         assert verified.output.finite.tolist() == [True, False, True, True]
-        assert not verified.tokens(np.array([0]), 1).finite.any()
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0])
@@ -342,7 +341,7 @@ def test_a_law_that_cannot_have_given_the_draft_is_passed_over(broken: float) ->
     draft_R = np.tile([1, -1], 200)
     q_DV = torch.full((200, V), 0.25)
     q_DV[:, 1] = broken
-    law = DraftLaw(np.arange(0, 400, 2), np.ones(200, dtype=np.int64), q_DV)
+    law = ProposalDistribution(np.arange(0, 400, 2), np.ones(200, dtype=np.int64), q_DV)
     assert (verify(logits, batch, draft_R, law).output.token_ids == sample(logits, batch).token_ids).all()
 
 
@@ -351,7 +350,7 @@ def test_greedy_rows_and_rows_with_a_law_share_a_step() -> None:
     best = int(TARGET[0, 0].argmax())
     params = [SamplingParams()] * 2 + [SamplingParams(temperature=1.0, logprobs=1)] * 4
     draft_R = np.array([best, -1, 1, -1, 2, -1])
-    law = DraftLaw(np.array([0, 2, 4]), draft_R[[0, 2, 4]], torch.full((3, V), 0.25))
+    law = ProposalDistribution(np.array([0, 2, 4]), draft_R[[0, 2, 4]], torch.full((3, V), 0.25))
     verified = verify(logits, rows_with(params), draft_R, law)
     assert verified.num_accepted_S[0] == 1
     assert verified.output.token_ids[:2].tolist() == [best, best]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.params import Completion, Request, SamplingParams
-from tests.engine.hash_runner import VOCAB, expected_tokens, hash_engine
+from tests.engine.hash_runner import VOCAB, check_tokens, expected_tokens, hash_engine
 
 
 def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[Request]:
@@ -24,7 +24,7 @@ def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[
 
 def drafts_in_flight(engine, slot: int) -> int:
     """Behind all computed tokens of a sequence, whose blocks it holds until it is known which of them stand."""
-    flight = engine._stepping.flight
+    flight = getattr(engine.loop, "in_flight", None)
     return 0 if flight is None else int(flight.draft_K[flight.slot_K == slot].sum())
 
 
@@ -77,10 +77,7 @@ def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int, is
     )
     requests = random_requests(rng, 40, max_len)
     done = run(engine, requests, arrivals=rng)
-    for request in requests:
-        eos = not request.params.ignore_eos
-        expected = expected_tokens(request.prompt_token_ids, request.params.max_tokens, max_len, eos)
-        assert done[request.row_id].token_ids == expected
+    check_tokens(done, requests, max_len)
     assert max(engine.runner.tokens_per_step) <= engine.scheduler.max_num_batched_tokens
     fresh = sum(len(r.prompt_token_ids) for r in requests)
     assert engine.stats.prompt_tokens == fresh
@@ -90,15 +87,14 @@ def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int, is
 
 def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
     engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
-    engine.scheduler.expectation.output = 1  # expects far too little, so that it admits far too much
+    engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
     rng = np.random.default_rng(5)
     requests = [
         Request(row, rng.integers(0, VOCAB - 1, 6).tolist(), SamplingParams(max_tokens=40, ignore_eos=True))
         for row in range(8)
     ]
     done = run(engine, requests)
-    for request in requests:
-        assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 40, 64, False)
+    check_tokens(done, requests)
     assert engine.stats.num_preemptions > 0
     assert engine.stats.recomputed_tokens > 0
     assert sum(engine.runner.tokens_per_step) == (
@@ -108,7 +104,7 @@ def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
 
 def test_completions_say_when_they_came_also_after_a_preemption() -> None:
     engine = hash_engine(17, 4, max_model_len=64, max_num_seqs=8, enable_prefix_caching=False)
-    engine.scheduler.expectation.output = 1
+    engine.scheduler.admission.expected_output = 1
     before = time.monotonic_ns() // 1000
     for row in range(8):
         engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)))
@@ -163,8 +159,7 @@ def test_a_shared_prompt_is_computed_once_even_by_requests_that_arrive_together(
     done = run(engine, requests)
     assert [done[row].num_cached_tokens for row in range(8)] == [0] + [40] * 7
     assert sum(engine.runner.tokens_per_step) == 41 + 7 + 8 * 3
-    for request in requests:
-        assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 4, 64, False)
+    check_tokens(done, requests)
 
 
 def test_what_a_sequence_generated_is_not_shared_neither_before_its_end_nor_after() -> None:
@@ -236,8 +231,7 @@ def test_fault_49_non_finite_logits_end_one_row_and_clean_its_blocks() -> None:
     assert done["bad"].error == "non_finite_logits"
     assert done["bad"].token_ids == []
     assert len(engine.runner.zeroed) == 2
-    for request in good:
-        assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 6, 64, False)
+    check_tokens(done, good)
     again = run(engine, [Request("again", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=2))])
     assert again["again"].num_cached_tokens == 0
 

@@ -14,12 +14,12 @@ from pipeline.engine.params import Request
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup import build
 from pipeline.engine.startup.loaded import LoadedModel
-from pipeline.engine.startup.place import Place
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
+from pipeline.engine.step.runner import Place
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.attention import attention
 from pipeline.kernels.cpu.compile.threads import use_threads
-from tests.engine.hash_runner import hash_engine
+from tests.engine.hash_runner import before_each_step, hash_engine
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy
 
@@ -43,13 +43,8 @@ def callers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def noting(engine: Engine) -> list[int]:
     """torch's threads in each step from now on."""
-    execute, seen = engine.runner.execute, list[int]()
-
-    def execute_and_note(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        seen.append(torch.get_num_threads())
-        return execute(step, late)
-
-    engine.runner.execute = execute_and_note  # type: ignore[method-assign]
+    seen = list[int]()
+    before_each_step(engine, lambda step, future: seen.append(torch.get_num_threads()))
     return seen
 
 
@@ -115,7 +110,7 @@ def test_a_step_that_raises_leaves_the_caller_s_threads(callers: int) -> None:
     engine = hash_engine(60, 4)
     engine.place = Place(4 - callers, CPU)
 
-    def execute(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         assert torch.get_num_threads() == 4 - callers
         raise KeyboardInterrupt
 

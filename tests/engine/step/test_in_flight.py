@@ -2,26 +2,22 @@
 
 import numpy as np
 import pytest
-import torch
 
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
-from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine
+from pipeline.engine.step.in_flight import FutureTokens
+from tests.engine.hash_runner import EOS, VOCAB, before_each_step, check_tokens, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 
 
 def watched(engine) -> list[tuple[int, int]]:
-    """(tokens, late tokens among them) of each step, as they come."""
-    execute, seen = engine.runner.execute, []
-
-    def execute_and_note(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        seen.append((len(step.token_id_T), 0 if late is None else len(late.place_L)))
-        return execute(step, late)
-
-    engine.runner.execute = execute_and_note
+    """(tokens, future tokens among them) of each step, as they come."""
+    seen: list[tuple[int, int]] = []
+    before_each_step(
+        engine, lambda step, future: seen.append((len(step.token_id_T), 0 if future is None else len(future.place_F)))
+    )
     return seen
 
 
@@ -114,17 +110,14 @@ def test_drafts_wait_for_tokens(seed: int) -> None:
     seen = watched(engine)
     requests = random_requests(np.random.default_rng(seed), 20, 64)
     done = run(engine, requests)
-    for request in requests:
-        eos = not request.params.ignore_eos
-        expected = expected_tokens(request.prompt_token_ids, request.params.max_tokens, 64, eos, 2)
-        assert done[request.row_id].token_ids == expected
+    check_tokens(done, requests, memory=2)
     assert sum(engine.stats.accepted_by_place) > 0
     assert not any(late for _, late in seen)
 
 
 def test_sequences_are_given_up_only_when_all_their_tokens_are_known() -> None:
     engine = hash_engine(17, 4, max_num_seqs=8, enable_prefix_caching=False, is_asynchronous=True)
-    engine.scheduler.expectation.output = 1  # expects far too little, so that it admits far too much
+    engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
     seen = watched(engine)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     done = run(engine, [Request(row, [row, 5, 6, 7, 8, 9], params) for row in range(8)])
@@ -135,14 +128,12 @@ def test_sequences_are_given_up_only_when_all_their_tokens_are_known() -> None:
 
 def test_fault_04_a_sequence_in_flight_that_fits_no_more_is_an_error_row() -> None:
     engine = hash_engine(100, 4, is_asynchronous=True)
-    execute = engine.runner.execute
 
-    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def fail_late(step: StepInput, future: FutureTokens | None) -> None:
         if int(step.context_len_S.max()) > 8:  # it was to begin a block
             raise MemoryError
-        return execute(step, late)
 
-    engine.runner.execute = execute_or_fail  # type: ignore[method-assign]
+    before_each_step(engine, fail_late)
     done = run(engine, [Request(0, [1, 2, 3, 4, 5], SamplingParams(max_tokens=9, ignore_eos=True))])
     assert (done[0].error, done[0].token_ids) == ("out_of_memory", [])
     first, second, third, fourth = expected_tokens([1, 2, 3, 4, 5], 4, 64, False)

@@ -14,8 +14,8 @@ from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import Flight, LateTokens
-from tests.engine.hash_runner import expected_tokens, hash_engine
+from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
+from tests.engine.hash_runner import before_each_step, check_tokens, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.engine.step.test_in_flight import watched
 from tests.engine.test_draft_model import Fitful, draft_with_itself
@@ -41,20 +41,13 @@ def drafting_engine(most: int = 4, wrong: float = 0.0, **options: Any) -> Engine
     return engine
 
 
-def check(done: dict, requests: list[Request], max_len: int = 64, memory: int | None = None) -> None:
-    for request in requests:
-        eos = not request.params.ignore_eos
-        expected = expected_tokens(request.prompt_token_ids, request.params.max_tokens, max_len, eos, memory)
-        assert done[request.row_id].token_ids == expected
-
-
 def greedy_rows(count: int, max_tokens: int = 21) -> list[Request]:
     return [Request(n, [n, 5, 6], SamplingParams(max_tokens=max_tokens, ignore_eos=True)) for n in range(count)]
 
 
 class Waits:
-    """Of an engine: reads of the device's tensors by the host, but for those of `Flight.output`, and how many steps had
-    been launched when a step's tokens were read."""
+    """Reads of the device's tensors by the host, but for those of `StepInFlight.output`, and how many steps had been
+    launched when a step's tokens were read."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.early: list[str] = []
@@ -63,13 +56,13 @@ class Waits:
         self._is_fine = 0  # in the device's own work, and where a step is landed
         for name in READS:
             monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
-        output = Flight.output
+        output = StepInFlight.output
 
-        def land(flight: Flight) -> Any:
+        def land(flight: StepInFlight) -> Any:
             self.read_at.append(self.launched)
             return self._on_device(output)(flight)
 
-        monkeypatch.setattr(Flight, "output", land)
+        monkeypatch.setattr(StepInFlight, "output", land)
         runners = [engine.runner, *(p.runner for p in engine.drafting.proposers if isinstance(p, DraftModelProposer))]  # type: ignore[union-attr]
         for runner in runners:
             for name in ("execute", "greedy", "draw"):
@@ -103,7 +96,7 @@ def test_every_step_with_drafts_is_launched_before_the_last_ones_tokens_are_read
     engine = drafting_engine(wrong=0.3)
     waits, requests = Waits(engine, monkeypatch), greedy_rows(6)
     done = run(engine, requests, check=False)
-    check(done, requests)
+    check_tokens(done, requests)
     assert waits.early == [], "between a step and the next one nothing of the device is asked for"
     num_steps = engine.stats.num_steps
     assert waits.read_at[: num_steps - 1] == [*range(2, num_steps + 1)], "a step is read when the next one is under way"
@@ -119,7 +112,7 @@ def test_plain_steps_of_an_engine_that_could_draft_wait_for_nothing_either(monke
     engine = drafting_engine()
     engine.drafting.policy = Never(4)  # type: ignore[union-attr]
     waits = Waits(engine, monkeypatch)
-    check(run(engine, greedy_rows(6), check=False), greedy_rows(6))
+    check_tokens(run(engine, greedy_rows(6), check=False), greedy_rows(6))
     assert waits.early == []
     assert waits.read_at[:-1] == [*range(2, engine.stats.num_steps + 1)]
 
@@ -139,7 +132,7 @@ def test_looked_up_drafts_wait_for_the_tokens_alone(monkeypatch: pytest.MonkeyPa
     chains = [[n, *expected_tokens([n], 20, 64, False, 1), n] for n in range(6)]  # behind its end it begins again
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     requests = [Request(n, chain, params) for n, chain in enumerate(chains)]
-    check(run(engine, requests, check=False), requests, memory=1)
+    check_tokens(run(engine, requests, check=False), requests, memory=1)
     assert sum(engine.stats.accepted_by_place) > 0
     assert waits.early == []
     assert waits.read_at == [*range(1, engine.stats.num_steps + 1)], "one wait a step"
@@ -163,7 +156,7 @@ def test_any_mix_of_sharing_chunks_and_preemption_ahead_of_the_device(seed: int)
     seen = watched(engine)
     engine.drafting.policy = Fitful(5, rng)  # type: ignore[union-attr]
     requests = random_requests(rng, 40, max_len)
-    check(run(engine, requests, arrivals=rng), requests, max_len)
+    check_tokens(run(engine, requests, arrivals=rng), requests, max_len)
     assert engine.stats.drafted_1 > 30
     assert engine.stats.accepted_by_place == engine.stats.drafted_by_place
     assert any(late for _, late in seen)
@@ -175,7 +168,7 @@ def test_drafts_that_fall_move_their_sequences_back(seed: int) -> None:
     engine = drafting_engine(4, 0.3, num_blocks=int(rng.integers(20, 60)), max_num_seqs=int(rng.integers(2, 9)))
     engine.drafting.policy = Fitful(4, rng)  # type: ignore[union-attr]
     requests = random_requests(rng, 40, 64)
-    check(run(engine, requests, arrivals=rng), requests)
+    check_tokens(run(engine, requests, arrivals=rng), requests)
     assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
 
 
@@ -201,18 +194,17 @@ def test_rows_of_every_kind_get_the_tokens_of_plain_steps(seed: int, kind: str) 
 def test_fault_03_04_steps_with_drafts_ahead_that_do_not_fit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     engine = drafting_engine(3, 0.3, max_num_seqs=8)
-    execute, failed = engine.runner.execute, []
+    failed: list[bool] = []
 
-    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        is_behind_drafts = late is not None and late.shortfall is not None
-        if len(step.token_id_T) > 2 and rng.random() < (0.3 if is_behind_drafts else 0.05):
-            failed.append(is_behind_drafts)
+    def fail_sometimes(step: StepInput, future: FutureTokens | None) -> None:
+        is_after_drafts = future is not None and future.rejected is not None
+        if len(step.token_id_T) > 2 and rng.random() < (0.3 if is_after_drafts else 0.05):
+            failed.append(is_after_drafts)
             raise MemoryError
-        return execute(step, late)
 
-    engine.runner.execute = execute_or_fail  # type: ignore[method-assign]
+    before_each_step(engine, fail_sometimes)
     requests = random_requests(rng, 40, 64)
-    check(run(engine, requests, arrivals=rng), requests)
+    check_tokens(run(engine, requests, arrivals=rng), requests)
     assert engine.stats.num_out_of_memory == len(failed)
     assert any(failed), "behind drafts in flight"
 
@@ -247,7 +239,7 @@ def test_a_request_is_aborted_while_its_drafts_are_checked() -> None:
     assert engine.abort(2)
     while engine.has_unfinished:
         done += engine.step()
-    check({c.row_id: c for c in done}, [requests[n] for n in (0, 1, 3)])
+    check_tokens({c.row_id: c for c in done}, [requests[n] for n in (0, 1, 3)])
     assert engine.pool.num_held == 0
 
 
@@ -255,15 +247,13 @@ def test_a_runner_that_corrects_nothing_is_waited_for() -> None:
     """As one without captured steps: it reads contexts on the host."""
     engine = drafting_engine(4, 0.3)
     seen = watched(engine)
-    engine.runner.most_short_queries = 0
-    execute = engine.runner.execute
+    engine.runner.max_corrected_queries = 0
 
-    def execute_as_planned(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        assert late is None or late.shortfall is None
-        return execute(step, late)
+    def is_as_planned(step: StepInput, future: FutureTokens | None) -> None:
+        assert future is None or future.rejected is None
 
-    engine.runner.execute = execute_as_planned  # type: ignore[method-assign]
-    check(run(engine, greedy_rows(6)), greedy_rows(6))
+    before_each_step(engine, is_as_planned)
+    check_tokens(run(engine, greedy_rows(6)), greedy_rows(6))
     assert sum(engine.stats.accepted_by_place) > 0
     assert any(late for _, late in seen), "drafts of one step go to the target without the host all the same"
 

@@ -9,7 +9,7 @@ from pipeline.engine.drafts.policy import FixedDrafts, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from tests.engine.hash_runner import VOCAB, hash_engine
 from tests.engine.schedule.test_scheduler import run
 from tests.engine.step.test_in_flight import watched
@@ -73,7 +73,7 @@ def test_steps_of_drawn_rows_are_launched_before_the_last_ones_tokens_are_read()
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_that_are_given_up_and_come_again_draw_the_same(seed: int) -> None:
     engine = engine_of(True, num_blocks=20, max_num_seqs=8)
-    engine.scheduler.expectation.output = 1  # expects far too little, so that it admits far too much
+    engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
     seen = watched(engine)
     done = run(engine, requests_of(seed))
     assert [told(done[row]) for row in range(len(done))] == waiting(seed)
@@ -87,11 +87,11 @@ def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: 
     engine = engine_of(True)
     execute, draw, failed = engine.runner.execute, engine.runner.draw, []
 
-    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
+    def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         if len(step.token_id_T) > 2 and rng.random() < 0.15:
             failed.append("execute")
             raise MemoryError
-        return execute(step, late)
+        return execute(step, future)
 
     def draw_or_fail(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if len(logits_RV) > 2 and rng.random() < 0.1:

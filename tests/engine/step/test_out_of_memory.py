@@ -12,10 +12,10 @@ from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.scheduler import RECOVERY_STEPS
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.memory import is_out_of_memory
-from pipeline.engine.step.in_flight import LateTokens
+from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.engine.step.out_of_memory import MAX_SUSPECTS
 from pipeline.errors import EnvironmentFailed
-from tests.engine.hash_runner import expected_tokens, hash_engine
+from tests.engine.hash_runner import check_tokens, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy
@@ -28,8 +28,8 @@ def fail_where(engine: Engine, fails: Callable[[StepInput], bool]) -> list[int]:
     """Steps that `fails` names raise after they wrote their keys and values; returns their sizes, as they come."""
     execute, failed = engine.runner.execute, []
 
-    def execute_or_fail(step: StepInput, late: LateTokens | None = None) -> torch.Tensor:
-        logits = execute(step, late)
+    def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        logits = execute(step, future)
         if fails(step):
             failed.append(len(step.token_id_T))
             raise ERRORS[len(failed) % len(ERRORS)]
@@ -62,10 +62,7 @@ def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_a
     failed = fail_where(engine, lambda step: len(step.token_id_T) > (1 if rng.random() < 0.1 else most))
     requests = random_requests(rng, 30, 64)
     done = run(engine, requests, arrivals=rng)
-    for request in requests:
-        eos = not request.params.ignore_eos
-        expected = expected_tokens(request.prompt_token_ids, request.params.max_tokens, 64, eos)
-        assert done[request.row_id].token_ids == expected
+    check_tokens(done, requests)
     assert len(failed) > 3
     assert engine.stats.num_out_of_memory == len(failed)
     assert engine.stats.generated_tokens == sum(len(c.token_ids) for c in done.values())
@@ -137,7 +134,7 @@ def test_fault_05_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory() ->
         engine = hash_engine(16, 4)
         engine.add(Request(0, [1], SamplingParams()))
 
-        def execute(step: StepInput, late: LateTokens | None = None, error: Exception = error) -> torch.Tensor:
+        def execute(step: StepInput, future: FutureTokens | None = None, error: Exception = error) -> torch.Tensor:
             raise error
 
         engine.runner.execute = execute  # type: ignore[method-assign]

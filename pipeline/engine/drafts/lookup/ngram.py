@@ -23,7 +23,7 @@ from pipeline.engine.drafts.lookup.suffix_index import MIN_MATCH, SuffixIndex, t
 from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.drafts.proposer import Drafts
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.step.in_flight import Flight
+from pipeline.engine.step.in_flight import StepInFlight
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
@@ -85,7 +85,7 @@ class NgramProposer:
     def looked_at(self, slot_S: np.ndarray) -> np.ndarray:
         return self._num_indexed[slot_S] + 1
 
-    def offer(self, slot_S: np.ndarray, flight: Flight | None = None) -> Offer:
+    def offer(self, slot_S: np.ndarray, flight: StepInFlight | None = None) -> Offer:
         return self.offer_at(slot_S, self.table.num_known[slot_S])
 
     def offer_at(self, slot_S: np.ndarray, known_S: np.ndarray) -> Offer:
@@ -96,10 +96,10 @@ class NgramProposer:
             self._patterns.exchange(offer, known_S, most_new)
         return offer
 
-    def draft(self, offer: Offer, count_S: np.ndarray, flight: Flight | None = None) -> Drafts:
+    def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
         return Drafts(offer.token_id_SK)
 
-    def follows(self, flight: Flight) -> bool:
+    def follows(self, flight: StepInFlight) -> bool:
         return False  # it looks up the very tokens
 
     def undone(self, slot_S: np.ndarray) -> None:

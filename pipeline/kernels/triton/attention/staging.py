@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from pipeline.kernels.transfer import staging_buffer
+
 _ALIGNED = 4  # numbers of 4 bytes: see `Launch`
 
 
@@ -25,8 +27,3 @@ class StagedArrays:
             filled[offset : offset + array.size] = array.ravel()
             offset += padded
         self.tensor.copy_(staged, non_blocking=True)
-
-
-def staging_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32 memory on the host, pinned where a GPU copies from it. torch keeps it until its copy is done."""
-    return torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -1,0 +1,137 @@
+"""Waiting sequences, and which of them may run. No torch.
+
+A sequence is admitted when the KV blocks that it is expected to need are free beside those that the running ones are
+expected to need still. What may be generated is often far more than what is: a job that allows 512 tokens and uses 40
+would hold a tenth of the sequences that fit. So a sequence is expected to generate what three in four of the last ones
+did, and at most what it may. Where sequences generate more, the scheduler preempts.
+
+A sequence whose prefix another one is computing right now waits for it, and shares its blocks then.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from pipeline.engine.params import EngineStats
+from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.sequence import Sequence, SlotTable
+
+MIN_HISTORY = 64  # finished sequences before their lengths predict others'
+HISTORY = 1024
+PERCENTILE = 75
+MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
+
+
+class Admission:
+    """Of one scheduler. Owns the waiting queue, oldest first, and the lengths of finished outputs."""
+
+    def __init__(self, table: SlotTable, pool: BlockPool, stats: EngineStats, enable_prefix_caching: bool) -> None:
+        self._table, self._pool, self._stats = table, pool, stats
+        self._enable_prefix_caching = enable_prefix_caching
+        self.waiting: deque[Sequence] = deque()
+        self.expected_output: int | None = None  # generated tokens expected of a sequence; None: all that it may
+        self._length_H = np.zeros(HISTORY, dtype=np.int64)  # generated tokens of those that finished last, a ring
+        self._num_finished = 0
+        self._has_changed = False
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Queue a sequence that was preempted at the place of its age."""
+        at = 0
+        while at < len(self.waiting) and self.waiting[at].order < sequence.order:
+            at += 1
+        self.waiting.insert(at, sequence)
+
+    def finished(self, slots: list[int]) -> None:
+        """The sequences in these slots came to their end."""
+        place_N = np.arange(self._num_finished, self._num_finished + len(slots)) % HISTORY
+        self._length_H[place_N] = self._table.num_known[slots] - self._table.num_prompt[slots]
+        self._num_finished += len(slots)
+        self._has_changed = True
+
+    def forget_lengths(self) -> None:
+        """Expect nothing of coming sequences from those that finished so far."""
+        self._num_finished, self.expected_output, self._has_changed = 0, None, False
+
+    def admit(self, budget: int, running: np.ndarray) -> tuple[list[int], list[int], list[int]]:
+        """Give waiting sequences slots and blocks, oldest first. The slots, the positions from which they compute in
+        this step, and how many tokens, at most `budget` in all."""
+        slots: list[int] = []
+        starts: list[int] = []
+        counts: list[int] = []
+        pool, size = self._pool, self._pool.block_size
+        self._update_expected_output()
+        in_progress = self._hashes_in_progress(running)
+        reserved = self._missing_blocks(running)
+        deferred: list[Sequence] = []
+        while self.waiting and budget > 0 and self._table.num_free_slots and len(deferred) < MAX_DEFERRED:
+            sequence = self.waiting.popleft()
+            hits, being_computed = self._prefix(sequence, in_progress)
+            if being_computed:
+                deferred.append(sequence)
+                continue
+            num_final = self._final_blocks(sequence)
+            need = num_final - len(hits) + pool.num_free_of(hits)
+            if (len(running) or slots) and reserved + need > pool.num_free:
+                self.waiting.appendleft(sequence)
+                break
+            start = len(hits) * size
+            count = min(len(sequence.token_ids) - start, budget)
+            num_blocks = -(-(start + count) // size)
+            pool.share(hits)
+            slots.append(self._table.occupy(sequence, hits + pool.allocate(num_blocks - len(hits)), start))
+            starts.append(start)
+            counts.append(count)
+            if sequence.num_cached < 0:  # not admitted before
+                sequence.num_cached = min(start, sequence.num_prompt)
+                self._stats.cached_tokens += sequence.num_cached
+                self._stats.prompt_tokens += sequence.num_cached
+            reserved += max(num_final - num_blocks, 0)
+            in_progress.update(sequence.hashes[len(hits) :])
+            budget -= count
+        self.waiting.extendleft(reversed(deferred))
+        return slots, starts, counts
+
+    def _prefix(self, sequence: Sequence, in_progress: set[bytes]) -> tuple[list[int], bool]:
+        """Known blocks of its prefix, and whether the block after them is being computed by another sequence."""
+        if not self._enable_prefix_caching:
+            return [], False
+        size = self._pool.block_size
+        usable = (len(sequence.token_ids) - 1) // size  # the last token is always computed: its logits are wanted
+        sequence.extend_hashes(sequence.token_ids, usable, size)
+        hits = self._pool.find(sequence.hashes[:usable])
+        return hits, len(hits) < usable and sequence.hashes[len(hits)] in in_progress
+
+    def _hashes_in_progress(self, running: np.ndarray) -> set[bytes]:
+        """Hashes of prompt blocks that running sequences still have to compute."""
+        hashes: set[bytes] = set()
+        if self._enable_prefix_caching:
+            table, size = self._table, self._pool.block_size
+            prefilling = running[table.num_known[running] - table.num_computed[running] > 1]
+            for slot, computed in zip(prefilling.tolist(), table.num_computed[prefilling].tolist()):
+                hashes.update(table.at(slot).hashes[computed // size :])
+        return hashes
+
+    def _update_expected_output(self) -> None:
+        if self._has_changed and self._num_finished >= MIN_HISTORY:
+            length_H = self._length_H[: self._num_finished]
+            rank = len(length_H) * PERCENTILE // 100
+            self.expected_output = int(np.partition(length_H, rank)[rank])
+            self._has_changed = False
+
+    def _final_blocks(self, sequence: Sequence) -> int:
+        """All that a sequence is expected to hold in the end."""
+        limit = min(sequence.num_prompt + sequence.request.params.max_tokens, self._table.max_model_len)
+        size = self._pool.block_size
+        if self.expected_output is not None:
+            limit = min(limit, max(sequence.num_prompt + self.expected_output, len(sequence.token_ids) + size))
+        return -(-limit // size)
+
+    def _missing_blocks(self, slot_S: np.ndarray) -> int:
+        """What the sequences in these slots are expected to need beside the blocks that they hold."""
+        table, size = self._table, self._pool.block_size
+        final_S = table.limit[slot_S]
+        if self.expected_output is not None:
+            likely_S = np.maximum(table.num_prompt[slot_S] + self.expected_output, table.num_known[slot_S] + size)
+            final_S = np.minimum(final_S, likely_S)
+        missing_S = (final_S + (size - 1)) // size - table.num_blocks[slot_S]
+        return int(np.maximum(missing_S, 0).sum())
