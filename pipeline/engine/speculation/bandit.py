@@ -42,6 +42,7 @@ FIRST_CHECK = 512  # steps of drafts before plain ones are measured again
 FIRST_OTHER, FIRST_ALONE = 256, 64  # steps before the first turn of a draft model, beside lookup and alone,
 OTHER_PAUSE = 512  # and until its next one, then four times as many
 INHERITED_CHECK = 128
+SOME_STEPS = 4  # apart from contests, in one step of so many acceptance is taken down
 WILD = 3.0  # a step is charged at most so many times what such steps take; what the machine did besides is nobody's
 IDLE = 12.0  # one that seems to take so many times as long says nothing
 MANY = 16  # sequences: their first drafts are few, as many may take long
@@ -114,8 +115,9 @@ class MeasuredDrafts:
         num, verdict = outcome.facts.num_sequences, outcome.verdict
         if verdict is not None and step.arm is not None:
             self._rows.observe(verdict)
-            acceptance = self._acceptance[step.arm.proposer]
-            acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
+            if self._contest.challenger is not None or self._num_steps % SOME_STEPS == 0:  # it takes some 15 us
+                acceptance = self._acceptance[step.arm.proposer]
+                acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
         if told_ns is None or not num:
             return
         seconds = 1e-9 * (now_ns - told_ns)
