@@ -1,7 +1,7 @@
 """The exception tree, each branch with its exit code, and the codes of row errors.
 
 A row's failure is data: it becomes an output row whose `error` column holds one of `RowError`'s codes.
-A system's failure is an exception of this tree; `cli/main.py` prints it and leaves with `exit_code`:
+A system's failure is an exception of this tree; `cli/console.py` prints it and leaves with `exit_code`:
 
     PipelineError            70  a defect of ours when raised bare
     ├── UserError             2  something the user can change
@@ -19,9 +19,14 @@ from enum import StrEnum
 
 
 class PipelineError(Exception):
-    """Base of all errors raised on purpose. The message says what happened, where, and what to do."""
+    """Base of all errors raised on purpose. The message says what happened, where, and what to do. One about a key of
+    the job file begins with it: `output.path out: ...`, `prompt.template: ...`."""
 
     exit_code = 70
+
+    def problem(self, key: str) -> str:
+        """The message, for where `key` is told beside it."""
+        return str(self).removeprefix(key).lstrip(": ")
 
 
 class UserError(PipelineError):
@@ -58,6 +63,12 @@ class EnvironmentFailed(PipelineError):
 
 class Interrupted(PipelineError):
     exit_code = 75
+
+
+def error_named(name: str, message: str) -> PipelineError:
+    """The error that another process told by its class's name; a defect where the name is none of this tree."""
+    kind = globals().get(name)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, PipelineError) else PipelineError(message)
 
 
 class RowError(StrEnum):

@@ -1,11 +1,16 @@
-"""Text from data, file names and foreign libraries, made safe to show.
+"""What people are shown: text made safe for a terminal, durations, sizes, and a line of progress every few seconds.
 
 A terminal obeys control characters: they could clear the screen, set its title or hide what was said. Bidirectional
-overrides show text in another order than it has. So whatever is shown to people is spelled out at the edge where it
+overrides show text in another order than it has. So text from data, file names and libraries is spelled out where it
 leaves the program; what is written as data stays what it is.
 """
 
 import re
+import time
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+
+SAY_EVERY_S = 5.0  # between two lines of progress
 
 # Any character that may have to be spelled out; `str.isprintable` decides.
 _SUSPECT = re.compile(r"[^ -~]")
@@ -27,15 +32,57 @@ def printable_json(text: str) -> str:
     return _SUSPECT.sub(lambda match: match[0] if match[0].isprintable() else _json_escape(match[0]), text)
 
 
-def eta(left_s: float) -> str:
+def duration(seconds: float) -> str:
     """A time as coarse as a guess should be: `40 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
-    if left_s < 90:
-        return f"{max(0, round(left_s))} s"
-    minutes = round(left_s / 60)
+    if seconds < 90:
+        return f"{max(0, round(seconds))} s"
+    minutes = round(seconds / 60)
     if minutes < 90:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """What somebody who wrote `name` may have meant."""
+    return next(iter(get_close_matches(name, list(names), n=1)), None)
+
+
+def shown_bytes(num_bytes: int) -> str:
+    """`900 bytes`, `1.2 kB`, `35.0 MB`, `1.5 GB`."""
+    scaled = float(num_bytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if scaled < 1000:
+            return f"{scaled:.0f} {unit}" if unit == "bytes" else f"{scaled:.1f} {unit}"
+        scaled /= 1000
+    return f"{scaled:,.1f} TB"
+
+
+class Remaining:
+    """`remaining(done)` tells `say`, every few seconds: "what: 12 of 40, 30% (about 2 min left)", and `more` after it.
+
+    first: how much was done before, by work that does not show how fast this is.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        what: str,
+        total: int,
+        first: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say, self._what, self._total, self._first, self._clock = say, what, total, first, clock
+        self._began = self._said = clock()
+
+    def __call__(self, done: int, more: str = "") -> None:
+        now = self._clock()
+        if now < self._said + SAY_EVERY_S or not self._first < done < self._total:
+            return
+        self._said = now
+        left = duration((now - self._began) / (done - self._first) * (self._total - done))
+        share = f"{done:,} of {self._total:,}, {done / self._total:.0%}"
+        self._say(f"{self._what}: {share} (about {left} left){more and f', {more}'}")
 
 
 def _spelled(match: re.Match[str]) -> str:

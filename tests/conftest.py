@@ -1,5 +1,5 @@
-"""Settings of the whole suite that must be made before torch is imported, the order of the tests on several workers,
-and a fixture that runs the command line in this process."""
+"""Settings of the whole suite that must be made before torch is imported, the order of tests on several workers, and a
+fixture that runs the command line in this process."""
 
 import io
 import os
@@ -26,9 +26,9 @@ LONG = ("tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what one worker must do alone, of that last those whose engines compile kernels: by then they lie in
-    numba's cache, through other tests. Beside it and behind it the other files, short ones last, so that no worker
-    ends long before the other."""
+    """First what one worker must do alone, and at its end those tests whose engines compile kernels: by then other
+    tests have put these into numba's cache. The other files run beside it and after it, short ones last, so that no
+    worker ends long before the other."""
 
     def place(item: pytest.Item) -> tuple[bool, bool, bool]:
         name = item.nodeid

@@ -1,13 +1,11 @@
 """Tiny random checkpoints of every family, written by transformers, and a byte-level tokenizer to go with them."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -25,14 +23,8 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
@@ -42,12 +34,7 @@ FAMILIES = [
     Family(
         "llama-linear-bias-tied",
         "llama",
-        {
-            "rope_parameters": LINEAR_ROPE,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-        },
+        {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     Family("mistral", "mistral", {"sliding_window": None}),
     Family("mistral-window", "mistral", {"sliding_window": 21, "head_dim": 24}),
@@ -59,27 +46,32 @@ FAMILIES = [
 ]
 
 
+def small_config(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    """Of a model with the tokenizer of `write_tokenizer`."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+        "pad_token_id": None,
+    } | more
+
+
 def draw_config(family: Family, rng: np.random.Generator) -> dict[str, Any]:
     """Random small shapes for a family. Weights are wide (initializer_range), so that attention decides tokens."""
     kv_heads = int(rng.choice([1, 2, 4]))
     heads = kv_heads * int(rng.choice([1, 2, 3]))
     if family.options.get("num_key_value_heads"):
         kv_heads = heads = int(family.options["num_key_value_heads"])
-    return {
-        "vocab_size": VOCAB,
-        "hidden_size": heads * int(rng.choice([8, 16])),
-        "intermediate_size": int(rng.choice([48, 80, 96])),
-        "num_hidden_layers": int(rng.integers(2, 4)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": 257,
-        "pad_token_id": None,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-5,
-    } | {k: v for k, v in family.options.items() if k != "num_key_value_heads"}
+    wide = {"max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False}
+    hidden, intermediate = heads * int(rng.choice([8, 16])), int(rng.choice([48, 80, 96]))
+    config = small_config(hidden, intermediate, int(rng.integers(2, 4)), heads, kv_heads, rms_norm_eps=1e-5, **wide)
+    return config | {k: v for k, v in family.options.items() if k != "num_key_value_heads"}
 
 
 def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed: int) -> Path:
@@ -114,63 +106,6 @@ def make_family(folder: Path, family: Family, seed: int) -> Path:
 
 def load_reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def quantize_randomly(source: Path, folder: Path, group_size: int, zero_point: bool, seed: int) -> Path:
-    """Two folders from one: AWQ GEMM tensors with random integers in `folder`, their exact float32 values in
-    `folder`-dense. The packing here is written out nibble by nibble, apart from the product's own unpacking."""
-    rng = np.random.default_rng(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in sorted(source.glob("*.safetensors")):
-        tensors |= load_file(shard)
-    packed, dense = {}, {}
-    for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
-            packed[name] = dense[name] = tensor.contiguous()
-            continue
-        outputs, inputs = tensor.shape
-        q = rng.integers(0, 16, (inputs, outputs))
-        z = (
-            rng.integers(3, 13, (inputs // group_size, outputs))
-            if zero_point
-            else np.full((inputs // group_size, outputs), 8)
-        )
-        scale = rng.uniform(0.02, 0.06, (inputs // group_size, outputs)).astype(np.float16)
-        stem = name.removesuffix(".weight")
-        packed[f"{stem}.qweight"] = _pack(q)
-        if zero_point:
-            packed[f"{stem}.qzeros"] = _pack(z)
-        packed[f"{stem}.scales"] = torch.from_numpy(scale)
-        group = np.repeat(np.arange(inputs // group_size), group_size)
-        value = (q - z[group]).astype(np.float32) * scale[group].astype(np.float32)
-        dense[name] = torch.from_numpy(value.T.copy())
-    config = json.loads((source / "config.json").read_text())
-    quantization = {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": group_size,
-        "version": "gemm",
-        "zero_point": zero_point,
-        "modules_to_not_convert": None,
-    }
-    for place, content, extra in (
-        (folder, packed, {"quantization_config": quantization}),
-        (folder.with_name(f"{folder.name}-dense"), dense, {}),
-    ):
-        place.mkdir(parents=True)
-        save_file(content, place / "model.safetensors")
-        (place / "config.json").write_text(json.dumps(config | extra))
-        write_tokenizer(place)
-    return folder
-
-
-def _pack(values: np.ndarray) -> torch.Tensor:
-    columns = [0, 2, 4, 6, 1, 3, 5, 7]
-    packed = np.zeros((values.shape[0], values.shape[1] // 8), dtype=np.uint32)
-    for word in range(packed.shape[1]):
-        for nibble, column in enumerate(columns):
-            packed[:, word] |= values[:, word * 8 + column].astype(np.uint32) << np.uint32(4 * nibble)
-    return torch.from_numpy(packed.view(np.int32).copy())
 
 
 class Named(dict[str, torch.Tensor]):

@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -110,13 +110,18 @@ def facts_to_text(facts: dict[str, str]) -> str:
 
 def read_bandwidth(repeats: int = 5) -> float:
     """Bytes a second that torch's threads read from memory, the best of some passes over one large tensor."""
-    block = torch.ones(READ_BYTES // 4)
-    best = float("inf")
-    for _ in range(repeats):
+    return READ_BYTES / fastest(torch.ones(READ_BYTES // 4).sum, repeats)
+
+
+def fastest(call: Callable[[], object], passes: int, least_s: float = 0.0) -> float:
+    """The least seconds of some passes after one that warms up, and of more until all took `least_s`."""
+    call()
+    taken: list[float] = []
+    while len(taken) < passes or sum(taken) < least_s:
         start = time.perf_counter()
-        block.sum()
-        best = min(best, time.perf_counter() - start)
-    return READ_BYTES / best
+        call()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
 
 
 def resident_bytes() -> int:

@@ -20,7 +20,6 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import read_config
-from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.job import Batching, JobSeconds, kv_room, simulate_job
 from pipeline.roofline.step import (
@@ -215,7 +214,7 @@ def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, 
         about = f"shape {name}"
     else:
         config = read_config(locate_model(name))
-        size, weights, about = decoder_size(config), weights_of(config, activation_dtype), f"model {name}"
+        size, weights, about = config.size, config.weights_on_card(activation_dtype), f"model {name}"
     if activation_dtype != "auto" and not weights.fp8:
         raise no_such_weight(activation_dtype, "16- or 32-bit weights")
     return size, weights, about

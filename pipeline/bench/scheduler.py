@@ -143,7 +143,6 @@ def bench_scheduler(
     steps: int = 100,
     rounds: int = 3,
     rows: int = 10_000,
-    sampling: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> SchedulerBench:
     """Measure steps of each number of running sequences, sampling at those up to `MOST_SAMPLED`, and a run of `rows`.
@@ -155,7 +154,7 @@ def bench_scheduler(
     tokenizer = Tokenizer.from_folder(str(locate_model("demo:target")))
     long_run = _long_run(min(256, max(sequences)), rows, steps, rounds, tokenizer, say)
     costs = _step_costs(sorted(sequences), steps, rounds, tokenizer, say)
-    sampled = [n for n in sorted(sequences) if n <= MOST_SAMPLED] if sampling else []
+    sampled = (n for n in sorted(sequences) if n <= MOST_SAMPLED)
     sample_costs = tuple(_sample_cost(n, rounds, tokenizer, say) for n in sampled)
     return SchedulerBench(costs, sample_costs, long_run, steps, rounds, machine)
 

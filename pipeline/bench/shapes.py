@@ -27,6 +27,7 @@ from pipeline.model.config import read_config, read_json
 from pipeline.model.load import Checkpoint
 from pipeline.weights.awq import SUFFIXES, AwqFormat
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.tensor_reader import StoredLinear
 
 SHARD_BYTES = 512 << 20
 GROUP = 128
@@ -207,7 +208,7 @@ def _rewritten(
             if suffix == "qweight":
                 packed = checkpoint.take(name)
                 shape_NK = (packed.shape[1] * 8, packed.shape[0])
-                yield from of_linear(prefix, awq.read_linear(prefix, shape_NK, checkpoint, None)).items()
+                yield from of_linear(prefix, awq.read_linear(StoredLinear(prefix, shape_NK, checkpoint))).items()
             elif suffix not in SUFFIXES:
                 yield name, of_other(checkpoint.take(name))
 

@@ -1,7 +1,7 @@
 """Which files of a model folder are read. It may be a stranger's: only regular files of that folder, of bounded size.
 
 A link may lead to another file of the folder. A Hugging Face cache keeps a model as links from `snapshots/<revision>/`
-into the `blobs/` beside it; these are followed too. Any other link is refused: it could name any file of the machine,
+into the `blobs/` next to it; these are followed too. Any other link is refused: it could name any file of the machine,
 or a device that never ends.
 """
 

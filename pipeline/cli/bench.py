@@ -16,31 +16,16 @@ def bench() -> None:
 
 
 @bench.command("plan")
-@click.option(
-    "--scale",
-    "scales",
-    multiple=True,
-    type=click.IntRange(min=1),
-    default=(1, 10, 100),
-    show_default=True,
-    metavar="N",
-    help="How many times --files. May be repeated.",
-)
+@click.option("scales", "--scale", multiple=True, type=click.IntRange(min=1), default=(1, 10, 100), show_default=True,
+              metavar="N", help="How many times --files. May be repeated.")  # fmt: skip
 @click.option("--files", type=click.IntRange(min=1), default=100, show_default=True, help="Files at scale 1.")
-@click.option(
-    "--parts-per-window",
-    type=click.IntRange(min=1),
-    default=60,
-    show_default=True,
-    help="A million parts at scale 100; 128 are the default unit's.",
-)
+@click.option("--parts-per-window", type=click.IntRange(min=1), default=60, show_default=True,
+              help="A million parts at scale 100; 128 are the default unit's.")  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Fresh processes each.")
 @click.option("--folder", metavar="DIR", help="Where the files are made and removed; else the temporary folder.")
 @json_flag
 @answers
-def plan_of_a_large_job(
-    scales: tuple[int, ...], files: int, parts_per_window: int, repeats: int, folder: str | None, as_json: bool
-) -> None:
+def plan_of_a_large_job(as_json: bool, **options: Any) -> None:
     """Time and memory a large job costs its driver: to plan it, find out what is left, hear of all units, count parts.
 
     \b
@@ -53,10 +38,7 @@ def plan_of_a_large_job(
     """
     from pipeline.bench.job.plan import bench_plan
 
-    found = bench_plan(
-        scales=scales, files=files, parts_per_window=parts_per_window, repeats=repeats, folder=folder, say=say
-    )
-    _print_bench(found, as_json)
+    _print_bench(bench_plan(say=say, **options), as_json)
 
 
 def _parse_range(context: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:
@@ -214,13 +196,8 @@ def ladder_of_batching(as_json: bool, **options: Any) -> None:
 @bench.command("speculation")
 @click.option("--model", default="demo:target-awq", show_default=True, metavar="PATH", help="The model that checks.")
 @click.option("--draft", default="demo:draft", show_default=True, metavar="PATH", help="The model that drafts.")
-@click.option(
-    "--text",
-    type=click.Choice(("reports", "extractive")),
-    default="reports",
-    show_default=True,
-    help="The demonstration job's rows, or rows whose answer stands in their prompt.",
-)
+@click.option("--text", type=click.Choice(("reports", "extractive")), default="reports", show_default=True,
+              help="The demonstration job's rows, or rows whose answer stands in their prompt.")  # fmt: skip
 @click.option("--batch-sizes", metavar="N,N", default="1,8,32,128", show_default=True, callback=_parse_sizes,
               help="Rows at once.")  # fmt: skip
 @click.option("--rows", type=click.IntRange(min=1), help="Of a round; else twice as many as run at once, at least 32.")
@@ -244,6 +221,11 @@ def plain_against_drafted(as_json: bool, **options: Any) -> None:
     _print_bench(bench_speculation(say=say, **options), as_json)
 
 
+def _share(flag: str, about: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    in_range = click.FloatRange(0, 1, min_open=True)
+    return click.option(flag, type=in_range, default=1.0, show_default=True, help=about)
+
+
 @bench.command("roofline")
 @click.option("--model", default="llama-8b-awq", show_default=True, metavar="SHAPE|PATH",
               help="tiny, qwen3-0.6b or llama-8b, also with -awq (nothing is written); or a checkpoint.")  # fmt: skip
@@ -260,29 +242,16 @@ def plain_against_drafted(as_json: bool, **options: Any) -> None:
               help="Of int4 linears: by the engine's crossover, or always the fastest.")  # fmt: skip
 @click.option("--shared-reads", type=click.Choice(["once", "each"]), default="once", show_default=True,
               help="Of a prefix that sequences share: once a step, or by each of them.")  # fmt: skip
-@click.option("--bandwidth-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
-              help="Of the card's bandwidth, that reading weights, keys and values reaches.")  # fmt: skip
-@click.option("--gemm-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
-              help="Of the card's rate, that 16-bit products and attention reach.")  # fmt: skip
-@click.option("--int4-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
-              help="Of the card's rate, that products of int4 weights reach.")  # fmt: skip
-@click.option("--fp8-share", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
-              help="Of the card's rate in fp8, that products of fp8 activations reach.")  # fmt: skip
+@_share("--bandwidth-share", "Of the card's bandwidth, that reading weights, keys and values reaches.")
+@_share("--gemm-share", "Of the card's rate, that 16-bit products and attention reach.")
+@_share("--int4-share", "Of the card's rate, that products of int4 weights reach.")
+@_share("--fp8-share", "Of the card's rate in fp8, that products of fp8 activations reach.")
 @click.option("--step-ms", type=click.FloatRange(min=0), default=0.0, show_default=True,
               help="Of each step, in which the card waits.")  # fmt: skip
 @json_flag
 @answers
 def bounds_of_cards(
-    model: str,
-    cards: tuple[str, ...],
-    requests: tuple[str, ...],
-    bandwidth_share: float,
-    gemm_share: float,
-    int4_share: float,
-    fp8_share: float,
-    step_ms: float,
-    as_json: bool,
-    **serving: Any,
+    model: str, cards: tuple[str, ...], requests: tuple[str, ...], step_ms: float, as_json: bool, **options: Any
 ) -> None:
     """What a card could do at the most, by the cost model: seconds of steps, and of jobs over fixed request sets.
 
@@ -300,9 +269,9 @@ def bounds_of_cards(
     from pipeline.bench.roofline import Serving, bench_roofline
     from pipeline.roofline.step import Reached
 
-    shares = bandwidth_share, bandwidth_share, gemm_share, int4_share, gemm_share, fp8_share
-    found = bench_roofline(model, cards, requests, Serving(**serving), Reached(*shares, step_s=step_ms / 1e3))
-    _print_bench(found, as_json)
+    bandwidth, gemm, int4, fp8 = (options.pop(f"{of}_share") for of in ("bandwidth", "gemm", "int4", "fp8"))
+    reached = Reached(bandwidth, bandwidth, gemm, int4, gemm, fp8, step_s=step_ms / 1e3)
+    _print_bench(bench_roofline(model, cards, requests, Serving(**options), reached), as_json)
 
 
 @bench.command("gpu")

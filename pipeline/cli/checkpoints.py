@@ -1,73 +1,78 @@
 """The commands that make and measure checkpoints: their options, and where they go."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_json, print_result, say
+from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say, set_option
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
 
 
-def _texts_of(data_flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options that say where texts come from: a dataset, or a job's input and prompt."""
+@dataclass(frozen=True)
+class _Texts:
+    """Where texts come from: a dataset, or a job's input and prompt. `flag`: of the dataset."""
+
+    flag: str
+    data: str | None
+    column: str | None
+    template: str | None
+    job: str | None
+    sets: tuple[str, ...]
+
+    def config(self, model: str | None, limit: int | None = None, **engine: str | None) -> "JobConfig":
+        """The job whose prompts are the texts, with these keys of its engine."""
+        from pipeline.config import job_from_flags, load_job
+
+        given = {name: value for name, value in engine.items() if value is not None}
+        if (self.job is None) == (self.data is None):
+            raise ConfigError(f"give either {self.flag} PATH, with --column or --template, or --job JOB.yaml")
+        if self.job is not None:
+            if self.column is not None or self.template is not None:
+                raise ConfigError("--column, --template: a job says what its prompts are; leave them out, or --job")
+            sets = (*self.sets, *(f"engine.{name}={value}" for name, value in given.items()))
+            return load_job(self.job, sets, (), limit)
+        if self.column is not None and self.template is not None:
+            raise ConfigError("--column and --template: give one of them")
+        flags: dict[str, tuple[Any, str]] = {"model.path": (model, "MODEL"), "input.path": (self.data, self.flag)}
+        flags["output.path"] = ("-", "the command line")
+        if self.template is not None:
+            flags["prompt.template"] = (self.template, "--template")
+        else:
+            flags["prompt.column"] = (self.column or "text", "--column")
+        if limit is not None:
+            flags["input.limit"] = (limit, "--limit")
+        flags |= {f"engine.{name}": (value, f"--{name}") for name, value in given.items()}
+        return job_from_flags(flags, self.sets)
+
+
+def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options that say where texts come from; the command gets them as `texts`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_texts(*args: Any, data: Any, column: Any, template: Any, job: Any, sets: Any, **options: Any) -> None:
+            command(*args, texts=_Texts(flag, data, column, template, job, sets), **options)
+
+        decorated: Callable[..., Any] = with_texts
         for option in reversed(
             [
-                click.option("data", data_flag, metavar="PATH", help=f"Parquet whose rows are {used_for}."),
+                click.option("data", flag, metavar="PATH", help=f"Parquet whose rows are {used_for}."),
                 click.option("--column", metavar="NAME", help="The column of texts; text when left out."),
                 click.option("--template", help='Texts over columns: "Summarize: {report}".'),
                 click.option("--job", metavar="JOB.yaml", help="Take a job's input and prompt, as it would send them."),
-                click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
-                             help="Any other key of a job file: input.storage.profile=lab. May be repeated."),
+                set_option("input.storage.profile=lab"),
             ]
-        ):  # fmt: skip
-            command = option(command)
-        return command
+        ):
+            decorated = option(decorated)
+        return decorated
 
     return decorate
-
-
-def _job_of(
-    model: str | None,
-    data_flag: str,
-    data: str | None,
-    column: str | None,
-    template: str | None,
-    job: str | None,
-    sets: tuple[str, ...],
-    limit: int | None = None,
-    engine: dict[str, str | None] | None = None,
-) -> "JobConfig":
-    """The job whose prompts are the texts."""
-    from pipeline.config import job_from_flags, load_job
-
-    if (job is None) == (data is None):
-        raise ConfigError(f"give either {data_flag} PATH, with --column or --template, or --job JOB.yaml")
-    if job is not None:
-        if column is not None or template is not None:
-            raise ConfigError("--column, --template: a job says what its prompts are; leave them out, or --job")
-        given = [f"engine.{name}={value}" for name, value in (engine or {}).items() if value is not None]
-        return load_job(job, (*sets, *given), (), limit)
-    if column is not None and template is not None:
-        raise ConfigError("--column and --template: give one of them")
-    flags: dict[str, tuple[Any, str]] = {
-        "model.path": (model, "MODEL"),
-        "input.path": (data, data_flag),
-        "output.path": ("-", "the command line"),
-    }
-    if template is not None:
-        flags["prompt.template"] = (template, "--template")
-    else:
-        flags["prompt.column"] = (column or "text", "--column")
-    if limit is not None:
-        flags["input.limit"] = (limit, "--limit")
-    flags |= {f"engine.{name}": (value, f"--{name}") for name, value in (engine or {}).items() if value is not None}
-    return job_from_flags(flags, sets)
 
 
 @click.command("eval")
@@ -91,11 +96,7 @@ def _job_of(
 def eval_command(
     models: tuple[str, ...],
     against: str | None,
-    data: str | None,
-    column: str | None,
-    template: str | None,
-    job: str | None,
-    sets: tuple[str, ...],
+    texts: _Texts,
     kinds: tuple[str, ...],
     activation_dtype: str | None,
     kv_cache_dtype: str | None,
@@ -127,9 +128,9 @@ def eval_command(
     from pipeline.evaluate import ModelVariant, evaluate
 
     first = models[0] if models else against
-    if first is None and job is None:
+    if first is None and texts.job is None:
         raise ConfigError("no MODEL: name a checkpoint, or a job with --job")
-    config = _job_of(first, "--data", data, column, template, job, sets, limit, {"device": device, "dtype": dtype})
+    config = texts.config(first, limit, device=device, dtype=dtype)
     reference = None if against is None else ModelVariant(against)
     activations = activation_dtype or config.engine.activation_dtype
     measured = [ModelVariant(path, activation_dtype=activations) for path in models]
@@ -143,13 +144,10 @@ def eval_command(
     elif not measured:
         measured = [ModelVariant(config.model.path, config.model.quantization, activations)]
     wanted = config.sampling_params()
-    most = max_tokens or (wanted.max_tokens if job is not None else 64)
+    most = max_tokens or (wanted.max_tokens if texts.job is not None else 64)
     params = SamplingParams(max_tokens=most, stop=wanted.stop, stop_token_ids=wanted.stop_token_ids)
     found = evaluate(config, measured, reference, params, expected, say)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print_result(found.to_text())
+    print_answer(found, as_json)
 
 
 @click.command("quantize")
@@ -175,11 +173,7 @@ def quantize_command(
     method: Any,
     group_size: str,
     act_order: bool,
-    data: str | None,
-    column: str | None,
-    template: str | None,
-    job: str | None,
-    sets: tuple[str, ...],
+    texts: _Texts,
     samples: int,
     max_length: int,
     seed: int,
@@ -198,7 +192,7 @@ def quantize_command(
     folder that other engines read too: AutoAWQ (gemm) of awq, GPTQ of gptq, compressed-tensors of the others.
 
     The folder is made as DIR.partial and gets its name when it is whole; nothing is ever replaced. After an
-    interruption the same command goes on behind the last layer that was written (awq, which autoawq does, begins anew).
+    interruption the same command goes on after the last layer that was written (awq, which autoawq does, begins anew).
     """
     from pathlib import Path
 
@@ -211,31 +205,32 @@ def quantize_command(
         check_installed()
     config = None
     if method in CALIBRATED:
-        config = _job_of(model, "--calibration", data, column, template, job, sets)
-    elif data is not None or job is not None:
+        config = texts.config(model)
+    elif texts.data is not None or texts.job is not None:
         raise ConfigError(f"--method {method} looks at no texts; leave --calibration and --job out")
     import torch
 
     from pipeline.checkpoints.locate import resolve_model
     from pipeline.job.samples import read_samples
+    from pipeline.stores.filesystem import storage_for
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    storage = config.model.storage if config is not None and "://" in model else None
+    storage = None if config is None else storage_for(model, config.model.storage)
     source = resolve_model(model, storage, say)
-    fields, texts = check_plain(source), []
+    fields, token_ids = check_plain(source), []
     if config is not None:
         length = min(max_length, fields.max_position)
         tokenizer = Tokenizer.from_folder(str(source))
         read = read_samples(config, tokenizer, length, chosen=(samples, seed), cut=True)
         tokenizer.close()
-        texts = read.token_ids
+        token_ids = read.token_ids
         left_out = "".join(f", {code} {count:,}" for code, count in read.left_out.items())
-        say(f"calibrating with {len(texts):,} rows, {read.num_tokens:,} tokens{left_out}")
+        say(f"calibrating with {len(token_ids):,} rows, {read.num_tokens:,} tokens{left_out}")
     target = Path(out).expanduser()
-    quantize(source, target, recipe, texts, torch.device(device), say)
+    quantize(source, target, recipe, token_ids, torch.device(device), say)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     before = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    rows = f"--job {job}" if job is not None else "--data heldout.parquet --column text"
+    rows = f"--job {texts.job}" if texts.job is not None else "--data heldout.parquet --column text"
     measure = f"pipeline eval {out} --against {model} {rows}"
     if as_json:
         print_json({"output": out, "method": method, "bytes": size, "bytes_before": before, "measure_with": measure})

@@ -8,8 +8,8 @@ whatever names and messages are in it (`formatting.py`).
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, NoReturn, TextIO
 
@@ -21,47 +21,78 @@ from pipeline.formatting import printable_json, printable_lines
 json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON object, and nothing else.")
 
 
+def set_option(example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--set`, where a command's other flags stand for a job file."""
+    text = f"Any other key of a job file: {example}. May be repeated."
+    return click.option("sets", "--set", metavar="KEY=VALUE", multiple=True, help=text)
+
+
 def answers(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps standard output for the results, and turns a command's errors into a message and an exit code, and
-    with --json into the answer."""
+    """Keeps standard output for the results of `command`, and turns its errors into a message and an exit code; with
+    --json into a result, too."""
 
     @wraps(command)
     def answer(*args: Any, as_json: bool, **options: Any) -> None:
         click.get_current_context().obj = _claim_stdout()
-        answer_of(lambda: command(*args, as_json=as_json, **options), as_json)
+        try:
+            command(*args, as_json=as_json, **options)
+        except PipelineError as error:
+            if as_json:
+                print_json({"error": _error_json(error)})
+            _say_error(error)
+            sys.exit(error.exit_code)
 
     return answer
 
 
-def answer_of(command: Callable[[], None], as_json: bool) -> None:
+@contextmanager
+def leave_with_exit_code() -> Iterator[None]:
+    """Says what else ended a command: wrong usage, Ctrl-C, a defect. Leaves the process with the code that means it."""
     try:
-        command()
-    except PipelineError as error:
-        if as_json:
-            print_json({"error": _error_json(error)})
-        _print_error(error)
-        sys.exit(error.exit_code)
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _say_error(error)
+        sys.exit(exit_code(error))
 
 
-def with_exit_codes(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except click.exceptions.Exit as leave:
-        sys.exit(leave.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(ConfigError.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        say("Interrupted.")
-        sys.exit(Interrupted.exit_code)
-    except BrokenPipeError:
-        _leave_unread(sys.stdout)
-    except Exception:
-        import traceback
+def exit_code(error: BaseException) -> int:
+    """With which code a command leaves that ended with `error`."""
+    match error:
+        case SystemExit(code=code):
+            return code if isinstance(code, int) else int(code is not None)
+        case PipelineError() | click.exceptions.Exit():
+            return error.exit_code
+        case click.ClickException():
+            return ConfigError.exit_code
+        case KeyboardInterrupt() | click.Abort():
+            return Interrupted.exit_code
+        case BrokenPipeError():
+            return 1
+    return PipelineError.exit_code
 
-        say(traceback.format_exc())
-        say("\nThis is a defect of this program, please report it with the lines above.")
-        sys.exit(PipelineError.exit_code)
+
+def _say_error(error: BaseException) -> None:
+    match error:
+        case PipelineError():
+            count = len(getattr(error, "mistakes", ()))
+            say(f"{count} mistakes:\n\n{error}" if count > 1 else f"Error: {error}")
+            if isinstance(error, TooManyRowErrors | EnvironmentFailed | Interrupted):
+                say("Nothing that was written is lost: the same command goes on from there.")
+        case click.exceptions.Exit():
+            return
+        case click.ClickException():
+            error.show()
+        case KeyboardInterrupt() | click.Abort():
+            say("Interrupted.")
+        case BrokenPipeError():
+            _leave_unread(sys.stdout)
+        case _:
+            import traceback
+
+            say("".join(traceback.format_exception(error)))
+            say("\nThis is a defect of this program, please report it with the lines above.")
 
 
 def _claim_stdout() -> TextIO | None:
@@ -79,9 +110,27 @@ def _claim_stdout() -> TextIO | None:
     return open(kept, "w", encoding=sys.stdout.encoding, errors="replace")
 
 
+def stdout_is_claimed() -> bool:
+    """Whether results go to a real file, which a fork of this process can write to as well."""
+    return click.get_current_context().obj is not None
+
+
 def print_result(text: str) -> None:
     """Print a result for people."""
     _print_result(printable_lines(text))
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print a result as one line of JSON."""
+    _print_result(printable_json(json.dumps(value, ensure_ascii=False, allow_nan=False)))
+
+
+def print_answer(found: Any, as_json: bool) -> None:
+    """Print what has `to_json` and `to_text`."""
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_result(found.to_text())
 
 
 def _print_result(text: str) -> None:
@@ -106,23 +155,6 @@ def say(text: str) -> None:
         click.echo(printable_lines(text), err=True)
 
 
-def print_json(value: Mapping[str, Any]) -> None:
-    """Print a result as one line of JSON."""
-    _print_result(printable_json(json.dumps(value, ensure_ascii=False, allow_nan=False)))
-
-
 def _error_json(error: PipelineError) -> dict[str, Any]:
     mistakes = [vars(mistake) for mistake in getattr(error, "mistakes", ())]
-    return {
-        "kind": type(error).__name__,
-        "message": str(error),
-        "exit_code": error.exit_code,
-        "mistakes": mistakes,
-    }
-
-
-def _print_error(error: PipelineError) -> None:
-    count = len(getattr(error, "mistakes", ()))
-    say(f"{count} mistakes:\n\n{error}" if count > 1 else f"Error: {error}")
-    if isinstance(error, TooManyRowErrors | EnvironmentFailed | Interrupted):
-        say("Nothing that was written is lost: the same command goes on from there.")
+    return {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code, "mistakes": mistakes}

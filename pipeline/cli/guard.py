@@ -1,10 +1,10 @@
-"""Runs a command in a process of its own, so that whatever ends it has an exit code that means what it says.
+"""Lets a command go on in a fork of this process, so that whatever ends it has an exit code that means what it says.
 
 Ray ends its driver with exit code 1 and no word when the node's own process is gone; the kernel ends one that takes too
-much memory. To a scheduler 1 says that too many rows failed, which no new try will mend. So the command runs in a
-fork, tells through a pipe with which code it means to leave, and an end without that word is the environment's
-failure: exit code 3, resumable. Signals are passed on, and an end without a word after one, by it or by 75, is an
-interruption: exit code 75. A guard that is killed takes the command with it.
+much memory. To a scheduler 1 says that too many rows failed, which no new try will mend. So the command goes on in a
+fork, which tells through a pipe with which code it means to leave. This process, the guard, waits and leaves with that
+code. An end without a word is the environment's failure: exit code 3, resumable. Signals are passed on; an end without
+a word after one, by it or by 75, is an interruption: exit code 75. A guard that is killed takes the command with it.
 """
 
 import ctypes
@@ -13,9 +13,11 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
+from pipeline.cli.console import exit_code
 from pipeline.errors import EnvironmentFailed, Interrupted
 
 WAIT_S = 0.25
@@ -23,12 +25,12 @@ LEAVE_S = 30.0  # from the command's word to its end, which waits for Ray's
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def guarded(command: Callable[[], None]) -> None:
-    """Run `command` in a fork and leave as it leaves: returns after a plain end, SystemExit(code) where it left so.
+@contextmanager
+def guarded() -> Iterator[None]:
+    """What follows, inside and after the block, happens in a fork; the block's end or error is its word.
 
-    Raises EnvironmentFailed when it ended without saying how, Interrupted when a signal ended it so. To be called
-    before there are threads. The command must leave by returning or by SystemExit; in the fork SystemExit goes on up
-    from here.
+    The process that called waits here: it leaves (SystemExit) with the fork's code, and raises EnvironmentFailed where
+    the fork ended without a word, Interrupted where a signal ended it so. To be called before there are threads.
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
@@ -39,12 +41,25 @@ def guarded(command: Callable[[], None]) -> None:
         passed_on.append(signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until there is somebody to pass them on
     child = os.fork()
-    if child == 0:
-        os.close(reading)
-        os.setpgid(0, 0)  # a terminal's Ctrl-C comes to the guard alone, and to us once
-        _end_with(guard)
-        _leave(writing, command, passed_on)
-    os.close(writing)
+    if child:
+        os.close(writing)
+        _wait_and_leave(child, reading, passed_on)
+    os.close(reading)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C comes to the guard alone, and to us once
+    _end_with(guard)
+    code = 0
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+        yield
+    except BaseException as error:
+        code = exit_code(error)
+        raise
+    finally:
+        os.write(writing, str(code).encode())
+        os.close(writing)
+
+
+def _wait_and_leave(child: int, reading: int, passed_on: list[signal.Signals]) -> NoReturn:
     sent: list[signal.Signals] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -59,12 +74,11 @@ def guarded(command: Callable[[], None]) -> None:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-    if not word:
-        if sent and _was_stopped(status, sent):
-            raise Interrupted(f"Stopped by {sent[0].name}.")
-        raise EnvironmentFailed(f"The run ended without a word: {_how(status)}")
-    if int(word) != 0:
+    if word:
         sys.exit(int(word))
+    if sent and _was_stopped(status, sent):
+        raise Interrupted(f"Stopped by {sent[0].name}.")
+    raise EnvironmentFailed(f"The run ended without a word: {_how(status)}")
 
 
 def _read(pipe: int) -> bytes:
@@ -90,21 +104,6 @@ def _wait(child: int, limit_s: float) -> int:
             os.kill(child, signal.SIGKILL)
             return os.waitpid(child, 0)[1]
         time.sleep(0.01)
-
-
-def _leave(writing: int, command: Callable[[], None], signals: list[signal.Signals]) -> NoReturn:
-    """Run the command, say the exit code, and leave with it: as SystemExit, so that what is to be done at exit is."""
-    code = 0
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        command()
-    except KeyboardInterrupt:  # one that came before the command was there to handle it
-        code = Interrupted.exit_code
-    except SystemExit as leave:
-        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-    os.write(writing, str(code).encode())
-    os.close(writing)
-    sys.exit(code)
 
 
 def _end_with(guard: int) -> None:

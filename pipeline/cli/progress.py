@@ -1,6 +1,6 @@
-"""Draws a running job: a live bar on a terminal, one plain line every few seconds elsewhere.
+"""Shows a running job: a live bar on a terminal, one plain line every few seconds elsewhere.
 
-Owns drawing only. `job` hands over a `Status` every second or so; everything goes to standard error, so that
+Owns what is shown only. `job` hands over a `Status` every second or so; everything goes to standard error, so that
 standard output holds results alone.
 """
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pipeline.formatting import eta, printable
+from pipeline.formatting import duration, printable
 
 if TYPE_CHECKING:
     from pipeline.job.telemetry.status import Status
@@ -111,7 +111,7 @@ def progress_for(stream: Any = None) -> PlainProgress | LiveProgress:
 def status_line(status: "Status") -> str:
     """A status in one line of text."""
     if not any(_work(status)):
-        elapsed = f" ({eta(status.elapsed_s)})" if status.elapsed_s >= 1 else ""
+        elapsed = f" ({duration(status.elapsed_s)})" if status.elapsed_s >= 1 else ""
         return f"{status.phase}{elapsed}"
     share = 100 * status.rows_done / max(1, status.rows_total)
     return f"{status.phase}: {share:.1f} %, {_counts(status)}"
@@ -131,4 +131,4 @@ def _counts(status: "Status") -> str:
     if status.outcome != "running" or status.rows_done >= status.rows_total:
         return counts
     counts += f", {status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"
-    return counts if status.eta_s is None else f"{counts}, {eta(status.eta_s)} left"
+    return counts if status.eta_s is None else f"{counts}, {duration(status.eta_s)} left"

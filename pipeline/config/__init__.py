@@ -7,16 +7,6 @@ Owns the shape of a job and what makes two jobs different; looks at no dataset, 
 from pipeline.config.job import JobConfig
 from pipeline.config.jobfile import JobFileError, Mistake
 from pipeline.config.load import job_from_flags, load_job
-from pipeline.config.sections import EMBEDDED_MODELS
 from pipeline.config.values import FromColumn, parse_bytes
 
-__all__ = [
-    "EMBEDDED_MODELS",
-    "FromColumn",
-    "JobConfig",
-    "JobFileError",
-    "Mistake",
-    "job_from_flags",
-    "load_job",
-    "parse_bytes",
-]
+__all__ = ["FromColumn", "JobConfig", "JobFileError", "Mistake", "job_from_flags", "load_job", "parse_bytes"]

@@ -4,8 +4,7 @@
 change a token by rounding. *Free* may change from run to run.
 """
 
-from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr
 
@@ -25,6 +24,9 @@ from pipeline.config.sections import (
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.stores.redaction import shown_url
+
+if TYPE_CHECKING:
+    from pipeline.data.units import UnitSpec
 
 _CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: what the parts are made of
 
@@ -66,16 +68,21 @@ class JobConfig(Section):
 
     def sampling_params(self) -> SamplingParams:
         """The values that are the same for every row; those from a column are left at their defaults."""
-        values = {f.name: getattr(self.sampling, f.name) for f in fields(SamplingParams)}
-        constant = {name: value for name, value in values.items() if not isinstance(value, FromColumn)}
+        constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
             constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
         return SamplingParams(**constant)
 
     def sampling_columns(self) -> dict[str, str]:
         """Of the options that each row sets itself: option to column."""
-        values = {f.name: getattr(self.sampling, f.name) for f in fields(SamplingParams)}
-        return {name: value.column for name, value in values.items() if isinstance(value, FromColumn)}
+        return {name: value.column for name, value in self.sampling if isinstance(value, FromColumn)}
+
+    def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
+        """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
+        from pipeline.data.units import UnitSpec
+
+        most, run = self.sampling_params().max_tokens, self.run
+        return UnitSpec(self.prompt.spec(), kept, self.sampling_columns(), most, run.unit_tokens, run.unit_rows)
 
     @property
     def seed(self) -> int:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 
@@ -69,21 +70,19 @@ class Document:
 
 def read(path: str | Path) -> Document:
     """The document in a file. Raises JobFileError, also when the file cannot be read."""
-    name = str(path)
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) <= MAX_FILE_BYTES:
+            return parse(raw.decode("utf-8"), str(path))
+        problem = f"larger than {MAX_FILE_BYTES // 1024} KiB: not a job file"
     except FileNotFoundError:
-        raise JobFileError([Mistake(name, "", "no such file")]) from None
+        problem = "no such file"
     except OSError as error:
-        raise JobFileError([Mistake(name, "", f"cannot be read: {error.strerror}")]) from None
-    if len(raw) > MAX_FILE_BYTES:
-        raise JobFileError([Mistake(name, "", f"larger than {MAX_FILE_BYTES // 1024} KiB: not a job file")])
-    try:
-        text = raw.decode("utf-8")
+        problem = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError as error:
-        raise JobFileError([Mistake(name, "", f"not UTF-8 text (byte {error.start})")]) from None
-    return parse(text, name)
+        problem = f"not UTF-8 text (byte {error.start})"
+    raise JobFileError([Mistake(str(path), "", problem)])
 
 
 def parse(text: str, name: str) -> Document:
@@ -99,16 +98,8 @@ def parse(text: str, name: str) -> Document:
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise JobFileError(
-            [
-                Mistake(
-                    f"{name}:1",
-                    "",
-                    "expected `key: value` lines",
-                    "See jobs/summarize.yaml for a job file explained line by line.",
-                )
-            ]
-        )
+        hint = "See jobs/summarize.yaml for a job file explained line by line."
+        raise JobFileError([Mistake(f"{name}:1", "", "expected `key: value` lines", hint)])
     return Document(data, {(): name} | builder.origins)
 
 
@@ -163,38 +154,22 @@ class _Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 num_documents += 1
                 if num_documents > 1:
-                    raise JobFileError([self._mistake(event, (), "a second document: a job file holds one")])
+                    self._refuse(event, (), "a second document: a job file holds one")
                 value = self._value(next(events), events, (), 0)
         return value
 
     def _value(self, event: yaml.Event, events: Iterator[yaml.Event], path: KeyPath, depth: int) -> Value:
         self.num_values += 1
         if self.num_values > MAX_VALUES:
-            raise JobFileError([self._mistake(event, path, f"more than {MAX_VALUES} values: not a job file")])
+            self._refuse(event, path, f"more than {MAX_VALUES} values: not a job file")
         if depth > MAX_DEPTH:
-            raise JobFileError([self._mistake(event, path, f"nested deeper than {MAX_DEPTH} levels")])
+            self._refuse(event, path, f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise JobFileError(
-                [
-                    self._mistake(
-                        event,
-                        path,
-                        "anchors and aliases (& and *) are not read",
-                        "Write it out, or quote a text that begins with & or *.",
-                    )
-                ]
-            )
+            hint = "Write it out, or quote a text that begins with & or *."
+            self._refuse(event, path, "anchors and aliases (& and *) are not read", hint)
         if tag := getattr(event, "tag", None):
-            raise JobFileError(
-                [
-                    self._mistake(
-                        event,
-                        path,
-                        f"tags such as {tag!r} are not read",
-                        "Quote a text that begins with an exclamation mark.",
-                    )
-                ]
-            )
+            hint = "Quote a text that begins with an exclamation mark."
+            self._refuse(event, path, f"tags such as {tag!r} are not read", hint)
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event.value) if event.style is None else event.value
         if isinstance(event, yaml.SequenceStartEvent):
@@ -213,14 +188,13 @@ class _Builder:
         mapping: dict[str, Value] = {}
         while not isinstance(key_event := next(events), yaml.MappingEndEvent):
             if not isinstance(key_event, yaml.ScalarEvent) or key_event.anchor or key_event.tag:
-                raise JobFileError([self._mistake(key_event, path, "a key must be plain text")])
+                self._refuse(key_event, path, "a key must be plain text")
             key = key_event.value
             here = (*path, key)
             if key in mapping:
                 first = self.origins[here]
-                self.mistakes.append(
-                    self._mistake(key_event, here, f"written twice (first at {first})", "Keep one of the two.")
-                )
+                twice = f"written twice (first at {first})"
+                self.mistakes.append(Mistake(self._where(key_event), dotted(here), twice, "Keep one of the two."))
             self.origins[here] = self._where(key_event)
             mapping[key] = self._value(next(events), events, here, depth + 1)
         return mapping
@@ -228,8 +202,8 @@ class _Builder:
     def _where(self, event: yaml.Event) -> str:
         return f"{self.name}:{event.start_mark.line + 1}"
 
-    def _mistake(self, event: yaml.Event, path: KeyPath, problem: str, hint: str = "") -> Mistake:
-        return Mistake(self._where(event), dotted(path), problem, hint)
+    def _refuse(self, event: yaml.Event, path: KeyPath, problem: str, hint: str = "") -> NoReturn:
+        raise JobFileError([Mistake(self._where(event), dotted(path), problem, hint)])
 
 
 def dotted(path: KeyPath) -> str:

@@ -8,8 +8,7 @@ from pydantic import ValidationError
 
 from pipeline.config.job import JobConfig
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, merge, parse_value, read
-from pipeline.config.mistakes import from_validation
-from pipeline.config.sections import Section
+from pipeline.config.mistakes import from_validation, section_at
 
 
 def load_job(
@@ -68,17 +67,9 @@ def _setting(text: str) -> Document:
 
 def _holds_text(path: tuple[str, ...]) -> bool:
     """Whether the key at `path` is a text, so that `{report}` or `no` is not to be read as YAML."""
-    model: Any = JobConfig
-    for step in path[:-1]:
-        field = getattr(model, "model_fields", {}).get(step)
-        model = _section_of(field.annotation) if field else None
-    field = getattr(model, "model_fields", {}).get(path[-1])
+    section = section_at(JobConfig, path[:-1])
+    field = section.model_fields.get(path[-1]) if section else None
     return field is not None and field.annotation in (str, str | None)
-
-
-def _section_of(annotation: Any) -> Any:
-    choices = getattr(annotation, "__args__", (annotation,))
-    return next((c for c in choices if isinstance(c, type) and issubclass(c, Section)), None)
 
 
 def _document_of(path: tuple[str, ...], value: Any, where: str) -> Document:

@@ -3,13 +3,13 @@
 Owns the wording only. Values of storage options are never repeated, as they may be secrets.
 """
 
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config.jobfile import Document, KeyPath, Mistake, dotted
 from pipeline.config.values import UNION_TAGS
+from pipeline.formatting import nearest
 
 # Keys people know from elsewhere, or that are planned: refused with a reason rather than ignored.
 _NOT_YET = "not supported yet"
@@ -28,9 +28,7 @@ _KNOWN_ELSEWHERE = {
     "logit_bias": _NOT_YET,
     "hourly_price": "named cost.hourly_usd here",
 }
-_PLANNED_VALUES: dict[KeyPath, str] = {
-    ("model", "trust"): "code from a checkpoint is never run: leave it out",
-}
+_PLANNED_VALUES: dict[KeyPath, str] = {("model", "trust"): "code from a checkpoint is never run: leave it out"}
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -48,12 +46,7 @@ _LIMITS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("less than", "lt"),
 }
-_FIRST_KEY: dict[KeyPath, str] = {
-    ("input",): "path",
-    ("prompt",): "column",
-    ("model",): "path",
-    ("output",): "path",
-}
+_FIRST_KEY: dict[KeyPath, str] = {("input",): "path", ("prompt",): "column", ("model",): "path", ("output",): "path"}
 
 
 def from_validation(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Mistake]:
@@ -64,8 +57,8 @@ def from_validation(error: ValidationError, document: Document, root: type[BaseM
 
 def did_you_mean(name: str, names: list[str]) -> str:
     """`Did you mean ...?` with the nearest of `names`, or nothing."""
-    near = get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"Did you mean `{near[0]}`?" if near else ""
+    near = nearest(name, names)
+    return f"Did you mean `{near}`?" if near else ""
 
 
 def _mistake(raw: Any, document: Document, root: type[BaseModel]) -> Mistake:
@@ -81,7 +74,7 @@ def _mistake(raw: Any, document: Document, root: type[BaseModel]) -> Mistake:
 
 def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
     name = str(path[-1])
-    section = _section(root, path[:-1])
+    section = section_at(root, path[:-1])
     names = list(section.model_fields) if section else []
     if name in _KNOWN_ELSEWHERE:
         return "unknown key", _KNOWN_ELSEWHERE[name]
@@ -152,7 +145,8 @@ def _example(path: KeyPath) -> str:
     return examples.get(tuple(str(step) for step in path), "")
 
 
-def _section(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
+def section_at(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
+    """The section that a key names; None where it is another kind of value, or not there."""
     model: type[BaseModel] | None = root
     for step in path:
         field = model.model_fields.get(str(step)) if model else None

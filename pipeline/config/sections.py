@@ -4,11 +4,13 @@ Values alone are checked here, and keys of one section against each other. Wheth
 and the output are there is found out later, by the job.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from pipeline.checkpoints.locate import EMBEDDED_MODELS
 from pipeline.config.values import (
+    FALSE_IS_OFF,
     UNION_TAGS,
     Bytes,
     Column,
@@ -25,8 +27,10 @@ from pipeline.config.values import (
 )
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import ConfigError
+from pipeline.stores.filesystem import is_url
 
-EMBEDDED_MODELS = ("demo", "demo:target", "demo:target-awq", "demo:draft")
+if TYPE_CHECKING:
+    from pipeline.data.prompts import PromptSpec
 
 
 class Section(BaseModel):
@@ -81,7 +85,7 @@ class PromptSection(Section):
             try:
                 template_columns(template)
             except ConfigError as error:
-                raise ValueError(str(error).removeprefix("prompt.template: ")) from None
+                raise ValueError(error.problem("prompt.template")) from None
         return template
 
     @model_validator(mode="before")
@@ -99,13 +103,11 @@ class PromptSection(Section):
             raise ValueError(f"expected exactly one of template, column, messages; got {found}")
         return self
 
-    def columns(self) -> tuple[str, ...]:
-        """The input columns a prompt is made of."""
-        if self.template is not None:
-            from pipeline.data.prompts import template_columns
+    def spec(self) -> "PromptSpec":
+        """How rows become prompts."""
+        from pipeline.data.prompts import PromptSpec
 
-            return tuple(template_columns(self.template))
-        return tuple(name for name in (self.column, self.messages) if name is not None)
+        return PromptSpec(self.column, self.template, self.messages, self.max_bytes)
 
 
 class ModelSection(Section):
@@ -127,6 +129,13 @@ class ModelSection(Section):
         if path is not None and path.startswith("demo:") and path not in EMBEDDED_MODELS:
             raise ValueError(f"no embedded model {path!r}: expected {', '.join(EMBEDDED_MODELS)}")
         return path
+
+    @field_validator("storage")
+    @classmethod
+    def _of_a_url(cls, storage: dict[str, Any], info: Any) -> dict[str, Any]:
+        if storage and not is_url(info.data.get("path", "://")):
+            raise ValueError(f"only a url takes options; found {', '.join(sorted(storage))}; leave it out")
+        return storage
 
 
 class SpeculationSection(Section):
@@ -164,13 +173,8 @@ class EngineSection(Section):
     activation_dtype: Literal["auto", "fp8", "int8"] = "auto"
     kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     deterministic: Switch = False
-    speculation: Speculation = "auto"
+    speculation: Annotated[Speculation, FALSE_IS_OFF] = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
-
-    @field_validator("speculation", mode="before")
-    @classmethod
-    def _off(cls, value: object) -> object:
-        return "off" if value is False else value
 
 
 class SamplingSection(Section):
@@ -196,14 +200,14 @@ class SamplingSection(Section):
     def _in_range(cls, value: Any, info: Any) -> Any:
         """Each value alone against SamplingParams' own checks, so that all mistakes are seen at once."""
         if not isinstance(value, FromColumn):
-            given = {info.field_name: value}
-            if info.field_name == "min_tokens":
+            name = info.field_name
+            given = {name: value}
+            if name == "min_tokens":
                 given["max_tokens"] = max(value, 16)
             try:
                 SamplingParams(**given)
             except ConfigError as error:
-                expected = str(error).partition(": ")[2] or str(error)
-                raise ValueError(f"{expected}; got {value!r}") from None
+                raise ValueError(f"{error.problem(f'sampling.{name} = {value!r}')}; got {value!r}") from None
         return value
 
     @model_validator(mode="after")
@@ -247,13 +251,8 @@ class RunSection(Section):
     step_timeout_s: float = Field(default=300.0, gt=0, le=86_400)
     load_timeout_s: float = Field(default=3600.0, gt=0, le=604_800)
     progress_timeout_s: float = Field(default=1800.0, gt=0, le=604_800)
-    spot_notice: Literal["off", "aws", "gcp", "azure"] = "off"
+    spot_notice: Annotated[Literal["off", "aws", "gcp", "azure"], FALSE_IS_OFF] = "off"
     ray_address: str | None = None
-
-    @field_validator("spot_notice", mode="before")
-    @classmethod
-    def _off(cls, value: object) -> object:
-        return "off" if value is False else value
 
 
 class CostSection(Section):

@@ -15,18 +15,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Pl
 from pydantic_core import PydanticCustomError
 
 _SWITCH = {"on": True, "yes": True, "off": False, "no": False}
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
@@ -96,58 +86,35 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _or_column(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _or_column(
+    is_right: Callable[[Any], bool], expected: str, prepare: Callable[[Any], Any] = lambda value: value
+) -> tuple[PlainValidator, PlainSerializer]:
+    """A value that `is_right` once it is prepared, or {column: name}."""
+
     def validate(value: Any) -> Any:
         if isinstance(value, dict):
             if set(value) != {"column"} or not isinstance(value["column"], str) or not value["column"]:
                 raise _refuse("a value, or {column: name} to take it from each row")
             return FromColumn(value["column"])
-        return value if isinstance(value, FromColumn) else check(value)
+        if isinstance(value, FromColumn):
+            return value
+        value = prepare(value)
+        if not is_right(value):
+            raise _refuse(f"{expected}, or {{column: name}}")
+        return value
 
-    return validate
-
-
-def _int(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _refuse("an integer, or {column: name}")
-    return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _refuse("a number, or {column: name}")
-    return float(value)
+    return PlainValidator(validate), PlainSerializer(_plain)
 
 
-def _bool(value: object) -> bool:
-    value = _switch(value)
-    if not isinstance(value, bool):
-        raise _refuse("true or false, or {column: name}")
-    return value
-
-
-def _strings(value: object) -> tuple[str, ...]:
-    items = _listed(value)
-    if not isinstance(items, tuple) or not all(isinstance(item, str) for item in items):
-        raise _refuse("a list of texts (quote numbers), or {column: name}")
-    return items
-
-
-def _token_ids(value: object) -> tuple[int, ...]:
-    items = _listed(value)
-    if not isinstance(items, tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in items):
-        raise _refuse("a list of token ids, or {column: name}")
-    return items
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _plain(value: object) -> object:
     return {"column": value.column} if isinstance(value, FromColumn) else value
 
 
-def _column_kind(check: Callable[[Any], Any]) -> tuple[PlainValidator, PlainSerializer]:
-    return PlainValidator(_or_column(check)), PlainSerializer(_plain)
-
-
+FALSE_IS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
 Switch = Annotated[bool, BeforeValidator(_switch)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
 Moment = Annotated[str, BeforeValidator(_moment)]  # a local wall time in ISO form
@@ -155,8 +122,21 @@ Place = Annotated[str, Field(min_length=1), AfterValidator(_no_login)]  # a path
 Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct)]
 
-IntOrColumn = Annotated[int | FromColumn, *_column_kind(_int)]
-NumberOrColumn = Annotated[float | FromColumn, *_column_kind(_number)]
-SwitchOrColumn = Annotated[bool | FromColumn, *_column_kind(_bool)]
-StringsOrColumn = Annotated[tuple[str, ...] | FromColumn, *_column_kind(_strings)]
-TokenIdsOrColumn = Annotated[tuple[int, ...] | FromColumn, *_column_kind(_token_ids)]
+IntOrColumn = Annotated[int | FromColumn, *_or_column(_is_int, "an integer")]
+NumberOrColumn = Annotated[
+    float | FromColumn,
+    *_or_column(lambda v: isinstance(v, float), "a number", lambda v: float(v) if _is_int(v) else v),
+]
+SwitchOrColumn = Annotated[bool | FromColumn, *_or_column(lambda v: isinstance(v, bool), "true or false", _switch)]
+StringsOrColumn = Annotated[
+    tuple[str, ...] | FromColumn,
+    *_or_column(
+        lambda v: isinstance(v, tuple) and all(isinstance(item, str) for item in v),
+        "a list of texts (quote numbers)",
+        _listed,
+    ),
+]
+TokenIdsOrColumn = Annotated[
+    tuple[int, ...] | FromColumn,
+    *_or_column(lambda v: isinstance(v, tuple) and all(map(_is_int, v)), "a list of token ids", _listed),
+]

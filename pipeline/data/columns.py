@@ -6,10 +6,11 @@ So what reads, renders and sends rows meets `string`, `binary`, `list` and `stru
 differ in encoding is one. Kept columns get their own type back when their part is made.
 """
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
+
+from pipeline.formatting import nearest
 
 
 def plain_type(t: pa.DataType) -> pa.DataType:
@@ -136,8 +137,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ " (did you mean 'report'?)" or, where nothing is close, the names there are; for the end of a
     message."""
     names: Sequence[str] = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f" (did you mean {close[0]!r}?)"
+    if close := nearest(name, names):
+        return f" (did you mean {close!r}?)"
     shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return f" (there are: {shown})" if names else ""

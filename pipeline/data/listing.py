@@ -1,6 +1,6 @@
-"""Which files a path stands for: a file, a folder read whole, or a glob, on a local disk or behind fsspec.
+"""Which files a path stands for: a file, a folder read whole, or a glob, on a local disk or in a store.
 
-Nothing is left out silently: names that start with `_` or `.` are passed by, as every Parquet reader does,
+Nothing is left out silently: names that start with `_` or `.` are skipped, as every Parquet reader does,
 links are followed, and whatever else is there is returned or refused.
 """
 

@@ -64,6 +64,10 @@ class Unit:
         """The kept input columns alone."""
         return self.table.select(list(range(self.table.num_columns - len(OWN_FIELDS))))
 
+    def places(self) -> list[tuple[str, int]]:
+        """Where each row comes from: `source_file` and `source_row`."""
+        return list(zip(self.own("source_file").to_pylist(), self.own("source_row").to_pylist()))
+
     def own(self, name: str) -> pa.ChunkedArray:
         """A column of OWN_FIELDS, even where a kept input column has the same name."""
         return self.table.column(self.table.num_columns - len(OWN_FIELDS) + _OWN_NAMES.index(name))

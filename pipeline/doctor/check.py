@@ -63,7 +63,3 @@ class Setup:
         """With what is given in the place of the job's; the storage options stay."""
         given = {"model": model, "input": input, "output": output}
         return replace(self, **{name: path for name, path in given.items() if path is not None})
-
-
-def shown_bytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeline.doctor.check import Setup, shown_bytes
+from pipeline.doctor.check import Setup
 from pipeline.doctor.speed import CONTEXT, Speed, speed_on
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.memory import (
@@ -22,10 +22,12 @@ from pipeline.engine.startup.memory import (
     weight_bytes,
 )
 from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
+from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes
 from pipeline.kernels.select import default_dtype
 from pipeline.model.config import DTYPES, ModelConfig
+from pipeline.report.figures import aligned
 from pipeline.roofline.cards import Card, load_cards
 
 LENGTHS = (512, 2_048, 8_192, 32_768)
@@ -68,28 +70,18 @@ class MemoryTable:
         head = ["device", "memory", "dtype", "weights", "KV", "a token", *(f"{length:,}" for length in self.lengths)]
         rows = [[*head, "prompts/s", "out/s"]]
         for p in self.places:
-            sizes = [
-                shown_bytes(p.memory_bytes),
-                p.dtype,
-                shown_bytes(p.weight_bytes),
-                p.kv_dtype,
-                f"{p.kv_bytes_per_token:,}",
-            ]
+            memory, weights = shown_bytes(p.memory_bytes), shown_bytes(p.weight_bytes)
             fits = ["-" if p.lacks else f"{count:,}" for count in p.sequences]
-            speed = ["", ""]
-            if p.speed is not None:
-                speed = [f"{rate:,.0f}" for rate in (p.speed.prompt_tokens_per_s, p.speed.output_tokens_per_s)]
-            rows.append([p.name, *sizes, *fits, *speed])
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(f"{cell:{'<' if i == 0 else '>'}{w}}" for i, (cell, w) in enumerate(zip(row, widths)))
-                 for row in rows]  # fmt: skip
+            speeds = () if p.speed is None else (p.speed.prompt_tokens_per_s, p.speed.output_tokens_per_s)
+            shown = [f"{rate:,.0f}" for rate in speeds] or ["", ""]
+            rows.append([p.name, memory, p.dtype, weights, p.kv_dtype, f"{p.kv_bytes_per_token:,}", *fits, *shown])
         return "\n".join(
             [
                 "memory of the model",
                 f"  files           {files}",
                 "  sequences that fit at once, by their length in tokens; tokens a second at the most, by the cost",
                 f"  model and data sheets: of prompts, and out by up to {GPU_MAX_NUM_SEQS} sequences of {CONTEXT}:",
-                *(f"    {line.rstrip()}" for line in lines),
+                *(f"    {line}" for line in aligned(rows)),
                 *(f"    {p.name} cannot run this: {p.lacks}" for p in self.places if p.lacks),
             ]
         )
@@ -98,12 +90,9 @@ class MemoryTable:
 def memory_table(config: ModelConfig, setup: Setup) -> MemoryTable:
     """Of a model, as it is loaded, on this machine and on every known card."""
     lengths = (*(length for length in LENGTHS if length < config.max_position), config.max_position)
-    places = [_here(config, setup, lengths)]
-    places += [
-        _on_gpu(card.name, card.memory_bytes, card.compute_capability, card, config, setup, lengths)
-        for card in load_cards()
-    ]
-    return MemoryTable(_checkpoint_bytes(config), lengths, tuple(places))
+    cards, fit = load_cards(), _Fit(config, setup, lengths)
+    places = [fit.on_gpu(card.name, card.memory_bytes, card.compute_capability, card) for card in cards]
+    return MemoryTable(_checkpoint_bytes(config), lengths, (fit.here(), *places))
 
 
 def kv_type(setup: Setup, dtype: torch.dtype) -> torch.dtype:
@@ -111,45 +100,56 @@ def kv_type(setup: Setup, dtype: torch.dtype) -> torch.dtype:
     return FP8 if setup.kv_cache_dtype == "fp8" else dtype
 
 
-def _here(config: ModelConfig, setup: Setup, lengths: tuple[int, ...]) -> Place:
-    if torch.cuda.is_available() and setup.device != "cpu":
-        about = torch.cuda.get_device_properties(torch.cuda.current_device())
-        known = next((card for card in load_cards() if card.device == about.name), None)
-        memory, capability = torch.cuda.mem_get_info()[1], (about.major, about.minor)
-        return _on_gpu("this machine's GPU", memory, capability, known, config, setup, lengths)
-    device, free = torch.device("cpu"), free_cpu_bytes()
-    dtype = DTYPES.get(setup.dtype) or default_dtype(device, config.dtype)
-    weights = weight_bytes(config, device, dtype, activation_dtype=setup.activation_dtype)
-    kv = int((free - weights) * CPU_SHARE)
-    return _place("this machine (free)", free, config, device, dtype, kv_type(setup, dtype), weights, kv, lengths)
+@dataclass(frozen=True)
+class _Fit:
+    """A model, as `setup` loads it, on one device after another."""
 
+    config: ModelConfig
+    setup: Setup
+    lengths: tuple[int, ...]
 
-def _on_gpu(
-    name: str,
-    memory: int,
-    capability: tuple[int, int],
-    known: Card | None,
-    config: ModelConfig,
-    setup: Setup,
-    lengths: tuple[int, ...],
-) -> Place:
-    """known: the card whose data sheet says how fast it is."""
-    gpu, activations = torch.device("cuda"), setup.activation_dtype
-    dtype = DTYPES.get(setup.dtype) or default_dtype(gpu, config.dtype)
-    kv_dtype = kv_type(setup, dtype)
-    share = int(memory * EngineConfig.gpu_memory_utilization)
-    cached_tokens = cache_before_dense(GPU_MAX_NUM_SEQS, config.max_position)
-    keeps_dense = dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens)
-    weights = weight_bytes(config, gpu, dtype, keeps_dense, activations)
-    kv = share - STEP_BYTES - SLACK_BYTES - weights
-    place = _place(name, memory, config, gpu, dtype, kv_dtype, weights, kv, lengths)
-    if lacks := _lacking(activations, capability):
-        return replace(place, lacks=lacks)
-    if known is None or dtype.itemsize != 2:  # the cost model is of 16 bit
-        return place
-    value_bytes = head_bytes(config.head_dim, kv_dtype) / config.head_dim
-    room = max(0, kv) // place.kv_bytes_per_token
-    return replace(place, speed=speed_on(known, config, activations, value_bytes, keeps_dense, room))
+    def here(self) -> Place:
+        if torch.cuda.is_available() and self.setup.device != "cpu":
+            about = torch.cuda.get_device_properties(torch.cuda.current_device())
+            known = next((card for card in load_cards() if card.device == about.name), None)
+            memory, capability = torch.cuda.mem_get_info()[1], (about.major, about.minor)
+            return self.on_gpu("this machine's GPU", memory, capability, known)
+        device, free = torch.device("cpu"), free_cpu_bytes()
+        dtype = self._dtype(device)
+        weights = weight_bytes(self.config, device, dtype, activation_dtype=self.setup.activation_dtype)
+        return self._place("this machine (free)", free, device, dtype, weights, int((free - weights) * CPU_SHARE))
+
+    def on_gpu(self, name: str, memory: int, capability: tuple[int, int], known: Card | None) -> Place:
+        """known: the card whose data sheet says how fast it is."""
+        config, gpu, activations = self.config, torch.device("cuda"), self.setup.activation_dtype
+        dtype = self._dtype(gpu)
+        kv_dtype = kv_type(self.setup, dtype)
+        share = int(memory * EngineConfig.gpu_memory_utilization)
+        cached_tokens = cache_before_dense(GPU_MAX_NUM_SEQS, config.max_position)
+        keeps_dense = dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens)
+        weights = weight_bytes(config, gpu, dtype, keeps_dense, activations)
+        kv = share - STEP_BYTES - SLACK_BYTES - weights
+        place = self._place(name, memory, gpu, dtype, weights, kv)
+        if lacks := _lacking(activations, capability):
+            return replace(place, lacks=lacks)
+        if known is None or dtype.itemsize != 2:  # the cost model is of 16 bit
+            return place
+        value_bytes = head_bytes(config.head_dim, kv_dtype) / config.head_dim
+        room = max(0, kv) // place.kv_bytes_per_token
+        return replace(place, speed=speed_on(known, config, activations, value_bytes, keeps_dense, room))
+
+    def _dtype(self, device: torch.device) -> torch.dtype:
+        return DTYPES.get(self.setup.dtype) or default_dtype(device, self.config.dtype)
+
+    def _place(
+        self, name: str, memory: int, device: torch.device, dtype: torch.dtype, weights: int, kv_bytes: int
+    ) -> Place:
+        kv_dtype = kv_type(self.setup, dtype)
+        per_token, block = self.config.kv_bytes_per_token(kv_dtype), BLOCK_SIZE[device.type]
+        blocks = max(0, kv_bytes) // (block * per_token)
+        sequences = tuple(blocks // -(-length // block) for length in self.lengths)
+        computed, kept = (str(each).removeprefix("torch.") for each in (dtype, kv_dtype))
+        return Place(name, computed, kept, memory, weights, per_token, sequences)
 
 
 def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
@@ -160,24 +160,6 @@ def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
         needed, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
         return f"engine.activation_dtype: fp8 needs compute capability {needed}, and this card has {has}"
     return ""
-
-
-def _place(
-    name: str,
-    memory: int,
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    weights: int,
-    kv_bytes: int,
-    lengths: tuple[int, ...],
-) -> Place:
-    per_token, block = config.kv_bytes_per_token(kv_dtype), BLOCK_SIZE[device.type]
-    blocks = max(0, kv_bytes) // (block * per_token)
-    sequences = tuple(blocks // -(-length // block) for length in lengths)
-    computed, kept = str(dtype).removeprefix("torch."), str(kv_dtype).removeprefix("torch.")
-    return Place(name, computed, kept, memory, weights, per_token, sequences)
 
 
 def _checkpoint_bytes(config: ModelConfig) -> dict[str, int]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
-from pipeline.doctor.check import Check, Setup, shown_bytes
+from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
+from pipeline.formatting import shown_bytes
 from pipeline.job.validate import MODEL_FILES, examine, missing_model_files
-from pipeline.stores.filesystem import filesystem
+from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def model(setup: Setup) -> Iterator[Check]:
         with _fetched_config(setup) as folder:
             yield from _architecture(folder, setup)
         return
-    folder = _cached(path) if kind == "id" else _local(path)
+    folder = _cached(path) if kind == "id" else locate_model(path)
     if folder is None:
         todo = "It is downloaded when the job runs; `HF_HUB_OFFLINE` and machines without network need it in the cache."
         yield Check("model", "folder", "warning", f"{shown}: not in the local cache", todo)
@@ -69,7 +70,7 @@ def model_config(setup: Setup) -> "ModelConfig | None":
         if kind == "url":
             with _fetched_config(setup) as folder:
                 return _as_loaded(folder, setup)
-        folder = None if kind == "missing" else _cached(setup.model) if kind == "id" else _local(setup.model)
+        folder = _cached(setup.model) if kind == "id" else locate_model(setup.model)
         return None if folder is None else _as_loaded(folder, setup)
     except (PipelineError, OSError):
         return None
@@ -94,11 +95,6 @@ def _fetched_config(setup: Setup) -> Iterator[Path]:
         fs, root = filesystem(setup.model, setup.model_storage)
         (Path(folder) / "config.json").write_bytes(fs.cat_file(posixpath.join(root, "config.json")))
         yield Path(folder)
-
-
-def _local(path: str) -> Path:
-
-    return locate_model(path)
 
 
 def _cached(name: str) -> Path | None:
@@ -214,7 +210,7 @@ def _left_as_found(output: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if "://" not in output.removeprefix("file://"):
+        if not is_url(output.removeprefix("file://")):
             with suppress(OSError):
                 for folder in made:
                     folder.rmdir()

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from pipeline import __version__
 from pipeline.checkpoints.cache import cache_folder
-from pipeline.doctor.check import Check, Setup, State, shown_bytes
+from pipeline.doctor.check import Check, Setup, State
+from pipeline.formatting import shown_bytes
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
+from pipeline.stores.filesystem import is_url
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
 OPTIONAL = ("triton",)
@@ -94,7 +96,7 @@ def memory(setup: Setup) -> Iterator[Check]:
 
 
 def _places(setup: Setup) -> Iterator[tuple[str, Path]]:
-    if setup.output is not None and "://" not in setup.output:
+    if setup.output is not None and not is_url(setup.output):
         yield "output", Path(setup.output).expanduser().absolute()
     yield "temporary files", Path(tempfile.gettempdir())
     yield "ray", Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
@@ -127,7 +129,7 @@ def kernels(setup: Setup) -> Iterator[Check]:
     for operation, origin in sorted(kernels.served_by.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cpu":
-        module = importlib.import_module("pipeline.kernels.cpu.attention.paged")
+        module = importlib.import_module("pipeline.kernels.cpu.attention.decode_kernel")
         cache = module.paged_decode.stats.cache_path
         yield Check("kernels", "numba cache", "ok", f"{cache}: compiled kernels are kept there")
 

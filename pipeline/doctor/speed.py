@@ -10,7 +10,6 @@ import numpy as np
 from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import ModelConfig
-from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.cards import Card
 from pipeline.roofline.step import Ceilings, Reached, StepTokens, step_seconds
 
@@ -33,12 +32,12 @@ def speed_on(
     """room: tokens that the KV cache holds. None where not one sequence fits, or the card has no such products."""
     context = min(CONTEXT, config.max_position)
     sequences = min(room // context, GPU_MAX_NUM_SEQS)
-    weights = weights_of(config, activation_dtype)
+    weights = config.weights_on_card(activation_dtype)
     if sequences == 0 or (weights.fp8 and card.fp8_flops is None):
         return None
     most_fused = CROSSOVER_CACHED if keeps_dense else CROSSOVER_SCRATCH
     weights = replace(weights, cached=keeps_dense, fused_tokens=most_fused)
-    size, ceilings = decoder_size(config), Ceilings.of_card(card, Reached())
+    size, ceilings = config.size, Ceilings.of_card(card, Reached())
 
     def tokens_per_s(sequences: int, count: int) -> float:
         step = StepTokens(np.full(sequences, count), np.full(sequences, context), sequences)

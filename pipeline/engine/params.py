@@ -98,8 +98,8 @@ class EngineConfig:
     "auto" and there to see what it does to outputs. "int8" rounds those of 4-bit linears to 8-bit integers (see
     `kernels/int8.py`): for speed on processors with AVX2.
     deterministic: a row's logits, and so its tokens, are the same to the last bit whatever else is in a step, however
-    its prompt is cut, shared or computed again, and whether drafts were checked. Slower; on CPU in float32 only. What
-    it costs is said in `kernels/triton/invariant.py` and `kernels/cpu/invariant.py`. With a draft model fewer sampled
+    its prompt is cut, shared or computed again, and whether drafts were checked. Slower; on CPU in float32 only. See
+    `kernels/triton/batch_invariant.py` and `kernels/cpu/invariant.py` for the cost. With a draft model fewer sampled
     drafts are accepted, as rejection sampling would make tokens depend on them.
     quantization: "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while they are loaded,
     by rounding; "none" leaves them as they are stored, quantized or not.

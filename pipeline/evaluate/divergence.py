@@ -2,7 +2,7 @@
 
 Sums are in float64: divergences of 1e-6 are differences of numbers of about 10.
 
-Shape suffixes: R rows of logits (one behind each token of a piece of text), V vocabulary.
+Shape suffixes: R rows of logits (one after each token of a piece of text), V vocabulary.
 """
 
 import math
@@ -22,8 +22,8 @@ class Likelihood:
     num_tokens: int = 0
 
     def add(self, logits_RV: torch.Tensor, next_ids: list[int]) -> None:
-        """`next_ids[r]` followed the token behind which logits_RV[r] stands. There may be more rows than ids: behind
-        the last token of a text nothing is known."""
+        """`next_ids[r]` is the token that logits_RV[r] predict. There may be more rows than ids: nothing follows the
+        last token of a text."""
         for at in range(0, len(next_ids), _AT_ONCE):
             target_R = torch.tensor(next_ids[at : at + _AT_ONCE], device=logits_RV.device)
             log_RV = torch.log_softmax(logits_RV[at : at + len(target_R)].double(), dim=-1)

@@ -18,8 +18,8 @@ from pipeline.engine.step.scoring import prompt_logits
 from pipeline.errors import ConfigError, ModelError
 from pipeline.evaluate.divergence import Divergence, Likelihood
 from pipeline.evaluate.table import Evaluation, Measured
+from pipeline.formatting import Remaining
 from pipeline.job.samples import Samples, read_samples
-from pipeline.machine.progress_lines import Remaining
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import checkpoint_files
 from pipeline.stores.filesystem import storage_for

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipeline.report.figures import aligned
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -58,11 +60,7 @@ class Evaluation:
         )
         rows = [_HEAD, *(_row(model) for model in self.models)]
         shown = [i for i in range(len(_HEAD)) if any(row[i] != "" for row in rows[1:])]
-        widths = [max(len(row[i]) for row in rows) for i in shown]
-        lines = [
-            "  ".join(f"{row[i]:<{w}}" if i < _NUM_NAMES else f"{row[i]:>{w}}" for i, w in zip(shown, widths)).rstrip()
-            for row in rows
-        ]
+        lines = aligned([[row[i] for i in shown] for row in rows], sum(i < _NUM_NAMES for i in shown))
         notes = ["weights: files, and about what they take once loaded; KV: bytes a token"]
         if self.has_reference:
             notes.insert(0, f"KL, top-1 and same: against {self.models[0].name}, the first line")

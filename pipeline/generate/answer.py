@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.engine.params import Completion
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 from pipeline.formatting import printable
+from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
 
 _MAX_LINES = 6  # of a prompt
@@ -55,7 +56,7 @@ class Saved:
     def __init__(self, path: str, overwrite: bool) -> None:
         """Raises ConfigError, OutputError before any work is done for it."""
         self.path, self._overwrite = Path(path).expanduser(), overwrite
-        if "://" in path:
+        if is_url(path):
             raise OutputError(f"--output {shown_url(path)}: expected a local .jsonl or .parquet file")
         if self.path.suffix not in (".jsonl", ".ndjson", ".parquet"):
             raise ConfigError(f"--output {path}: expected a file that ends in .jsonl or .parquet")
@@ -67,7 +68,7 @@ class Saved:
             raise OutputError(f"--output {path}: no folder {self.path.parent}; make it first")
 
     def write(self, rows: list[Answer], schema: pa.Schema) -> None:
-        """Raises EnvironmentFailed when the disk does not take it, OutputError when the file has come meanwhile."""
+        """Raises EnvironmentFailed when the disk does not take it, OutputError when another program made the file."""
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         try:
             with open(temporary, "xb") as file:
@@ -81,7 +82,7 @@ class Saved:
                 os.fsync(file.fileno())
             (os.replace if self._overwrite else os.link)(temporary, self.path)
         except FileExistsError:
-            raise OutputError(f"{self.path}: has come into being meanwhile; nothing was replaced") from None
+            raise OutputError(f"{self.path}: was made by another program; nothing was replaced") from None
         except OSError as error:
             raise EnvironmentFailed(f"{self.path}: cannot be written: {error.strerror}") from error
         finally:

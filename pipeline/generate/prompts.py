@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.data.prompts import template_columns
 from pipeline.data.source import open_source
 from pipeline.errors import ConfigError, InputError
+from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
 
 MAX_BYTES = 64 * 2**20
@@ -42,7 +43,7 @@ def is_dataset(place: str) -> bool:
     path = Path(place)
     if place == STDIN or path.suffix in (".txt", *_JSON_LINES):
         return False
-    if "://" in place or path.is_dir() or path.suffix in (".parquet", ".pq"):
+    if is_url(place) or path.is_dir() or path.suffix in (".parquet", ".pq"):
         return True
     if path.is_file():
         with open(path, "rb") as file:

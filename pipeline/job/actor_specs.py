@@ -2,106 +2,50 @@
 
 import json
 import os
-from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Literal
 
 from pipeline.config import JobConfig
-from pipeline.data.source import Source
-from pipeline.data.units import UnitSpec
-from pipeline.job.actor.stages import Chat
+from pipeline.job.actor.tokenize import chat_of
 from pipeline.job.actor.worker import Backend, WorkSpec
-from pipeline.job.plan import Plan, WindowTask
-from pipeline.job.telemetry.record import versions
+from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask
+from pipeline.job.plan import JobPlan
+from pipeline.job.telemetry.run_log import versions
 from pipeline.machine.host import available_cores
 from pipeline.stores import failpoints
-
-NUM_READERS = 2  # windows read at once; one for a single actor, as each is a process to start
-
-
-@dataclass(frozen=True)
-class Spot:
-    """Whom an actor asks whether its machine is to be taken away, and how long it then goes on."""
-
-    notice: Literal["off", "aws", "gcp", "azure"] = "off"
-    drain_s: float = 30.0
-
-
-@dataclass(frozen=True)
-class FlowSpec:
-    """All that the graph is made of. `cpus` and `gpus` are what one actor is booked with."""
-
-    source: Source = field(repr=False)
-    tasks: tuple[WindowTask, ...] = field(repr=False)
-    units: UnitSpec
-    work: WorkSpec = field(repr=False)
-    actors: int
-    cpus: float
-    gpus: float
-    units_in_flight: int
-    ray_address: str | None = None
-    spot: Spot = Spot()
-    failpoints: str = ""  # of tests
+from pipeline.stores.filesystem import is_url
 
 
 def flow_spec(
-    plan: Plan, tasks: tuple[WindowTask, ...], backend: Backend, run_id: str, retry_failed: bool = False
+    plan: JobPlan, tasks: tuple[WindowTask, ...], backend: Backend, run_id: str, retry_failed: bool = False
 ) -> FlowSpec:
     """What each actor gets: its share of the machine's cores unless the job says so, and a GPU where it uses
     one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
     config, run = plan.config, plan.config.run
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
     cpus = run.cpus_per_actor or _cpus(run.actors, run.ray_address, gpus)
-    threads = max(1, int(cpus))
-    engine = config.engine_config(str(plan.model), plan.draft and str(plan.draft), threads)
     work = WorkSpec(
-        backend,
-        config.model.path,
-        engine,
-        config.sampling_params(),
-        config.seed,
-        chat_of(config, plan.fingerprint.date),
-        config.output.path if "://" in config.output.path else os.path.abspath(config.output.path),
-        dict(config.output.storage),
-        run_id,
-        plan.fingerprint.short,
-        dict(config.output.rename),
-        provenance(plan),
-        run.step_timeout_s,
-        run.load_timeout_s,
-        threads,
-        retry_failed,
-        dict(config.model.storage),
-        config.model.draft,
-        plan.kept_types,
+        backend=backend,
+        model=config.model.path,
+        model_storage=dict(config.model.storage),
+        draft=config.model.draft,
+        engine=config.engine_config(str(plan.model), plan.draft and str(plan.draft), max(1, int(cpus))),
+        step_timeout_s=run.step_timeout_s,
+        load_timeout_s=run.load_timeout_s,
+        params=config.sampling_params(),
+        seed=config.seed,
+        chat=chat_of(config, plan.fingerprint.date),
+        output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
+        storage=dict(config.output.storage),
+        rename=dict(config.output.rename),
+        kept_types=plan.kept_types,
+        metadata=provenance(plan),
+        fingerprint=plan.fingerprint.short,
+        run_id=run_id,
+        retry_failed=retry_failed,
     )
-    spot = Spot(run.spot_notice, run.drain_s)
+    spot, in_flight = Spot(run.spot_notice, run.drain_s), run.units_in_flight
+    requested = failpoints.requested(os.environ)
     return FlowSpec(
-        plan.source,
-        tasks,
-        plan.units,
-        work,
-        run.actors,
-        cpus,
-        gpus,
-        run.units_in_flight,
-        run.ray_address,
-        spot,
-        failpoints.requested(os.environ),
-    )
-
-
-def chat_of(config: JobConfig, now: datetime | None) -> Chat | None:
-    """How a prompt becomes a chat; None where it is sent as it is. `now`: the date, where the job file has none."""
-    given = config.prompt.chat
-    if given is None:
-        return None
-    return Chat(
-        config.prompt.messages is not None,
-        given.system,
-        given.add_generation_prompt,
-        given.template_kwargs,
-        now if given.date is None else datetime.fromisoformat(given.date),
+        plan.source, tasks, plan.units, work, run.actors, cpus, gpus, in_flight, run.ray_address, spot, requested
     )
 
 
@@ -128,8 +72,8 @@ def resolve_device(config: JobConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def provenance(plan: Plan) -> dict[str, str]:
-    """Provenance, kept in each part's footer."""
+def provenance(plan: JobPlan) -> dict[str, str]:
+    """Where a part comes from, kept in its footer."""
     found = {name: v for name, v in versions().items() if name not in ("host", "pid", "process")}
     return {
         "pipeline.fingerprint": plan.fingerprint.digest,

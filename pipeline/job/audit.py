@@ -18,8 +18,8 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.data.output.result_columns import result_column
 from pipeline.errors import OutputError, RowError
+from pipeline.formatting import Remaining
 from pipeline.job.fingerprint import JOB
-from pipeline.machine.progress_lines import Remaining
 from pipeline.stores.read_ahead import read_ahead
 
 MAX_SHOWN = 20

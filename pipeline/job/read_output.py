@@ -11,11 +11,12 @@ from pipeline.config import load_job
 from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import OutputError
-from pipeline.formatting import eta
+from pipeline.formatting import duration
 from pipeline.job.fingerprint import JOB
-from pipeline.job.telemetry.record import REPORT_JSON, STATUS, load_runs, silent_s
+from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import RunReport, build_report
+from pipeline.stores.filesystem import is_url
 
 SILENT_S = 120.0  # a run writes its status each few seconds
 
@@ -24,7 +25,7 @@ def open_output(place: str) -> PartStore:
     """The output at `place`, a folder or an fsspec url, or the one of the job file there. Raises OutputError,
     ConfigError."""
     path, storage = output_of(place)
-    if "://" not in path and place == path and not Path(path).is_dir():
+    if not is_url(path) and place == path and not Path(path).is_dir():
         problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
         raise OutputError(f"{place}: {problem}")
     return PartStore(path, storage)
@@ -33,7 +34,7 @@ def open_output(place: str) -> PartStore:
 def output_of(place: str) -> tuple[str, dict[str, Any]]:
     """Where an output is and the fsspec options that it takes: `place` itself with none, or what the job file says."""
     path = Path(place)
-    if "://" in place or path.suffix not in (".yaml", ".yml") or path.is_dir():
+    if is_url(place) or path.suffix not in (".yaml", ".yml") or path.is_dir():
         return place, {}
     output = load_job(path).output
     return output.path, output.storage
@@ -64,8 +65,8 @@ def doubt_of(store: PartStore, now: Status) -> str | None:
         return None
     host = run.versions.get("host", "unknown") if run is not None else "unknown"
     return (
-        f"Nothing was heard of it for {eta(silent)}. If its process on {host} is gone, `pipeline run` goes on from "
-        "what is written."
+        f"Nothing was heard of it for {duration(silent)}. If its process on {host} is gone, `pipeline run` goes on "
+        "from what is written."
     )
 
 

@@ -6,18 +6,16 @@ have no text; they are counted.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
 from pipeline.config import JobConfig
-from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import Source, Window, cut_windows, open_source, read_window
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.params import SamplingParams
 from pipeline.errors import InputError, RowError
-from pipeline.job.actor.stages import Tokenize
-from pipeline.job.actor_specs import chat_of
+from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.machine.host import wall_time
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -54,8 +52,7 @@ def read_samples(
     expected: a column to keep the text of. chosen: (number, seed), to take so many rows at random from all of them.
     Raises InputError when no row is left, ConfigError when the prompt does not fit the columns.
     """
-    prompt = config.prompt
-    spec = PromptSpec(prompt.column, prompt.template, prompt.messages, prompt.max_bytes)
+    spec = config.prompt.spec()
     kept = () if expected is None else (expected,)
     source = open_source(config.input.path, config.input.storage, config.input.on_corrupt)
     source.check_columns([*kept, *spec.columns])
@@ -71,7 +68,7 @@ def read_samples(
         for unit in make_units(table, unit_spec, window.index):
             requests, failed = tokenize(unit)
             left_out.update(str(completion.error) for completion in failed)
-            places, texts = _places(unit), _texts(unit, expected)
+            places, texts = unit.places(), _texts(unit, expected)
             for request in requests:
                 token_ids = request.prompt_token_ids[:max_tokens] if cut else request.prompt_token_ids
                 if len(token_ids) > max_tokens:
@@ -80,7 +77,7 @@ def read_samples(
                     left_out[RowError.EMPTY_PROMPT] += 1
                 else:
                     row: int = request.row_id  # type: ignore[assignment]
-                    found.append((places[row], token_ids, texts[row]))
+                    found.append(((window.index, *places[row]), token_ids, texts[row]))
     if not found:
         reasons = ", ".join(f"{code} {count:,}" for code, count in sorted(left_out.items())) or "there are none"
         raise InputError(f"{source.root}: no row has a text of at most {max_tokens:,} tokens ({reasons})")
@@ -101,11 +98,6 @@ def _wanted(source: Source, limit: int | None, chosen: tuple[int, int] | None) -
         inside = rows[bisect_left(rows, window.start) : bisect_left(rows, window.stop)]
         if inside:
             yield window, [row - window.start for row in inside]
-
-
-def _places(unit: Unit) -> Sequence[tuple[int, str, int]]:
-    files, rows = unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist()
-    return [(unit.window, file, row) for file, row in zip(files, rows)]
 
 
 def _texts(unit: Unit, expected: str | None) -> list[str | None]:

@@ -3,7 +3,7 @@
 import time
 
 from pipeline.errors import EnvironmentFailed
-from pipeline.job.actor.ledger import ActorState
+from pipeline.job.telemetry.actor_state import ActorState
 
 
 class Stall:

@@ -5,23 +5,23 @@ reported, with the line of the job file that leads to it.
 """
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pipeline.checkpoints.locate import why_no_checkpoint
-from pipeline.config import EMBEDDED_MODELS, FromColumn, JobConfig, Mistake
+from pipeline.checkpoints.locate import model_kind, why_no_checkpoint
+from pipeline.config import FromColumn, JobConfig, Mistake
 from pipeline.data.columns import is_text
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
-from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
-from pipeline.formatting import printable
+from pipeline.formatting import printable, shown_bytes
 from pipeline.report.figures import money
-from pipeline.stores.filesystem import filesystem
+from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url
 
 MODEL_FILES = ("config.json", "tokenizer.json")  # what every checkpoint has, beside its weights
@@ -63,17 +63,13 @@ def examine(config: JobConfig) -> Examined:
 class _Examination:
     def __init__(self, config: JobConfig, found: Examined) -> None:
         self.config, self.found, self.facts = config, found, found.facts
-        prompt = config.prompt
-        self.spec = PromptSpec(prompt.column, prompt.template, prompt.messages, prompt.max_bytes)
+        self.spec = config.prompt.spec()
 
     def run(self) -> None:
         self._model()
-        try:
+        with self._noting("input.path"):
             given = self.config.input
             source = open_source(given.path, given.storage, given.on_corrupt)
-        except PipelineError as error:
-            self._mistake("input.path", error)
-        else:
             self._dataset(source)
             kept = self._columns(source)
             if not self.found.mistakes:
@@ -81,22 +77,26 @@ class _Examination:
                 self._first_prompt(source)
         self._output()
 
-    def _mistake(self, key: str, error: Exception | str, hint: str = "") -> None:
-        text = str(error).removeprefix(key).lstrip(": ")
+    @contextmanager
+    def _noting(self, key: str) -> Iterator[None]:
+        """What fails inside is a mistake of `key`, or a failure of what it names."""
+        try:
+            yield
+        except PipelineError as error:
+            self._mistake(key, error)
+
+    def _mistake(self, key: str, error: PipelineError | str, hint: str = "") -> None:
+        text, where = error.problem(key) if isinstance(error, PipelineError) else error, self.config.where(key)
         if isinstance(error, EnvironmentFailed):
-            self.found.failures.append(f"{self.config.where(key)}: {key}: {text}")
-            return
-        self.found.mistakes.append(Mistake(self.config.where(key), key, text, hint))
+            self.found.failures.append(f"{where}: {key}: {text}")
+        else:
+            self.found.mistakes.append(Mistake(where, key, text, hint))
 
     def _model(self) -> None:
         model = self.config.model
-        if model.storage and model_kind(model.path) != "url":
-            given = ", ".join(sorted(model.storage))
-            self._mistake("model.storage", f"only a url takes options; found {given}", "Leave it out.")
         self.facts["model"] = self._checkpoint("model.path", model.path, model.storage)
         if model.draft is not None:
-            storage = model.storage if "://" in model.draft else {}
-            self.facts["draft model"] = self._checkpoint("model.draft", model.draft, storage)
+            self.facts["draft model"] = self._checkpoint("model.draft", model.draft, model.storage)
 
     def _checkpoint(self, key: str, path: str, storage: Mapping[str, Any]) -> dict[str, str]:
         """What there is to tell of the checkpoint that `key` names."""
@@ -106,12 +106,8 @@ class _Examination:
         elif kind == "folder" and (reason := why_no_checkpoint(path)):
             self._mistake(key, f"{shown}: {reason}")
         elif kind in ("folder", "url"):
-            try:
-                absent = missing_model_files(path, storage)
-            except PipelineError as error:
-                self._mistake(key, error)
-            else:
-                for name in absent:
+            with self._noting(key):
+                for name in missing_model_files(path, storage):
                     self._mistake(key, f"{shown}: no {name} in this folder", "Give a checkpoint's folder.")
         return {"path": shown, "kind": _MODEL_KINDS[kind]}
 
@@ -140,36 +136,26 @@ class _Examination:
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
         absent = set()
         for key, name in wanted:
-            try:
+            absent.add(name)
+            with self._noting(key):
                 source.check_columns([name])
-            except PipelineError as error:
-                absent.add(name)
-                self._mistake(key, error)
+                absent.remove(name)
         if not absent & set(self.spec.columns):
-            try:
+            with self._noting(prompt_key):
                 self.spec.check(source.schema)
-            except PipelineError as error:
-                self._mistake(prompt_key, error)
         for option, name in config.sampling_columns().items():
             if option in _NUMBERS and name not in absent and is_text(source.schema.field(name).type):
                 self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
-        self.facts["columns"] = {
-            "kept": kept,
-            "prompt": list(self.spec.columns),
-            "sampling": config.sampling_columns(),
-        }
+        self.facts["columns"] = {"kept": kept, "prompt": list(self.spec.columns), "sampling": config.sampling_columns()}
         return kept
 
     def _output_columns(self, source: Source, kept: list[str]) -> None:
         import pyarrow as pa
 
-        try:
+        with self._noting("output.rename"):
             fields = [source.kept.field(name) for name in kept]
             logprobs = self.config.sampling.logprobs is not None
             schema: pa.Schema = output_schema(pa.schema(fields), self.config.output.rename, logprobs)
-        except PipelineError as error:
-            self._mistake("output.rename", error)
-        else:
             self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
 
     def _first_prompt(self, source: Source) -> None:
@@ -178,11 +164,7 @@ class _Examination:
         if not first:
             self.facts["first_prompt"] = None
             return
-        try:
-            table = read_window(source, first[0], self.spec.columns)
-        except PipelineError as error:
-            self._mistake("input.path", error)
-            return
+        table = read_window(source, first[0], self.spec.columns)
         unit = next(iter(make_units(table, UnitSpec(self.spec))))
         prompt, error, message, file, row = (
             unit.own(name)[0].as_py() for name in ("_prompt", "_error", "_error_message", "source_file", "source_row")
@@ -199,29 +181,15 @@ class _Examination:
     def _output(self) -> None:
         output = self.config.output
         facts: dict[str, Any] = {"path": shown_url(output.path)}
-        try:
+        with self._noting("output.path"):
             done = PartStore(output.path, output.storage).list()
             facts |= {"parts_there": done.num_units, "rows_there": done.num_rows}
-        except PipelineError as error:
-            self._mistake("output.path", error)
         self.facts["output"] = facts
-
-
-def model_kind(path: str) -> Literal["embedded", "url", "folder", "id", "missing"]:
-    """What `model.path` can only mean, as `model.locate` takes it."""
-    if path in EMBEDDED_MODELS:
-        return "embedded"
-    if "://" in path:
-        return "url"
-    place = Path(path).expanduser()
-    if place.exists():
-        return "folder" if place.is_dir() else "missing"
-    return "id" if path.count("/") == 1 and not path.startswith((".", "/", "~")) else "missing"
 
 
 def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
     """Which of MODEL_FILES are not in a folder or at an fsspec url. Raises ModelError, EnvironmentFailed."""
-    if "://" not in path:
+    if not is_url(path):
         return [name for name in MODEL_FILES if not (Path(path).expanduser() / name).is_file()]
     shown = shown_url(path)
     try:
@@ -251,7 +219,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     rows = f"{source['rows']:,} rows"
     if source["rows_to_do"] != source["rows"]:
         rows = f"the first {source['rows_to_do']:,} of {rows}"
-    size = f"{_plural(source['files'], 'file')}, {rows}, {_bytes(source['bytes'])}"
+    size = f"{_plural(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
     chat = "a chat" if config.prompt.chat is not None else "text"
     given = {"max_tokens", *config.sampling.model_fields_set}
     sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
@@ -270,10 +238,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         ("Sampling", ", ".join(sampling)),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
-        (
-            "Price",
-            "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor",
-        ),
+        ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
     ]
 
 
@@ -302,12 +267,3 @@ def _option(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(repr, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -107,7 +107,7 @@ class DecodeSteps(Protocol):
     """
 
     def serves(self, where: AttentionInput, caches: Sequence[LayerCache]) -> bool:
-        """Whether it is for such a step, of which every token is wanted behind the last layer."""
+        """Whether it is for such a step, of which every token is wanted after the last layer."""
         ...
 
     def run(
@@ -119,13 +119,14 @@ class DecodeSteps(Protocol):
         where: AttentionInput,
         caches: Sequence[LayerCache],
     ) -> None:
-        """x and residual become what they are behind the last layer; keys and values are written into the caches."""
+        """x and residual become what they are after the last layer; keys and values are written into the caches."""
         ...
 
 
 @dataclass(frozen=True)
 class RoundedLinears:
-    """Linears on activations that are rounded first, as `kernels/fp8.py` or `kernels/int8.py` defines it.
+    """Linears on activations that are rounded first, as `fp8.py` or `int8.py` of `kernels/activations/`
+    defines it.
 
     prepare(weight) -> Linear as `Kernels.prepare_linear`; None for a weight that has no exact form beside them.
     """
@@ -148,11 +149,11 @@ class Kernels:
     silu_mul(gate_up_T2F) -> silu(first half) * second half.
     greedy(logits_RV) -> (token_R int64, finite_R bool): the best token of each row, of equal ones the first; a row that
       holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
-    draw(logits_RV, how_5R) -> (token_R, finite_R), as `greedy`, where rows may be drawn. how_5R (float64) has of each
-      row its temperature (0: its best token is taken), top_k (1 to V), top_p, min_p and a number u in [0, 1). With
+    draw(logits_RV, how_5R) -> (token_R, finite_R), as `greedy`, with sampled rows. how_5R (float64) has of each row
+      its temperature (0: its best token is taken), top_k (1 to V), top_p, min_p and a number u in [0, 1). With
       w = exp((logit - largest logit) / temperature), top_k keeps the k likeliest and what equals the last of them,
       min_p what has at least that w, and top_p, of what is left, the fewest likeliest whose sum reaches top_p of its
-      sum, of equal ones the first. Drawn is the first token with w > 0 at which the running sum of what is left, by
+      sum, of equal ones the first. Sampled is the first token with w > 0 at which the running sum of what is left, by
       token, passes u times the whole. Options are rounded to float32 before.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
     decode_steps(layers, head_dim, eps) -> DecodeSteps for layers made with `prepare_linear`; None: of these layers, or

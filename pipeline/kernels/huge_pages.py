@@ -1,4 +1,4 @@
-"""Large pages for memory that is read in pieces all over the place: the processor finds them with fewer look-ups."""
+"""Huge pages for the KV cache on CPU: it is read in scattered blocks, which then take fewer address look-ups."""
 
 import ctypes
 import sys

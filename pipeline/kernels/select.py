@@ -24,9 +24,9 @@ def select_kernels(
     """The set `wanted` of KERNELS for `device` and `dtype`; "auto" is the fastest that serves them.
 
     `Kernels.served_by` names each one's origin. keep_dense: see `triton.kernel_set.triton_kernels`. deterministic: a
-    row's results are the same to the last bit whatever else is in a step (`triton/invariant.py`, `cpu/invariant.py`).
-    Raises ConfigError for a set that is not there, does not serve the device, or is not deterministic where that is
-    wanted.
+    row's results are the same to the last bit whatever else is in a step (`triton/batch_invariant.py`,
+    `cpu/invariant.py`). Raises ConfigError for a set that is not there, does not serve the device, or is not
+    deterministic where that is wanted.
     """
     on_gpu = device.type != "cpu"
     if wanted == "auto":
@@ -84,12 +84,12 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     from pipeline.kernels.cpu.compile.threads import own_threads
     from pipeline.kernels.cpu.elementwise import add_rms_norm, norm_rope_write, silu_mul
     from pipeline.kernels.cpu.layer_loop import decode_steps
-    from pipeline.kernels.cpu.linear.int8 import byte_linears, multiplies_bytes
-    from pipeline.kernels.cpu.linear.pairs import multiplies_pairs
+    from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
+    from pipeline.kernels.cpu.linear.linear_int8 import int8_linears, multiplies_bytes
 
     own_threads()
     if multiplies_bytes():
-        rounded["int8"] = byte_linears()
+        rounded["int8"] = int8_linears()
     if dtype == torch.float32:
         linear = "numba on bfloat16, 8-bit and int4 weights; torch (BLAS) on float32 weights"
     elif dtype == torch.bfloat16 and multiplies_pairs():
@@ -117,7 +117,7 @@ def serves_int4_alone(dtype: torch.dtype) -> bool:
     """Whether, on CPU, 4-bit weights serve any number of tokens as they are, without a dense form beside them."""
     if find_spec("numba") is None:
         return False
-    from pipeline.kernels.cpu.linear.pairs import multiplies_pairs
+    from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
 
     return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_pairs())
 
@@ -151,14 +151,16 @@ def must_compile(kernels: Kernels) -> bool:
     if not any("numba" in origin for origin in kernels.served_by.values()) or find_spec("numba") is None:
         return False
     from pipeline.kernels.cpu import elementwise
-    from pipeline.kernels.cpu.attention import paged
+    from pipeline.kernels.cpu.attention.decode_kernel import paged_decode
+    from pipeline.kernels.cpu.attention.prefill_kernel import paged_prefill
     from pipeline.kernels.cpu.compile.threads import is_cached
-    from pipeline.kernels.cpu.linear import compiled_linear, compiled_pairs
+    from pipeline.kernels.cpu.linear.linear_kernel import linear_kernel
 
-    passes = elementwise.add_rms_norm_kernel, elementwise.norm_rope_write_kernel, elementwise.silu_mul_kernel
-    in_pairs = kernels.served_by["linear"] == _PAIRS
-    product = compiled_pairs.multiply_pairs if in_pairs else compiled_linear.multiply_bfloat16
-    return not all(is_cached(kernel) for kernel in (*passes, paged.paged_decode, paged.paged_prefill, product))
+    used = [elementwise.add_rms_norm_kernel, elementwise.norm_rope_write_kernel, elementwise.silu_mul_kernel]
+    used += [paged_decode, paged_prefill]
+    if "numba" in kernels.served_by["linear"]:
+        used.append(linear_kernel("bf16" if kernels.served_by["linear"] == _PAIRS else "bfloat16"))
+    return not all(is_cached(kernel) for kernel in used)
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:

@@ -82,7 +82,7 @@ def prefix_groups(
         group_I = np.repeat(np.arange(len(size_G)), size_G)
         most_G = np.minimum.reduceat(most_blocks_S[sequence_I], start_G1[:-1])
         depth_G = _common(table_SM, sequence_I, start_G1[:-1], most_G, int(depth_G.min()) + 1)
-        # the block behind what a group has in common decides too: it differs, or may not be shared
+        # the block after what a group has in common decides too: it differs, or may not be shared
         num_decisive = max(num_decisive, int(depth_G.max()) + 1)
         levels.append((PrefixGroups(sequence_I, start_G1, depth_G, num_decisive), parent_G))
     return _together(_best(levels, worth), num_decisive)

@@ -1,0 +1,1 @@
+"""The decoder: its fields from config.json, its weights from safetensors, and its forward pass."""

@@ -5,8 +5,8 @@ is refused here by name.
 """
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.rope import Rope
-from pipeline.weights.formats import QuantFormat, read_format
+from pipeline.roofline.step import AWQ, DENSE, DecoderSize, Weights
+from pipeline.weights.config_fields import Fields
+from pipeline.weights.formats import QuantFormat, is_int4, read_format
 
 MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -49,78 +51,51 @@ class ModelConfig:
         """In a cache of this type: the model's, or FP8."""
         return 2 * self.num_layers * self.num_kv_heads * head_bytes(self.head_dim, dtype)
 
+    @property
+    def size(self) -> DecoderSize:
+        """What the cost model (`pipeline.roofline`) is told of it."""
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return DecoderSize(self.hidden_size, self.intermediate_size, self.num_layers, *heads, self.vocab_size)
+
+    def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
+        """How the cost model has the linears: 4-bit integers stay so, all others are computed from 16 bit; with
+        activations in fp8 quantized ones are a byte each."""
+        if self.quantization is None:
+            return DENSE
+        form, group_size = AWQ if is_int4(self.quantization) else DENSE, self.quantization.group_size
+        if activation_dtype == "fp8" or form.int4:
+            return replace(form, group_size=group_size or self.hidden_size, fp8=activation_dtype == "fp8")
+        return form
+
     def num_parameters(self) -> int:
         """Of the linears and embeddings; norms and biases left out."""
-        return self.num_linear_parameters() + self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_linear_parameters() + self.size.head_parameters * (1 if self.tie_embeddings else 2)
 
     def num_linear_parameters(self) -> int:
         """Of the layers' linears."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        return self.size.linear_parameters
 
 
-class _Fields:
-    """config.json with typed, bounded reads whose errors name the field."""
-
-    def __init__(self, values: dict[str, Any], path: Path) -> None:
-        self.values, self.path = values, path
-
-    def refuse(self, name: str, expected: str) -> ModelError:
-        return ModelError(f"{self.path}: {name} = {self.values.get(name)!r:.200}: expected {expected}")
-
-    def word(self, name: str, served: Iterable[str], default: str | None = None) -> str:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, str) or value not in served:
-            raise self.refuse(name, f"one of {', '.join(served)}")
-        return value
-
-    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.refuse(name, f"an integer from {low} to {high}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.values.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
-            raise self.refuse(name, "a positive number")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name, default)
-        if not isinstance(value, bool):
-            raise self.refuse(name, "true or false")
-        return value
+def _llama(f: Fields, layers: int) -> dict[str, Any]:
+    bias, mlp = f.flag("attention_bias", False), f.flag("mlp_bias", False)
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": mlp, "qk_norm": False, "windows": (None,) * layers}
 
 
-def _llama(f: _Fields, layers: int) -> dict[str, Any]:
-    bias = f.flag("attention_bias", False)
-    return {
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "mlp_bias": f.flag("mlp_bias", False),
-        "qk_norm": False,
-        "windows": (None,) * layers,
-    }
-
-
-def _mistral(f: _Fields, layers: int) -> dict[str, Any]:
+def _mistral(f: Fields, layers: int) -> dict[str, Any]:
     window = None if f.values.get("sliding_window") is None else f.integer("sliding_window", 1, 1 << 31)
     return {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": (window,) * layers}
 
 
-def _qwen2(f: _Fields, layers: int) -> dict[str, Any]:
+def _qwen2(f: Fields, layers: int) -> dict[str, Any]:
     return {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False, "windows": _qwen_windows(f, layers)}
 
 
-def _qwen3(f: _Fields, layers: int) -> dict[str, Any]:
+def _qwen3(f: Fields, layers: int) -> dict[str, Any]:
     bias = f.flag("attention_bias", False)
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": False, "qk_norm": True, "windows": _qwen_windows(f, layers)}
 
 
-def _qwen_windows(f: _Fields, layers: int) -> tuple[int | None, ...]:
+def _qwen_windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     if not f.flag("use_sliding_window", False) or f.values.get("sliding_window") is None:
         return (None,) * layers
     window = f.integer("sliding_window", 1, 1 << 31)
@@ -134,12 +109,8 @@ def _qwen_windows(f: _Fields, layers: int) -> tuple[int | None, ...]:
     return tuple(window if t == "sliding_attention" else None for t in types)
 
 
-FAMILIES: dict[str, Callable[[_Fields, int], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-}
+FAMILIES: dict[str, Callable[[Fields, int], dict[str, Any]]] = {"llama": _llama, "mistral": _mistral, "qwen2": _qwen2,
+                                                                 "qwen3": _qwen3}  # fmt: skip
 """model_type -> the fields in which families differ."""
 
 
@@ -170,9 +141,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
-    f = _Fields(values, path)
-    family = f.word("model_type", sorted(FAMILIES))
-    f.word("hidden_act", ("silu",), default="silu")
+    f = Fields(values, path)
+    family = f.one_of("model_type", sorted(FAMILIES))
+    f.one_of("hidden_act", ("silu",), default="silu")
     hidden = f.integer("hidden_size", 1, 1 << 17)
     heads = f.integer("num_attention_heads", 1, 1 << 12)
     kv_heads = f.integer("num_key_value_heads", 1, 1 << 12, default=heads)
@@ -184,7 +155,7 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
         raise f.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
     if head_dim % 2:
         raise f.refuse("head_dim", "an even number")
-    dtype = f.word("dtype" if values.get("dtype") is not None else "torch_dtype", DTYPES, default="float32")
+    dtype = f.one_of("dtype" if values.get("dtype") is not None else "torch_dtype", DTYPES, default="float32")
     max_position = f.integer("max_position_embeddings", 1, 1 << 24)
     quantization = values.get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):

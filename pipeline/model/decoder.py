@@ -114,7 +114,7 @@ class DecoderLayer:
         kv: KVCache,
         row_R: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual (T, H) behind this layer, of the tokens `row_R` alone where it is given; their keys and values
+        """x and residual (T, H) after this layer, of the tokens `row_R` alone where it is given; their keys and values
         are written of all. May write into its inputs."""
         k, eps = self.kernels, self.config.norm_eps
         x_TH, residual_TH = k.add_rms_norm(x_TH, residual_TH, self.input_norm_H, eps)
@@ -133,12 +133,7 @@ class Decoder:
     """Weights on a device and the forward pass of a step."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: ModelConfig,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, folder: Path, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Load `folder`. Raises ModelError when its tensors do not match `config` exactly."""
         self.config, self.kernels, self.dtype, self.device = config, kernels, dtype, device

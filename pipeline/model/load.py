@@ -16,7 +16,7 @@ from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
 from pipeline.model.config import ModelConfig, read_json
 from pipeline.weights.packed import DenseWeight, LinearWeight, concatenate
-from pipeline.weights.tensor_reader import FLOATS, take_dense
+from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
 DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 PLAIN_NAME = re.compile(r"[\w.+=@ ()-]+\.safetensors")
@@ -181,6 +181,5 @@ class WeightReader:
 
     def _linear(self, prefix: str, shape_NK: tuple[int, int], bias: bool) -> LinearWeight:
         bias_N = self._copied(f"{prefix}.bias", shape_NK[:1]) if bias else None
-        if self.config.quantization is None:
-            return take_dense(prefix, shape_NK, self.checkpoint, bias_N)
-        return self.config.quantization.read_linear(prefix, shape_NK, self.checkpoint, bias_N)
+        linear, quantization = StoredLinear(prefix, shape_NK, self.checkpoint, bias_N), self.config.quantization
+        return linear.dense() if quantization is None else quantization.read_linear(linear)

@@ -20,11 +20,7 @@ def check_installed() -> None:
 
 
 def quantize_by_autoawq(
-    source: Path,
-    partial: Path,
-    group_size: int,
-    texts: Sequence[Sequence[int]],
-    say: Callable[[str], None],
+    source: Path, partial: Path, group_size: int, texts: Sequence[Sequence[int]], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write the weights into `partial` and return what config.json has to say of them.
 
@@ -32,7 +28,7 @@ def quantize_by_autoawq(
     know.
     """
     check_installed()
-    # it puts the texts behind one another and cuts them at this length; longer ones it would drop without a word
+    # it joins the texts and cuts them at this length; longer ones it would drop without a word
     length = max(map(len, texts))
     from awq import AutoAWQForCausalLM
     from transformers import AutoTokenizer

@@ -56,7 +56,7 @@ class Calibration:
         return {name: moments.sum_KK for name, moments in seen.items() if moments.sum_KK is not None}
 
     def advance(self, index: int, weights: LayerWeights) -> None:
-        """Put the texts behind the layer, with these weights."""
+        """Take the texts through the layer, with these weights."""
         self._hidden_TH = list(self._outputs(self._layer(index, weights)))
 
     def _layer(self, index: int, weights: LayerWeights) -> DecoderLayer:

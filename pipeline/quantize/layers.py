@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from pipeline.machine.progress_lines import Remaining
+from pipeline.formatting import Remaining
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import DERIVED, LayerWeights, WeightReader
 from pipeline.quantize import layouts
@@ -24,6 +24,7 @@ from pipeline.quantize.grid import FloatLinear, IntLinear, round_to_nearest, to_
 from pipeline.quantize.recipe import WITHOUT_GROUPS, Recipe
 from pipeline.weights.gptq import GptqFormat
 from pipeline.weights.packed import DenseWeight
+from pipeline.weights.tensor_reader import StoredLinear
 
 
 class LayerWriter:
@@ -109,7 +110,8 @@ class LayerWriter:
             shapes = [(rows, getattr(weights, field).in_features) for rows in self._rows[field]]
             prefixes = [f"model.layers.{index}.{name}" for name in names]
             biases = [written.take(f"{p}.bias") if f"{p}.bias" in written else None for p in prefixes]
-            read = [form.read_linear(*each[:2], written, each[2]) for each in zip(prefixes, shapes, biases)]
+            stored = [StoredLinear(p, shape, written, bias) for p, shape, bias in zip(prefixes, shapes, biases)]
+            read = [form.read_linear(linear) for linear in stored]
             values[field] = torch.cat([linear.dequantize(torch.float32) for linear in read])
         return values
 

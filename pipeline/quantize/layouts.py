@@ -28,16 +28,9 @@ def gptq_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
 
 def gptq_config(bits: int, group_size: int, act_order: bool, damping: float) -> dict[str, Any]:
     return {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group_size,
-        "sym": True,
-        "desc_act": act_order,
-        "damp_percent": damping,
-        "true_sequential": False,
-        "lm_head": False,
-        "checkpoint_format": "gptq",
-    }
+        "quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": True, "desc_act": act_order,
+        "damp_percent": damping, "true_sequential": False, "lm_head": False, "checkpoint_format": "gptq",
+    }  # fmt: skip
 
 
 def compressed_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
@@ -55,17 +48,10 @@ def compressed_floats(linear: FloatLinear) -> dict[str, torch.Tensor]:
 def compressed_config(kind: Literal["int", "float"], bits: int, group_size: int | None) -> dict[str, Any]:
     """group_size None: a scale for each output."""
     weights = {
-        "num_bits": bits,
-        "type": kind,
-        "symmetric": True,
-        "strategy": "channel" if group_size is None else "group",
-        "group_size": group_size,
-        "dynamic": False,
-        "actorder": None,
-        "block_structure": None,
-        "observer": "minmax",
+        "num_bits": bits, "type": kind, "symmetric": True, "strategy": "channel" if group_size is None else "group",
+        "group_size": group_size, "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax",
         "observer_kwargs": {},
-    }
+    }  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",

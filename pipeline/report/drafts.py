@@ -13,7 +13,7 @@ from pipeline.report.run_record import RunRecord
 
 @dataclass(frozen=True)
 class Speculated:
-    """steps: all of the engines, draft_steps those of them that computed drafts. drafted and accepted: by place behind
+    """steps: all of the engines, draft_steps those of them that computed drafts. drafted and accepted: by place after
     the known tokens, the last one all from there on. saved_us: what plain steps would have taken for the same tokens
     less what was taken, estimated by the measured costs of steps; below 0 when it cost. batches: by the number of
     sequences that ran at once; empty where drafts were forced, as nobody decided then.

@@ -19,10 +19,7 @@ FAULTS = {
         "the time its engines took, on average, for tokens whose rows were in no part at its last record; and start-up"
         " and load of the run after it",
     ),
-    "run_interrupted": (
-        "run stopped by a signal",
-        "as for a killed run; rows kept for the next run are not lost",
-    ),
+    "run_interrupted": ("run stopped by a signal", "as for a killed run; rows kept for the next run are not lost"),
     "run_failed": ("run failed or stopped by run.max_error_rate", "as for a killed run"),
     "actor_replaced": (
         "engine actor replaced",
@@ -51,9 +48,9 @@ _KIND_OF_END: dict[Outcome, str] = {
 
 @dataclass(frozen=True)
 class FaultCost(JsonRecord):
-    """Of one kind of fault. `work_us` is the part of `machine_us` that went into `tokens` nobody got, or that were
-    computed twice; `work_usd` is the price of it, `usd` of `machine_us`, None where there is no price. `at_least`: what
-    happened after the last record of a run that was killed is not known."""
+    """Of one kind of fault. `work_us` is the part of `machine_us` that went into `tokens`, which were computed and not
+    delivered, or computed twice. `work_usd` is its price, `usd` that of `machine_us`; None where there is no price.
+    `at_least`: what happened after the last record of a run that was killed is not known."""
 
     kind: str
     count: int = 0

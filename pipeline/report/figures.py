@@ -1,5 +1,6 @@
 """A job's report as rows of text, which the terminal and the page show alike (`render`), and the formats of numbers."""
 
+from collections.abc import Sequence
 from math import floor, log10
 
 from pipeline.formatting import printable
@@ -35,6 +36,13 @@ def money(usd: float | None) -> str:
     if usd == 0 or usd >= 1 or (cents > 0.5 and abs(cents - round(cents)) < 1e-9):
         return f"${usd:,.2f}"
     return f"${usd:.{2 - floor(log10(usd))}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
+    """A line for each row, in columns as wide as they must be; the first `num_left` are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    sides = ["<"] * num_left + [">"] * len(widths)
+    return ["  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, sides, widths)).rstrip() for row in rows]
 
 
 def skipped_files(report: RunReport) -> list[SkippedInput]:

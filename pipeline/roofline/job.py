@@ -11,15 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.roofline.step import (
-    DENSE_BYTES,
-    Ceilings,
-    DecoderSize,
-    StepSeconds,
-    StepTokens,
-    Weights,
-    step_seconds,
-)
+from pipeline.roofline.step import DENSE_BYTES, Ceilings, DecoderSize, StepSeconds, StepTokens, Weights, step_seconds
 
 
 @dataclass(frozen=True)
@@ -123,7 +115,7 @@ class _Job:
             self.free_blocks -= held
             start = 0 if is_first else self.shared_blocks * size
             new.append((start, request.prompt, request.prompt + request.output - 1, own))
-        if new:  # a request's last token is drawn and not computed
+        if new:  # a request's last token is sampled and not computed
             fresh = np.array(new, dtype=np.int64).T
             self.computed, self.prompt, self.end, self.blocks = (
                 np.concatenate(pair) for pair in zip((self.computed, self.prompt, self.end, self.blocks), fresh)

@@ -17,23 +17,16 @@ from collections.abc import Callable, Mapping
 Action = Callable[[], None]
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _hang() -> None:
-    time.sleep(3600)
-
-
 def _enospc() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-ACTIONS: Mapping[str, Action] = {"kill": _kill, "stop": _stop, "hang": _hang, "enospc": _enospc}
+ACTIONS: Mapping[str, Action] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(3600),
+    "enospc": _enospc,
+}
 
 _installed: dict[str, Action] = {}
 

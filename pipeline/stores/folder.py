@@ -40,7 +40,8 @@ class Folder(Protocol):
 
     def read(self, name: str) -> bytes | None:
         """The file's bytes, or None where there is none."""
-        ...
+        there = self.read_tagged(name)
+        return there[0] if there else None
 
     def open(self, name: str) -> IO[bytes]:
         """The file for reading pieces of it. FileNotFoundError where there is none."""

@@ -17,13 +17,13 @@ from typing import IO
 
 from pipeline.errors import EnvironmentFailed, OutputError
 from pipeline.stores.failpoints import hit
-from pipeline.stores.folder import TMP, check_name
+from pipeline.stores.folder import TMP, Folder, check_name
 
 _TRIES = 5  # how often a vanished temporary file is written again
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)  # filesystems that cannot sync a folder and need not
 
 
-class LocalFolder:
+class LocalFolder(Folder):
     """As `folder.Folder`."""
 
     reads_at_once = 8
@@ -68,10 +68,6 @@ class LocalFolder:
 
     def has(self, name: str) -> bool:
         return self.path(name).exists()
-
-    def read(self, name: str) -> bytes | None:
-        there = self.read_tagged(name)
-        return there[0] if there else None
 
     def open(self, name: str) -> IO[bytes]:
         return open(self.path(name), "rb")

@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores.failpoints import hit
 from pipeline.stores.filesystem import RemoteFilesystem, filesystem, md5, protocols, why_not_opened
-from pipeline.stores.folder import TMP, check_name
+from pipeline.stores.folder import TMP, Folder, check_name
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
 from pipeline.stores.store_errors import Failure, PreconditionFailed, failure_of
@@ -35,7 +35,7 @@ def open_objects(url: str, options: Mapping[str, Any], retries: RetryCounts | No
     return ObjectFolder(cast(RemoteFilesystem, fs), root.rstrip("/"), shown)
 
 
-class ObjectFolder:
+class ObjectFolder(Folder):
     """As `folder.Folder`, over one store that can create exclusively."""
 
     reads_at_once = 32  # mostly waited for
@@ -97,10 +97,6 @@ class ObjectFolder:
     def has(self, name: str) -> bool:
         with self._reading(name):
             return self._fs.exists(self.path(name))
-
-    def read(self, name: str) -> bytes | None:
-        there = self.read_tagged(name)
-        return there[0] if there else None
 
     def read_tagged(self, name: str) -> tuple[bytes, str] | None:
         with self._reading(name):

@@ -1,4 +1,4 @@
-"""What a message may show of urls, and of what the libraries before stores and disks say: no user with a password, no
+"""What a message may show of urls, and of what the libraries of stores and disks say: no user with a password, no
 signature of a web address, no storage option that is a secret."""
 
 import re

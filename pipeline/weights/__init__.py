@@ -1,0 +1,1 @@
+"""Readers of quantized checkpoints: each format's tensors become the packed weights that kernels take."""

@@ -22,19 +22,10 @@ from typing import Any
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.weights.config_fields import Fields
 from pipeline.weights.fp8 import ACTIVATION_SCALES, AS_THEY_COME, block_of, fp8_text, read_float8
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
-from pipeline.weights.tensor_reader import (
-    Options,
-    Tensors,
-    group_of,
-    groups_text,
-    input_order,
-    take_as,
-    take_dense,
-    take_scales,
-    unpack_words,
-)
+from pipeline.weights.tensor_reader import StoredLinear, groups_text, input_order, unpack_words
 
 PACKED, INTEGERS, FLOATS8, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 FORMATS = (PACKED, INTEGERS, FLOATS8, NAIVE)  # naive: integers or floats of 8 bits, activations as they come
@@ -91,7 +82,7 @@ class CompressedFormat:
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "CompressedFormat":
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
-        options = Options(config, path)
+        options = Fields(config, path, "quantization_config")
         options.one_of("quant_method", ("compressed-tensors",))
         options.one_of("quantization_status", ("compressed", "frozen"), "compressed")
         if options.section("sparsity_config").values.get("format", "dense") != "dense":
@@ -110,41 +101,40 @@ class CompressedFormat:
         note = AS_THEY_COME if any(scheme.has_activations for scheme in self.schemes) else ""
         return f"compressed-tensors {' and '.join(kinds)}{note}"
 
-    def read_linear(
-        self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None
-    ) -> LinearWeight:
+    def read_linear(self, linear: StoredLinear) -> LinearWeight:
         """One linear: dense where the checkpoint has no quantized tensors of that name.
 
-        Raises ModelError when a tensor's type or shape is not the scheme's for `shape_NK` (N, K).
+        Raises ModelError when a tensor's type or shape is not the scheme's for the linear's shape.
         """
-        if f"{prefix}.weight_packed" not in tensors and f"{prefix}.weight_scale" not in tensors:
-            return take_dense(prefix, shape_NK, tensors, bias_N)
-        scheme = min(self.schemes, key=lambda scheme: scheme.targets.rank(prefix))
-        if scheme.targets.rank(prefix) == 3 or self.ignored.rank(prefix) < 2:
-            raise ModelError(f"{prefix}: stored quantized, but its quantization_config has no scheme for it")
+        if "weight_packed" not in linear and "weight_scale" not in linear:
+            return linear.dense()
+        scheme = min(self.schemes, key=lambda scheme: scheme.targets.rank(linear.prefix))
+        if scheme.targets.rank(linear.prefix) == 3 or self.ignored.rank(linear.prefix) < 2:
+            raise ModelError(f"{linear.prefix}: stored quantized, but its quantization_config has no scheme for it")
         if scheme.format == FLOATS8:
-            return read_float8(f"{prefix}.weight", f"{prefix}.weight_scale", shape_NK, scheme.block, tensors, bias_N)
-        size = group_of(shape_NK, scheme.group_size, prefix)
-        half = 1 << (scheme.bits - 1)
-        q_NK = _packed(prefix, shape_NK, scheme.bits, tensors) if scheme.format == PACKED else None
-        if q_NK is None:
-            q_NK = _moved_up(take_as(tensors, f"{prefix}.weight", [shape_NK], [torch.int8]), half)
-        scales_NG = _scales(prefix, shape_NK, size, tensors)
+            return read_float8(linear, "weight_scale", scheme.block)
+        size, half = linear.group_size(scheme.group_size), 1 << (scheme.bits - 1)
+        if scheme.format == PACKED:
+            q_NK = _packed(linear, scheme.bits)
+        else:
+            q_NK = _moved_up(linear.take("weight", [linear.shape_NK], [torch.int8]), half)
+        shapes = _group_shapes(linear, size)
+        scales_NG = _by_group(linear.scales("weight_scale", shapes), shapes[0])
         zeros_NG = torch.full_like(scales_NG, half)
-        if not scheme.symmetric or f"{prefix}.weight_zero_point" in tensors:
-            zeros_NG = _zeros(prefix, shape_NK, size, scheme, tensors)
+        if not scheme.symmetric or "weight_zero_point" in linear:
+            zeros_NG = _zeros(linear, shapes, scheme)
         order_K = None
-        if f"{prefix}.weight_g_idx" in tensors:
-            name = f"{prefix}.weight_g_idx"
-            group_K = take_as(tensors, name, [shape_NK[1:]], [torch.int32, torch.int64])
-            order_K = None if bool((group_K == -1).all()) else input_order(group_K, size, name)  # -1: never set
+        if "weight_g_idx" in linear:
+            group_K = linear.take("weight_g_idx", [linear.shape_NK[1:]], [torch.int32, torch.int64])
+            if not bool((group_K == -1).all()):  # -1: never set
+                order_K = input_order(group_K, size, f"{linear.prefix}.weight_g_idx")
             q_NK = q_NK if order_K is None else q_NK[:, order_K].contiguous()
-        return GroupIntWeight(q_NK, scales_NG, zeros_NG, size, bias_N, scheme.bits, order_K)
+        return GroupIntWeight(q_NK, scales_NG, zeros_NG, size, linear.bias_N, scheme.bits, order_K)
 
 
-def _scheme(group: Options, default_format: object) -> Scheme:
+def _scheme(group: Fields, default_format: object) -> Scheme:
     given = {key: value for key, value in group.values.items() if value is not None}
-    inner = Options({"format": default_format} | given, group.path, group.where)
+    inner = Fields({"format": default_format} | given, group.path, group.where)
     form = inner.one_of("format", FORMATS)
     weights = inner.section("weights")
     is_float = form == FLOATS8 or (form == NAIVE and weights.values.get("type") == "float")
@@ -166,7 +156,7 @@ def _scheme(group: Options, default_format: object) -> Scheme:
     )
 
 
-def _modules(options: Options, name: str) -> Modules:
+def _modules(options: Fields, name: str) -> Modules:
     texts = options.names(name)
     patterns = [text.removeprefix("re:") for text in texts if text.startswith("re:")]
     return Modules(frozenset(texts), tuple(options.pattern(name, text) for text in patterns))
@@ -178,43 +168,40 @@ def _shown(scheme: Scheme) -> str:
     return fp8_text(scheme.block)
 
 
-def _packed(prefix: str, shape_NK: tuple[int, int], bits: int, tensors: Tensors) -> torch.Tensor:
-    (n, k), parts = shape_NK, 32 // bits
-    name = f"{prefix}.weight_shape"
-    stored = take_as(tensors, name, [(2,)], [torch.int64, torch.int32]).tolist()
-    if tuple(stored) != shape_NK:
-        raise ModelError(f"{name}: says {tuple(stored)}, expected {shape_NK}")
-    words = take_as(tensors, f"{prefix}.weight_packed", [(n, -(-k // parts))], [torch.int32])
-    return unpack_words(words, bits)[:, :k].contiguous()
+def _packed(linear: StoredLinear, bits: int) -> torch.Tensor:
+    (n, k), parts = linear.shape_NK, 32 // bits
+    stored = linear.take("weight_shape", [(2,)], [torch.int64, torch.int32]).tolist()
+    if tuple(stored) != linear.shape_NK:
+        raise linear.refuse("weight_shape", f"says {tuple(stored)}, expected {linear.shape_NK}")
+    return unpack_words(linear.take("weight_packed", [(n, -(-k // parts))]), bits)[:, :k].contiguous()
 
 
 def _moved_up(signed: torch.Tensor, half: int) -> torch.Tensor:
     return (signed.to(torch.int16) + half).to(torch.uint8)
 
 
-def _scales(prefix: str, shape_NK: tuple[int, int], size: int, tensors: Tensors) -> torch.Tensor:
-    n, groups = shape_NK[0], shape_NK[1] // size
-    whole = [(), (1,), (1, 1), (n,)] if groups == 1 else []
-    scales = take_scales(tensors, f"{prefix}.weight_scale", [(n, groups), *whole])
-    return scales.expand(n, 1).contiguous() if scales.numel() == 1 else scales.view(n, groups)
+def _group_shapes(linear: StoredLinear, size: int) -> list[tuple[int, ...]]:
+    """(N, G), and what else one value for each output or for the whole weight may be stored as."""
+    n, groups = linear.shape_NK[0], linear.shape_NK[1] // size
+    return [(n, groups), *([(), (1,), (1, 1), (n,)] if groups == 1 else [])]
 
 
-def _zeros(prefix: str, shape_NK: tuple[int, int], size: int, scheme: Scheme, tensors: Tensors) -> torch.Tensor:
+def _by_group(values: torch.Tensor, shape_NG: tuple[int, ...]) -> torch.Tensor:
+    return values.expand(shape_NG[0], 1).contiguous() if values.numel() == 1 else values.view(shape_NG)
+
+
+def _zeros(linear: StoredLinear, shapes: list[tuple[int, ...]], scheme: Scheme) -> torch.Tensor:
     """(N, G) float32, moved up as the weights are. Older files have them as int8, those of symmetric weights too."""
-    (n, groups), parts = (shape_NK[0], shape_NK[1] // size), 32 // scheme.bits
-    name, half = f"{prefix}.weight_zero_point", 1 << (scheme.bits - 1)
-    small = [(n, groups)] + ([(), (1,), (1, 1), (n,)] if groups == 1 else [])
-    zeros = tensors.take(name)
-    if zeros.dtype == torch.int32 and tuple(zeros.shape) == (-(-n // parts), groups):
+    (n, groups), half = shapes[0], 1 << (scheme.bits - 1)
+    packed = (-(-n * scheme.bits // 32), groups)
+    zeros = linear.tensors.take(f"{linear.prefix}.weight_zero_point")
+    if zeros.dtype == torch.int32 and tuple(zeros.shape) == packed:
         zeros_NG = unpack_words(zeros.t(), scheme.bits)[:, :n].t()
-    elif zeros.dtype == torch.int8 and tuple(zeros.shape) in small:
-        zeros_NG = _moved_up(zeros, half)
-        zeros_NG = zeros_NG.expand(n, 1) if zeros_NG.numel() == 1 else zeros_NG.view(n, groups)
+    elif zeros.dtype == torch.int8 and tuple(zeros.shape) in shapes:
+        zeros_NG = _by_group(_moved_up(zeros, half), shapes[0])
     else:
-        raise ModelError(
-            f"{name}: found {tuple(zeros.shape)} {zeros.dtype}, expected {(-(-n // parts), groups)} torch.int32 or "
-            f"{(n, groups)} torch.int8"
-        )
+        found = f"found {tuple(zeros.shape)} {zeros.dtype}"
+        raise linear.refuse("weight_zero_point", f"{found}, expected {packed} torch.int32 or {shapes[0]} torch.int8")
     if scheme.symmetric and bool((zeros_NG != half).any()):
-        raise ModelError(f"{name}: not zero, where its quantization_config says symmetric")
+        raise linear.refuse("weight_zero_point", "not zero, where its quantization_config says symmetric")
     return zeros_NG.to(torch.float32).contiguous()

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from pipeline.errors import ModelError
 from pipeline.weights.awq import AwqFormat
 from pipeline.weights.compressed_tensors import CompressedFormat
@@ -13,7 +11,7 @@ from pipeline.weights.fp8 import Fp8Format
 from pipeline.weights.gptq import GptqFormat
 from pipeline.weights.packed import LinearWeight
 from pipeline.weights.round_to_nearest import RoundToNearest
-from pipeline.weights.tensor_reader import Tensors
+from pipeline.weights.tensor_reader import StoredLinear
 
 
 class QuantFormat(Protocol):
@@ -30,9 +28,7 @@ class QuantFormat(Protocol):
     @property
     def unused(self) -> tuple[str, ...]: ...
 
-    def read_linear(
-        self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None
-    ) -> LinearWeight: ...
+    def read_linear(self, linear: StoredLinear) -> LinearWeight: ...
 
 
 READERS: dict[str, Callable[[dict[str, Any], Path], QuantFormat]] = {

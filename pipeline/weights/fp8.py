@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import ModelError
+from pipeline.weights.config_fields import Fields
 from pipeline.weights.packed import Fp8Weight, LinearWeight
-from pipeline.weights.tensor_reader import FLOATS, Options, Tensors, take_as, take_dense, take_scales
+from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_TYPES = (*FLOATS, torch.float8_e8m0fnu)
@@ -38,7 +38,7 @@ class Fp8Format:
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "Fp8Format":
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
-        options = Options(config, path)
+        options = Fields(config, path, "quantization_config")
         options.one_of("quant_method", ("fp8",))
         options.one_of("fmt", ("e4m3",), "e4m3")
         options.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
@@ -49,14 +49,12 @@ class Fp8Format:
     def __str__(self) -> str:
         return f"{fp8_text(self.block)}{AS_THEY_COME}"
 
-    def read_linear(
-        self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None
-    ) -> LinearWeight:
+    def read_linear(self, linear: StoredLinear) -> LinearWeight:
         """One linear: dense where its weight has no scales. Raises ModelError for what is not this layout."""
-        for name in SCALES:
-            if f"{prefix}.{name}" in tensors:
-                return read_float8(f"{prefix}.weight", f"{prefix}.{name}", shape_NK, self.block, tensors, bias_N)
-        return take_dense(prefix, shape_NK, tensors, bias_N)
+        for suffix in SCALES:
+            if suffix in linear:
+                return read_float8(linear, suffix, self.block)
+        return linear.dense()
 
 
 def fp8_text(block: tuple[int, int] | None) -> str:
@@ -64,7 +62,7 @@ def fp8_text(block: tuple[int, int] | None) -> str:
     return "fp8 (e4m3)" if block is None else f"fp8 (e4m3), blocks of {block[0]}x{block[1]}"
 
 
-def block_of(options: Options, name: str) -> tuple[int, int] | None:
+def block_of(options: Fields, name: str) -> tuple[int, int] | None:
     """(outputs, inputs) of a block; None where there is no such key."""
     block = options.values.get(name)
     if block is None:
@@ -75,21 +73,14 @@ def block_of(options: Options, name: str) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def read_float8(
-    weight: str,
-    scale: str,
-    shape_NK: tuple[int, int],
-    block: tuple[int, int] | None,
-    tensors: Tensors,
-    bias_N: torch.Tensor | None,
-) -> Fp8Weight:
-    """One linear from the tensors named `weight` and `scale`; `block` as in `Fp8Format`."""
-    n, k = shape_NK
-    value_NK = take_as(tensors, weight, [shape_NK], [torch.float8_e4m3fn])
+def read_float8(linear: StoredLinear, scale: str, block: tuple[int, int] | None) -> Fp8Weight:
+    """One linear with its scales in `prefix`.<scale>; `block` as in `Fp8Format`."""
+    n, k = linear.shape_NK
+    value_NK = linear.take("weight", [(n, k)], [torch.float8_e4m3fn])
     if bool(((value_NK.view(torch.uint8) & 0x7F) == 0x7F).any()):
-        raise ModelError(f"{weight}: holds values that are no numbers")
+        raise linear.refuse("weight", "holds values that are no numbers")
     shapes = [(), (1,), (1, 1), (n,), (n, 1)] if block is None else [(-(-n // block[0]), -(-k // block[1]))]
-    scales = take_scales(tensors, scale, shapes, SCALE_TYPES)
+    scales = linear.scales(scale, shapes, SCALE_TYPES)
     if block is not None:
-        return Fp8Weight(value_NK, scales, block, bias_N)
-    return Fp8Weight(value_NK, scales.view(-1, 1), (n if scales.numel() == 1 else 1, k), bias_N)
+        return Fp8Weight(value_NK, scales, block, linear.bias_N)
+    return Fp8Weight(value_NK, scales.view(-1, 1), (n if scales.numel() == 1 else 1, k), linear.bias_N)

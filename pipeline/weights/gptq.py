@@ -18,18 +18,9 @@ from typing import Any
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.weights.config_fields import Fields
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
-from pipeline.weights.tensor_reader import (
-    Options,
-    Tensors,
-    group_of,
-    groups_text,
-    input_order,
-    take_as,
-    take_dense,
-    take_scales,
-    unpack_words,
-)
+from pipeline.weights.tensor_reader import StoredLinear, groups_text, input_order, unpack_words
 
 BITS = (4, 8)
 FORMATS = ("gptq", "gptq_v2")
@@ -60,7 +51,7 @@ class GptqFormat:
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "GptqFormat":
         """Read the `quantization_config` of `path`. Raises ModelError naming the field that is not served."""
-        options = Options({"checkpoint_format": config.get("format"), **config}, path)
+        options = Fields({"checkpoint_format": config.get("format"), **config}, path, "quantization_config")
         options.one_of("quant_method", ("gptq",))
         for name in ("is_marlin_format", "use_bitblas_format"):
             options.one_of(name, (False,), False)
@@ -79,40 +70,36 @@ class GptqFormat:
         own = ", some linears otherwise" if self.overrides else ""
         return f"GPTQ int{self.bits}, {groups_text(self.group_size)}{order}{own}"
 
-    def read_linear(
-        self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None
-    ) -> LinearWeight:
+    def read_linear(self, linear: StoredLinear) -> LinearWeight:
         """One linear: dense where the checkpoint has no quantized tensors of that name.
 
-        Raises ModelError when a tensor's type or shape is not the layout's for `shape_NK` (N, K), or when groups are
+        Raises ModelError when a tensor's type or shape is not the layout's for the linear's shape, or when groups are
         not of one size.
         """
-        if not any(f"{prefix}.{suffix}" in tensors for suffix in SUFFIXES):
-            return take_dense(prefix, shape_NK, tensors, bias_N)
-        bits, group_size = self._scheme(prefix)
-        (n, k), parts = shape_NK, 32 // bits
-        size = group_of(shape_NK, group_size, prefix)
+        if not any(suffix in linear for suffix in SUFFIXES):
+            return linear.dense()
+        bits, group_size = self._scheme(linear.prefix)
+        (n, k), parts = linear.shape_NK, 32 // bits
+        size = linear.group_size(group_size)
         if n % parts or k % parts:
-            raise ModelError(f"{prefix}: {n} outputs and {k} inputs do not divide into packs of {parts}")
-        qweight = take_as(tensors, f"{prefix}.qweight", [(k // parts, n)], [torch.int32])
-        qzeros = take_as(tensors, f"{prefix}.qzeros", [(k // size, n // parts)], [torch.int32])
-        scales_GN = take_scales(tensors, f"{prefix}.scales", [(k // size, n)])
+            raise ModelError(f"{linear.prefix}: {n} outputs and {k} inputs do not divide into packs of {parts}")
+        qweight = linear.take("qweight", [(k // parts, n)])
+        qzeros = linear.take("qzeros", [(k // size, n // parts)])
+        scales_GN = linear.scales("scales", [(k // size, n)])
         if self.checkpoint_format == "gptq":
             qzeros = qzeros + ONE_IN_EACH_PLACE[bits]  # in int32, a carry out of the word is lost
         q_NK = unpack_words(qweight.t(), bits)
         order_K = None
-        if f"{prefix}.g_idx" in tensors:
-            group_K = take_as(tensors, f"{prefix}.g_idx", [(k,)], [torch.int32])
-            order_K = input_order(group_K, size, f"{prefix}.g_idx")
-        elif self.desc_act:
-            tensors.take(f"{prefix}.g_idx")  # which says what is missing
-        _drop_empty_bias(prefix, tensors, bias_N)
+        if self.desc_act or "g_idx" in linear:
+            order_K = input_order(linear.take("g_idx", [(k,)]), size, f"{linear.prefix}.g_idx")
+        if linear.bias_N is None and "bias" in linear and bool(linear.tensors.take(f"{linear.prefix}.bias").any()):
+            raise linear.refuse("bias", "not zero, where this architecture has no bias")  # AutoGPTQ adds one of zeros
         return GroupIntWeight(
             q_NK if order_K is None else q_NK[:, order_K].contiguous(),
             scales_GN.t().contiguous(),
             unpack_words(qzeros, bits).t().to(torch.float32).contiguous(),
             size,
-            bias_N,
+            linear.bias_N,
             bits,
             order_K,
         )
@@ -125,7 +112,7 @@ class GptqFormat:
         return self.bits, self.group_size
 
 
-def _overrides(dynamic: Options, bits: int, group_size: int | None) -> tuple[Override, ...]:
+def _overrides(dynamic: Fields, bits: int, group_size: int | None) -> tuple[Override, ...]:
     """Patterns that begin with "-:" are of linears left as they are, which the tensors say too."""
     found = []
     for text in dynamic.values:
@@ -136,10 +123,3 @@ def _overrides(dynamic: Options, bits: int, group_size: int | None) -> tuple[Ove
         own_group = own.group_size() if "group_size" in own.values else group_size
         found.append(Override(pattern, own.one_of("bits", BITS, bits), own_group))
     return tuple(found)
-
-
-def _drop_empty_bias(prefix: str, tensors: Tensors, bias_N: torch.Tensor | None) -> None:
-    """AutoGPTQ wrote a bias of zeros for linears that have none."""
-    name = f"{prefix}.bias"
-    if bias_N is None and name in tensors and bool(tensors.take(name).any()):
-        raise ModelError(f"{name}: not zero, where this architecture has no bias")

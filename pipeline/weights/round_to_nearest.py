@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.errors import ModelError
 from pipeline.weights.packed import CodebookWeight, GroupIntWeight, LinearWeight
-from pipeline.weights.tensor_reader import Tensors, groups_text, take_dense
+from pipeline.weights.tensor_reader import StoredLinear, groups_text
 
 NF4 = (
     -1.0,
@@ -56,17 +55,15 @@ class RoundToNearest:
     def __str__(self) -> str:
         return f"{self.method} made on load, {groups_text(self.group_size)}"
 
-    def read_linear(
-        self, prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None
-    ) -> LinearWeight:
+    def read_linear(self, linear: StoredLinear) -> LinearWeight:
         """One linear. Raises ModelError for one that is not plain, or holds what is no finite number."""
-        dense = take_dense(prefix, shape_NK, tensors, bias_N)
-        if prefix == "lm_head":
+        dense = linear.dense()
+        if linear.prefix == "lm_head":
             return dense
         weight_NK = dense.weight_NK.to(torch.float32)
         if not bool(torch.isfinite(weight_NK).all()):
-            raise ModelError(f"{prefix}.weight: holds infinities or values that are no numbers")
-        return {"int8": int8, "int4-rtn": int4, "nf4": nf4}[self.method](weight_NK, bias_N)
+            raise linear.refuse("weight", "holds infinities or values that are no numbers")
+        return {"int8": int8, "int4-rtn": int4, "nf4": nf4}[self.method](weight_NK, linear.bias_N)
 
 
 def int8(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> GroupIntWeight:

@@ -3,10 +3,9 @@
 Shapes: R rows, W words of 32 bits, N output features, K input features.
 """
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -14,11 +13,6 @@ from pipeline.errors import ModelError
 from pipeline.weights.packed import DenseWeight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-MAX_PATTERNS = 4096  # in a list of modules: each is tried on each linear
-MAX_PATTERN_CHARS = 512
-MAX_REPEATS = 4  # in a pattern: more of them, or repeated groups, can take a search of hours
-REPEAT = re.compile(r"[*+{]")
-REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
 class Tensors(Protocol):
@@ -30,34 +24,53 @@ class Tensors(Protocol):
     def take_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
 
-def take_dense(
-    prefix: str, shape_NK: tuple[int, int], tensors: Tensors, bias_N: torch.Tensor | None = None
-) -> DenseWeight:
-    """A linear that was not quantized: `prefix`.weight."""
-    return DenseWeight(tensors.take_float(f"{prefix}.weight", shape_NK), bias_N)
+@dataclass(frozen=True)
+class StoredLinear:
+    """One linear of a checkpoint: `shape_NK` (outputs, inputs), and tensors that are named `prefix`.<suffix>."""
 
+    prefix: str
+    shape_NK: tuple[int, int]
+    tensors: Tensors
+    bias_N: torch.Tensor | None = None
 
-def take_as(
-    tensors: Tensors, name: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
-) -> torch.Tensor:
-    """The tensor `name`. Raises ModelError when its shape or type is none of those given."""
-    tensor = tensors.take(name)
-    if tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
-        raise ModelError(
-            f"{name}: found {tuple(tensor.shape)} {tensor.dtype}, expected {' or '.join(map(str, shapes))} in one of "
-            f"{', '.join(str(d) for d in dtypes)}"
-        )
-    return tensor
+    def __contains__(self, suffix: str) -> bool:
+        return f"{self.prefix}.{suffix}" in self.tensors
 
+    def dense(self) -> DenseWeight:
+        """Of a linear that was not quantized."""
+        return DenseWeight(self.tensors.take_float(f"{self.prefix}.weight", self.shape_NK), self.bias_N)
 
-def take_scales(
-    tensors: Tensors, name: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = FLOATS
-) -> torch.Tensor:
-    """The scales `name` in float32. Raises ModelError as `take_as` does, and for what is no finite number."""
-    scales = take_as(tensors, name, shapes, dtypes).to(torch.float32)
-    if not bool(torch.isfinite(scales).all()):
-        raise ModelError(f"{name}: holds infinities or values that are no numbers, expected finite scales")
-    return scales
+    def take(
+        self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = (torch.int32,)
+    ) -> torch.Tensor:
+        """A tensor. Raises ModelError when its shape or type is none of those given."""
+        tensor = self.tensors.take(f"{self.prefix}.{suffix}")
+        if tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
+            raise self.refuse(
+                suffix,
+                f"found {tuple(tensor.shape)} {tensor.dtype}, expected {' or '.join(map(str, shapes))} in one of "
+                f"{', '.join(str(d) for d in dtypes)}",
+            )
+        return tensor
+
+    def scales(
+        self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = FLOATS
+    ) -> torch.Tensor:
+        """Scales in float32. Raises ModelError as `take` does, and for what is no finite number."""
+        scales = self.take(suffix, shapes, dtypes).to(torch.float32)
+        if not bool(torch.isfinite(scales).all()):
+            raise self.refuse(suffix, "holds infinities or values that are no numbers, expected finite scales")
+        return scales
+
+    def group_size(self, given: int | None) -> int:
+        """The inputs of a group: all of them where `given` is None. Raises ModelError where groups do not divide."""
+        inputs = self.shape_NK[1]
+        if given is not None and inputs % given:
+            raise ModelError(f"{self.prefix}: {inputs} inputs do not divide into groups of {given}")
+        return given or inputs
+
+    def refuse(self, suffix: str, why: str) -> ModelError:
+        return ModelError(f"{self.prefix}.{suffix}: {why}")
 
 
 def unpack_words(word_RW: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
@@ -85,71 +98,6 @@ def input_order(group_K: torch.Tensor, group_size: int, name: str) -> torch.Tens
     return group_K.to(torch.int64).argsort(stable=True)
 
 
-def group_of(shape_NK: tuple[int, int], group_size: int | None, prefix: str) -> int:
-    """The inputs of a group: all of them where `group_size` is None. Raises ModelError where groups do not divide."""
-    inputs = shape_NK[1]
-    if group_size is None:
-        return inputs
-    if inputs % group_size:
-        raise ModelError(f"{prefix}: {inputs} inputs do not divide into groups of {group_size}")
-    return group_size
-
-
 def groups_text(group_size: int | None) -> str:
     """How weights are grouped, to read after what they are."""
     return "a scale for each output" if group_size is None else f"groups of {group_size}"
-
-
-class Options:
-    """A checkpoint's `quantization_config` with reads whose errors name file and key."""
-
-    def __init__(self, values: dict[str, Any], path: Path, where: str = "quantization_config") -> None:
-        self.values, self.path, self.where = values, path, where
-
-    def refuse(self, name: str, expected: str) -> ModelError:
-        return ModelError(f"{self.path}: {self.where}.{name} = {self.values.get(name)!r:.200}: expected {expected}")
-
-    def one_of(self, name: str, served: tuple[object, ...], default: object = None) -> Any:
-        """A value that equals one of `served`, and is of its type: true is not 1."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not any(type(value) is type(each) and value == each for each in served):
-            raise self.refuse(name, f"one of {', '.join(map(str, served))}")
-        return value
-
-    def group_size(self, name: str = "group_size") -> int | None:
-        """A multiple of 8 inputs; None for -1, one group of all."""
-        value = self.values.get(name)
-        if type(value) is not int or not (value == -1 or (0 < value <= 1 << 17 and value % 8 == 0)):
-            raise self.refuse(name, "a multiple of 8, or -1 for one group of all inputs")
-        return None if value == -1 else value
-
-    def section(self, name: str) -> "Options":
-        """An object inside this one; empty where it is null or absent."""
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.refuse(name, "an object")
-        return Options(value or {}, self.path, f"{self.where}.{name}")
-
-    def names(self, name: str) -> tuple[str, ...]:
-        """A list of module names; empty where it is null or absent."""
-        value = self.values.get(name) or []
-        if (
-            not isinstance(value, list)
-            or len(value) > MAX_PATTERNS
-            or not all(isinstance(each, str) and len(each) <= MAX_PATTERN_CHARS for each in value)
-        ):
-            raise self.refuse(name, "a list of names")
-        return tuple(value)
-
-    def pattern(self, name: str, text: str) -> re.Pattern[str]:
-        """A regular expression found under `name`. Raises ModelError for what is none or could take very long."""
-        if len(REPEAT.findall(text)) > MAX_REPEATS or REPEATED_GROUP.search(text):
-            raise ModelError(
-                f"{self.path}: {self.where}.{name}: {text!r:.200}: expected a pattern with at most {MAX_REPEATS} "
-                "repetitions and no repeated group"
-            )
-        try:
-            return re.compile(text)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ModelError(f"{self.path}: {self.where}.{name}: {text!r:.200} is no pattern ({error})") from None

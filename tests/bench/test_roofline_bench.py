@@ -11,7 +11,6 @@ from pipeline.bench.roofline import Serving, bench_roofline, find_card, model_si
 from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import read_config
-from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.cards import load_cards
 from pipeline.roofline.step import Ceilings, Reached
 
@@ -128,8 +127,7 @@ def test_cards_and_sets_go_by_name():
 def test_a_shape_is_the_checkpoint_it_writes(tmp_path):
     for name in ("tiny", "tiny-awq"):
         config = read_config(bench_model(name, str(tmp_path)).folder)
-        assert model_size(name)[:2] == (decoder_size(config), weights_of(config))
-        assert decoder_size(config).linear_parameters == config.num_linear_parameters()
+        assert model_size(name)[:2] == (config.size, config.weights_on_card())
 
 
 def test_the_command(pipe):

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from pipeline.bench import scheduler as bench
 from pipeline.checkpoints.locate import locate_model
 from pipeline.tokenization.tokenizer import Tokenizer
@@ -41,11 +39,3 @@ def test_its_engine_is_full_while_rows_finish_and_begin():
     assert load.num_prompt_tokens > computed
     assert load.engine.stats.cached_tokens > 0
     assert load.engine.stats.num_preemptions == 0
-
-
-def test_a_run_without_sampling_has_no_such_table():
-    found = bench.bench_scheduler((2,), steps=1, rounds=1, rows=1, sampling=False)
-    assert found.sampling == ()
-    assert "Tokens from logits" not in found.to_text()
-    with pytest.raises(AssertionError):
-        bench.bench_scheduler((0,))

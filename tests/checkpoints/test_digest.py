@@ -15,6 +15,7 @@ from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.demo import demo_model
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from tests.faults.store import KEY, SECRET, FaultyStore
+from tests.threads import at_once
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,6 @@ def test_local_folders_and_what_is_none(tmp_path):
     assert resolve_model(f"file://{demo_model('draft')}") == demo_model("draft").resolve()
     with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
-    with pytest.raises(ModelError, match=r"model\.storage: only a url takes options, found key"):
-        resolve_model(str(tmp_path), {"key": "secret"})
     assert cache_folder({}) == Path.home() / ".cache" / "parquet-batch-inference" / "models"
 
 
@@ -154,17 +153,17 @@ def test_a_tag_that_is_no_md5_costs_a_second_download(store, monkeypatch):
     assert gets(store) - before == 2 * (5 + 5)  # five ranges of the weights, five small files
 
 
+def test_a_file_replaced_while_it_is_downloaded_is_said(store, monkeypatch):
+    monkeypatch.setattr(model_cache, "_matches", lambda path, tag: False)
+    monkeypatch.setattr(model_cache.RemoteFilesystem, "info", lambda self, path: {"ETag": "another"})
+    with pytest.raises(EnvironmentFailed, match="was replaced while it was downloaded; run again"):
+        resolve(store)
+
+
 def test_processes_at_once_download_once(store, cache):
     """Threads with a lock of their own each, as processes have."""
     before = gets(store)
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(resolve(store))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 3
-    assert len(set(found)) == 1
+    assert len(set(at_once(3, lambda _: resolve(store)))) == 1
     assert gets(store) - before == 10
 
 
@@ -176,13 +175,7 @@ def test_without_locks_one_rename_wins(store, cache, monkeypatch):
         raise OSError("no locks")
 
     monkeypatch.setattr(model_cache.fcntl, "flock", no_locks)
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(resolve(store))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 2
+    found = at_once(2, lambda _: resolve(store))
     assert len(set(found)) == 1
     assert model_digest(found[0]) == model_digest(demo_model("draft"))
 

@@ -16,21 +16,24 @@ import os, signal, sys, time
 from pipeline.errors import PipelineError
 from pipeline.cli.guard import guarded
 
-def command():
-    {body}
-
 try:
-    guarded(command)
+    with guarded():
+        {body}
+    print("went on")
 except PipelineError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
-print("went on")
 """
 
 
-def start(body: str) -> subprocess.Popen:
-    code = SCRIPT.format(body=body)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(body: str, before: str = "", **options) -> subprocess.Popen:
+    """The script with this body; one that prints "ready" is waited for."""
+    command = [sys.executable, "-c", before + SCRIPT.format(body=body)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    if "'ready'" in body:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    return process
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def start(body: str) -> subprocess.Popen:
         ("print('done')", 0, "done\nwent on\n", ""),
         ("sys.exit(1)", 1, "", ""),
         ("sys.exit(75)", 75, "", ""),
-        ("sys.exit()", 0, "went on\n", ""),
+        ("sys.exit()", 0, "", ""),
         ("os._exit(75)", 3, "", "left with 75"),  # nobody had sent a signal
         ("os._exit(1)", 3, "", "left with 1, as Ray makes it do"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 3, "", "ended by SIGKILL. Was there too little memory"),
@@ -56,6 +59,7 @@ def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, s
 @pytest.mark.parametrize(
     ("handler", "code"),
     [
+        ("lambda n, f: sys.exit(75)", 75),  # which is a word
         ("lambda n, f: os._exit(75)", 75),  # as a run that something will not let go
         ("signal.SIG_DFL", 75),  # where a library has taken the handler away: Ray does, as it ends
         ("lambda n, f: os.abort()", 75),  # as Ray's own handler
@@ -63,34 +67,19 @@ def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, s
         ("lambda n, f: os.kill(os.getpid(), signal.SIGKILL)", 3),
     ],
 )
-def test_an_end_without_a_word_after_a_signal_is_an_interruption(handler, code):
+def test_a_signal_reaches_the_command_and_an_end_without_a_word_is_an_interruption(handler, code):
     process = start(f"signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); time.sleep(30)")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=10)[1]
     assert process.returncode == code
-    assert ("Stopped by SIGTERM." in said) == (code == 75)
-
-
-def test_signals_reach_the_command():
-    process = start(
-        "signal.signal(signal.SIGTERM, lambda n, f: sys.exit(75)); print('ready', flush=True); time.sleep(30)"
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 75
+    assert ("Stopped by SIGTERM." in said) == (code == 75 and "sys" not in handler)
 
 
 def test_a_signal_to_the_whole_group_reaches_the_command_once():
     """As Ctrl-C on a terminal: a second one would stop a drain at once."""
     body = "seen = []; signal.signal(signal.SIGINT, lambda n, f: seen.append(n)); print('ready', flush=True); "
     body += "time.sleep(1.5); print(len(seen))"
-    code = SCRIPT.format(body=body)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    process = start(body, start_new_session=True)
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate(timeout=10)[0] == "1\nwent on\n"
 
@@ -98,20 +87,16 @@ def test_a_signal_to_the_whole_group_reaches_the_command_once():
 def test_a_hangup_that_is_ignored_is_not_passed_on():
     """As `nohup` asks."""
     body = "signal.signal(signal.SIGHUP, lambda n, f: sys.exit(75)); print('ready', flush=True); time.sleep(1)"
-    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SCRIPT.format(body=body)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    process = start(body, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
     process.send_signal(signal.SIGHUP)
     assert process.communicate(timeout=10)[0] == "went on\n"
 
 
 def test_a_command_that_does_not_end_after_its_word_is_ended():
-    body = "import pipeline.cli.guard, threading; threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(75)"
-    code = "import pipeline.cli.guard\npipeline.cli.guard.LEAVE_S = 0.5\n" + SCRIPT.format(body=body)
+    body = "import threading; threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(75)"
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False)
-    assert done.returncode == 75
+    process = start(body, "import pipeline.cli.guard\npipeline.cli.guard.LEAVE_S = 0.5\n")
+    assert process.wait(timeout=50) == 75
     assert time.monotonic() - began < 30
 
 
@@ -186,11 +171,11 @@ import sys, time
 import pipeline.job.run
 from pipeline import __main__
 from pipeline.errors import Interrupted
-from pipeline.job.run import _harmless
+from pipeline.job.reporter import harmless
 from pipeline.job.telemetry.status import Status
 from pipeline.job.stop import StopSignals
 def run_job(config, *, accept_numerics, retry_failed, progress):
-    show = _harmless(progress)
+    show = harmless(progress)
     with StopSignals() as stop, stop.draining():
         for number in range(300):
             show(Status(phase=f"running {number}", warning=f"warning {number}"))

@@ -53,7 +53,7 @@ def test_defaults_are_those_of_the_engine(job):
     assert config.engine_config("folder", None, 2) == EngineConfig(model="folder", num_threads=2)
     assert config.sampling_params() == SamplingParams()
     assert config.sampling_columns() == {}
-    assert config.prompt.columns() == ("text",)
+    assert config.prompt.spec().columns == ("text",)
     assert config.cost.hourly_usd is None
 
 
@@ -71,7 +71,7 @@ def test_a_full_job(job):
         "run: {actors: 4, window_bytes: 1 MiB, drain_s: 5}\n"
         "cost: {hourly_usd: 2.5}\n"
     )
-    assert config.prompt.columns() == ("title", "text")
+    assert config.prompt.spec().columns == ("title", "text")
     assert config.prompt.chat is not None
     assert config.prompt.chat.system == "Be brief."
     engine = config.engine_config("folder", None, 1)
@@ -123,7 +123,7 @@ def test_texts_that_look_like_booleans_stay_texts(job):
 def test_messages_are_a_chat(job):
     config = job(MINIMAL.replace("column: text", "messages: turns"))
     assert config.prompt.chat is not None
-    assert config.prompt.columns() == ("turns",)
+    assert config.prompt.spec().columns == ("turns",)
     assert job().prompt.chat is None
     assert job(MINIMAL.replace("column: text", "column: text, chat: true")).prompt.chat is not None
 
@@ -293,35 +293,22 @@ FREE = [
     ("path: demo", "path: other/folder"),
     ("prompt:", "name: other\nprompt:"),
     ("prompt:", "run: {actors: 3, max_error_rate: 0.5, drain_s: 3, units_in_flight: 2}\nprompt:"),
-    (
-        "prompt:",
-        "engine: {max_num_seqs: 3, block_size: 16, enable_prefix_caching: off, speculation: off}\nprompt:",
-    ),
+    ("prompt:", "engine: {max_num_seqs: 3, block_size: 16, enable_prefix_caching: off, speculation: off}\nprompt:"),
     ("path: demo", "path: demo, draft: demo:draft"),
     ("prompt:", "engine: {speculation: {proposer: draft, max_draft_tokens: 3}}\nprompt:"),
     ("prompt:", "cost: {hourly_usd: 3}\nprompt:"),
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), IDENTITY)
-def test_what_makes_another_job(job, before: str, after: str):
-    base, changed = job(), job(MINIMAL.replace(before, after, 1))
-    assert changed.identity() != base.identity()
-    assert changed.numerics() == base.numerics()
-
-
-@pytest.mark.parametrize(("before", "after"), NUMERICS)
-def test_what_may_round_differently(job, before: str, after: str):
-    base, changed = job(), job(MINIMAL.replace(before, after, 1))
-    assert changed.identity() == base.identity()
-    assert changed.numerics() != base.numerics()
-
-
-@pytest.mark.parametrize(("before", "after"), FREE)
-def test_what_may_change_from_run_to_run(job, before: str, after: str):
-    base, changed = job(), job(MINIMAL.replace(before, after, 1))
-    assert changed.identity() == base.identity()
-    assert changed.numerics() == base.numerics()
+@pytest.mark.parametrize(
+    ("change", "identity", "numerics"),
+    [*((each, True, False) for each in IDENTITY), *((each, False, True) for each in NUMERICS),
+     *((each, False, False) for each in FREE)],
+)  # fmt: skip
+def test_what_makes_another_job_what_rounds_differently_and_what_is_free(job, change, identity, numerics):
+    base, changed = job(), job(MINIMAL.replace(*change, 1))
+    assert (changed.identity() != base.identity()) == identity
+    assert (changed.numerics() != base.numerics()) == numerics
 
 
 def test_quantization_on_load_is_the_target_models_and_no_key_of_older_jobs(job):

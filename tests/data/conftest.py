@@ -1,3 +1,6 @@
+from pathlib import Path
+
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,3 +27,13 @@ def write(tmp_path):
 
     (tmp_path / "in").mkdir()
     return write
+
+
+class StoreSaidNo(Exception):
+    """As the libraries behind fsspec have them: no OSError."""
+
+
+def in_memory(file: str | Path, place: str) -> str:
+    """A copy of the file in the folder `place` of fsspec's memory store; the folder's url."""
+    fsspec.filesystem("memory").pipe_file(f"/{place}/{Path(file).name}", Path(file).read_bytes())
+    return f"memory://{place}"

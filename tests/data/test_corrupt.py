@@ -14,6 +14,7 @@ from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import SkippedFile, cut_windows, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, InputError
+from tests.data.conftest import StoreSaidNo, in_memory
 from tests.data.test_source import BIG, rows_of, texts
 
 
@@ -22,22 +23,10 @@ def footer(file: bytes) -> int:
     return int.from_bytes(file[-8:-4], "little") + 8
 
 
-def zero_bytes(good: bytes) -> bytes:
-    return b""
-
-
-def half(good: bytes) -> bytes:
-    return good[: len(good) // 2]
-
-
-def no_data(good: bytes) -> bytes:
-    return b"PAR1" + good[-footer(good) :]
-
-
 BROKEN = [
-    pytest.param(zero_bytes, "0 bytes", id="fault_24_zero_bytes"),
-    pytest.param(half, "not a Parquet file, or a truncated one", id="fault_25_half"),
-    pytest.param(no_data, "truncated", id="fault_25_no_data"),
+    pytest.param(lambda good: b"", "0 bytes", id="fault_24_zero_bytes"),
+    pytest.param(lambda good: good[: len(good) // 2], "not a Parquet file, or a truncated one", id="fault_25_half"),
+    pytest.param(lambda good: b"PAR1" + good[-footer(good) :], "truncated", id="fault_25_no_data"),
     pytest.param(lambda good: good[:-8] + b"\xff\xff\xff\x0fPAR1", "truncated", id="fault_25_no_footer"),
     pytest.param(lambda good: b"PAR1", "not a Parquet file", id="nothing_but_magic"),
     pytest.param(lambda good: b"id,text\n1,hello world\n", "not a Parquet file", id="csv"),
@@ -151,10 +140,9 @@ def test_fault_26_under_skip_the_damaged_row_group_is_null_and_the_rest_unharmed
     write("a.parquet", {"text": ["first"], "id": [-1]})
     folder = str(damaged(write)[0].parent)
     if remote:
-        memory = fsspec.filesystem("memory")
-        memory.rm("/damaged", recursive=True) if memory.exists("/damaged") else None
-        memory.put(folder, "/damaged", recursive=True)
-        folder = "memory://damaged"
+        for name in ("a.parquet", "b.parquet"):
+            url = in_memory(f"{folder}/{name}", "damaged")
+        folder = url
     source = open_source(folder, on_corrupt="skip")
     windows = cut_windows(source, max_rows, BIG)
     tables = [read_window(source, w, ["text", "id"]) for w in windows]
@@ -200,10 +188,9 @@ def test_damage_on_the_way_is_read_again(write, monkeypatch, mode):
     """A store's answer that came damaged once is not a damaged file."""
     path, place = damaged(write)
     flip(path, place)  # whole again
-    memory = fsspec.filesystem("memory")
-    memory.pipe_file("/way/b.parquet", path.read_bytes())
-    source = open_source("memory://way", on_corrupt=mode)
-    cat_file, left, size = type(memory).cat_file, [1], path.stat().st_size
+    source = open_source(in_memory(path, "way"), on_corrupt=mode)
+    memory, left, size = fsspec.get_filesystem_class("memory"), [1], path.stat().st_size
+    cat_file = memory.cat_file
 
     def once_damaged(self, name, start=None, end=None, **options):
         data = cat_file(self, name, start, end, **options)
@@ -212,31 +199,26 @@ def test_damage_on_the_way_is_read_again(write, monkeypatch, mode):
             return data[: place - start] + b"\xff" + data[place - start + 1 :]
         return data
 
-    monkeypatch.setattr(type(memory), "cat_file", once_damaged)
+    monkeypatch.setattr(memory, "cat_file", once_damaged)
     rows = rows_of(source, cut_windows(source, 1000, BIG))
     assert left == [0]
     assert [text.split()[0] for _, _, text in rows] == [str(i) for i in range(60)]
-
-
-class StoreSaidNo(Exception):
-    """As the libraries behind fsspec have them: no OSError."""
 
 
 @pytest.mark.parametrize("error", [StoreSaidNo("no credentials"), OSError("no errno"), PermissionError("Forbidden")])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_store_that_fails_is_never_taken_for_damage(write, monkeypatch, error, whole):
     path, place = damaged(write)
-    memory = fsspec.filesystem("memory")
-    memory.pipe_file("/fails/b.parquet", path.read_bytes())
-    source = open_source("memory://fails", on_corrupt="skip")
-    cat_file, size = type(memory).cat_file, path.stat().st_size
+    source = open_source(in_memory(path, "fails"), on_corrupt="skip")
+    memory, size = fsspec.get_filesystem_class("memory"), path.stat().st_size
+    cat_file = memory.cat_file
 
     def fail(self, name, start=None, end=None, **options):
         if end is not None and place < end < size:  # the data; the footer can be read
             raise error
         return cat_file(self, name, start, end, **options)
 
-    monkeypatch.setattr(type(memory), "cat_file", fail)
+    monkeypatch.setattr(memory, "cat_file", fail)
     expected = InputError if isinstance(error, PermissionError) else EnvironmentFailed
     with pytest.raises(expected, match=str(error)) as raised:
         rows_of(source, cut_windows(source, 1000 if whole else 7, BIG))

@@ -68,13 +68,7 @@ def test_columns_that_cannot_be_prompts():
     PromptSpec(column="text").check(schema)
     PromptSpec(messages="text").check(schema)
     PromptSpec(template="{text}{n}{chat}").check(schema)
-    for spec in (
-        {"column": "n"},
-        {"column": "chat"},
-        {"messages": "chat"},
-        {"messages": "n"},
-        {"template": "{span}"},
-    ):
+    for spec in ({"column": "n"}, {"column": "chat"}, {"messages": "chat"}, {"messages": "n"}, {"template": "{span}"}):
         with pytest.raises(ConfigError, match="prompt"):
             PromptSpec(**spec).check(schema)
     with pytest.raises(ConfigError, match="did you mean 'text'"):
@@ -94,10 +88,7 @@ def test_faults_29_30_31_rows_without_a_prompt():
 
 def test_fault_33_bytes_that_are_not_utf8():
     good = "grün".encode()
-    for column in (
-        bad_string(b"\xff\xfe", good, b"\xed\xa0\x80"),
-        pa.array([b"\xff\xfe", good, b"\xed\xa0\x80"]),
-    ):
+    for column in (bad_string(b"\xff\xfe", good, b"\xed\xa0\x80"), pa.array([b"\xff\xfe", good, b"\xed\xa0\x80"])):
         expected = ["invalid_utf8", "grün", "invalid_utf8"]
         assert prompts({"text": column}, column="text") == expected
         assert prompts({"text": column, "n": [1, 2, 3]}, template="{text}") == expected

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipeline.data.columns import plain_type
 from pipeline.data.source import cut_windows, narrowed, open_source, read_window
 from pipeline.errors import EnvironmentFailed, InputError
+from tests.data.conftest import StoreSaidNo, in_memory
 
 BIG = 1 << 40
 _DICTIONARY = pa.dictionary(pa.int32(), pa.string())
@@ -110,18 +111,12 @@ def test_relative_paths_are_pinned_to_where_they_were_opened(write, tmp_path, mo
 
 def test_other_filesystems_through_fsspec(write):
     folder = write("a.parquet", texts(7), row_group_size=4)
-    memory = fsspec.filesystem("memory")
-    memory.pipe_file("/bucket/in/a.parquet", Path(folder, "a.parquet").read_bytes())
-    memory.pipe_file("/bucket/in/_SUCCESS", b"")
-    source = open_source("memory://bucket/in")
+    source = open_source(in_memory(f"{folder}/a.parquet", "bucket/in"))
+    fsspec.filesystem("memory").pipe_file("/bucket/in/_SUCCESS", b"")
     assert source.files == open_source(folder).files
     assert rows_of(source, cut_windows(source, 3, BIG)) == [("a.parquet", i, f"row {i}") for i in range(7)]
     assert [f.relative for f in open_source("memory://bucket/*/a.parquet").files] == ["in/a.parquet"]
     assert [f.relative for f in open_source("memory://bucket/*").files] == ["in/a.parquet"]
-
-
-class StoreSaidNo(Exception):
-    """As the libraries behind fsspec have them: no OSError."""
 
 
 @pytest.mark.parametrize(
@@ -144,14 +139,12 @@ def test_a_store_that_refuses(monkeypatch, error, becomes):
 
 def test_a_store_that_refuses_later(write, monkeypatch):
     folder = write("a.parquet", texts(3))
-    memory = fsspec.filesystem("memory")
-    memory.pipe_file("/later/a.parquet", Path(folder, "a.parquet").read_bytes())
-    source = open_source("memory://later")
+    source = open_source(in_memory(f"{folder}/a.parquet", "later"))
 
     def refuse(*args, **options):
         raise StoreSaidNo("token expired")
 
-    monkeypatch.setattr(type(memory), "cat_file", refuse)
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "cat_file", refuse)
     with pytest.raises(EnvironmentFailed, match=r"later/a\.parquet: .*StoreSaidNo: token expired"):
         rows_of(source, cut_windows(source, 10, BIG))
 
@@ -173,10 +166,7 @@ def test_fault_27_zero_row_files(write):
     write("a.parquet", texts(0))
     write("b.parquet", texts(2))
     source = open_source(write("c.parquet", texts(0)))
-    assert rows_of(source, cut_windows(source, 10, BIG)) == [
-        ("b.parquet", 0, "row 0"),
-        ("b.parquet", 1, "row 1"),
-    ]
+    assert rows_of(source, cut_windows(source, 10, BIG)) == [("b.parquet", 0, "row 0"), ("b.parquet", 1, "row 1")]
     only = open_source(source.root + "/a.parquet")
     assert (only.num_rows, only.schema.names, cut_windows(only, 10, BIG)) == (0, ["text"], ())
 

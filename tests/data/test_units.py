@@ -69,10 +69,7 @@ def test_a_window_of_no_rows_has_no_units():
 
 
 def test_columns_to_read():
-    s = spec(
-        prompt=PromptSpec(template="{text} {id}"),
-        sampling_columns={"max_tokens": "budget", "top_k": "budget"},
-    )
+    s = spec(prompt=PromptSpec(template="{text} {id}"), sampling_columns={"max_tokens": "budget", "top_k": "budget"})
     assert s.columns == ("id", "text", "budget")
 
 
@@ -108,8 +105,7 @@ def test_budgets_decide_the_size_of_units():
     assert (
         len(
             make_units(
-                window_of({"text": ["x"] * 8, "id": list(range(8))}),
-                spec(default_max_tokens=54, unit_tokens=110),
+                window_of({"text": ["x"] * 8, "id": list(range(8))}), spec(default_max_tokens=54, unit_tokens=110)
             )
         )
         == 4

@@ -10,7 +10,7 @@ import torch
 from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Setup, diagnose, fit, memory_of, speed
-from pipeline.kernels.cpu.linear import pairs
+from pipeline.kernels.cpu.linear import linear_bf16
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
 
@@ -135,7 +135,7 @@ def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatc
     widened = memory_of(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16")).places[0]
     assert widened.weight_bytes == 2 * NUM_LINEAR + 2 * 2 * 1024 * 256
     for alone, per_weight in ((True, 0.5 + 3 / 128), (False, 2.5 + 8 / 128)):  # products of pairs, and oneDNN's
-        monkeypatch.setattr(pairs, "multiplies_pairs", lambda alone=alone: alone)
+        monkeypatch.setattr(linear_bf16, "multiplies_pairs", lambda alone=alone: alone)
         here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="bfloat16")).places[0]
         assert here.weight_bytes == int(NUM_LINEAR * per_weight) + 2 * 2 * 1024 * 256
 

@@ -14,7 +14,8 @@ from pipeline.engine.startup.memory import weight_bytes
 from pipeline.model.config import read_config
 from tests.engine.test_gpu_kernels import QWEN3, engine_of
 from tests.kernels.triton.problems import DEVICE
-from tests.model_folders import Family, quantize_randomly, write_checkpoint
+from tests.model_folders import Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

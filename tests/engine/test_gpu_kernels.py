@@ -18,14 +18,15 @@ from pipeline.engine.startup.resolve import resolve
 from pipeline.engine.step.graphs import graph_sizes
 from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton.attention import cascade_work
-from pipeline.kernels.triton.attention.cascade_work import CascadeShape, Decided
-from pipeline.kernels.triton.attention.decode_work import DecodeWork
+from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, Decided
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear.dispatch import Scratch
 from pipeline.model.config import read_config
 from tests.kernels.triton.problems import DEVICE
-from tests.model_folders import VOCAB, Family, quantize_randomly, write_checkpoint
+from tests.model_folders import VOCAB, Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -196,7 +197,7 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they share is read once for all of them, in captured steps too."""
-    monkeypatch.setattr(cascade_work, "LEAST_SAVED_BYTES", 0)
+    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
     decide, plans = CascadeShape.decide, []
 
     def decide_and_watch(*arguments: Any) -> Decided:
@@ -204,10 +205,10 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
         plans.append(decided.plan)
         return decided
 
-    refill, served = DecodeWork.refill, []
+    refill, served = DecodeMetadata.refill, []
 
     def refill_and_watch(
-        work: DecodeWork,
+        work: DecodeMetadata,
         where: AttentionInput,
         sequences: np.ndarray | None = None,
         shared: Sequence[np.ndarray] = (),
@@ -217,7 +218,7 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
         refill(work, where, sequences, shared, most_short)
 
     monkeypatch.setattr(CascadeShape, "decide", decide_and_watch)
-    monkeypatch.setattr(DecodeWork, "refill", refill_and_watch)
+    monkeypatch.setattr(DecodeMetadata, "refill", refill_and_watch)
     rng = np.random.default_rng(7)
     stem = rng.integers(0, 255, 133).tolist()
     prompts = [stem + rng.integers(0, 255, length).tolist() for length in (3, 12, 20)]

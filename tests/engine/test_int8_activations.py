@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.kernels.cpu.linear.compiled_int8 import forms_here
-from pipeline.kernels.cpu.linear.int8 import multiplies_bytes
+from pipeline.kernels.cpu.linear.linear_int8 import multiplies_bytes
+from pipeline.kernels.cpu.tiles.int8_tile import forms_here
 from tests.engine.test_fp8_activations import completed
 from tests.engine.test_gpu_kernels import QWEN3, engine_of
-from tests.model_folders import Family, quantize_randomly, write_checkpoint
+from tests.model_folders import Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
 
 pytestmark = pytest.mark.skipif(not multiplies_bytes(), reason="this processor has no AVX2")
 

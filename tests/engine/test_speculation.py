@@ -257,7 +257,9 @@ def test_the_policy_is_told_what_the_step_is_made_of() -> None:
     for _ in range(4):
         engine.step()
     # The first prompt has 4 tokens left, of which the last is its own; then the other's; the third step has the rest.
-    assert [outcome.facts for outcome in policy.outcomes] == [(0, 16, 0), (1, 15, 0), (2, 7, 7), (2, 0, 14)]
+    told = [outcome.facts for outcome in policy.outcomes]
+    assert [(f.num_sequences, f.num_prefill, f.room) for f in told] == [(0, 16, 0), (1, 15, 0), (2, 7, 7), (2, 0, 14)]
+    assert [f.num_waiting for f in told] == [1, 0, 0, 0]
     assert [o.num_generated for o in policy.outcomes][:2] == [0, 1]
 
 

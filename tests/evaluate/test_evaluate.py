@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.evaluate import measurement
 from pipeline.evaluate.divergence import Divergence
-from tests.model_folders import FAMILIES, load_reference, make_family, write_checkpoint
+from tests.model_folders import FAMILIES, load_reference, make_family, small_config, write_checkpoint
 from tests.parity.harness import reference_logits
 
 NUM_OUTPUTS = 4
@@ -24,9 +24,7 @@ TOLERANCE = 1e-4
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A small model, and the same with noise on its weights."""
     base, noisy = (tmp_path_factory.mktemp(name) / "model" for name in ("base", "noisy"))
-    config = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-              "initializer_range": 0.08, "eos_token_id": 257, "bos_token_id": None, "pad_token_id": None}  # fmt: skip
+    config = small_config(64, 96, 2, 4, 2, initializer_range=0.08)
     write_checkpoint(base, FAMILIES[0], config, seed=3)
     write_checkpoint(noisy, FAMILIES[0], config, seed=3)
     torch.manual_seed(4)

@@ -69,7 +69,7 @@ class FaultProxy:
         self._lock = threading.Lock()
         # moto looks whether a key is there and then writes it, which is not atomic in its threads; real stores are
         self._keys = [threading.Lock() for _ in range(64)]
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
         self._server.proxy = self  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -118,6 +118,11 @@ class FaultProxy:
 
     def key_lock(self, path: str) -> threading.Lock:
         return self._keys[hash(path.partition("?")[0]) % len(self._keys)]
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: a client or the store has gone, at the end of a test also in the middle of a request."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -11,8 +11,9 @@ from pipeline.data.output.parts import PartStore
 from pipeline.errors import Interrupted
 from pipeline.stores.retries import RetryPolicy
 from tests.faults.store import KEY, SECRET, FaultyStore
-from tests.job.conftest import Job
-from tests.job.test_run import TEXTS, run, without_ray  # noqa: F401 - a fixture
+from tests.job.conftest import TEXTS, Job, run
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 CHANCES = {"lost_put": 0.1, "slow_down": 0.1, "server_error": 0.05, "truncated": 0.1, "reset": 0.02, "conflict": 0.05}
 
@@ -68,11 +69,7 @@ def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
     job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:16])
     upload(job, store)
     with pytest.raises(Interrupted):
-        run(
-            job,
-            [(lambda status: status.rows_done > 0, signal.SIGTERM)],
-            run={"drain_s": 0.0, "unit_rows": 16},
-        )
+        run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.0, "unit_rows": 16})
     output = PartStore(job.settings["output"]["path"], job.settings["output"]["storage"])
     (kept,) = output.names("_pipeline/partial")
     raw = output.read(f"_pipeline/partial/{kept}")

@@ -18,7 +18,7 @@ from pipeline.demo import demo_model
 from pipeline.engine.params import Completion, EngineConfig
 from pipeline.errors import ConfigError, OutputError
 from pipeline.generate import Saved, is_dataset, read_prompts
-from pipeline.job.actor.stages import failed_row
+from pipeline.job.actor.tokenize import failed_row
 from tests.job.fake_engine import FakeTokenizer
 
 
@@ -55,15 +55,25 @@ def rows_of(out: str) -> list[dict]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_lines_of_text_come_back_in_order_with_their_line_numbers(pipe, tmp_path):
+@pytest.fixture
+def rows(pipe):
+    """What --json prints, of a command that succeeds."""
+
+    def printed(*arguments, stdin: bytes = b"") -> list[dict]:
+        code, out, err = pipe(*arguments, "--json", stdin=stdin)
+        assert code == 0, err
+        return rows_of(out)
+
+    return printed
+
+
+def test_lines_of_text_come_back_in_order_with_their_line_numbers(pipe, rows, tmp_path):
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo {x} <|im_end|>\nthree")
-    code, out, err = pipe("--input", "p.txt", "--json")
-    assert code == 0, err
-    found = [(r["source_file"], r["source_line"], r["generated_text"]) for r in rows_of(out)]
+    found = [(r["source_file"], r["source_line"], r["generated_text"]) for r in rows("--input", "p.txt")]
     assert found == [("p.txt", 1, "one|256"), ("p.txt", 3, "two {x} <|im_end|>|256"), ("p.txt", 4, "three|256")]
-    assert [line for line in pipe("--input", "p.txt")[1].splitlines() if line[0:1] == "#"] == [
-        f"# p.txt line {line} (stop, 2 tokens)" for line in (1, 3, 4)
-    ]
+    _, out, err = pipe("--input", "p.txt")
+    heads = [line for line in out.splitlines() if line[0:1] == "#"]
+    assert heads == [f"# p.txt line {line} (stop, 2 tokens)" for line in (1, 3, 4)]
     assert "3 prompts; " in err
 
 
@@ -75,35 +85,31 @@ def test_text_output_is_readable_and_commands_no_terminal(pipe, tmp_path):
     assert "\x1b" not in out
 
 
-def test_all_chats_are_told_one_date_that_of_the_start_or_the_given_one(pipe, tmp_path, monkeypatch):
+def test_all_chats_are_told_one_date_that_of_the_start_or_the_given_one(rows, tmp_path, monkeypatch):
     clock = (datetime(2026, 11, 23, 23, 59, 59) + timedelta(seconds=n) for n in count())
-    monkeypatch.setattr("pipeline.generate.run.wall_time", lambda: next(clock))
+    monkeypatch.setattr("pipeline.generate.inference.wall_time", lambda: next(clock))
     monkeypatch.setattr(FakeTokenizer, "encode_chat", lambda self, *chat: list(str(chat[-1]).encode()))
     (tmp_path / "p.txt").write_text("one\ntwo\n")
     for given, told in (
         ([], "2026-11-23 23:59:59|256"),
         (["--set", "prompt.chat.date=2024-02-29"], "2024-02-29 00:00:00|256"),
     ):
-        _, out, err = pipe("--input", "p.txt", "--json", "--chat", *given)
-        assert [row["generated_text"] for row in rows_of(out)] == [told] * 2, err
+        assert [row["generated_text"] for row in rows("--input", "p.txt", "--chat", *given)] == [told] * 2
 
 
 @pytest.mark.parametrize("arguments", [["--input", "-"], []])
-def test_standard_input_is_lines_or_objects(pipe, arguments):
-    assert [r["generated_text"] for r in rows_of(pipe(*arguments, "--json", stdin=b"a\nb\n")[1])] == ["a|256", "b|256"]
+def test_standard_input_is_lines_or_objects(rows, arguments):
+    assert [r["generated_text"] for r in rows(*arguments, stdin=b"a\nb\n")] == ["a|256", "b|256"]
     lines = b'{"id": 1, "text": "a"}\n\n{"id": 2, "text": "b", "n": 5}\n'
-    code, out, err = pipe(*arguments, "--json", "--prompt", "Sum: {text}", stdin=lines)
-    assert code == 0, err
-    assert [(r["id"], r["generated_text"], r["source_line"]) for r in rows_of(out)] == [
+    found = rows(*arguments, "--prompt", "Sum: {text}", stdin=lines)
+    assert [(r["id"], r["generated_text"], r["source_line"]) for r in found] == [
         (1, "Sum: a|256", 1),
         (2, "Sum: b|256", 3),
     ]
 
 
-def test_a_prompt_alone_is_sent_as_it_is(pipe):
-    code, out, err = pipe("--prompt", "a {{ b }", "--json", "--max-tokens", "7")
-    assert code == 0, err
-    assert rows_of(out)[0]["generated_text"] == "a {{ b }|7"
+def test_a_prompt_alone_is_sent_as_it_is(rows):
+    assert rows("-p", "a {{ b }", "--max-tokens", "7")[0]["generated_text"] == "a {{ b }|7"
 
 
 @pytest.mark.parametrize(
@@ -115,10 +121,8 @@ def test_a_prompt_alone_is_sent_as_it_is(pipe):
         ({"messages": '[{"role": "user", "content": "hi"}]'}, "<user>hi"),
     ],
 )
-def test_the_key_that_is_sent_without_a_template(pipe, line, expected):
-    code, out, err = pipe("--json", stdin=json.dumps(line).encode())
-    assert code == 0, err
-    assert rows_of(out)[0]["generated_text"] == f"{expected}|256"
+def test_the_key_that_is_sent_without_a_template(rows, line, expected):
+    assert rows(stdin=json.dumps(line).encode())[0]["generated_text"] == f"{expected}|256"
 
 
 def test_what_is_no_number_in_json_is_none(pipe):
@@ -152,9 +156,8 @@ def test_chat_without_a_template_is_refused_before_weights_are_read(pipe, tmp_pa
     assert pipe("--prompt", "hi", "--model", "./plain")[0] == 0
 
 
-def test_system_implies_chat(pipe):
-    out = pipe("--prompt", "hi", "--system", "Be brief.", "--json")[1]
-    assert rows_of(out)[0]["generated_text"] == "[Be brief.]<user>hi|256"
+def test_system_implies_chat(rows):
+    assert rows("--prompt", "hi", "--system", "Be brief.")[0]["generated_text"] == "[Be brief.]<user>hi|256"
 
 
 def test_a_prompt_that_fails_stops_no_other(pipe, tmp_path):

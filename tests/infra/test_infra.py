@@ -328,7 +328,7 @@ def configured(job: dict) -> JobConfig:
 
 @pytest.mark.parametrize("job", [RAY_JOB["spec"], NIGHTLY["spec"]["jobTemplate"]], ids=["once", "nightly"])
 def test_the_cluster_runs_the_job_it_names(job):
-    from pipeline.job.dataflow.graph import NUM_READERS
+    from pipeline.job.dataflow.spec import NUM_READERS
 
     config = configured(job)
     assert config.run.ray_address == "auto"
@@ -348,7 +348,7 @@ def test_the_cluster_runs_the_job_it_names(job):
 @pytest.mark.parametrize("job", [RAY_JOB["spec"], NIGHTLY["spec"]["jobTemplate"]], ids=["once", "nightly"])
 def test_a_cluster_that_ends_leaves_time_to_drain(job):
     from pipeline.job.dataflow.graph import EngineActor
-    from pipeline.job.run import GIVE_UP_S
+    from pipeline.job.watch import GIVE_UP_S
 
     run = configured(job).run
     head, workers = head_and_workers(job)

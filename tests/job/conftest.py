@@ -1,6 +1,7 @@
 """A small job over a fake engine, and one local Ray for all tests of a file that need one."""
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,9 +11,14 @@ import yaml
 
 from pipeline.config import JobConfig, load_job
 from pipeline.job.actor.worker import Backend
+from pipeline.job.run import run_job
 from tests.job.fake_engine import answer, text_of
+from tests.job.local_flow import LocalFlow
 
 FAKES = Backend("tests.job.fake_engine:FakeEngine", "tests.job.fake_engine:load_tokenizer")
+
+
+TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(50)]
 
 
 class Job:
@@ -65,7 +71,7 @@ class Job:
 
     def check(self, texts: list[str | None], per_file: int = 1000, seed: int = 0) -> None:
         """The output holds each input row once, with the answer that an undisturbed run gives."""
-        from pipeline.job.actor.stages import row_seed
+        from pipeline.job.actor.tokenize import row_seed
 
         rows = {row["id"]: row for row in self.table().to_pylist()}
         assert self.table().num_rows == len(texts) == len(rows)
@@ -95,3 +101,34 @@ def local_ray():
     assert connect(None, cores=8)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
+
+
+@pytest.fixture
+def without_ray(monkeypatch):
+    """Units go through workers in threads of this process."""
+    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
+    monkeypatch.setattr("pipeline.job.watch.TICK_S", 0.2)
+    monkeypatch.setattr(LocalFlow, "started", 0)
+
+
+def run(job, signals=(), **sections):
+    """Run the job with these sections changed. `signals`: (when, number), sent once each as `when(status)` holds."""
+    statuses, to_send, seen = [], list(signals), sections.pop("show", lambda status: None)
+
+    def show(status):
+        statuses.append(status)
+        seen(status)
+        if to_send and to_send[0][0](status):
+            os.kill(os.getpid(), to_send.pop(0)[1])
+
+    options = {key: sections.pop(key) for key in ("accept_numerics", "retry_failed") if key in sections}
+    report = run_job(job.config(**sections), backend=FAKES, progress=show, **options)
+    return report, statuses
+
+
+def success(job):
+    return json.loads((job.output / "_SUCCESS").read_text())
+
+
+def runs(job):
+    return [json.loads(path.read_text()) for path in sorted((job.output / "_pipeline" / "runs").iterdir())]

@@ -5,10 +5,10 @@ import queue
 import threading
 
 from pipeline.job.actor.ledger import Ledger, Order
-from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.actor.worker import Worker
-from pipeline.job.actor_specs import FlowSpec
 from pipeline.job.dataflow.graph import EndOfUnits, read_units
+from pipeline.job.dataflow.spec import FlowSpec
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import now_us
 
 

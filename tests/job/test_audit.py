@@ -14,7 +14,9 @@ from pipeline.data.output.parts import PartName, PartStore
 from pipeline.errors import OutputError
 from pipeline.job.audit import MAX_SHOWN, Audit, _Rows, audit
 from tests.faults.store import FaultyStore
-from tests.job.test_run import TEXTS, run, success, without_ray  # noqa: F401 - a fixture is used by its name
+from tests.job.conftest import TEXTS, run, success
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 @pytest.fixture
@@ -39,6 +41,17 @@ def changed(part: Path, change) -> None:
     assert name is not None
     there = store.read_part(name)
     store.rewrite(name, change(there.table), there.metadata, there.tag)
+
+
+def changed_column(job, part: Path, name: str, values) -> None:
+    """The part with other values in a column, and `_SUCCESS` as if it were so."""
+
+    def change(table: pa.Table) -> pa.Table:
+        place = table.schema.names.index(name)
+        return table.set_column(place, table.schema.field(place), values(table[name].to_pylist()))
+
+    changed(part, change)
+    keep_success(job)
 
 
 def keep_success(job) -> None:
@@ -116,15 +129,7 @@ def test_a_window_without_parts_and_an_unfinished_job_are_told(finished):
 
 
 def test_a_row_twice_and_one_left_out(finished):
-    part = finished.parts()[1]
-    place = pq.read_schema(part).names.index("source_row")
-
-    def doubled(table: pa.Table) -> pa.Table:
-        _, second, *rest = table["source_row"].to_pylist()
-        return table.set_column(place, table.schema.field(place), pa.array([second, second, *rest]))
-
-    changed(part, doubled)
-    keep_success(finished)
+    changed_column(finished, finished.parts()[1], "source_row", lambda rows: pa.array([rows[1], *rows[1:]]))
     assert verify(finished, deep=False).sound
     assert "more than once" in " ".join(verify(finished).problems)
 
@@ -157,15 +162,10 @@ def test_rows_that_are_not_what_the_footer_counts(finished):
 
 
 def test_codes_that_are_not_known(finished):
-    part = with_an_error(finished)
-    place = pq.read_schema(part).names.index("error")
+    def odd(codes: list) -> pa.Array:
+        return pa.array(["gremlins" if code else None for code in codes], pa.string())
 
-    def odd(table: pa.Table) -> pa.Table:
-        codes = ["gremlins" if code else None for code in table["error"].to_pylist()]
-        return table.set_column(place, table.schema.field(place), pa.array(codes, pa.string()))
-
-    changed(part, odd)
-    keep_success(finished)
+    changed_column(finished, with_an_error(finished), "error", odd)
     assert "error codes that are not known: gremlins" in " ".join(verify(finished, False).problems)
 
 

@@ -14,17 +14,13 @@ from pipeline.job.run import run_job
 from tests.job.local_flow import LocalFlow
 from tests.tokenization import small_tokenizers
 
+pytestmark = pytest.mark.usefixtures("without_ray")
+
 REAL_TOKENIZER = Backend("tests.job.fake_engine:FakeEngine")
 TEXTS = [f"text {i}" for i in range(30)]
 DATED = "{{ strftime_now('%d %B %Y') }}: {{ messages[0].content }}"
 UNDATED = "2026: {{ messages[0].content }}"
 FIRST, LATER = datetime(2026, 11, 23, 23, 59, 58), datetime(2026, 11, 24, 0, 0, 3)
-
-
-@pytest.fixture(autouse=True)
-def without_ray(monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
-    monkeypatch.setattr(LocalFlow, "started", 0)
 
 
 @pytest.fixture

@@ -8,7 +8,10 @@ import pytest
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import OutputError
 from pipeline.job.read_output import doubt_of, status_of
-from tests.job.test_run import TEXTS, run, runs, success, without_ray  # noqa: F401 - a fixture is used by its name
+from tests.job.conftest import TEXTS, run, runs, success
+from tests.job.local_flow import LocalFlow
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 @pytest.fixture
@@ -58,6 +61,7 @@ def test_a_removed_part_is_computed_again_and_counted_anew(finished):
     finished.parts()[0].unlink()
     run(finished)
     finished.check(TEXTS)
+    assert LocalFlow.started == 2
     assert doubt(finished) is None
 
 

@@ -1,6 +1,5 @@
 """Whole runs over data that nobody has cleaned: what can be read is delivered, what cannot is told, each row once."""
 
-import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,23 +8,18 @@ import pytest
 
 from pipeline.errors import FingerprintError, InputError
 from pipeline.job.plan import make_plan
-from pipeline.job.run import run_job
 from pipeline.report.render import text
-from tests.job.conftest import FAKES, Job
+from tests.job.conftest import Job, success
+from tests.job.conftest import run as run_told
 from tests.job.local_flow import LocalFlow
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 SKIP = {"on_corrupt": "skip"}
 
 
-@pytest.fixture(autouse=True)
-def without_ray(monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
-    monkeypatch.setattr("pipeline.job.run.TICK_S", 0.2)
-    monkeypatch.setattr(LocalFlow, "started", 0)
-
-
 def run(job: Job, **sections):
-    return run_job(job.config(**sections), backend=FAKES)
+    return run_told(job, **sections)[0]
 
 
 def put(job: Job, name: str, table: pa.Table, **options) -> Path:
@@ -46,10 +40,6 @@ def damage(path: Path, needle: bytes) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(needle)] ^= 1
     path.write_bytes(data)
-
-
-def success(job: Job) -> dict:
-    return json.loads((job.output / "_SUCCESS").read_text())
 
 
 def uncleaned(job: Job) -> None:

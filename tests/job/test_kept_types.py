@@ -8,7 +8,9 @@ import pytest
 from pipeline.data.columns import plain_schema
 from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import PartStore
-from tests.job.test_run import run, success, without_ray  # noqa: F401 - a fixture is used by its name
+from tests.job.conftest import run, success
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 ROWS = 60
 TEXT = pa.list_(pa.string())

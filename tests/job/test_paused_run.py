@@ -7,7 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+import pytest
+
+from tests.job.conftest import TEXTS, run, runs
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 ROOT = Path(__file__).parents[2]
 DRIVER = """

@@ -6,7 +6,9 @@ import pytest
 
 from pipeline.errors import EnvironmentFailed
 from pipeline.stores.local_folder import LocalFolder
-from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+from tests.job.conftest import TEXTS, run, runs
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 def told(job) -> dict[str, str]:

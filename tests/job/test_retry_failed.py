@@ -9,7 +9,9 @@ import pytest
 from pipeline.data.output.parts import UNIT_KEY, PartStore
 from pipeline.errors import EnvironmentFailed, OutputError, TooManyRowErrors
 from pipeline.stores import failpoints
-from tests.job.test_run import TEXTS, run, runs, success, without_ray  # noqa: F401 - a fixture is used by its name
+from tests.job.conftest import TEXTS, run, runs, success
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 RED = {7: "text ☠ 7", 31: "text ☠ 31"}  # rows that end the engine's process while it is not cured
 

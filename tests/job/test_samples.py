@@ -11,8 +11,8 @@ import pytest
 from pipeline.config import job_from_flags
 from pipeline.demo import demo_model
 from pipeline.errors import InputError
+from pipeline.formatting import Remaining
 from pipeline.job.samples import read_samples
-from pipeline.machine.progress_lines import Remaining
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.fake_engine import FakeTokenizer
 
@@ -107,4 +107,6 @@ def test_the_line_of_progress_counts_what_was_done_now():
     remaining(25)
     now[0] = 100.0
     remaining(30)
+    now[0] = 200.0
+    remaining(40)
     assert said == ["layers: 24 of 40, 60% (about 40 s left)", "layers: 30 of 40, 75% (about 2 min left)"]

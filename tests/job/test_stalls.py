@@ -9,8 +9,10 @@ import pytest
 
 import pipeline
 from pipeline.errors import EnvironmentFailed
+from tests.job.conftest import TEXTS, run, runs
 from tests.job.local_flow import LocalFlow
-from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 class NoActors(LocalFlow):
@@ -80,7 +82,7 @@ def test_fault_50_clocks_that_jump_change_nothing(job, monkeypatch):
             looks += 1
             return datetime(2026, 3, 1, tzinfo=UTC) - timedelta(days=looks)
 
-    monkeypatch.setattr("pipeline.job.telemetry.record.datetime", Jumping)
+    monkeypatch.setattr("pipeline.job.telemetry.run_log.datetime", Jumping)
     job.rows(TEXTS)
     run(job)
     job.parts()[0].unlink()
@@ -96,7 +98,7 @@ def test_fault_50_no_file_asks_for_wall_time_but_those_that_show_it():
     """`started_at` of a run is for people; the date that chat templates print is pinned once. All else is monotonic."""
     asks = re.compile(r"time\.time\(|datetime\.now\(|\.st_mtime\b|time\.localtime\(|date\.today\(")
     package = Path(pipeline.__file__).parent
-    # kernels/cpu/threads.py compares the ages of two files, as numba does, to say whether it is going to compile
+    # kernels/cpu/compile/threads.py compares the ages of two files, as numba does, to say whether it will compile
     found = {str(f.relative_to(package)) for f in package.rglob("*.py") if asks.search(f.read_text())}
     found = {name for name in found if not name.startswith("bench/")}  # they measure, and decide nothing
-    assert found <= {"job/telemetry/record.py", "machine/host.py", "kernels/cpu/threads.py"}
+    assert found <= {"job/telemetry/run_log.py", "machine/host.py", "kernels/cpu/compile/threads.py"}

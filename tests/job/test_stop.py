@@ -12,7 +12,9 @@ import pytest
 from pipeline.errors import Interrupted
 from pipeline.job import run as run_module
 from pipeline.job.stop import Stopped, StopSignals
-from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+from tests.job.conftest import TEXTS, run, runs
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -57,15 +59,6 @@ def test_a_signal_while_verifying_or_publishing_ends_the_run_at_once(job, monkey
     monkeypatch.setattr(run_module, what, original)
     run(job)
     job.check(TEXTS)
-
-
-def test_a_hangup_drains_as_any_other_signal(job):
-    job.fake(step_s=0.1, max_num_seqs=3).rows(TEXTS[:16])
-    with pytest.raises(Interrupted, match="Stopped by SIGHUP"):
-        run(job, [(lambda status: status.rows_done > 0, signal.SIGHUP)], run={"drain_s": 0.0, "unit_rows": 16})
-    assert list((job.output / "_pipeline" / "partial").iterdir()), "finished rows of open units are kept"
-    run(job, run={"unit_rows": 16})
-    job.check(TEXTS[:16])
 
 
 def test_a_hangup_that_was_ignored_stays_ignored():

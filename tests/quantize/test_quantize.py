@@ -20,11 +20,9 @@ from pipeline.model.load import WeightReader
 from pipeline.quantize import awq
 from pipeline.quantize.calibration import FUSED, Calibration
 from pipeline.quantize.checkpoint_writer import CheckpointWriter
-from tests.model_folders import FAMILIES, Family, load_reference, make_family, write_checkpoint
+from tests.model_folders import FAMILIES, Family, load_reference, make_family, small_config, write_checkpoint
 
-CONFIG = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-          "initializer_range": 0.08, "eos_token_id": 257, "bos_token_id": None, "pad_token_id": None}  # fmt: skip
+CONFIG = small_config(64, 96, 3, 4, 2, initializer_range=0.08)
 SMALL_FOR_AWQ = {"num_hidden_layers": 1, "num_key_value_heads": 4, "intermediate_size": 128}
 TIED_WITH_BIAS = next(family for family in FAMILIES if family.name == "llama-linear-bias-tied")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.cost import RunReport, Tokens, allocate, build_report
-from pipeline.report.figures import bar, money, seconds
+from pipeline.report.figures import aligned, bar, money, seconds
 from pipeline.report.render import markdown, text
 from pipeline.report.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
 from pipeline.report.run_record import PHASES, ActorRecord, Computed, RunRecord, SkippedInput, no_phases
@@ -112,12 +112,7 @@ def test_nothing_to_divide_by_is_not_a_price_of_zero():
 
 def test_rows_errors_and_lost_work():
     built = report(run(outcome="killed", decode=5), delivering(run(decode=5)))
-    assert (built.rows.input, built.rows.written, built.rows.completed, built.rows.errors) == (
-        200,
-        180,
-        178,
-        2,
-    )
+    assert (built.rows.input, built.rows.written, built.rows.completed, built.rows.errors) == (200, 180, 178, 2)
     assert built.rows.errors_by_code == {"prompt_too_long": 2}
     assert built.outcome == "finished"
     assert built.work.wasted_generated_tokens == 100_000
@@ -188,6 +183,12 @@ def test_a_long_message_is_wrapped_and_not_cut():
     shown = text(report(replace(run(), row_stats=stats)))
     assert message in " ".join(shown.split())
     assert all(len(line) <= 100 for line in shown.splitlines())
+
+
+def test_columns_are_as_wide_as_they_must_be():
+    rows = [["device", "memory", ""], ["L4", "24", "x"]]
+    assert aligned(rows) == ["device  memory", "L4          24  x"]
+    assert aligned(rows, 2) == ["device  memory", "L4      24      x"]
 
 
 def test_number_formats():

@@ -266,6 +266,14 @@ def test_fault_21_a_read_that_is_always_short_fails():
         remote.cat_file("a", 0, 6)
 
 
+def test_a_file_that_became_shorter_is_not_read_as_if_it_ended(store, remote):
+    fs, path = remote
+    with fs.open(f"{path}/a") as handle:
+        store.bucket.put(f"{Path(path).name}/a", b"short")
+        with pytest.raises(ShortRead, match="is shorter than it was"):
+            handle.read(1000)
+
+
 def test_parquet_is_read_through_faults(store, remote):
     fs, path = remote
     table = pa.table({"text": [str(i) * 50 for i in range(5000)], "n": range(5000)})

@@ -1,6 +1,5 @@
 """The output in an object store: parts by one conditional PUT, whatever becomes of its answer."""
 
-import errno
 import re
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeline.stores.object_folder import ObjectFolder
 from pipeline.stores.retries import RetryPolicy
 from tests.data.output.finished_units import FP, name, result
 from tests.faults.store import KEY, SECRET, FaultyStore
+from tests.threads import at_once
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,11 @@ def faulty():
 def store(faulty, tmp_path):
     yield opened(faulty, tmp_path.name)
     faulty.proxy.calm()
+
+
+@pytest.fixture
+def local(tmp_path) -> PartStore:
+    return PartStore(str(tmp_path / "out"))
 
 
 @pytest.fixture
@@ -102,7 +107,7 @@ def test_a_footer_costs_one_request(store, monkeypatch):
 # --- what local folders do too
 
 
-@pytest.mark.parametrize("kind", ["store", "memory"])
+@pytest.mark.parametrize("kind", ["local", "store", "memory"])
 def test_parts_and_small_files(request, kind):
     store = request.getfixturevalue(kind)
     assert store.list(FP).num_units == 0
@@ -110,7 +115,7 @@ def test_parts_and_small_files(request, kind):
     assert store.totals() == PartTotals()
     store.probe()
     store.probe()
-    assert store.names("_pipeline/tmp") == ()
+    assert store.names("_pipeline/tmp") == store.names("_pipeline/partial") == ()
     assert not store.has(name())
     assert store.write(name(), result(50, errors=2), {"pipeline.model": "demo"})
     assert not store.write(name(), result(50, seed=2))
@@ -123,18 +128,17 @@ def test_parts_and_small_files(request, kind):
     assert store.list(FP).num_units == 2
     assert store.totals() == PartTotals(100, 2, {"null_prompt": 2}, 980, 392, 294)
     assert store.read("_pipeline/job.json") is None
-    assert store.create("_pipeline/job.json", b"1")
-    assert not store.create("_pipeline/job.json", b"2")
+    assert [store.create("_pipeline/job.json", data) for data in (b"1", b"2")] == [True, False]
     assert store.read("_pipeline/job.json") == b"1"
-    store.replace("_pipeline/runs/a.json", b"1")
-    store.replace("_pipeline/runs/a.json", b"22")
-    assert store.read("_pipeline/runs/a.json") == b"22"
+    for data in (b"1", b"22"):
+        store.replace("_pipeline/runs/a.json", data)
+        assert store.read("_pipeline/runs/a.json") == data
     assert store.names("_pipeline/runs") == ("a.json",)
     assert "_pipeline" in store.names("")
-    store.remove("_pipeline/runs/a.json")
-    store.remove("_pipeline/runs/a.json")
-    assert store.names("_pipeline/runs") == ()
-    store.success(b"{}")
+    for _ in range(2):
+        store.remove("_pipeline/runs/a.json")
+        store.success(b"{}")
+    assert store.names("_pipeline/runs") == store.names("_pipeline/tmp") == ()
     assert store.read("_SUCCESS") == b"{}"
     assert store.clean_tmp() == 0
     with pytest.raises(PipelineError, match="not a file's name"):
@@ -165,31 +169,22 @@ def test_an_object_like_a_folder_or_in_its_place(faulty, tmp_path):
         opened(faulty, f"{tmp_path.name}-file").list()
 
 
-def test_threads_write_the_same_part(store):
-    """All writers are before the PUT when the first one sends it."""
-    barrier = threading.Barrier(4)
-    failpoints.install({"part.serialized": barrier.wait})
-    made: list[tuple[bool, int]] = []
-    threads = [
-        threading.Thread(target=lambda i=i: made.append((store.write(name(), result(50, seed=i)), i))) for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    winners = [i for won, i in made if won]
-    assert (len(made), len(winners)) == (4, 1)
-    assert read(store).equals(result(50, seed=winners[0]))
+@pytest.mark.parametrize(("kind", "ready"), [("local", "part.synced"), ("store", "part.serialized")])
+def test_threads_write_the_same_part(request, kind, ready):
+    """All writers stand ready when the first one gives the part its name."""
+    store, barrier = request.getfixturevalue(kind), threading.Barrier(5)
+    failpoints.install({ready: barrier.wait})
+    made = at_once(5, lambda i: (store.write(name(), result(50, seed=i)), i))
+    (winner,) = [i for won, i in made if won]
+    assert read(store).equals(result(50, seed=winner))
+    assert store.names("_pipeline/tmp") == ()
 
 
 # --- faults
 
 
 def test_fault_13_a_full_disk_stops_the_job_resumably(store):
-    def full():
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    failpoints.install({"part.serialized": failpoints.on_hit(1, full)})
+    failpoints.install({"part.serialized": failpoints.on_hit(1, failpoints.ACTIONS["enospc"])})
     with pytest.raises(EnvironmentFailed, match=r"part-.*No space left.*run again"):
         store.write(name(), result(50))
     assert store.list().num_units == 0
@@ -357,13 +352,9 @@ def test_fault_46_secrets_appear_in_no_message_and_no_file(faulty, store):
 # --- rewriting parts
 
 
-def local(request) -> PartStore:
-    return PartStore(str(request.getfixturevalue("tmp_path") / "out"))
-
-
-@pytest.mark.parametrize("kind", ["local", "s3"])
+@pytest.mark.parametrize("kind", ["local", "store"])
 def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kind):
-    store = request.getfixturevalue("store") if kind == "s3" else local(request)
+    store = request.getfixturevalue(kind)
     store.probe()
     store.probe_rewrite()
     assert store.names("_pipeline/tmp") == ()
@@ -382,32 +373,27 @@ def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kin
     assert store.names("_pipeline/tmp") == ()
 
 
-@pytest.mark.parametrize("kind", ["local", "s3"])
+@pytest.mark.parametrize("kind", ["local", "store"])
 def test_of_two_rewrites_at_once_one_wins(request, kind):
-    store = request.getfixturevalue("store") if kind == "s3" else local(request)
+    store = request.getfixturevalue(kind)
     store.write(name(), result(50))
     tag = store.read_part(name()).tag
-    barrier, won = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
 
-    def rewrite(seed: int) -> None:
+    def rewrite(i: int) -> int | None:
         barrier.wait()
         try:
-            store.rewrite(name(), result(50, seed=seed), {}, tag)
+            store.rewrite(name(), result(50, seed=i + 1), {}, tag)
         except OutputError:
-            return
-        won.append(seed)
+            return None
+        return i + 1
 
-    threads = [threading.Thread(target=rewrite, args=(i,)) for i in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(won) == 1
-    assert read(store).equals(result(50, seed=won[0]))
+    (won,) = [seed for seed in at_once(4, rewrite) if seed is not None]
+    assert read(store).equals(result(50, seed=won))
 
 
-def test_a_rewrite_that_waited_for_another_one_changes_nothing(request):
-    store = local(request)
+def test_a_rewrite_that_waited_for_another_one_changes_nothing(local):
+    store = local
     store.write(name(), result(50))
     tag = store.read_part(name()).tag
     ends: list[str] = []
@@ -447,14 +433,11 @@ def test_rewriting_is_refused_where_it_would_not_be_safe(faulty, store, memory):
 
 
 @pytest.mark.parametrize("step", ["swap.serialized", "swap.synced", "swap.replaced"])
-def test_fault_13_a_disk_that_fails_while_a_part_is_rewritten(request, step):
-    store = local(request)
+def test_fault_13_a_disk_that_fails_while_a_part_is_rewritten(local, step):
+    store = local
     store.write(name(), result(50))
 
-    def full():
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    failpoints.install({step: full})
+    failpoints.install({step: failpoints.ACTIONS["enospc"]})
     part = store.read_part(name())
     with pytest.raises(EnvironmentFailed, match="No space left"):
         store.rewrite(name(), result(50, seed=2), {}, part.tag)

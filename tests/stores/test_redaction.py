@@ -11,6 +11,7 @@ from pipeline.config import JobConfig
 from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.errors import InputError, PipelineError
 from pipeline.stores.redaction import said, secrets_of, shown_url
+from tests.data.conftest import StoreSaidNo, in_memory
 
 SECRET = "hunter2-hunter2"
 OPTIONS = {"client_kwargs": {"headers": {"Authorization": f"Bearer {SECRET}"}}, "password": SECRET, "region": "eu-1"}
@@ -58,10 +59,6 @@ def test_what_is_kept_of_a_job_shows_no_password():
     assert config.free()["output"]["path"] == "abfs://container@account/out"
 
 
-class StoreSaidNo(Exception):
-    """As the libraries behind fsspec have them: no OSError."""
-
-
 @pytest.mark.parametrize("error", [PermissionError, OSError, StoreSaidNo, ValueError])
 def test_an_input_that_cannot_be_opened_shows_no_secret(monkeypatch, error):
     def refuse(*args, **options):
@@ -76,16 +73,13 @@ def test_an_input_that_cannot_be_opened_shows_no_secret(monkeypatch, error):
 @pytest.mark.parametrize("failing", ["cat_file", "info"])
 def test_an_input_that_cannot_be_read_shows_no_secret(write, monkeypatch, failing):
     folder = write("a.parquet", pa.table({"text": ["x"] * 10}))
-    memory = fsspec.filesystem("memory")
-    with open(f"{folder}/a.parquet", "rb") as file:
-        memory.pipe_file("/redacted/a.parquet", file.read())
-    source = open_source("memory://redacted", {"secret": SECRET})
+    source = open_source(in_memory(f"{folder}/a.parquet", "redacted"), {"secret": SECRET})
     (window,) = cut_windows(source, 100, 1 << 30)
 
     def refuse(*args, **options):
         raise StoreSaidNo(f"token {SECRET} expired")
 
-    monkeypatch.setattr(type(memory), failing, refuse)
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), failing, refuse)
     with pytest.raises(PipelineError, match=r"token \*\*\* expired") as refused:
         read_window(source, window, ["text"])
     assert SECRET not in "".join(traceback.format_exception(refused.value))

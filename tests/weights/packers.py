@@ -10,25 +10,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.model_folders import VOCAB, Family, Named, write_checkpoint, write_tokenizer
+from tests.model_folders import Family, Named, small_config, write_checkpoint, write_tokenizer
 
 Packed = tuple[dict[str, torch.Tensor], np.ndarray]
 Pack = Callable[[np.random.Generator, tuple[int, int]], Packed]
 """Of a shape (N, K): tensors by the last part of their name, and the weight (N, K) in float32."""
 
-CONFIG = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": 257,
-    "rms_norm_eps": 1e-5,
-}
+CONFIG = small_config(128, 192, 2, 4, 2, initializer_range=0.2, rms_norm_eps=1e-5)
 
 
 def words(values: np.ndarray, bits: int) -> torch.Tensor:
@@ -82,6 +70,25 @@ def gptq(bits: int, group_size: int, symmetric: bool, desc_act: bool, version: i
     return pack
 
 
+def awq_gemm(group_size: int, zero_point: bool) -> Pack:
+    """AutoAWQ's own layout: nibble i of a word is column ORDER[i] of its eight outputs."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def interleaved(values_RN: np.ndarray) -> torch.Tensor:
+        rows, columns = values_RN.shape
+        return words(values_RN.reshape(rows, columns // 8, 8)[:, :, order].reshape(rows, columns), 4)
+
+    def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        k = shape[1]
+        q, zeros, scales = drawn(rng, shape, k // group_size, 4, symmetric=not zero_point)
+        tensors = {"qweight": interleaved(q.T), "scales": torch.from_numpy(scales.T.copy())}
+        if zero_point:
+            tensors["qzeros"] = interleaved(zeros.T)
+        return tensors, value(q, zeros, scales, np.arange(k) // group_size)
+
+    return pack
+
+
 def awq_gemv(group_size: int) -> Pack:
     """Filled up to as many words of groups as AutoAWQ's CUDA kernel reads at a time."""
 
@@ -126,10 +133,7 @@ def pack_quantized(bits: int, group_size: int | None, symmetric: bool, ordered: 
 def int_quantized(symmetric: bool) -> Pack:
     def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
         q, zeros, scales = drawn(rng, shape, 1, 8, symmetric)
-        tensors = {
-            "weight": torch.from_numpy((q - 128).astype(np.int8)),
-            "weight_scale": torch.from_numpy(scales),
-        }
+        tensors = {"weight": torch.from_numpy((q - 128).astype(np.int8)), "weight_scale": torch.from_numpy(scales)}
         if not symmetric:
             tensors["weight_zero_point"] = torch.from_numpy((zeros - 128).astype(np.int8))
         return tensors, value(q, zeros, scales, np.zeros(shape[1], dtype=int))
@@ -170,14 +174,18 @@ def named(prefix: str, packed: dict[str, torch.Tensor]) -> Named:
 
 
 def write_pair(
-    root: Path,
-    quantization: dict[str, Any],
-    pack: Callable[[str], Pack | None],
-    options: dict[str, Any] | None = None,
+    root: Path, quantization: dict[str, Any], pack: Callable[[str], Pack | None], options: dict[str, Any] | None = None
 ) -> tuple[Path, Path]:
     """A quantized checkpoint and its dense float32 twin. `pack`: how a linear of that name is packed; None: not."""
     plain = write_checkpoint(root / "plain", Family("llama", "llama"), CONFIG | (options or {}), seed=4)
-    rng = np.random.default_rng(len(json.dumps(quantization)))
+    return pack_pair(plain, root / "quantized", quantization, pack, seed=len(json.dumps(quantization)))
+
+
+def pack_pair(
+    plain: Path, folder: Path, quantization: dict[str, Any], pack: Callable[[str], Pack | None], seed: int
+) -> tuple[Path, Path]:
+    """`folder` and `folder`-dense: what `pack` makes of the linears of `plain`, with random values."""
+    rng = np.random.default_rng(seed)
     tensors: dict[str, torch.Tensor] = {}
     for shard in sorted(plain.glob("*.safetensors")):
         tensors |= load_file(shard)
@@ -192,10 +200,19 @@ def write_pair(
         packed |= named(stem, found)
         dense[name] = torch.from_numpy(weight)
     config = json.loads((plain / "config.json").read_text())
-    places = root / "quantized", root / "dense"
+    places = folder, folder.with_name(f"{folder.name}-dense")
     for place, content, extra in zip(places, (packed, dense), ({"quantization_config": quantization}, {})):
         place.mkdir()
         save_file({key: tensor.contiguous() for key, tensor in content.items()}, place / "model.safetensors")
         (place / "config.json").write_text(json.dumps(config | extra))
         write_tokenizer(place)
     return places
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "modules_to_not_convert": None}
+
+
+def quantize_randomly(plain: Path, folder: Path, group_size: int, zero_point: bool, seed: int) -> Path:
+    """`folder`, of AWQ int4 linears with random values, beside its twin `folder`-dense."""
+    quantization = AWQ | {"group_size": group_size, "zero_point": zero_point}
+    return pack_pair(plain, folder, quantization, lambda stem: awq_gemm(group_size, zero_point), seed)[0]

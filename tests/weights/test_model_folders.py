@@ -21,7 +21,7 @@ from tests.parity.harness import (
     our_logits,
     reference_logits,
 )
-from tests.weights.packers import Pack, awq_gemv, fp8, gptq, int_quantized, pack_quantized, write_pair
+from tests.weights.packers import AWQ, Pack, awq_gemm, awq_gemv, fp8, gptq, int_quantized, pack_quantized, write_pair
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
@@ -39,6 +39,12 @@ def compressed(*groups: dict[str, Any]) -> dict[str, Any]:
 
 LINEAR = ["Linear"]
 WHOLE: dict[str, tuple[dict[str, Any], Pack, str]] = {
+    "awq gemm": (AWQ | {"group_size": 64, "zero_point": True}, awq_gemm(64, True), "AWQ int4, groups of 64"),
+    "awq gemm, symmetric": (
+        AWQ | {"group_size": 32, "zero_point": False},
+        awq_gemm(32, False),
+        "AWQ int4, groups of 32",
+    ),
     "awq gemv": (
         {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMV", "zero_point": True},
         awq_gemv(64),
@@ -159,7 +165,7 @@ def test_overrides_of_gptqmodel(tmp_path: Path) -> None:
 def test_a_checkpoint_quantized_on_load_computes_what_its_weights_say(tmp_path: Path) -> None:
     """Against a dense checkpoint of what each method makes of the weights, computed here in another way."""
     from pipeline import Engine, EngineConfig
-    from tests.weights.test_nearest import rounded
+    from tests.weights.test_round_to_nearest import rounded
 
     _, plain = write_pair(tmp_path, {"quant_method": "none"}, lambda stem: None)
     for method in ("int8", "int4-rtn", "nf4"):
@@ -177,7 +183,7 @@ def test_in_bfloat16_the_same_checkpoints_are_served(tmp_path: Path) -> None:
     from pipeline import Engine, EngineConfig
 
     prompt = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
-    for name in ("gptq in order of activation", "gptq int8 in order of activation", "fp8, blocks"):
+    for name in ("awq gemm", "gptq in order of activation", "gptq int8 in order of activation", "fp8, blocks"):
         quantization, pack, _ = WHOLE[name]
         place = tmp_path / name.replace(" ", "-")
         place.mkdir()

@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from pipeline.kernels.cpu.linear.selection import serves_int4
-from pipeline.weights.packed import (
-    CodebookWeight,
-    DenseWeight,
-    Fp8Weight,
-    GroupIntWeight,
-    LinearWeight,
-    concatenate,
-)
+from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight, concatenate
 from pipeline.weights.round_to_nearest import NF4
 
 K = 64

@@ -11,9 +11,9 @@ import torch
 from pipeline.errors import ModelError
 from pipeline.weights.formats import READERS, read_format
 from pipeline.weights.packed import DenseWeight
-from pipeline.weights.tensor_reader import input_order
+from pipeline.weights.tensor_reader import StoredLinear, input_order
 from tests.model_folders import Named
-from tests.weights.packers import Pack, awq_gemv, fp8, gptq, int_quantized, named, pack_quantized
+from tests.weights.packers import Pack, awq_gemm, awq_gemv, fp8, gptq, int_quantized, named, pack_quantized
 from tests.weights.test_model_folders import GPTQ, LINEAR, TOKEN, compressed, group
 
 PATH = Path("config.json")
@@ -35,6 +35,11 @@ def weights(**change: Any) -> dict[str, Any]:
         ({"quant_method": "hqq"}, "quant_method = 'hqq' is not served"),
         (AWQ | {"bits": True}, "bits = True"),
         (AWQ | {"zero_point": 1}, "zero_point = 1"),
+        (AWQ | {"bits": 8}, "bits = 8"),
+        (AWQ | {"version": "gemv_fast"}, "version = 'gemv_fast'"),
+        (AWQ | {"group_size": 16}, "group_size = 16"),
+        (AWQ | {"group_size": [128]}, "group_size = .128."),
+        (AWQ | {"modules_to_not_convert": 5}, "modules_to_not_convert"),
         (GPTQ | {"bits": 3}, "bits = 3: expected one of 4, 8"),
         (GPTQ | {"bits": 4.0}, "bits = 4.0"),
         (GPTQ | {"group_size": 0}, "group_size = 0"),
@@ -84,6 +89,7 @@ def test_what_is_not_served_is_refused_by_its_name(config: dict[str, Any], said:
 
 FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
     "awq": (AWQ, awq_gemv(32)),
+    "awq gemm": (AWQ | {"version": "gemm"}, awq_gemm(32, True)),
     "gptq": (GPTQ | {"desc_act": True}, gptq(4, 32, False, True, 1)),
     "gptq 8": (GPTQ | {"bits": 8, "desc_act": True}, gptq(8, 32, False, True, 1)),
     "int4": (INT4, pack_quantized(4, 32, False)),
@@ -101,11 +107,11 @@ def packed(name: str) -> tuple[Any, Named, torch.Tensor]:
 @pytest.mark.parametrize("name", FORMS)
 def test_sound_tensors_are_read_and_each_missing_one_is_named(name: str) -> None:
     form, tensors, dense = packed(name)
-    assert torch.equal(form.read_linear("a.q_proj", SHAPE, tensors, None).dequantize(torch.float32), dense)
+    assert torch.equal(form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors)).dequantize(torch.float32), dense)
     for missing in tensors:
         rest = Named({key: tensor for key, tensor in tensors.items() if key != missing})
         with pytest.raises(ModelError, match=r"a\.q_proj\.\w+"):
-            form.read_linear("a.q_proj", SHAPE, rest, None)
+            form.read_linear(StoredLinear("a.q_proj", SHAPE, rest))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -117,10 +123,13 @@ def test_a_tensor_of_another_shape_or_type_is_refused(name: str) -> None:
             lies += [tensor.t(), tensor[:-1], tensor[:, :-1]]
         for lie in lies:
             with pytest.raises(ModelError, match=r"a\.q_proj\."):
-                form.read_linear("a.q_proj", SHAPE, Named(tensors | {key: lie}), None)
+                form.read_linear(StoredLinear("a.q_proj", SHAPE, Named(tensors | {key: lie})))
+    if name in ("awq", "awq gemm", "gptq", "gptq 8", "int4"):
+        with pytest.raises(ModelError, match=r"a\.q_proj: 72 inputs do not divide into groups of 32"):
+            form.read_linear(StoredLinear("a.q_proj", (48, 72), tensors))
     for shape in ((48, 72), (47, 64), (48, 96), (1 << 40, 64), (48, 1 << 40)):
         with pytest.raises(ModelError, match=r"a\.q_proj"):
-            form.read_linear("a.q_proj", shape, tensors, None)
+            form.read_linear(StoredLinear("a.q_proj", shape, tensors))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -131,14 +140,14 @@ def test_scales_that_are_no_numbers_are_refused(name: str, broken: float) -> Non
     tensors[key] = tensors[key].clone()
     tensors[key].view(-1)[0] = broken
     with pytest.raises(ModelError, match=rf"{key}: holds infinities"):
-        form.read_linear("a.q_proj", SHAPE, tensors, None)
+        form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors))
 
 
 def test_a_plain_linear_beside_quantized_ones_is_read_as_it_is() -> None:
     weight = torch.randn(SHAPE).to(torch.bfloat16)
     for name in FORMS:
         form = read_format(FORMS[name][0], PATH)
-        plain = form.read_linear("lm_head", SHAPE, Named({"lm_head.weight": weight}), None)
+        plain = form.read_linear(StoredLinear("lm_head", SHAPE, Named({"lm_head.weight": weight})))
         assert isinstance(plain, DenseWeight)
         assert plain.weight_NK is weight
 
@@ -157,7 +166,7 @@ def test_float8_values_that_are_no_numbers_are_refused() -> None:
     form, tensors, _ = packed("fp8")
     tensors["a.q_proj.weight"].view(torch.uint8)[3, 4] = 0xFF
     with pytest.raises(ModelError, match=r"a\.q_proj\.weight: holds values that are no numbers"):
-        form.read_linear("a.q_proj", SHAPE, tensors, None)
+        form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors))
 
 
 def test_a_linear_that_the_config_leaves_out_is_not_stored_quantized() -> None:
@@ -166,7 +175,7 @@ def test_a_linear_that_the_config_leaves_out_is_not_stored_quantized() -> None:
     untargeted = read_format(compressed(INT4["config_groups"]["group_0"] | {"targets": ["re:.*k_proj"]}), PATH)
     for form in (ignored, untargeted):
         with pytest.raises(ModelError, match=r"a\.q_proj: stored quantized, but its quantization_config has no scheme"):
-            form.read_linear("a.q_proj", SHAPE, tensors, None)
+            form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors))
 
 
 def test_the_shape_that_a_packed_weight_says_is_the_models() -> None:
@@ -174,7 +183,7 @@ def test_the_shape_that_a_packed_weight_says_is_the_models() -> None:
     for lie in ([64, 48], [48, 65], [-48, 64]):
         tensors["a.q_proj.weight_shape"] = torch.tensor(lie)
         with pytest.raises(ModelError, match=r"a\.q_proj\.weight_shape: says .*, expected \(48, 64\)"):
-            form.read_linear("a.q_proj", SHAPE, tensors, None)
+            form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors))
 
 
 def test_a_symmetric_checkpoint_has_no_zero_points_but_zeros() -> None:
@@ -182,47 +191,28 @@ def test_a_symmetric_checkpoint_has_no_zero_points_but_zeros() -> None:
     tensors, dense = int_quantized(True)(np.random.default_rng(0), SHAPE)
     zeros = torch.zeros(SHAPE[0], 1, dtype=torch.int8)
     kept = named("a", tensors | {"weight_zero_point": zeros})
-    weight = form.read_linear("a", SHAPE, kept, None)
+    weight = form.read_linear(StoredLinear("a", SHAPE, kept))
     assert torch.equal(weight.dequantize(torch.float32), torch.from_numpy(dense))
     zeros[5] = 1
     with pytest.raises(ModelError, match=r"a\.weight_zero_point: not zero"):
-        form.read_linear("a", SHAPE, kept, None)
+        form.read_linear(StoredLinear("a", SHAPE, kept))
 
 
 def test_a_bias_of_zeros_that_autogptq_adds_is_dropped() -> None:
     form, tensors, dense = packed("gptq")
     tensors["a.q_proj.bias"] = torch.zeros(SHAPE[0], dtype=torch.float16)
-    weight = form.read_linear("a.q_proj", SHAPE, tensors, None)
+    weight = form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors))
     assert weight.bias_N is None
     assert torch.equal(weight.dequantize(torch.float32), dense)
     tensors["a.q_proj.bias"][3] = 0.5
     with pytest.raises(ModelError, match=r"a\.q_proj\.bias: not zero"):
-        form.read_linear("a.q_proj", SHAPE, tensors, None)
+        form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors))
     own_N = torch.ones(SHAPE[0])
-    assert form.read_linear("a.q_proj", SHAPE, tensors, own_N).bias_N is own_N
+    assert form.read_linear(StoredLinear("a.q_proj", SHAPE, tensors, own_N)).bias_N is own_N
 
 
-ODD = [
-    None,
-    True,
-    -1,
-    0,
-    3,
-    4,
-    8,
-    2**63,
-    10**400,
-    1e308,
-    float("nan"),
-    "",
-    "x",
-    "re:(",
-    [],
-    [1],
-    ["re:["],
-    {},
-    {"a": 1},
-]
+ODD = [None, True, -1, 0, 3, 4, 8, 2**63, 10**400, 1e308, float("nan"), "", "x", "re:(", [], [1], ["re:["], {},
+       {"a": 1}]  # fmt: skip
 
 
 def test_mutated_configs_are_read_or_refused() -> None:
@@ -252,7 +242,7 @@ def test_mutated_configs_are_read_or_refused() -> None:
             _, pack = FORMS["int4"]
             tensors = named("a", pack(rng, (8, 32))[0])
             try:
-                form.read_linear("a", (8, 32), tensors, None)
+                form.read_linear(StoredLinear("a", (8, 32), tensors))
             except ModelError:
                 refused += 1
     assert refused > 200

@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import read_config
 from pipeline.weights.packed import CodebookWeight, DenseWeight, GroupIntWeight
 from pipeline.weights.round_to_nearest import METHODS, NF4, RoundToNearest
+from pipeline.weights.tensor_reader import StoredLinear
 from tests.model_folders import Named, write_tokenizer
 from tests.weights.packers import write_pair
 
@@ -67,7 +68,9 @@ def test_each_weight_goes_to_the_nearest_value(method: str, inputs: int) -> None
     weight_NK[3] = 0
     weight_NK[4] = weight_NK[4].abs()
     weight_NK[5, : inputs // 2] = 0
-    made = RoundToNearest(method).read_linear("a.q_proj", (12, inputs), Named({"a.q_proj.weight": weight_NK}), None)
+    made = RoundToNearest(method).read_linear(
+        StoredLinear("a.q_proj", (12, inputs), Named({"a.q_proj.weight": weight_NK}))
+    )
     assert isinstance(made, CodebookWeight if method == "nf4" else GroupIntWeight)
     assert torch.equal(made.dequantize(torch.float32), torch.from_numpy(rounded_rows(weight_NK.numpy(), method)))
     assert torch.equal(made.dequantize(torch.float32)[3], torch.zeros(inputs))
@@ -77,12 +80,12 @@ def test_each_weight_goes_to_the_nearest_value(method: str, inputs: int) -> None
 
 def test_the_output_embedding_stays_and_what_is_no_number_is_refused() -> None:
     weight_NK = torch.randn(8, 64)
-    plain = RoundToNearest("int8").read_linear("lm_head", (8, 64), Named({"lm_head.weight": weight_NK}), None)
+    plain = RoundToNearest("int8").read_linear(StoredLinear("lm_head", (8, 64), Named({"lm_head.weight": weight_NK})))
     assert isinstance(plain, DenseWeight)
     assert plain.weight_NK is weight_NK
     weight_NK[1, 1] = float("inf")
     with pytest.raises(ModelError, match=r"a\.weight: holds infinities"):
-        RoundToNearest("nf4").read_linear("a", (8, 64), Named({"a.weight": weight_NK}), None)
+        RoundToNearest("nf4").read_linear(StoredLinear("a", (8, 64), Named({"a.weight": weight_NK})))
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:

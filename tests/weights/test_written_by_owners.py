@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from pipeline.model.config import read_config
 from pipeline.weights.formats import read_format
-from tests.model_folders import Named, write_tokenizer
+from pipeline.weights.tensor_reader import StoredLinear
+from tests.model_folders import Named, small_config, write_tokenizer
 from tests.weights.test_model_folders import check
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*.safetensors"))
@@ -26,21 +27,7 @@ SHAPES = {
     "mlp.up_proj": (96, 64),
     "mlp.down_proj": (64, 96),
 }
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 257,
-    "dtype": "float32",
-}
+CONFIG = small_config(64, 96, 1, 4, 2, model_type="llama", tie_word_embeddings=False, dtype="float32")
 
 
 def read(file: Path) -> tuple[Named, dict[str, torch.Tensor], dict[str, Any]]:
@@ -59,7 +46,7 @@ def test_weights_are_those_that_the_library_dequantizes(file: Path) -> None:
     assert len(shown) == 2
     for name, expected in shown.items():
         shape = SHAPES[name.removeprefix("model.layers.0.")]
-        weight = form.read_linear(name, shape, tensors, None)
+        weight = form.read_linear(StoredLinear(name, shape, tensors))
         ours = weight.dequantize(torch.float32)
         assert ours.shape == expected.shape
         if expected.dtype == torch.float16:  # that of the scales: both round the same product once
@@ -82,9 +69,9 @@ def test_the_whole_runs_through_the_engine(file: Path, tmp_path: Path) -> None:
         "model.layers.0.post_attention_layernorm.weight": torch.rand(64, generator=random) + 0.5,
     }
     dense = {
-        f"model.layers.0.{name}.weight": form.read_linear(f"model.layers.0.{name}", shape, tensors, None).dequantize(
-            torch.float32
-        )
+        f"model.layers.0.{name}.weight": form.read_linear(
+            StoredLinear(f"model.layers.0.{name}", shape, tensors)
+        ).dequantize(torch.float32)
         for name, shape in SHAPES.items()
     }
     places = tmp_path / "quantized", tmp_path / "dense"

@@ -11,11 +11,13 @@ the steps' time is a sum, so a little disturbance makes the share too low; on a 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from pipeline.bench.engines.contender import StepTime
+from pipeline.bench.measure import fastest
 from pipeline.model.decoder import Decoder
 
 MIN_PASSES, MIN_S = 5, 0.1
@@ -120,12 +122,7 @@ def measure_head(decoder: Decoder, rows: Sequence[int]) -> Curve:
     seconds = []
     for num_rows in rows:
         x_RH = torch.randn(num_rows, decoder.config.hidden_size).to(decoder.dtype)
-        passes: list[float] = []
-        while _wants_more(passes):
-            start = time.perf_counter()
-            decoder.lm_head(x_RH)
-            passes.append(time.perf_counter() - start)
-        seconds.append(min(passes[1:]))
+        seconds.append(fastest(partial(decoder.lm_head, x_RH), MIN_PASSES, MIN_S))
     return Curve(tuple(rows), tuple(seconds))
 
 

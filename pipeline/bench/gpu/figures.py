@@ -42,24 +42,13 @@ class ModelFigures:
     peers: tuple[PeerJobs, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        jobs = None
-        if self.jobs is not None:
-            jobs = {
-                "settings": self.jobs.settings,
-                "jobs": [asdict(job) for job in self.jobs.jobs],
-                "gaps": [asdict(gap) | {"share": gap.share} for gap in self.jobs.gaps],
-            }
-        return {
-            "name": self.name,
-            "model": self.model,
-            "dtype": self.dtype,
+        parts = {"kernels": self.kernels, "linears": self.linears, "tiles": self.tiles, "jobs": self.jobs}
+        told = {field: getattr(self, field) for field in ("name", "model", "dtype")}
+        told |= {name: None if part is None else part.to_json() for name, part in parts.items()}
+        return told | {
             "rates": asdict(self.rates),
-            "kernels": None if self.kernels is None else self.kernels.to_json(),
-            "linears": None if self.linears is None else self.linears.to_json(),
             "borders": [] if self.linears is None else [asdict(border) for border in borders(self.linears)],
-            "tiles": None if self.tiles is None else self.tiles.to_json(),
             "reached": None if self.reached is None else asdict(self.reached),
-            "jobs": jobs,
             "peers": [asdict(peer) for peer in self.peers],
         }
 

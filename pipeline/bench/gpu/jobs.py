@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,6 +70,10 @@ class OurJobs:
     jobs: tuple[OurJob, ...]
     gaps: tuple[Gap, ...]
     token_ids: dict[str, list[list[int]]]
+
+    def to_json(self) -> dict[str, Any]:
+        gaps = [asdict(gap) | {"share": gap.share} for gap in self.gaps]
+        return {"settings": self.settings, "jobs": [asdict(job) for job in self.jobs], "gaps": gaps}
 
 
 @dataclass(frozen=True)

@@ -36,18 +36,11 @@ class GpuBench:
         return [(model, aims_of(model, self.sections, self.failures)) for model in self.models]
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        return vars(self) | {
             "bench": "gpu",
-            "date": self.date,
-            "machine": self.machine,
-            "sections": self.sections,
-            "settings": self.settings,
-            "requests": self.requests,
-            "complete": self.complete,
             "correctness": None if self.correctness is None else self.correctness.to_json(),
             "models": [model.to_json() for model in self.models],
             "failures": [asdict(failure) for failure in self.failures],
-            "on_card": self.on_card,
             "aims": [{"model": model.name} | asdict(aim) for model, aims in self.aims for aim in aims],
         }
 

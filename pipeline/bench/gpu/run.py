@@ -28,15 +28,13 @@ from pipeline.bench.gpu.kernels.linear_times import (
 )
 from pipeline.bench.gpu.kernels.tile_times import TileSizes, TileTimes, tile_measurements
 from pipeline.bench.gpu.peers import MODES, run_peers
-from pipeline.bench.gpu.rates import Rates, measure_rates
+from pipeline.bench.gpu.rates import Rates, Stopwatch, measure_rates
 from pipeline.bench.gpu.report import GpuBench
-from pipeline.bench.gpu.stopwatch import Stopwatch
 from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, OutputError
 from pipeline.kernels.select import default_dtype, select_kernels
 from pipeline.model.config import DTYPES, ModelConfig, read_config
-from pipeline.model.size import decoder_size, weights_of
 from pipeline.roofline.step import DecoderSize, Reached, Weights
 
 SECTIONS = ("correctness", "kernels", "linears", "jobs")
@@ -107,7 +105,7 @@ def bench_gpu(
             rates = measure_rates(stopwatch, wide, scale.copy_bytes, scale.gemm_sizes)
             figures = ModelFigures(name, model.about, str(wide).removeprefix("torch."), rates)
             kept.model(figures)
-            measuring = _Model(kept, figures, decoder_size(config), weights_of(config), wide, scale, stopwatch)
+            measuring = _Model(kept, figures, config.size, config.weights_on_card(), wide, scale, stopwatch)
             measuring.kernels_and_linears(say)
             if TILES in sections:
                 measuring.tiles(say)

@@ -19,13 +19,13 @@ from pipeline.data.source import read_window
 from pipeline.data.units import make_units
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request
-from pipeline.job.actor.stages import Tokenize
-from pipeline.job.actor_specs import chat_of, resolve_device
-from pipeline.job.plan import Plan, make_plan
+from pipeline.job.actor.tokenize import Tokenize, chat_of
+from pipeline.job.actor_specs import resolve_device
+from pipeline.job.plan import JobPlan, make_plan
 from pipeline.machine.host import available_cores, wall_time
 
 
-def _requests(plan: Plan, tokenize: Tokenize) -> Iterator[Request]:
+def _requests(plan: JobPlan, tokenize: Tokenize) -> Iterator[Request]:
     """Every row in the order of the job's units, named by its place in the input."""
     for window in plan.windows:
         for unit in make_units(read_window(plan.source, window, plan.units.columns), plan.units, window.index):

@@ -21,11 +21,11 @@ from pipeline.config import load_job
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, serialize
 from pipeline.data.source import Window, narrowed
-from pipeline.job.actor.stages import UnitSummary
-from pipeline.job.plan import Plan, make_plan, what_is_left
-from pipeline.job.telemetry.record import RunLog
+from pipeline.job.plan import JobPlan, make_plan, what_is_left
+from pipeline.job.success import verify
+from pipeline.job.telemetry.run_log import RunLog
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.job.verify import verify
 from pipeline.report.row_stats import LengthBucket, RowStats, Timing, latency_of
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.retries import RetryCounts
@@ -36,7 +36,7 @@ UNITS_A_STEP = 10  # that Ray's executor hands on between two looks at what it k
 class _Listed(LocalFolder):
     """A folder of the parts of a job. `stopped`: of every tenth window one unit is missing."""
 
-    def __init__(self, plan: Plan, parts_per_window: int, stopped: bool) -> None:
+    def __init__(self, plan: JobPlan, parts_per_window: int, stopped: bool) -> None:
         super().__init__(plan.config.output.path)
         self._plan, self._of, self._stopped = plan, parts_per_window, stopped
         self._part = cache(lambda rows: serialize(_rows(plan.schema, rows), {"pipeline.job": "x" * 2000}))
@@ -61,13 +61,13 @@ def _rows(schema: pa.Schema, rows: int) -> pa.Table:
     return pa.table([pa.nulls(rows, field.type) for field in schema], schema=schema)
 
 
-def _resume(plan: Plan, store: PartStore, parts_per_window: int) -> None:
+def _resume(plan: JobPlan, store: PartStore, parts_per_window: int) -> None:
     store.folder = _Listed(plan, parts_per_window, stopped=True)
     tasks = what_is_left(plan, store.list(plan.fingerprint.short))
     assert len(tasks) == -(-len(plan.windows) // 10), "every tenth window is left"
 
 
-def _execute(plan: Plan, store: PartStore, parts_per_window: int) -> list[bytes]:
+def _execute(plan: JobPlan, store: PartStore, parts_per_window: int) -> list[bytes]:
     """What the driver holds and does while all units are computed: a read task for each window, Ray's statistics of
     each block of its two operators, and the units' summaries."""
     tasks = [pickle.dumps(needed) for needed in narrowed(plan.source, plan.windows)]
@@ -75,13 +75,14 @@ def _execute(plan: Plan, store: PartStore, parts_per_window: int) -> list[bytes]
     log = RunLog(store, {}, None, {}, Telemetry(store), RetryCounts())
     latency = latency_of([Timing(0, 100_000 + 5000 * i, 2_000_000 + 9000 * i, 100) for i in range(512)])
     rows = RowStats(latency, {500: LengthBucket(512, 512 * 500, 0, 512 * 100)})
-    text = UnitSummary(0, 0, PartTotals(512, 1, {}, 512 * 500, 0, 512 * 100), True, rows).to_json()
+    summary = UnitSummary(0, 0, PartTotals(512, 1, {}, 512 * 500, 0, 512 * 100), True, rows)
+    text = json.dumps(summary.to_json())
     for unit in range(len(plan.windows) * parts_per_window):
         for operator in operators:
             operator._output_blocks_stats.append(_block_stats(unit))
         if unit % UNITS_A_STEP == 0:
             after_step()
-        log.add(UnitSummary.from_json(text))
+        log.add(UnitSummary.from_json(json.loads(text)))
     assert log.written.units == len(plan.windows) * parts_per_window
     return tasks
 
@@ -109,7 +110,7 @@ def _block_stats(unit: int) -> Any:
     return BlockStats(1, 1000 + unit, BlockExecStats(task_idx=unit, node_id="x"), TaskExecWorkerStats(float(unit)))
 
 
-def _verify(plan: Plan, store: PartStore, parts_per_window: int) -> None:
+def _verify(plan: JobPlan, store: PartStore, parts_per_window: int) -> None:
     store.folder = _Listed(plan, parts_per_window, stopped=False)
     assert verify(plan, store).units == len(plan.windows) * parts_per_window
 

@@ -24,13 +24,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, said_by
+from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, said_by, table
 from pipeline.bench.request_sets import REPORT_TOKENS, workload
 from pipeline.bench.shapes import NAMES, bench_model
 from pipeline.data.output.parts import PartStore
 from pipeline.demo.reports import make_report
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.job.telemetry.record import load_runs
+from pipeline.job.telemetry.run_log import load_runs
 from pipeline.machine.host import available_cores
 from pipeline.machine.interpreter import child_environment
 from pipeline.report.run_record import RunRecord
@@ -39,6 +39,15 @@ ROW_GROUP = 128
 NUM_FILES = 4
 MAX_MODEL_LEN = 1024  # of a peer, which may set memory apart for it; the longest report is below 700 tokens
 PEERS = {"ray-llm": Path(__file__).parents[1] / "peers" / "ray_llm_driver.py"}
+
+PHASES = {
+    "startup_s": "start-up (Ray, processes, imports)",
+    "load_s": "load and warm-up",
+    "work_s": "work",
+    "idle_s": "  of it no step (no rows, last part)",
+    "end_s": "end (counting, Ray's end)",
+    "whole_s": "whole process",
+}
 
 Row = tuple[str, int]  # source file, source row
 
@@ -91,20 +100,11 @@ class JobBench:
             "each, lowest and highest; alternating.",
             facts_to_text(self.machine),
             "",
-            " " * 36 + "".join(f"{name:>28}" for name in names),
         ]
-        for label, field in (
-            ("start-up (Ray, processes, imports)", "startup_s"),
-            ("load and warm-up", "load_s"),
-            ("work", "work_s"),
-            ("  of it no step (no rows, last part)", "idle_s"),
-            ("end (counting, Ray's end)", "end_s"),
-            ("whole process", "whole_s"),
-        ):
-            cells = [_cell([getattr(t, field) for t in times]) for times in runs]
-            lines.append(f"{label:<36}" + "".join(f"{cell:>28}" for cell in cells))
-        rates = [Spread.of([t.tokens_per_s for t in times]).to_text(0) for times in runs]
-        lines.append(f"{'tokens/s out, during the work':<36}" + "".join(f"{rate:>28}" for rate in rates))
+        rows = [(about, *(_cell([vars(t)[field] for t in times]) for times in runs)) for field, about in PHASES.items()]
+        rates = (Spread.of([t.tokens_per_s for t in times]).to_text(0) for times in runs)
+        columns = " | ".join([" <36", *(f"{name} >27" for name in names)])
+        lines += table(columns, [*rows, ("tokens/s out, during the work", *rates)])
         lines += ["", f"Job's work by engine's: {self.ratio.to_text(3)}."]
         lines += [f"Work of {name} by the job's: {self._by_job(name).to_text(2)}." for name in self.peers]
         lines.append(f"Completions equal in all runs of job and engine: {self.equal_rows:,} of {self.rows:,} rows.")

@@ -27,6 +27,7 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
 from pipeline.data.output.result_columns import result_column
 from pipeline.errors import OutputError
+from pipeline.stores.filesystem import is_url
 
 Order = Literal["parts", "input"]
 
@@ -130,7 +131,7 @@ def compact(
 def _refuse_inside(source: PartStore, target: PartStore) -> None:
     """The new files beside the parts would be rows twice to whoever reads the folder."""
     a, b = source.path.rstrip("/"), target.path.rstrip("/")
-    if "://" not in a and "://" not in b:
+    if not (is_url(a) or is_url(b)):
         a, b = str(Path(a).resolve()), str(Path(b).resolve())
     if f"{b}/".startswith(f"{a}/"):
         raise OutputError(f"--to {target.path}: lies in the job's output {source.path}; choose a folder outside of it")

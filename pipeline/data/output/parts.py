@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from pipeline.data.footer import metadata_of
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
+from pipeline.stores.filesystem import is_url
 from pipeline.stores.folder import Folder
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.object_folder import open_objects
@@ -26,7 +27,7 @@ from pipeline.stores.read_ahead import read_ahead
 from pipeline.stores.retries import RetryCounts
 
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
-NONCE_KEY = b"pipeline.nonce"  # file metadata: drawn for each write, so that equal bytes are from the same one
+NONCE_KEY = b"pipeline.nonce"  # file metadata: random for each write, so that equal bytes are from the same one
 SUCCESS = "_SUCCESS"
 _TAIL_BYTES = 16 * 1024  # holds most parts' footers, so that a part costs one read
 _NOT_DONE = -1  # in place of a unit's rows
@@ -132,7 +133,7 @@ class PartStore:
         OutputError when it cannot be one."""
         path = path.removeprefix("file://")
         self.folder: Folder
-        if "://" in path:
+        if is_url(path):
             self.folder = open_objects(path, storage or {}, retries)
         elif storage:
             raise OutputError(f"output.storage: a local folder takes no options, found {', '.join(sorted(storage))}")

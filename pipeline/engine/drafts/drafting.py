@@ -23,7 +23,12 @@ from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.on_device import SamplingKernels
 from pipeline.engine.sampling.penalties import FutureIds
 from pipeline.engine.sampling.rejection import ProposalDistribution
-from pipeline.engine.sampling.verify import PendingVerified, Verified, verify, verify_on_device
+from pipeline.engine.sampling.verify import (
+    PendingVerified,
+    Verified,
+    verify,
+    verify_on_device,
+)
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import ranges
 from pipeline.engine.schedule.step_plan import StepPlan

@@ -9,7 +9,7 @@ charged, too. Nothing is measured while the account is empty, and no debt is for
 
 GRANT_STEPS = 12.0  # plain steps' time at the start
 CAP_STEPS = 24.0  # what it holds at most
-PRICE_STEPS = 8.0  # what a measurement is expected to lose
+PRICE_STEPS = 4.0  # what a measurement is expected to lose
 EARNED_SHARE = 0.005  # of all time
 
 
@@ -30,6 +30,11 @@ class Account:
         balance_s = self.balance_s + EARNED_SHARE * elapsed_s - lost_s
         self.balance_s = min(balance_s, max(CAP_STEPS * plain_step_s, self.balance_s))
         self._price_s = PRICE_STEPS * plain_step_s
+
+    @property
+    def can_borrow(self) -> bool:
+        """Whether what was lost is within the grant."""
+        return self.is_open and self.balance_s > -GRANT_STEPS / PRICE_STEPS * self._price_s
 
     @property
     def can_pay(self) -> bool:

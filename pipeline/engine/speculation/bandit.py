@@ -32,14 +32,22 @@ from pipeline.engine.speculation.step_time import PrefillCost
 WARM_UP = 3  # steps after a change of arms that say nothing: caches are cold, proposers catch up
 OFF_LOOK, ON_LOOK = 16, 8  # steps between looks at whether another arm may be faster
 FIRST_PLAIN_STEPS = 12
+FIRST_STEPS = 48  # plain ones at the start: little is known then from which to draft
+SAFE = 1.5  # times as fast as the incumbent: an arm that was measured is tried on credit
 AGAIN = 1.1  # times as fast as the incumbent an arm has to be expected, to be tried before its turn
 LOSING = 0.8  # times as fast as plain steps: those are measured at once
 REPLAY_SHARE = 0.005  # of all time
 REPLAY_MEMORY = 0.6  # what earlier replays count for
-FIRST_CHECK, FIRST_OTHER = 512, 64  # steps before the first turn of plain steps, and of a draft model
+FIRST_CHECK = 512  # steps of drafts before plain ones are measured again
+FIRST_OTHER, FIRST_ALONE = 256, 64  # steps before the first turn of a draft model, beside lookup and alone,
+OTHER_PAUSE = 512  # and until its next one, then four times as many
 INHERITED_CHECK = 128
-WILD = 3.0  # a step is charged at most so many times what such steps take
+SOME_STEPS = 4  # apart from contests, in one step of so many acceptance is taken down
+WILD = 3.0  # a step is charged at most so many times what such steps take; what the machine did besides is nobody's
+IDLE = 12.0  # one that seems to take so many times as long says nothing
 MANY = 16  # sequences: their first drafts are few, as many may take long
+UNKNOWN_COST = 0.05  # share of a step that a draft takes, as long as nothing is known of it; more text comes to be
+UNKNOWN_STEPS = 512  # known meanwhile. It counts ever less up to here.
 NEW_STEPS = 32  # a size that was seen for fewer steps is as good as unseen
 
 Replay = Callable[[], np.ndarray]
@@ -72,6 +80,10 @@ class MeasuredDrafts:
         self._last_arm, self._same_arm = OFF, 0  # of the last steps, and how many these are
         self._acceptance = [Acceptance(max_draft_tokens) for _ in self._replays]
         self._replay_at_ns = 0
+        self._num_steps = 0
+        # by proposer that cannot be replayed: when it is tried whatever is known of it, and the pause after that
+        first = FIRST_OTHER if any(self._replays) else FIRST_ALONE
+        self._next_turn, self._pause = [first] * len(self._replays), [OTHER_PAUSE] * len(self._replays)
 
     # -- a step
 
@@ -103,13 +115,15 @@ class MeasuredDrafts:
         num, verdict = outcome.facts.num_sequences, outcome.verdict
         if verdict is not None and step.arm is not None:
             self._rows.observe(verdict)
-            acceptance = self._acceptance[step.arm.proposer]
-            acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
+            if self._contest.challenger is not None or self._num_steps % SOME_STEPS == 0:  # it takes some 15 us
+                acceptance = self._acceptance[step.arm.proposer]
+                acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
         if told_ns is None or not num:
             return
         seconds = 1e-9 * (now_ns - told_ns)
         contest = self._contest = self._contest_of(num)
         contest.steps += 1
+        self._num_steps += 1
         arm = step.arm
         if arm is None:
             self._counts.add_plain(num)
@@ -119,15 +133,19 @@ class MeasuredDrafts:
         tokens = outcome.num_generated / num
         if step.slot_S is not None and self._slow_count(outcome.facts):
             tokens = min(tokens, self._rows.slow_tokens(step.slot_S, verdict))
+        own_s = max(seconds - self._prefill.token_s * outcome.facts.num_prefill, 0.0)
+        usual = contest.rate(arm, self._prefill.token_s) or contest.rate(contest.incumbent, self._prefill.token_s)
+        if usual is not None:
+            if own_s > IDLE * usual.step_s:  # nobody asked the engine for anything, or it did something else
+                contest.forget(arm)
+                self._counts.add_plain(num)
+                return
+            own_s = min(own_s, WILD * usual.step_s)
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
             if len(window):
                 self._prefill.add(window, seconds, outcome.facts.num_prefill, num)
             window.add(seconds, outcome.facts.num_prefill, tokens, outcome.verdict is not None)
-        own_s = max(seconds - self._prefill.token_s * outcome.facts.num_prefill, 0.0)
-        usual = contest.rate(arm, self._prefill.token_s)
-        if usual is not None:  # what the machine did besides is nobody's
-            own_s = min(own_s, WILD * usual.step_s)
         self._settle(contest, arm, seconds, own_s, tokens)
         self._count(contest, arm, outcome, own_s)
         self._go_on(contest, outcome.facts, now_ns)
@@ -193,9 +211,11 @@ class MeasuredDrafts:
         is_on = contest.incumbent != OFF
         if contest.steps % (ON_LOOK if is_on else OFF_LOOK) or (is_on and self._same_arm < ON_LOOK):
             return
-        if (is_on and self._doubts(contest)) or not self._account.can_pay:
+        if is_on and self._doubts(contest):
             return
         if not is_on:
+            if contest.steps < FIRST_STEPS and contest.parent is None:
+                return
             self._replay(now_ns)
         self._challenge(contest, facts.num_sequences)
 
@@ -217,28 +237,31 @@ class MeasuredDrafts:
         own = self._expected(contest, contest.incumbent)
         best, least = None, 0.0
         for p, replay in enumerate(self._replays):
+            is_turn = replay is None and contest.incumbent.proposer != p and self._num_steps >= self._next_turn[p]
             if not self._acceptance[p].is_known:
-                arm, ratio = Arm(p, self._depths[0]), 0.0
-                if replay is None and contest.is_due(arm, FIRST_OTHER):
-                    best = arm
+                if is_turn:
+                    best = Arm(p, self._depths[0])
                     break
                 continue
             depths = self._depths
             if num_sequences >= MANY and all(
                 contest.slowdown(Arm(p, d), self._prefill.token_s) is None for d in depths
             ):
-                depths = depths[:1]
+                depths = depths[len(depths) // 2 : len(depths) // 2 + 1]
             arms = [Arm(p, depth) for depth in depths if Arm(p, depth) != contest.incumbent]
             if not arms:
                 continue
             ratio, arm = max((self._expected(contest, arm), arm) for arm in arms)
             is_due = contest.is_due(arm)
-            if replay is None and contest.incumbent.proposer != p:  # what was seen of it may be long ago
-                ratio = max(ratio, own * AGAIN if is_due else 0.0)
+            if is_turn:  # what was seen of it may be long ago
+                ratio, is_due = max(ratio, own * AGAIN), True
             enough = own * MARGIN if is_due else max(own, contest.disproved(arm)) * AGAIN
             if ratio > max(least, enough):
                 best, least = arm, ratio
-        if best is not None:
+        is_safe = least > SAFE * own and best is not None and contest.slowdown(best, self._prefill.token_s) is not None
+        if best is not None and (self._account.can_pay or (is_safe and self._account.can_borrow)):
+            self._next_turn[best.proposer] = self._num_steps + self._pause[best.proposer]
+            self._pause[best.proposer] *= 4
             contest.begin(best, self._prefill.token_s, least)
 
     def _expected(self, contest: Contest, arm: Arm) -> float:
@@ -253,7 +276,8 @@ class MeasuredDrafts:
             known = [(other, contest.slowdown(other, prefill_s)) for other in others]
             near = [(abs(other.depth - arm.depth), other.depth, by) for other, by in known if by is not None]
             if not near:
-                return tokens
+                doubt = UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0)
+                return tokens / (1.0 + doubt * arm.depth)
             _, depth, by = min(near)
             # Deeper drafts often cost less than the first ones, and whether they do is only known once they are tried.
             more = (arm.depth - depth) / depth

@@ -51,6 +51,11 @@ class Contest:
             self._windows[arm] = Window()
         return self._windows[arm]
 
+    def forget(self, arm: Arm) -> None:
+        """What steps of the arm and of the incumbent took: it seems to be wrong, or was long ago."""
+        for each in (arm, self.incumbent):
+            self.window(each).clear()
+
     def rate(self, arm: Arm, prefill_s: float) -> Rate | None:
         window = self._windows.get(arm)
         return None if window is None else window.rate(prefill_s)
@@ -111,6 +116,13 @@ class Contest:
         else:
             ratio, error = (1.0, 1.0) if self._before is None else self._ratio(self._before, rate, yields)
         is_clear = not CLEAR[0] < ratio < CLEAR[1]
+        if self.incumbent == OFF and yields is not None:  # the time is known sooner than the tokens
+            off_s = self.off_s(prefill_s) or rate.step_s
+            expected, error_s = yields(self.challenger) * off_s / rate.step_s, rate.step_error
+            if expected < CLEAR[0] and abs(expected - 1.0) > CERTAIN * error_s:
+                self._hoped = expected
+                self._decide(min(ratio, expected), error_s)
+                return True
         is_enough = is_late or (rate.weight >= MOST_WEIGHT and error < MOST_ERROR)
         if is_enough and self._between is None and not is_clear:
             self._between, self._begun_at = rate, self.steps

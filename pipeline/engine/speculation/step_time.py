@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 WINDOW = 32  # steps that are remembered of an arm
 OUTLIER = 2.0  # a step counts at most so many times the median of its kind: the machine was busy with something else
-EVERY = 4  # steps after which a rate is worked out anew, which takes some 30 us
+EVERY, SELDOM = 4, 16  # steps after which a rate is worked out anew, which takes some 30 us; as many of a long window
 _DECAY = 0.98
 _PRIOR = 0.02
 
@@ -33,6 +33,8 @@ class PrefillCost:
     def add(self, window: "Window", seconds: float, num_prefill: int, num_sequences: int) -> None:
         """A step of the same kind as those in the window."""
         mean_s, mean_prefill = window.means()
+        if not num_prefill and not mean_prefill:
+            return
         seconds = min(seconds, 2.0 * OUTLIER * mean_s)
         x, y = num_prefill - mean_prefill, seconds - mean_s
         # Where all steps have about as many, what such a step takes by its tokens.
@@ -93,7 +95,7 @@ class Window:
 
     def rate(self, prefill_token_s: float) -> Rate | None:
         """None where no step says anything. Worked out anew every few steps."""
-        if self._age >= min(len(self._samples), EVERY):
+        if self._age >= min(len(self._samples), EVERY if len(self._samples) < WINDOW else SELDOM):
             self._rate, self._age = self._work_out(prefill_token_s), 0
         return self._rate
 

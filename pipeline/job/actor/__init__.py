@@ -1,0 +1,1 @@
+"""What an engine actor does with a unit, from its rows to its part, without Ray."""

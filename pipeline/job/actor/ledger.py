@@ -4,10 +4,10 @@ A plain class; `dataflow/graph.py` makes it a small actor of its own. It imports
 to be up before anything else can start.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import IntEnum
 
+from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.machine.host import now_us
 from pipeline.report.run_record import ActorRecord, no_phases
 
@@ -21,22 +21,6 @@ class Order(IntEnum):
     GO_ON = 0
     ADMIT_NO_MORE = 1  # finish the units that are open, take no other
     GIVE_UP = 2  # keep what is finished of the open units, and rest
-
-
-@dataclass(frozen=True)
-class ActorState:
-    """What an actor tells of itself: its record, and what is open."""
-
-    record: ActorRecord
-    open_rows_done: int = 0  # rows of open units that the engine has finished
-    at_rest: str = "startup"  # the phase its time goes to if it says nothing more
-    resolved: Mapping[str, str | int] = field(default_factory=dict)
-    loading: str = ""  # what its engine does before it is up; empty once it is
-    told: int = 0  # how often it had told before: of two states the later one, whichever arrives last
-
-    @property
-    def open_units(self) -> int:
-        return self.record.open_units
 
 
 class Ledger:

@@ -24,12 +24,8 @@ class PartialUnits:
 
     def save(self, unit: Unit, completions: Iterable[Completion]) -> None:
         """Keep these rows of the unit, in the place of what was kept of it before."""
-        files, rows = unit.own("source_file"), unit.own("source_row")
-        kept = []
-        for completion in completions:
-            assert isinstance(completion.row_id, int)
-            place = [files[completion.row_id].as_py(), rows[completion.row_id].as_py()]
-            kept.append({**asdict(completion), "row_id": place})
+        places = unit.places()
+        kept = [{**asdict(done), "row_id": places[done.row_id]} for done in completions]  # type: ignore[index]
         self._store.replace(self._name(unit), json.dumps(kept).encode())
 
     def load(self, unit: Unit) -> list[Completion]:
@@ -37,8 +33,7 @@ class PartialUnits:
         raw = self._store.read(self._name(unit))
         if raw is None:
             return []
-        places = zip(unit.own("source_file").to_pylist(), unit.own("source_row").to_pylist(), strict=True)
-        index = {place: i for i, place in enumerate(places)}
+        index = {place: i for i, place in enumerate(unit.places())}
         return [_completion(kept, index[tuple(kept["row_id"])]) for kept in json.loads(raw)]
 
     def remove(self, unit: Unit) -> None:

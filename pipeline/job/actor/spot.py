@@ -31,11 +31,7 @@ class SpotNotice:
     """Asks every POLL_S until `close` or the first notice; `came` says whether there was one."""
 
     def __init__(
-        self,
-        cloud: Cloud,
-        told: Callable[[], None],
-        warn: Callable[[str], None],
-        endpoint: str | None = None,
+        self, cloud: Cloud, told: Callable[[], None], warn: Callable[[str], None], endpoint: str | None = None
     ) -> None:
         """`told`: called once, in this object's thread; so is `warn`, with a text, where no service answers.
         `endpoint`: in the place of the cloud's own address."""

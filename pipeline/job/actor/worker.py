@@ -1,15 +1,16 @@
-"""One engine actor's work, without Ray: a supervisor, the stages around it and the actor's own record.
+"""One engine actor's work on units, without Ray, and the actor's own record.
 
-Several units are worked on at once, each in a thread of its own, so that the engine goes on with one unit's
-rows while another is tokenized or written.
+unit -> `tokenize` -> requests -> the engine's process (`process/supervisor`) -> completions -> `write` -> its part
+
+Several units are worked on at once, each in a thread of its own, so that the engine goes on with one unit's rows while
+another is tokenized or written.
 """
 
-import dataclasses
 import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,20 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.errors import PipelineError
-from pipeline.job.actor.ledger import ActorState
+from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
-from pipeline.job.actor.stages import Chat, Tokenize, UnitSummary, Write
+from pipeline.job.actor.tokenize import Chat, Tokenize
+from pipeline.job.actor.write import Write
 from pipeline.job.process.main import load_factory
 from pipeline.job.process.supervisor import Launch, Supervisor, computed
-from pipeline.job.retry_failed import failed_rows
+from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import LogFolder, RotatedLog, engine_log
-from pipeline.report.run_record import ActorRecord, Computed
+from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.report.run_record import ActorRecord
+from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
+
+LOG_SYNC_S = 3.0  # between looks for log lines that an output in a store does not have yet
 
 
 @dataclass(frozen=True)
@@ -43,87 +49,70 @@ class Backend:
 
 @dataclass(frozen=True)
 class WorkSpec:
-    """All that an actor needs to know of its job. Picklable; `storage` may hold secrets and is never
-    shown."""
+    """All that an actor needs to know of its job. Picklable; storage options may hold secrets and are never shown.
+
+    `engine` names the folders in which the driver found the models; `model` and `draft` are what the job file says, for
+    a machine where these folders are not there.
+    """
 
     backend: Backend
-    model: str  # as the job file has it, for a machine where the folder is not there
-    engine: EngineConfig  # its model is the folder that the driver found
+    model: str
+    engine: EngineConfig
     params: SamplingParams
-    seed: int
-    chat: Chat | None
     output: str
-    storage: Mapping[str, Any] = field(repr=False)
-    run_id: str  # whose logs the actor writes to
     fingerprint: str
-    rename: Mapping[str, str]
-    metadata: Mapping[str, str]
-    step_timeout_s: float
-    load_timeout_s: float
-    num_threads: int
-    retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
+    run_id: str  # whose logs the actor writes to
+    seed: int = 0
+    chat: Chat | None = None
+    draft: str | None = None
     model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    draft: str | None = None  # the draft model, also as the job file has it
+    storage: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the output
+    rename: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, where not plain
+    step_timeout_s: float = 300.0
+    load_timeout_s: float = 3600.0
+    retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
 
+    def here(self, retries: RetryCounts) -> EngineConfig:
+        """`engine`, with the folders of its models on this machine; they are downloaded where they are missing."""
 
-def _on_this_machine(folder: str, path: str, storage: Mapping[str, Any], retries: RetryCounts) -> str:
-    """The model's folder as the driver found it, if it is here too; else where this machine has `path`."""
-    return (
-        folder if Path(folder).is_dir() else str(resolve_model(path, storage if "://" in path else {}, retries=retries))
-    )
+        def folder(found: str, path: str, key: str) -> str:
+            if Path(found).is_dir():
+                return found
+            return str(resolve_model(path, storage_for(path, self.model_storage), None, retries, key))
 
-
-LOG_SYNC_S = 3.0  # between looks for log lines that an output in a store does not have yet
+        model, draft = folder(self.engine.model, self.model, "model.path"), None
+        if self.engine.draft is not None and self.draft is not None:
+            draft = folder(self.engine.draft, self.draft, "model.draft")
+        return replace(self.engine, model=model, draft=draft)
 
 
 class Worker:
     """Thread-safe. `process` takes a unit all the way; the rest is for the report."""
 
     def __init__(self, spec: WorkSpec, actor: int, birth_us: int) -> None:
-        self._actor = actor
         self._lock = threading.Lock()
-        self._units = self._rows = self._error_rows = 0
-        self._open_units = self._told = 0
-        self._delivered = self._doubled = self._kept = Computed()
-        self._taken_rows = self._taken_tokens = 0
+        self._record = ActorRecord(actor)  # what the units came to; `state` adds what the supervisor knows
+        self._told = 0
         self._retries = RetryCounts()  # of this actor, for storage
         store = self._store = PartStore(spec.output, spec.storage, self._retries)
-        folder = _on_this_machine(spec.engine.model, spec.model, spec.model_storage, self._retries)
-        draft = None
-        if spec.engine.draft is not None and spec.draft is not None:
-            draft = _on_this_machine(spec.engine.draft, spec.draft, spec.model_storage, self._retries)
+        engine = spec.here(self._retries)
         logs = LogFolder(store, spec.run_id)
         self._log = RotatedLog(logs.path / engine_log(actor))
         if not logs.is_local:
             threading.Thread(target=self._upload, args=(logs,), daemon=True, name="upload logs").start()
-        threads = str(spec.num_threads)
-        self._supervisor = Supervisor(
-            Launch(
-                spec.backend.engine,
-                dataclasses.replace(spec.engine, model=folder, draft=draft, num_threads=spec.num_threads),
-                spec.step_timeout_s,
-                spec.load_timeout_s,
-                # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
-                {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
-            ),
-            birth_us,
-            self._log,
-            logs.shown(engine_log(actor)),
-        )
+        # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
+        threads = {f"{library}_NUM_THREADS": str(engine.num_threads) for library in ("OMP", "MKL", "NUMBA")}
+        launch = Launch(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads)
+        self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
         # While the engine's process starts:
-        tokenizer = load_factory(spec.backend.tokenizer)(folder)
+        tokenizer = load_factory(spec.backend.tokenizer)(engine.model)
         self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
         self._retry_failed = spec.retry_failed
         self._partial = PartialUnits(store, spec.fingerprint)
-        self._write = Write(
-            store,
-            spec.fingerprint,
-            spec.rename,
-            spec.params.logprobs is not None,
-            spec.metadata,
-            spec.kept_types,
-        )
+        logprobs = spec.params.logprobs is not None
+        self._write = Write(store, spec.fingerprint, spec.rename, logprobs, spec.metadata, spec.kept_types)
 
     def process(self, data: bytes) -> UnitSummary | None:
         """Tokenize, generate, write. A failure of the system comes back in the summary, as its type and message.
@@ -131,8 +120,7 @@ class Worker:
         None after `interrupt`: the unit is not finished, and what is of it is kept for the next run.
         """
         unit = Unit.from_bytes(data)
-        with self._lock:
-            self._open_units += 1
+        self._add(open_units=1)
         try:
             summary = self._process(unit)
         except PipelineError as error:
@@ -140,14 +128,16 @@ class Worker:
         except Exception:
             return UnitSummary(unit.window, unit.index, failure_kind="", failure_message=traceback.format_exc())
         finally:
-            with self._lock:
-                self._open_units -= 1
+            self._add(open_units=-1)
         if summary is not None:
-            with self._lock:
-                self._units += 1
-                self._rows += summary.totals.rows
-                self._error_rows += summary.totals.num_error_rows
+            self._add(units=1, rows=summary.totals.rows, error_rows=summary.totals.num_error_rows)
         return summary
+
+    def _add(self, **counts: Any) -> None:
+        """Add to fields of the record."""
+        with self._lock:
+            sums = {name: getattr(self._record, name) + count for name, count in counts.items()}
+            self._record = replace(self._record, **sums)
 
     def _process(self, unit: Unit) -> UnitSummary | None:
         if self._store.has(self._write.name(unit)):  # a task that Ray tries again may have got as far as that
@@ -159,8 +149,7 @@ class Worker:
         if len(generated) < len(requests):
             if generated:
                 self._partial.save(unit, generated)
-                with self._lock:
-                    self._kept += computed(generated[len(kept) :])
+                self._add(kept=computed(generated[len(kept) :]))
             return None
         summary = self._write(unit, failed + generated)
         if kept:
@@ -186,13 +175,10 @@ class Worker:
 
     def _count(self, summary: UnitSummary, kept: list[Completion], generated: list[Completion]) -> None:
         """Where the work for a unit went: `kept` is an earlier run's, `generated` this actor's."""
-        with self._lock:
-            if not summary.written:
-                self._doubled += computed(generated)
-                return
-            self._delivered += computed(generated)
-            self._taken_rows += len(kept)
-            self._taken_tokens += computed(kept).generated
+        if not summary.written:
+            return self._add(doubled=computed(generated))
+        taken_tokens = computed(kept).generated
+        self._add(delivered=computed(generated), taken_rows=len(kept), taken_generated_tokens=taken_tokens)
 
     def interrupt(self) -> None:
         """Stop in the middle of what is open; `process` returns soon."""
@@ -202,25 +188,16 @@ class Worker:
         with self._lock:
             self._told += 1
             deaths = self._supervisor.deaths()
-            record = ActorRecord(
-                self._actor,
-                self._supervisor.phases(),
-                self._supervisor.stats(),
-                self._units,
-                self._rows,
-                self._error_rows,
-                deaths.count,
-                list(deaths.reasons),
-                deaths.restart_us,
-                deaths.died_us,
-                deaths.convicted_rows,
-                self._open_units,
-                self._delivered,
-                self._doubled,
-                self._kept,
-                deaths.lost,
-                self._taken_rows,
-                self._taken_tokens,
+            record = replace(
+                self._record,
+                phases_us=self._supervisor.phases(),
+                stats=self._supervisor.stats(),
+                restarts=deaths.count,
+                restart_reasons=list(deaths.reasons),
+                restart_us=deaths.restart_us,
+                died=deaths.lost,
+                died_us=deaths.died_us,
+                convicted_rows=deaths.convicted_rows,
                 storage_retries=self._retries.counted(),
             )
             return ActorState(

@@ -13,6 +13,7 @@ driver reads it for progress and for the run's record, which therefore also exis
 """
 
 import contextlib
+import json
 import logging
 import pickle
 import queue
@@ -20,7 +21,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,28 +30,21 @@ import pyarrow as pa
 import ray
 import ray.data
 import ray.exceptions
-from ray.data import (
-    ActorPoolStrategy,
-    DataContext,
-    Datasource,
-    ExecutionResources,
-    ReadTask,
-    TaskPoolStrategy,
-)
+from ray.data import ActorPoolStrategy, DataContext, Datasource, ExecutionResources, ReadTask, TaskPoolStrategy
 from ray.data.block import BlockMetadata
 
 from pipeline.data.source import Source, narrowed, read_window
 from pipeline.data.source_file import SourceFile
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.actor.ledger import REPORT_S, ActorState, Ledger, Order
+from pipeline.job.actor.ledger import REPORT_S, Ledger, Order
 from pipeline.job.actor.spot import SpotNotice
-from pipeline.job.actor.stages import UnitSummary
 from pipeline.job.actor.worker import Worker, WorkSpec
-from pipeline.job.actor_specs import NUM_READERS, FlowSpec, Spot
 from pipeline.job.dataflow.block_stats import forget_blocks
 from pipeline.job.dataflow.ray_session import connect, disconnect, session_logs
-from pipeline.job.plan import WindowTask, check_units
+from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, check_units
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import available_cores, now_us
 from pipeline.stores import failpoints
 
@@ -95,10 +89,8 @@ def read_units(task: WindowTask, source: Source, spec: UnitSpec, output: str) ->
     """The units of one window that are not done, one block each."""
     table = read_window(source, task.window, spec.columns)
     for unit in check_units(task, make_units(table, spec, task.window.index), output):
-        row = [[unit.window], [unit.index], [unit.to_bytes()]]
-        yield pa.Table.from_arrays(
-            [pa.array(c, t) for c, t in zip(row, _UNIT_SCHEMA.types, strict=True)], schema=_UNIT_SCHEMA
-        )
+        row = {"window": unit.window, "unit": unit.index, "data": unit.to_bytes()}
+        yield pa.Table.from_pylist([row], schema=_UNIT_SCHEMA)
 
 
 class EngineActor:
@@ -132,24 +124,21 @@ class EngineActor:
                 SpotNotice(spot.notice, lambda: self._leave(spot.drain_s), self._worker.note)
 
     def __call__(self, batch: pa.Table) -> dict[str, list[str]]:
-        return {"summary": [json for data in batch["data"] for json in self._process(data.as_py())]}
+        return {"summary": [json.dumps(self._process(data.as_py()).to_json()) for data in batch["data"]]}
 
-    def _process(self, data: bytes) -> Iterable[str]:
+    def _process(self, data: bytes) -> UnitSummary:
         while self._stopping.is_set():  # admitted no more; the driver ends us
             time.sleep(1.0)
         if self._worker is None:
             assert self._failure is not None
-            yield UnitSummary(
-                0, 0, failure_kind=type(self._failure).__name__, failure_message=str(self._failure)
-            ).to_json()
-            return
+            return UnitSummary(0, 0, failure_kind=type(self._failure).__name__, failure_message=str(self._failure))
         summary = self._worker.process(data)
         while summary is None:  # given up; the driver ends us
             time.sleep(1.0)
         # Before the summary, so that the driver's last look finds this unit's work in the ledger.
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._ledger.report.remote(self._worker.state()))
-        yield summary.to_json()
+        return summary
 
     def _leave(self, drain_s: float) -> None:
         """This machine is to be taken away: finish what can be, keep the rest's finished rows, and wait for the end.
@@ -237,7 +226,7 @@ class Dataflow:
                 batch_size=None, prefetch_batches=0, batch_format="pyarrow"
             ):
                 for text in batch["summary"].to_pylist() if batch.num_rows else ():
-                    self._summaries.put(UnitSummary.from_json(text))
+                    self._summaries.put(UnitSummary.from_json(json.loads(text)))
         except Exception as error:
             self._summaries.put(_typed(error))
         else:
@@ -283,10 +272,7 @@ def units_of(spec: FlowSpec) -> ray.data.Dataset:
         # of a cluster's node `cluster_cpus` leaves room for so many beside its actors
         readers = num_readers(spec) if spec.ray_address is None else min(num_readers(spec), NUM_READERS * max(1, nodes))
         return ray.data.read_datasource(
-            Windows(spec),
-            num_cpus=1,
-            compute=TaskPoolStrategy(size=readers),
-            override_num_blocks=len(spec.tasks),
+            Windows(spec), num_cpus=1, compute=TaskPoolStrategy(size=readers), override_num_blocks=len(spec.tasks)
         )
 
 

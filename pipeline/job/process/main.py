@@ -21,17 +21,7 @@ from typing import Any, Protocol
 
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.process.messages import (
-    Add,
-    Crashed,
-    Finished,
-    FromEngine,
-    Loading,
-    Progress,
-    Ready,
-    Start,
-    StartFailed,
-)
+from pipeline.job.process.messages import Add, Crashed, Finished, FromEngine, Loading, Ready, Start, StartFailed, Worked
 from pipeline.machine.host import now_us
 
 REPORT_US = 500_000
@@ -72,7 +62,7 @@ def serve(engine: Engine, inbox: "queue.SimpleQueue[Add]", send: Callable[[FromE
             mark = now
         # Told before rows are, so that whoever takes a row finds the work for it counted.
         if completions or mark - reported >= REPORT_US:
-            send(Progress(mark, busy_us, idle_us, engine.counters()))
+            send(Worked(mark, busy_us, idle_us, engine.counters()))
             reported = mark
         if completions:
             send(Finished(tuple(completions)))

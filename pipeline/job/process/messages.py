@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pipeline.engine.params import Completion, EngineConfig, Request
 
 # To the engine's process
-# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Add:
 
 
 # From the engine's process
-# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Worked:
     """Sums since `Ready`: time with requests in the engine, the rest of the time was idle; the last `idle_us`
     of it in one stretch up to now. `stats` are the engine's counters."""
 
@@ -79,4 +77,4 @@ class Crashed:
 
 
 ToEngine = Start | Add
-FromEngine = Loading | Ready | StartFailed | Finished | Progress | Crashed
+FromEngine = Loading | Ready | StartFailed | Finished | Worked | Crashed

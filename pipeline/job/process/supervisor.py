@@ -1,62 +1,29 @@
 """Keeps one engine process alive for an actor and hands rows to it: the bookkeeping that outlives any engine.
 
 One thread, the keeper, starts the process, reads what it says and notices its end: by itself, by a crash, or
-by our own kill when a step takes longer than allowed. Rows that were in a process when it ended are handed to
-the next one. Rows that were there twice are suspects: they are tried in halves, alone, until the one that
-ends the process is found; it becomes an error row and the rest go on. What cannot be blamed on rows ends the
-actor with a typed error.
+by our own kill when a step takes longer than allowed. `open_rows.py` says which rows go into the next one. What cannot
+be blamed on rows ends the actor with a typed error.
 """
 
 import pickle
 import threading
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from pipeline import errors
 from pipeline.engine.params import Completion, Request
-from pipeline.errors import EnvironmentFailed, PipelineError, RowError
+from pipeline.errors import EnvironmentFailed, PipelineError, error_named
 from pipeline.job.process.child import Child, Ended, Launch
-from pipeline.job.process.messages import (
-    Add,
-    Crashed,
-    Finished,
-    Loading,
-    Progress,
-    Ready,
-    StartFailed,
-)
+from pipeline.job.process.messages import Add, Crashed, Finished, Loading, Ready, StartFailed, Worked
+from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.logs import RotatedLog
 from pipeline.machine.host import now_us
 from pipeline.report.run_record import Computed
 
 MAX_START_DEATHS = 3  # in a row, without a word why
-MAX_DEATHS_ALONE = 2  # one may come from outside: a kill by hand, the kernel's for another process's memory
-MAX_CONVICTIONS = 5  # rows found guilty in a row, without one completion between them: the engine is broken, not they
 MAX_REASONS = 10  # of restarts, kept for the report
 POLL_S = 0.25
-
-
-class Ticket:
-    """The rows of one call of `generate`, and the event that tells when none is open."""
-
-    def __init__(self, num_open: int) -> None:
-        self.num_open = num_open
-        self.completions: list[Completion] = []
-        self.failure: PipelineError | None = None
-        self.done = threading.Event()
-        if num_open == 0:
-            self.done.set()
-
-
-@dataclass
-class _Row:
-    request: Request  # its row_id is our key
-    row_id: object  # the caller's
-    ticket: Ticket
-    deaths: int = 0  # processes that ended with this row inside
-    deaths_alone: int = 0  # of these, the ones with no other row inside
 
 
 @dataclass(frozen=True)
@@ -84,16 +51,10 @@ class Supervisor:
         self, launch: Launch, birth_us: int | None = None, log: RotatedLog | None = None, log_place: str = ""
     ) -> None:
         """`log` gets what the engine's processes print and how they end; messages name it as `log_place`."""
-        self._launch = launch
-        self._log, self._log_place = log, log_place
+        self._launch, self._log = launch, log
+        self._see_log = f"\nWhat it printed is in {log_place}" if log_place else ""
         self._lock = threading.Lock()  # guards everything below but `_child`'s process
-        self._rows: dict[int, _Row] = {}  # open rows by key, in the order they came
-        self._waiting: list[int] = []  # not in the process; sent when no trial is on
-        self._inside: dict[int, None] = {}  # in the process, in the order they were sent
-        self._trials: list[list[int]] = []  # groups of suspects still to try; the last one is being tried
-        self._next_key = 0
-        self._convictions = 0  # in a row
-        self._convicted_rows = 0
+        self._rows = OpenRows(self._note, self._see_log)
         self._failure: PipelineError | None = None
         self._interrupted = False
         self._closed = False
@@ -117,17 +78,12 @@ class Supervisor:
 
         Blocks. Raises what ended the engine for good.
         """
-        ticket = Ticket(len(requests))
         with self._lock:
             if self._failure is not None:
                 raise _again(self._failure)
             if self._interrupted:
                 return []
-            for request in requests:
-                key = self._next_key
-                self._next_key += 1
-                self._rows[key] = _Row(replace(request, row_id=key), request.row_id, ticket)
-                self._waiting.append(key)
+            ticket = self._rows.add(requests)
             self._admit()
         ticket.done.wait()
         if ticket.failure is not None:
@@ -138,7 +94,7 @@ class Supervisor:
         """Give up all open rows: calls of `generate` return with what is finished, now and from now on."""
         with self._lock:
             self._interrupted = True
-            self._release(None)
+            self._rows.release(None)
 
     def phases(self) -> dict[str, int]:
         with self._lock:
@@ -151,14 +107,9 @@ class Supervisor:
 
     def deaths(self) -> Deaths:
         with self._lock:
-            return Deaths(
-                self._restarts,
-                tuple(self._reasons),
-                self._lost,
-                self._timeline.restart_us(now_us()),
-                self._timeline.died_us,
-                self._convicted_rows,
-            )
+            restart_us, died_us = self._timeline.restart_us(now_us()), self._timeline.died_us
+            convicted = self._rows.num_convicted
+            return Deaths(self._restarts, tuple(self._reasons), self._lost, restart_us, died_us, convicted)
 
     def at_rest(self) -> str:
         """The phase the actor's time goes to while nothing more is heard of it."""
@@ -168,7 +119,7 @@ class Supervisor:
     def open_rows_done(self) -> int:
         """Rows that are finished, of calls of `generate` that are still open."""
         with self._lock:
-            return sum(len(ticket.completions) for ticket in {row.ticket for row in self._rows.values()})
+            return self._rows.num_done
 
     def close(self) -> None:
         """End the engine. Open calls of `generate` raise EnvironmentFailed."""
@@ -188,7 +139,7 @@ class Supervisor:
                 finally:
                     ended = child.bury()
                     if not self._closed:
-                        idle = "" if self._inside else ", with no rows in it"  # so Ray ends it with the run
+                        idle = "" if self._rows.any_inside else ", with no rows in it"  # so Ray ends it with the run
                         self._note(f"process {child.process.pid} ended{idle}: {ended}")
                 if self._closed:
                     break
@@ -196,7 +147,7 @@ class Supervisor:
                 if start_deaths >= MAX_START_DEATHS:
                     raise EnvironmentFailed(
                         f"The engine's process ended {start_deaths} times while it loaded "
-                        f"{self._launch.config.model} ({ended}).{ended.advice()}{self._see_log()}"
+                        f"{self._launch.config.model} ({ended}).{ended.advice()}{self._see_log}"
                     )
                 self._after_death(ended)
             raise EnvironmentFailed("The engine was closed.")
@@ -208,9 +159,6 @@ class Supervisor:
     def _note(self, text: str) -> None:
         if self._log is not None:
             self._log.line(text)
-
-    def _see_log(self) -> str:
-        return f"\nWhat it printed is in {self._log_place}" if self._log_place else ""
 
     def _attend(self, child: Child) -> None:
         """Read what the process says until it ends."""
@@ -232,7 +180,7 @@ class Supervisor:
         silent_s = (now_us() - child.heard_us) / 1e6
         if not child.ready:
             return silent_s > self._launch.load_timeout_s
-        return silent_s > self._launch.step_timeout_s and bool(self._inside)
+        return silent_s > self._launch.step_timeout_s and self._rows.any_inside
 
     def _hung(self, child: Child) -> str:
         if not child.ready:
@@ -252,14 +200,12 @@ class Supervisor:
                     child.ready = True
                     self._admit()
                 case StartFailed(kind=kind, message=text):
-                    raise _typed(kind, text)
+                    raise error_named(kind, text if kind else f"The engine could not be built.\n{text}")
                 case Finished(completions=completions):
                     self._given += computed(completions)
-                    for completion in completions:
-                        self._settle(completion.row_id, completion)
-                    self._convictions = 0
+                    self._rows.finish(completions)
                     self._admit()
-                case Progress(now_us=now, busy_us=busy_us, idle_us=idle_us, stats=stats):
+                case Worked(now_us=now, busy_us=busy_us, idle_us=idle_us, stats=stats):
                     self._timeline.progress(now, busy_us, idle_us, stats)
                     self._stats = stats
                 case Crashed():
@@ -268,38 +214,12 @@ class Supervisor:
     # -- under the lock
 
     def _admit(self) -> None:
-        """Send what may go in: the group on trial alone, or all that waits."""
         child = self._child
-        if child is None or not child.ready:
-            return
-        if self._trials:
-            if self._inside:
-                return
-            group = [key for key in self._trials[-1] if key in self._rows]
-            if not group:
-                self._trials.pop()
-                return self._admit()
-        else:
-            group, self._waiting = self._waiting, []
-        if group:
-            self._inside.update(dict.fromkeys(group))
-            child.send(Add(tuple(self._rows[key].request for key in group)))
-
-    def _settle(self, key: object, completion: Completion) -> None:
-        assert isinstance(key, int)
-        row = self._rows.pop(key, None)
-        self._inside.pop(key, None)
-        if row is None:
-            return
-        row.ticket.completions.append(replace(completion, row_id=row.row_id))
-        row.ticket.num_open -= 1
-        if row.ticket.num_open == 0:
-            row.ticket.done.set()
+        if child is not None and child.ready and (requests := self._rows.admit()):
+            child.send(Add(requests))
 
     def _after_death(self, ended: Ended) -> None:
         with self._lock:
-            inside = list(self._inside)
-            self._inside = {}
             self._child = None
             self.loading = "starting"
             self._restarts += 1
@@ -307,76 +227,15 @@ class Supervisor:
             self._lost += Computed.by(self._stats).less(self._given)
             self._given = Computed()
             self._past_stats, self._stats = _sum(self._past_stats, self._stats), {}
-            self._timeline.lost(now_us(), had_rows=bool(inside))
-            for key in inside:
-                self._rows[key].deaths += 1
-            if self._trials:
-                self._split(self._trials.pop(), ended)
-                return
-            suspects = [key for key in inside if self._rows[key].deaths >= 2]
-            cleared = [key for key in inside if self._rows[key].deaths < 2]
-            self._waiting = cleared + self._waiting
-            if suspects:
-                self._split(suspects, ended)
-
-    def _split(self, group: list[int], ended: Ended) -> None:
-        """The process ended with exactly these rows inside (those that had finished are gone from
-        `_rows`)."""
-        group = [key for key in group if key in self._rows]
-        if len(group) != 1:
-            half = len(group) // 2
-            self._trials += [part for part in (group[half:], group[:half]) if part]
-            return
-        row = self._rows[group[0]]
-        row.deaths_alone += 1
-        if row.deaths_alone < MAX_DEATHS_ALONE:
-            self._trials.append(group)
-            return
-        self._convictions += 1
-        if self._convictions >= MAX_CONVICTIONS:
-            raise EnvironmentFailed(
-                f"{self._convictions} rows in a row ended the engine's process ({ended}). "
-                f"The engine or its device is at fault, not the rows.{self._see_log()}"
-            )
-        self._convicted_rows += 1
-        self._note("a row ended it each time, also alone: it becomes an error row")
-        self._settle(
-            group[0],
-            Completion(
-                row_id=None,
-                token_ids=[],
-                text="",
-                finish_reason="error",
-                num_prompt_tokens=len(row.request.prompt_token_ids),
-                error=RowError.ENGINE_FAILURE.value,
-                error_message="the engine's process ended each time it computed this row, also when alone",
-            ),
-        )
+            self._timeline.lost(now_us(), had_rows=self._rows.any_inside)
+            self._rows.process_ended(ended)
 
     def _fail(self, error: PipelineError) -> None:
         with self._lock:
             self._failure = error
             if self._child is not None and not self._closed:
-                self._timeline.lost(now_us(), had_rows=bool(self._inside))
-            self._release(error)
-
-    def _release(self, failure: PipelineError | None) -> None:
-        """Let all open calls of `generate` go."""
-        for ticket in {row.ticket for row in self._rows.values()}:
-            ticket.failure = failure
-            ticket.done.set()
-        self._rows.clear()
-        self._waiting.clear()
-        self._inside.clear()
-        self._trials.clear()
-
-
-def _typed(kind: str, message: str) -> PipelineError:
-    """The exception that the engine's process named."""
-    error = getattr(errors, kind, None) if kind else None
-    if isinstance(error, type) and issubclass(error, PipelineError):
-        return error(message)
-    return PipelineError(f"The engine could not be built.\n{message}")
+                self._timeline.lost(now_us(), had_rows=self._rows.any_inside)
+            self._rows.release(error)
 
 
 def _again(error: PipelineError) -> PipelineError:

@@ -1,4 +1,4 @@
-"""An actor's time, cut into the phases of `metrics.PHASES` that do not overlap and leave no gap.
+"""An actor's time, cut into the phases of `report/run_record.py` (PHASES) that do not overlap and leave no gap.
 
 Pure bookkeeping in whole microseconds: clock values come in as arguments, so the sum of the phases equals the
 time from birth to the last covered moment exactly. What the engine did inside its busy time is told by its

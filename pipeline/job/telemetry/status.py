@@ -1,12 +1,12 @@
 """What a running job shows: one small record, for the terminal and for `_pipeline/status.json`."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+
+from pipeline.report.json_record import JsonRecord
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(JsonRecord):
     """`rows_done` counts rows that are finished, while the run goes on also those of units that are not written yet;
     `rows_written` the others. Tokens and rates are what this run computed, prompt tokens without those from cache;
     rates are over the last half minute. `eta_s` is None while unknown and when nothing is left. `warning` is the last
@@ -29,11 +29,3 @@ class Status:
     elapsed_s: float = 0.0
     warning: str = ""
     told_at: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "Status":
-        known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in raw.items() if key in known})

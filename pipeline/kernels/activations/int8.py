@@ -34,6 +34,7 @@ def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
     """Step 2 of the definition: each value's integer times its block's scale, in float32."""
     wide_MBk = in_blocks(x_MK, block)
     largest_MB1 = wide_MBk.abs().amax(-1, keepdim=True)
-    integer_MBk = (wide_MBk * (LARGEST / largest_MB1)).round()
+    # A number divided by a tensor would be the tensor's reciprocal times it, which is rounded twice.
+    integer_MBk = (wide_MBk * (torch.full_like(largest_MB1, LARGEST) / largest_MB1)).round()
     scale_MB1 = torch.where(largest_MB1.isfinite(), largest_MB1 / LARGEST, float("nan"))
     return torch.where(largest_MB1 == 0, 0.0, integer_MBk * scale_MB1).flatten(1)[:, : x_MK.shape[1]]

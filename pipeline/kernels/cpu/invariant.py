@@ -1,8 +1,8 @@
 """Linears and attention on CPU that give a row the same bits whatever else is in a step; float32.
 
-A compiled loop over tokens treats the last few of them otherwise than the others, and may order its sums otherwise
-there. So linears always take whole tiles of tokens, and attention takes each query alone: it never knows what it is
-computed with. Attention of prompts is therefore as slow as that of decoding, token for token.
+A compiled loop over tokens treats the last few of them differently, and may order their sums differently. So linears
+always take whole tiles of tokens, and attention takes each query alone. Attention of prompts is therefore as slow as
+that of decoding, token for token.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,20 @@ import torch.nn.functional as F
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, Linear
-from pipeline.kernels.cpu.attention import paged
+from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED, nothing_read, paged_decode
 from pipeline.kernels.cpu.compile.numerics import arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import PARALLEL_ELEMENTS, WHOLE, use_threads
-from pipeline.kernels.cpu.linear.compiled_linear import TILE_TOKENS
-from pipeline.kernels.cpu.linear.narrow import Float32Linear, NarrowLinear, narrow_linear
+from pipeline.kernels.cpu.linear.linear_kernel import TILE_TOKENS
+from pipeline.kernels.cpu.linear.linear_widened import float32_linear, widened_linear
 from pipeline.kernels.cpu.linear.selection import ReorderedLinear
+from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
 class WholeTilesLinear:
     """A linear whose tokens are filled up to whole tiles, so that one loop computes them all."""
 
-    def __init__(self, linear: NarrowLinear) -> None:
+    def __init__(self, linear: TiledLinear) -> None:
         self.linear = linear
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
@@ -36,9 +37,9 @@ class WholeTilesLinear:
 
 def prepare_linear(weight: LinearWeight) -> Linear:
     """Pack one weight: as narrow as it is stored where that can be read, else in float32."""
-    narrow = narrow_linear(weight)
+    narrow = widened_linear(weight)
     if narrow is None:
-        return WholeTilesLinear(Float32Linear(weight.dequantize(torch.float32), weight.bias_N))
+        return WholeTilesLinear(float32_linear(weight.dequantize(torch.float32), weight.bias_N))
     order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
     linear = WholeTilesLinear(narrow)
     return linear if order_K is None else ReorderedLinear(linear, order_K)
@@ -61,15 +62,15 @@ def attention(
     if key not in where.worked_out:
         alone = where.rows(np.arange(len(q_TND)))
         parallel = int(alone.context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
-        table_TM, reads = np.ascontiguousarray(alone.block_table_SM), paged.nothing_read(len(q_TND))
+        table_TM, reads = np.ascontiguousarray(alone.block_table_SM), nothing_read(len(q_TND))
         where.worked_out[key] = _Plan(table_TM, alone.context_len_S, parallel, reads)
     plan: _Plan = where.worked_out[key]
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
     use_threads(plan.parallel)
-    paged.paged_decode(
+    paged_decode(
         *(bits(q_TND), *arrays_of(cache), plan.block_table_TM, plan.context_len_T),
-        *(paged.UNBOUNDED if window is None else window, np.float32(scale)),
+        *(UNBOUNDED if window is None else window, np.float32(scale)),
         num_kv_heads,  # parts: the same in every step
         *plan.alone,
         bits(out_TND),

@@ -1,10 +1,10 @@
-"""All layers of a step in which each sequence computes one token or a few: the same compiled kernels, with less around
-them.
+"""All layers of a step in which each sequence computes one token or a few: the same compiled kernels, with less Python
+between them.
 
-With few sequences such a step waits for what lies between its kernels. Each linear streams some megabytes through the
-nearest caches, so that Python finds its own data gone: making tensors, finding arrays in them and telling numba another
-number of threads take 7 us in a loop of their own and 35 in a step. Here arrays are found once, results lie in memory
-that is kept from step to step, and a whole step runs on one number of threads.
+With few sequences such a step waits for the Python between its kernels. Each linear streams some megabytes through the
+nearest caches, which evicts Python's own data: making tensors, finding their arrays and setting numba's number of
+threads take 7 us in a loop of their own and 35 in a step. Here arrays are found once, results lie in memory that is
+kept from step to step, and a whole step runs on one number of threads.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,16 @@ import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput, LayerParts
-from pipeline.kernels.cpu.attention.attention import UNBOUNDED, attend, plan_of
+from pipeline.kernels.cpu.attention.attention import attend, plan_of
+from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import WHOLE
 from pipeline.kernels.cpu.elementwise import add_rms_norm_kernel, norm_rope_write_kernel, silu_mul_kernel
-from pipeline.kernels.cpu.linear.array_linear import ArrayLinear
+from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 
 MOST_TOKENS = 256
-"""Of a step in which some sequences compute several: more of them take so long that what lies between kernels is
-nothing beside, and their results are no memory to keep."""
+"""Of a step in which some sequences compute several: with more, kernels take so long that Python between them does not
+matter, and their results are too large to keep."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,17 @@ class _Layer:
     with_norm: bool
     q_norm_D: np.ndarray
     k_norm_D: np.ndarray
-    qkv: ArrayLinear
-    o: ArrayLinear
-    gate_up: ArrayLinear
-    down: ArrayLinear
+    qkv: TiledLinear
+    o: TiledLinear
+    gate_up: TiledLinear
+    down: TiledLinear
     window: int
 
     @classmethod
     def of(cls, parts: LayerParts, head_dim: int) -> "_Layer | None":
         """None where a linear does not write into an array."""
         linears = parts.qkv, parts.o, parts.gate_up, parts.down
-        narrow = [linear for linear in linears if isinstance(linear, ArrayLinear)]
+        narrow = [linear for linear in linears if isinstance(linear, TiledLinear)]
         if len(narrow) < len(linears):
             return None
         qkv, o, gate_up, down = narrow
@@ -67,16 +68,16 @@ class _Layer:
         return any(linear.is_parallel(num_tokens) for linear in (self.qkv, self.o, self.gate_up, self.down))
 
 
-class _Room:
-    """What lies between two kernels, of so many tokens; one for all layers."""
+class _Buffers:
+    """The buffers between two kernels, for so many tokens; one set for all layers."""
 
     def __init__(self, num_tokens: int, layer: _Layer, head_dim: int) -> None:
-        def room(width: int) -> np.ndarray:
+        def buffer(width: int) -> np.ndarray:
             return np.empty((num_tokens, width), layer.input_norm_H.dtype)
 
         self.num_tokens = num_tokens
-        self.qkv_TK, self.out_TK = room(layer.qkv.shape_NK[0]), room(layer.o.shape_NK[1])
-        self.gate_up_T2F, self.product_TF = room(layer.gate_up.shape_NK[0]), room(layer.down.shape_NK[1])
+        self.qkv_TK, self.out_TK = buffer(layer.qkv.shape_NK[0]), buffer(layer.o.shape_NK[1])
+        self.gate_up_T2F, self.product_TF = buffer(layer.gate_up.shape_NK[0]), buffer(layer.down.shape_NK[1])
         self.qkv_TMD = self.qkv_TK.reshape(num_tokens, layer.qkv.shape_NK[0] // head_dim, head_dim)
         self.out_TND = self.out_TK.reshape(num_tokens, layer.o.shape_NK[1] // head_dim, head_dim)
         self.q_TND = np.empty_like(self.out_TND)
@@ -87,7 +88,7 @@ class CompiledDecodeSteps:
 
     def __init__(self, layers: list[_Layer], head_dim: int, eps: float) -> None:
         self._layers, self._head_dim, self._eps = layers, head_dim, np.float32(eps)
-        self._room = _Room(1, layers[0], head_dim)
+        self._buffers = _Buffers(1, layers[0], head_dim)
         self._caches: Sequence[LayerCache] = ()
         self._arrays: list[CacheArrays] = []
 
@@ -105,25 +106,29 @@ class CompiledDecodeSteps:
         caches: Sequence[LayerCache],
     ) -> None:
         num_tokens, eps = len(x_TH), self._eps
-        if num_tokens != self._room.num_tokens:
-            self._room = _Room(num_tokens, self._layers[0], self._head_dim)
+        if num_tokens != self._buffers.num_tokens:
+            self._buffers = _Buffers(num_tokens, self._layers[0], self._head_dim)
         if caches is not self._caches:
             self._caches, self._arrays = caches, [arrays_of(cache) for cache in caches]
-        room, scale = self._room, np.float32(self._head_dim**-0.5)
+        own, scale = self._buffers, np.float32(self._head_dim**-0.5)
         x, residual, cos, sin = bits(x_TH), bits(residual_TH), cos_TD2.numpy(), sin_TD2.numpy()
-        slot_T, num_heads, num_kv_heads = where.slot_mapping_T.numpy(), room.q_TND.shape[1], caches[0].k_CBKD.shape[2]
+        slot_T, num_heads, num_kv_heads = (
+            where.slot_mapping_T.numpy(),
+            own.q_TND.shape[1],
+            caches[0].k_CBKD.shape[2],
+        )
         plan = plan_of(where, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
         for layer, cache in zip(self._layers, self._arrays):
             add_rms_norm_kernel(x, residual, layer.input_norm_H, eps, *WHOLE)
-            layer.qkv.write(x, room.qkv_TK)
+            layer.qkv.write(x, own.qkv_TK)
             norms = layer.with_norm, layer.q_norm_D, layer.k_norm_D
-            norm_rope_write_kernel(room.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], room.q_TND, *WHOLE)
-            attend(room.q_TND, cache, plan, layer.window, scale, room.out_TND)
-            layer.o.write(room.out_TK, x)
+            norm_rope_write_kernel(own.qkv_TMD, cos, sin, *norms, eps, slot_T, cache[0], cache[1], own.q_TND, *WHOLE)
+            attend(own.q_TND, cache, plan, layer.window, scale, own.out_TND)
+            layer.o.write(own.out_TK, x)
             add_rms_norm_kernel(x, residual, layer.post_norm_H, eps, *WHOLE)
-            layer.gate_up.write(x, room.gate_up_T2F)
-            silu_mul_kernel(room.gate_up_T2F, room.product_TF, *WHOLE)
-            layer.down.write(room.product_TF, x)
+            layer.gate_up.write(x, own.gate_up_T2F)
+            silu_mul_kernel(own.gate_up_T2F, own.product_TF, *WHOLE)
+            layer.down.write(own.product_TF, x)
 
 
 def decode_steps(layers: Sequence[LayerParts], head_dim: int, eps: float) -> CompiledDecodeSteps | None:

@@ -6,8 +6,8 @@ import torch
 from triton import knobs
 
 from pipeline.kernels.contract import Kernels
-from pipeline.kernels.triton import invariant
-from pipeline.kernels.triton.attention.captured import CapturedAttention
+from pipeline.kernels.triton import batch_invariant
+from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.elementwise import add_rms_norm, norm_rope_write, silu_mul
 from pipeline.kernels.triton.linear.dispatch import Scratch, prepare_linear
@@ -21,8 +21,8 @@ def triton_kernels(
 ) -> Kernels:
     """Kernels for an NVIDIA GPU, or for a CPU where Triton's interpreter runs (TRITON_INTERPRET=1, for tests).
 
-    `scratch`: where 4-bit weights are widened for steps of many tokens; without it each linear keeps a 16-bit form
-    beside. `deterministic`: a row's results do not depend on what else is in the step; see `invariant.py`.
+    `scratch`: the workspace in which 4-bit weights are widened for steps of many tokens; without it each linear keeps a
+    16-bit copy. `deterministic`: a row's results do not depend on what else is in the step; see `batch_invariant.py`.
     """
     widened = "16-bit weights kept" if scratch is None else "16-bit weights in a shared scratch"
     kernels = Kernels(
@@ -53,9 +53,9 @@ def triton_kernels(
     }
     return replace(
         kernels,
-        prepare_linear=lambda weight: invariant.prepare_linear(weight, dtype, device, scratch),
-        attention=invariant.InvariantAttention(device),
-        graph_attention=invariant.CapturedInvariantAttention,
+        prepare_linear=lambda weight: batch_invariant.prepare_linear(weight, dtype, device, scratch),
+        attention=batch_invariant.BatchInvariantAttention(device),
+        graph_attention=batch_invariant.CapturedBatchInvariantAttention,
         served_by=kernels.served_by | own,
     )
 

@@ -75,7 +75,7 @@ def test_decoding_is_judged_by_its_worst_case_that_is_long_enough(kind, name):
     found = aim(name, bad)
     assert found.verdict == "missed"
     assert found.look_first[0] == "the tile table of decode: --sections tiles"
-    assert any("decode_work" in hint for hint in found.look_first) == (kind == SKEWED)
+    assert any("decode_metadata" in hint for hint in found.look_first) == (kind == SKEWED)
     slow, fast = (TileTime("decode._stages", "g", "c", {"buffers": n}, n == 3, s) for n, s in ((3, 2.0), (2, 1.0)))
     found = aim(name, replace(bad, tiles=TileTimes((slow, fast))))
     assert found.look_first[0] == "decode._stages, g (1 cases): buffers 3 -> buffers 2, 2.00x"

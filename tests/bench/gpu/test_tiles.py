@@ -18,7 +18,7 @@ from pipeline.bench.gpu.kernels.tile_times import (
     TileTimes,
     tile_measurements,
 )
-from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.gpu.rates import Stopwatch
 from pipeline.roofline.step import AWQ, DENSE, DecoderSize
 
 pytest.importorskip("triton")

@@ -6,9 +6,8 @@ import torch
 from pipeline.bench.gpu.gaps import Gap, pauses
 from pipeline.bench.gpu.kernels.kernel_times import KernelTime, KernelTimes, _skewed
 from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
-from pipeline.bench.gpu.rates import Rates, measure_rates
+from pipeline.bench.gpu.rates import MIN_RUNS, WARM_UPS, Rates, Stopwatch, measure_rates
 from pipeline.bench.gpu.run import reached_of
-from pipeline.bench.gpu.stopwatch import MIN_RUNS, WARM_UPS, Stopwatch
 from pipeline.roofline.step import AWQ, DENSE, DecoderSize, Reached
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)

@@ -8,7 +8,9 @@ import pytest
 from pipeline.errors import Interrupted
 from pipeline.job.actor import spot
 from pipeline.job.actor.spot import SpotNotice
-from tests.job.test_run import TEXTS, run, without_ray  # noqa: F401 - the fixture is used by its name
+from tests.job.conftest import TEXTS, run
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 PREEMPT = b'{"Events": [{"EventType": "Preempt"}]}'
 REBOOT = b'{"Events": [{"EventType": "Reboot"}]}'

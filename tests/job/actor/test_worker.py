@@ -33,10 +33,8 @@ def start(job):
     def start(**fake) -> Worker:
         job.fake(**fake)
         model = str(job.folder / "model")
-        spec = WorkSpec(
-            FAKES, model, EngineConfig(model=model), SamplingParams(max_tokens=6), 0, None, str(job.output), {},
-            "0001-run", "0123abcd", {}, {}, 60.0, 60.0, 1,
-        )  # fmt: skip
+        engine = EngineConfig(model=model, num_threads=1)
+        spec = WorkSpec(FAKES, model, engine, SamplingParams(max_tokens=6), str(job.output), "0123abcd", "0001-run")
         started.append(Worker(spec, 0, now_us()))
         return started[-1]
 

@@ -26,7 +26,8 @@ from pipeline.errors import ModelError
 from pipeline.job.actor_specs import flow_spec
 from pipeline.job.dataflow.block_stats import forget_blocks
 from pipeline.job.dataflow.graph import Windows, _connect, num_readers, read_units, units_of
-from pipeline.job.plan import WindowTask, make_plan, what_is_left
+from pipeline.job.dataflow.spec import WindowTask
+from pipeline.job.plan import make_plan, what_is_left
 from pipeline.job.run import run_job
 from pipeline.machine.host import available_cores
 from tests.job.conftest import FAKES

@@ -311,8 +311,7 @@ def test_the_process_ends_when_its_parent_is_gone(tmp_path):
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.job.process.main", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "pipeline.job.process.main", str(theirs.fileno())], pass_fds=[theirs.fileno()]
         )
     connection = Connection(ours.detach())
     connection.send(Start("tests.job.fake_engine:FakeEngine", EngineConfig(model=str(tmp_path))))

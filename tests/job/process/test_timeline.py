@@ -5,8 +5,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.job.actor.ledger import MAX_REPLACED, ActorState, Ledger, Order
+from pipeline.job.actor.ledger import MAX_REPLACED, Ledger, Order
 from pipeline.job.process.timeline import Timeline
+from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.report.run_record import ActorRecord, no_phases
 
 STATS = {"prefill_us": 0, "decode_us": 0, "repeated_us": 0}

@@ -10,7 +10,9 @@ from pipeline.errors import EnvironmentFailed
 from pipeline.job.telemetry import logs
 from pipeline.job.telemetry.logs import LogFolder, RotatedLog, collect_ray_logs
 from pipeline.stores.local_folder import LocalFolder
-from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+from tests.job.conftest import TEXTS, run, runs
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 def log_of(job, name: str, number: int = -1) -> str:

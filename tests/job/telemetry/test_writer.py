@@ -13,7 +13,9 @@ from pipeline.errors import EnvironmentFailed, Interrupted
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.report.render import text
 from pipeline.stores.local_folder import LocalFolder
-from tests.job.test_run import TEXTS, run, runs, without_ray  # noqa: F401 - the fixture is used by its name
+from tests.job.conftest import TEXTS, run, runs
+
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 @pytest.fixture

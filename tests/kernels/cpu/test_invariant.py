@@ -12,7 +12,7 @@ from pipeline.kernels.cpu.invariant import WholeTilesLinear, attention, prepare_
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
-from tests.kernels.cpu.test_cpu import TOLERANCE, ragged_step
+from tests.kernels.cpu.test_attention import TOLERANCE, ragged_step
 
 CPU = torch.device("cpu")
 TOKENS = 1, 2, 3, 6, 65, 257

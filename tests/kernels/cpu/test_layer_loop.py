@@ -14,9 +14,9 @@ from pipeline.engine.startup.resolve import quantized_on_load
 from pipeline.kernels.activations.rounded_linears import with_rounded_activations
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.contract import AttentionInput, Kernels
-from pipeline.kernels.cpu import layer_loop as decode_steps
+from pipeline.kernels.cpu import layer_loop
 from pipeline.kernels.cpu.attention.attention import Plan, plan_of
-from pipeline.kernels.cpu.linear.pairs import multiplies_pairs
+from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder, KVCache
@@ -92,7 +92,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         seen.append(plan.parallel)
         return plan
 
-    monkeypatch.setattr(decode_steps, "plan_of", planned)
+    monkeypatch.setattr(layer_loop, "plan_of", planned)
     return seen
 
 
@@ -136,7 +136,7 @@ def test_steps_of_many_tokens_are_computed_layer_by_layer(
     tmp_path: Path, told: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Single ones apart: what they leave between kernels is not more than their sequences are."""
-    monkeypatch.setattr(decode_steps, "MOST_TOKENS", 2)
+    monkeypatch.setattr(layer_loop, "MOST_TOKENS", 2)
     run(decoder_of(make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32)))
     assert len(told) == sum(sum(step.values()) in (len(step), 2) for step in SERVED)
 

@@ -10,7 +10,7 @@ from pipeline.kernels.cpu.attention import shared_prefix as shared
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.cpu.attention.shared_prefix import SharedReading
 from pipeline.kernels.reference import attention as reference_attention
-from tests.kernels.cpu.test_cpu import TOLERANCE, ragged_step, widened
+from tests.kernels.cpu.test_attention import TOLERANCE, ragged_step, widened
 
 
 def beginning_alike(where: AttentionInput, sizes: list[int]) -> AttentionInput:

@@ -12,7 +12,8 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import elementwise
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.cpu.compile.threads import WHOLE, kernel, own_threads, share_out, use_threads
-from pipeline.kernels.cpu.linear.narrow import Bfloat16Linear
+from pipeline.kernels.cpu.linear.linear_widened import widened_linear
+from pipeline.weights.packed import DenseWeight
 
 MOST = config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 
@@ -66,7 +67,8 @@ def test_the_number_of_threads_changes_no_bit(threads: None) -> None:
     where = AttentionInput(starts_S1, np.full(40, 200, dtype=np.int32), table_SM, slot_T, block_size)
     qkv_TMD = torch.randn(len(tokens), heads + 2 * kv_heads, head_dim)
     angle_TD2 = torch.rand(len(tokens), head_dim // 2)
-    linear = Bfloat16Linear(torch.randn(512, 256).bfloat16(), None)
+    linear = widened_linear(DenseWeight(torch.randn(512, 256).bfloat16()))
+    assert linear is not None
     found = []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from pipeline.kernels.cpu.compile.versions import sources_of, version_of
 
 KERNELS = Path(__file__).parents[3] / "pipeline/kernels"
-CACHED = sorted(p for p in KERNELS.rglob("*.py") if "\n@kernel(" in p.read_text() or "(cache=True)" in p.read_text())
+LOOKUP = KERNELS.parent / "engine/drafts/lookup"
+MARKS = re.compile(r"^@kernel\(|^    return kernel\(\)\(|\(cache=True\)", re.MULTILINE)
+FILES = (*KERNELS.rglob("*.py"), *LOOKUP.glob("*.py"))
+CACHED = sorted(path for path in FILES if MARKS.search(path.read_text()))
 
 
 def imports_of(file: Path) -> set[Path]:
@@ -17,7 +21,9 @@ def imports_of(file: Path) -> set[Path]:
     found, left = {file}, [file]
     while left:
         for node in ast.walk(ast.parse(left.pop().read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pipeline.kernels"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                ("pipeline.kernels", "pipeline.engine.drafts.lookup")
+            ):
                 place = KERNELS.parents[1] / str(node.module).replace(".", "/")
                 named = [place / f"{alias.name}.py" for alias in node.names]
                 new = {path for path in (place.with_suffix(".py"), *named) if path.is_file()} - found
@@ -33,14 +39,24 @@ def names_of(file: Path) -> dict[str, str]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    kernels = {n: f for n, f in vars(module).items() if getattr(getattr(f, "stats", None), "cache_path", None)}
+    found = vars(module) | {kind: module.linear_kernel(kind) for kind in getattr(module, "KINDS", ())}
+    kernels = {n: f for n, f in found.items() if getattr(getattr(f, "stats", None), "cache_path", None)}
     return {n: f.py_func.__qualname__ for n, f in kernels.items() if f.py_func.__module__ == spec.name}
 
 
 def test_all_files_with_kernels_are_looked_at() -> None:
-    assert {"templates", "lookup", "paged", "elementwise", "compiled_linear"} <= {file.stem for file in CACHED}
-    found = sources_of(KERNELS / "cpu/attention/paged.py")
+    assert {
+        "compiled_copies",
+        "compiled_lookup",
+        "decode_kernel",
+        "prefill_kernel",
+        "elementwise",
+        "linear_kernel",
+        "round_int8",
+    } <= {file.stem for file in CACHED}
+    found = sources_of(KERNELS / "cpu/attention/decode_kernel.py")
     assert KERNELS / "cpu/compile/processor.py" in found, "of those that it imports, too"
+    assert {LOOKUP / "corpus.py", LOOKUP / "suffix_index.py"} <= sources_of(LOOKUP / "compiled_copies.py")
 
 
 @pytest.mark.parametrize("file", CACHED, ids=lambda file: file.stem)

@@ -13,6 +13,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.reference import write_kv
+from pipeline.weights.packed import GroupIntWeight
 from tests.kernels.triton.interpreter import spare_the_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -135,3 +136,15 @@ def sharing(step: Step, groups: list[tuple[list[int], int]]) -> Step:
         step.cache.fill(table_SM[others, :blocks].ravel().tolist(), float("nan"))
         table_SM[others, :blocks] = table_SM[first, :blocks]
     return step
+
+
+def random_weight(num_outputs: int, num_inputs: int, group: int, bias: bool = False, seed: int = 0) -> GroupIntWeight:
+    torch.manual_seed(seed)
+    groups = (num_outputs, num_inputs // group)
+    return GroupIntWeight(
+        torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8),
+        ((torch.rand(groups) + 0.5) * num_inputs**-0.5 / 4.6).half().float(),
+        torch.randint(0, 16, groups).float(),
+        group,
+        torch.randn(num_outputs).half().float() if bias else None,
+    )

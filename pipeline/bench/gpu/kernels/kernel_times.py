@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.bench.gpu.kernels.checks import FP8_CODE, TOLERANCES, Check, Pairs, check
 from pipeline.bench.gpu.kernels.inputs import Heads, paged_step, widened
-from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.gpu.rates import Rates, Stopwatch
 from pipeline.bench.measure import table
 from pipeline.kernels import reference
 from pipeline.kernels.contract import Kernels

@@ -18,8 +18,7 @@ import torch
 from pipeline.bench.gpu.kernels.checks import TOLERANCES, Check, check
 from pipeline.bench.gpu.kernels.inputs import random_int4
 from pipeline.bench.gpu.kernels.kernel_times import sampled
-from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.gpu.rates import Rates, Stopwatch
 from pipeline.bench.measure import table
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.kernels.reference import prepare_linear, reference_kernels
@@ -204,7 +203,7 @@ def _fp8_linear(fp8: RoundedLinears, weight: GroupIntWeight) -> Linear:
 
 def fixed_path(weight: LinearWeight, dtype: torch.dtype, device: torch.device) -> Linear:
     """The product of `engine.deterministic`, on a card."""
-    from pipeline.kernels.triton.invariant import prepare_linear
+    from pipeline.kernels.triton.batch_invariant import prepare_linear
 
     return prepare_linear(weight, dtype, device)
 

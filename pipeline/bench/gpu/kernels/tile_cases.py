@@ -19,9 +19,9 @@ from pipeline.bench.gpu.kernels.kernel_times import DRAFTS
 from pipeline.bench.gpu.kernels.tile_times import Tile, TileCase, TileSizes
 from pipeline.kernels.activations.fp8 import fp8_block
 from pipeline.kernels.triton.attention.decode import decode_launches
-from pipeline.kernels.triton.attention.decode_work import DecodeWork, most_queries
-from pipeline.kernels.triton.attention.prefill import PrefillWork, prefill_launch, rows_of
-from pipeline.kernels.triton.attention.tiles import stages_for
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
+from pipeline.kernels.triton.attention.online_softmax import stages_for
+from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear import fp8, int4
 from pipeline.kernels.triton.sampling.sample import draw_launch
@@ -80,7 +80,7 @@ class _Cases:
         step, group = self.step([tokens] * prompts, [tokens] * prompts, is_fp8)
         out_TND = torch.empty_like(step.q_TND)
         queries = rows_of(self.heads.head_dim) // (self.heads.num_heads // self.heads.num_kv_heads)
-        work = PrefillWork.of(step.where, np.arange(prompts), queries, None, self.device)
+        work = PrefillMetadata.of(step.where, np.arange(prompts), queries, None, self.device)
         launch = prefill_launch(step.q_TND, step.cache, out_TND, work, self.scale, self.target)
         shipped = {"keys": launch.constants["KEYS"], "buffers": _buffers(launch), "warps": launch.num_warps}
 
@@ -100,7 +100,7 @@ class _Cases:
 
         def made(programs: int) -> tuple[Launch, ...]:
             scaled = replace(target, num_multiprocessors=max(1, target.num_multiprocessors * programs // PROGRAMS))
-            work = DecodeWork.allocate(
+            work = DecodeMetadata.allocate(
                 *(max_seqs, max_blocks, step.where.block_size),
                 *(heads.num_heads, heads.num_kv_heads, heads.head_dim, self.device, scaled),
                 num_queries=min(power_of_two(queries), most_queries(heads.num_heads // heads.num_kv_heads)),

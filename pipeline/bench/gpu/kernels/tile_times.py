@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pipeline.bench.gpu.kernels.checks import relative_error
-from pipeline.bench.gpu.stopwatch import Stopwatch
+from pipeline.bench.gpu.rates import Stopwatch
 from pipeline.kernels.triton.launch import Launch
 
 WORTH_IT = 1.03  # times as fast: less is within what two runs differ by

@@ -10,19 +10,14 @@ that are known of one, S sequences of a step, B slots, W symbols of one, M symbo
 K most drafts of one sequence.
 """
 
-from pathlib import Path
-
 import numpy as np
 from numba import njit
 
 from pipeline.engine.drafts.lookup.compiled_lookup import bits_of, longest, write_keys, write_tail
 from pipeline.engine.drafts.lookup.corpus import BORDER
 from pipeline.engine.drafts.lookup.suffix_index import GOLDEN, MAX_MATCH, MIN_MATCH
-from pipeline.kernels.cpu.compile.versions import made_of
+from pipeline.kernels.cpu.compile.versions import made_of_imports
 
-_made_of = made_of(
-    *(str(Path(__file__).with_name(name)) for name in ("compiled_lookup.py", "corpus.py", "suffix_index.py"))
-)
 COPY, NONE = -3, -1
 PARSED, SYMBOLS, COPY_FROM, COPY_PLACE = 0, 1, 2, 3  # of a slot's state; see `draft`
 CONTEXT = 3  # symbols before a copy that what is known of such copies is found by, or fewer
@@ -32,7 +27,7 @@ _32, _64 = np.uint64(32), np.uint64(64)
 
 
 @njit(cache=True)
-@_made_of
+@made_of_imports
 def learn(text, num_prompt, begin, symbol_N, copy_N4, end_E, known_TQ4):
     """Write down the symbols of the output of this text, a prompt and the output, whose place among the finished
     outputs is `begin`, with a border behind it; index their runs, and remember what is known of the copies."""
@@ -57,7 +52,7 @@ def learn(text, num_prompt, begin, symbol_N, copy_N4, end_E, known_TQ4):
 
 
 @njit(cache=True)
-@_made_of
+@made_of_imports
 def draft(
     tokens,
     slot_S,

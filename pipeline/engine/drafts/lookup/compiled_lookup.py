@@ -6,21 +6,18 @@ numpy; the tables are the same, so that either may go on with what the other has
 Shapes: S sequences, K most drafts of one, M tokens before a place (the last one first), E entries of a table.
 """
 
-from pathlib import Path
-
 import numpy as np
 from numba import njit
 
 from pipeline.engine.drafts.lookup.corpus import BORDER
 from pipeline.engine.drafts.lookup.suffix_index import GOLDEN, LENGTH, MAX_MATCH, MIN_MATCH, SALT
-from pipeline.kernels.cpu.compile.versions import made_of
+from pipeline.kernels.cpu.compile.versions import made_of_imports
 
-_made_of = made_of(*(str(Path(__file__).with_name(name)) for name in ("corpus.py", "suffix_index.py")))
 _32, _64, _2 = np.uint64(32), np.uint64(64), np.uint64(2)
 
 
 @njit(cache=True)
-@_made_of
+@made_of_imports
 def look_up(
     tokens, begin_S, known_S, indexed_S, salt_S, end_E, finished, finished_end_E, most, token_SK, count_S, match_S
 ):
@@ -63,7 +60,7 @@ def look_up(
 
 
 @njit(cache=True)
-@_made_of
+@made_of_imports
 def index_runs(tokens, begin, end, end_E):
     """Say in the table where the runs of the text tokens[begin:end] end, which others stand before, but for those at
     its very end. See `FinishedOutputs.add`."""

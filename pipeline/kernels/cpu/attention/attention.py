@@ -7,8 +7,8 @@ import torch
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.cpu.attention import paged
-from pipeline.kernels.cpu.attention.paged import NO_PART, ROWS, UNBOUNDED, nothing_read
+from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED, nothing_read, paged_decode
+from pipeline.kernels.cpu.attention.prefill_kernel import NO_PART, ROWS, paged_prefill
 from pipeline.kernels.cpu.attention.shared_prefix import SharedReading, pieces
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
@@ -49,7 +49,7 @@ class _Prefill:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the host works out once for all layers of a step. parallel: whether it is for several threads."""
+    """What the host plans once for all layers of a step. parallel: whether it is for several threads."""
 
     parallel: bool
     decode: _Decode | None
@@ -85,12 +85,12 @@ def attend(
         if decode.shared is not None and window >= decode.longest:
             before = decode.shared.read(q_SND, arrays, table_SM, scale)
         options = window, scale, decode.parts
-        paged.paged_decode(q_SND, *arrays, table_SM, decode.context_len_S, *options, *before, out_SND, *WHOLE)
+        paged_decode(q_SND, *arrays, table_SM, decode.context_len_S, *options, *before, out_SND, *WHOLE)
         if token_S is not None:
             out_TND[token_S] = out_SND
     if prefill is not None:
         items = prefill.block_table_SM, prefill.item_I3, prefill.position_T
-        paged.paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *WHOLE)
+        paged_prefill(q_TND, *arrays, *items, window, scale, *NO_PART, out_TND, *WHOLE)
 
 
 def plan_of(where: AttentionInput, num_heads: int, num_kv_heads: int, head_dim: int, parallel: bool = False) -> Plan:
@@ -139,11 +139,11 @@ def _decode(
 def _prefill_items(
     query_start_S1: np.ndarray, count_S: np.ndarray, context_len_S: np.ndarray, most: int, num_threads: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The pieces of work of `paged.paged_prefill`, (I, 3): (sequence, first token, number of tokens) of at most `most`
+    """The pieces of work of `paged_prefill`, (I, 3): (sequence, first token, number of tokens) of at most `most`
     neighbouring queries of the sequences that compute more than one token; and the position of each token of a step in
     its sequence, (T,).
 
-    Threads take equal runs of the pieces; the work of one grows with its position, so they are dealt out in turn.
+    Threads take equal runs of the pieces. The work of one grows with its position, so threads get them in turn.
     """
     position_T = np.arange(query_start_S1[-1]) + (context_len_S - query_start_S1[1:]).repeat(count_S)
     if count_S.max() <= most:
@@ -165,8 +165,8 @@ def many_keys(context_len_S: np.ndarray, num_kv_heads: int, head_dim: int) -> bo
 
 
 def parts_of(num_sequences: int, num_kv_heads: int, num_threads: int) -> int:
-    """Of so many single queries: 1 where there are enough to deal out whole ones, else the fewest equal parts of the KV
-    heads of which each thread gets one; all of them where there are too few."""
+    """Of so many single queries: 1 where there are enough of them for all threads, else the fewest equal parts of the
+    KV heads of which each thread gets one; all of them where there are too few."""
     if num_sequences >= 8 * num_threads:
         return 1
     return next((p for p in range(num_threads, num_kv_heads) if num_kv_heads % p == 0), num_kv_heads)

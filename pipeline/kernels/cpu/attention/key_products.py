@@ -1,6 +1,6 @@
-"""Products of queries with keys as they lie in the cache; to be called by the kernels of attention alone.
+"""Products of queries with keys as they lie in the cache. Only the kernels of attention call these functions.
 
-Where queries and keys are both bfloat16 and the processor multiplies pairs of it (see `pair_tile.py`), both are read as
+Where queries and keys are both bfloat16 and the processor multiplies pairs of it (AVX-512 BF16), both are read as
 words of 32 bits, two neighbouring elements each, and nothing is widened. Else keys are widened as they are read, and
 queries before. Sums are float32 either way; products of pairs are exact.
 """
@@ -9,16 +9,14 @@ queries before. Sums are float32 either way; products of pairs are exact.
 # It does not see what `intrinsic` and `overload` make of a function.
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from pipeline.kernels.cpu.compile.numerics import float_of_bits, wide
-from pipeline.kernels.cpu.compile.prefetch import ask_for
+from pipeline.kernels.cpu.compile.prefetch import prefetch
 from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS, MULTIPLIES_PAIRS
-from pipeline.kernels.cpu.tiles.float_tile import STORED, tile_product, widened
-from pipeline.kernels.cpu.tiles.pair_tile import Bfloat16, add_pair_products
+from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT64, REORDER, STORED, VectorCode
 
 KEYS = 8
 """Keys whose products with one query `dot_products` makes side by side."""
@@ -44,34 +42,23 @@ def _transpose(typing_context, out, out_at, out_row, q, q_at, start_R, first):
     """For r and i < WIDTH: out[out_at + i * out_row + r] = q[q_at + start_R[first + r] + i], widened."""
 
     def lower(context, builder, signature, arguments):
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        dtype = signature.args[3].dtype
-        stored = int32 if dtype == types.uint32 else STORED[dtype]
-        out, q, start = (
-            builder.gep(context.make_array(signature.args[n])(context, builder, arguments[n]).data, [arguments[at]])
-            for n, at in ((0, 1), (3, 4), (5, 6))
-        )
-
-        def picked(a, b, picks):
-            return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(int32, WIDTH), picks))
-
+        code = VectorCode(context, builder, signature, arguments)
+        out, q, start = code.place(0, 1), code.place(3, 4), code.place(5, 6)
+        dtype, out_row = signature.args[3].dtype, arguments[2]
         some = []
         for r in range(WIDTH):
-            at = builder.gep(q, [builder.load(builder.gep(start, [int64(r)]))])
-            loaded = builder.load(builder.bitcast(at, ir.VectorType(stored, WIDTH).as_pointer()))
-            loaded.align = dtype.bitwidth // 8
-            some.append(loaded if dtype == types.uint32 else widened(builder, loaded, dtype))
+            loaded = code.load(code.after(q, builder.load(code.after(start, r))), STORED[dtype], WIDTH)
+            some.append(loaded if dtype == types.uint32 else code.widened(loaded, dtype))
         step = 1
         while step < WIDTH:  # squares of 2 * step: their two parts off the diagonal change places
             for r in range(WIDTH):
                 if not r & step:
                     a, b = some[r], some[r + step]
-                    some[r] = picked(a, b, [i if not i & step else WIDTH + i - step for i in range(WIDTH)])
-                    some[r + step] = picked(a, b, [WIDTH + i if i & step else i + step for i in range(WIDTH)])
+                    some[r] = code.pick(a, b, [i if not i & step else WIDTH + i - step for i in range(WIDTH)])
+                    some[r + step] = code.pick(a, b, [WIDTH + i if i & step else i + step for i in range(WIDTH)])
             step *= 2
         for i, lanes in enumerate(some):
-            at = builder.gep(out, [builder.mul(int64(i), arguments[2])])
-            builder.store(lanes, builder.bitcast(at, lanes.type.as_pointer())).align = 4
+            code.store(lanes, code.after(out, code.times(i, out_row)))
         return context.get_dummy_value()
 
     index = types.intp
@@ -136,30 +123,6 @@ def _product(q, k):
     )
 
 
-def add_key_products(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, keys, units):
-    raise NotImplementedError("only inside compiled code")
-
-
-@overload(add_key_products, inline="always", prefer_literal=True)
-def _add_products(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, keys, units):
-    """Of `keys` keys with 8 * `units` queries (both literals) that lie side by side: out[out_at + n * out_row + r] +=
-    sum over d < depth of k[k_at + n * k_row + d] * q[q_at + d * q_row + r]."""
-    if not isinstance(keys, types.IntegerLiteral) or not isinstance(units, types.IntegerLiteral):
-        return None
-    num_keys, num_units, num_vectors = keys.literal_value, units.literal_value, units.literal_value // 2
-
-    def of_elements(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, keys, units):
-        tile_product(out, out_at, out_row, k, k_at, k_row, 1, q, q_at, q_row, depth, num_keys, num_units)
-
-    def of_pairs(out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, depth, keys, units):
-        add_pair_products(
-            out, out_at, out_row, k, k_at, k_row, q, q_at, q_row, None, None, 0, None, 0, 0, 0, depth,
-            num_keys, num_keys, num_vectors, 1
-        )  # fmt: skip
-
-    return of_pairs if q.dtype == types.uint32 else of_elements
-
-
 @intrinsic
 def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, scale, ahead):
     """Of one query with KEYS keys: for n < KEYS
@@ -168,58 +131,38 @@ def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, sc
 
     Arrays are one-dimensional; `depth` is a multiple of WIDTH. Indices are not checked. LLVM makes one product at a
     time of such loops, and sums across the lanes of each: here the lanes of all are summed together. The memory
-    `ahead` elements behind each of k is asked for as well; with 0 that is one which is there.
+    `ahead` elements after each of k is prefetched as well; with 0 that is one which is there.
     """
 
     def lower(context, builder, signature, arguments):
-        int32, int64, float32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-        vector, half = ir.VectorType(float32, WIDTH), ir.VectorType(float32, KEYS)
-        pairs = ir.VectorType(Bfloat16(), 2 * WIDTH)
-        flags = ("contract", "reassoc", "nsz", "arcp")
+        code = VectorCode(context, builder, signature, arguments)
+        out, q, k = code.place(0, 1), code.place(2, 3), code.place(4, 5)
         k_row, depth, scale, ahead = arguments[6:]
-
-        def place(array, at):
-            data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
-            return builder.gep(data, [arguments[at]])
+        q_dtype, k_dtype = signature.args[2].dtype, signature.args[4].dtype
+        are_pairs = q_dtype == types.uint32
 
         def load(address, dtype):
-            """One vector: pairs of bfloat16, or widened."""
-            if dtype == types.uint32:
-                loaded = builder.load(builder.bitcast(address, pairs.as_pointer()))
-                loaded.align = 4
-                return loaded
-            loaded = builder.load(builder.bitcast(address, ir.VectorType(STORED[dtype], WIDTH).as_pointer()))
-            loaded.align = dtype.bitwidth // 8
-            return widened(builder, loaded, dtype)
+            loaded = code.load(address, STORED[dtype], WIDTH)
+            return loaded if are_pairs else code.widened(loaded, dtype)
 
         def joined(a, b, *picks):
             """The sum of two selections of the elements of two vectors."""
-            chosen = [
-                builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(int32, len(pick)), pick)) for pick in picks
-            ]
-            return builder.fadd(*chosen, flags=flags)
+            return builder.fadd(*(code.pick(a, b, pick) for pick in picks), flags=REORDER)
 
-        q, k = place(2, 3), place(4, 5)
-        q_dtype, k_dtype = signature.args[2].dtype, signature.args[4].dtype
-        k_N = [builder.gep(k, [builder.mul(int64(n), k_row)]) for n in range(KEYS)]
-        sum_N = [cgutils.alloca_once(builder, vector) for _ in range(KEYS)]  # become registers
-        for held in sum_N:
-            builder.store(ir.Constant(vector, [0.0] * WIDTH), held)
-        with cgutils.for_range(builder, builder.sdiv(depth, int64(WIDTH))) as loop:
-            d = builder.mul(loop.index, int64(WIDTH))
-            some_q = load(builder.gep(q, [d]), q_dtype)
+        k_N = [code.after(k, code.times(n, k_row)) for n in range(KEYS)]
+        sum_N = [code.held(code.same(FLOAT, WIDTH, 0.0)) for _ in range(KEYS)]
+        with cgutils.for_range(builder, builder.sdiv(depth, INT64(WIDTH))) as loop:
+            d = builder.mul(loop.index, INT64(WIDTH))
+            some_q = load(code.after(q, d), q_dtype)
             for n in range(KEYS):
-                at = builder.gep(k_N[n], [d])
+                at = code.after(k_N[n], d)
                 some_k, before = load(at, k_dtype), builder.load(sum_N[n])
-                ask_for(builder, builder.gep(at, [ahead]))
-                if q_dtype == types.uint32:
-                    kind = ir.FunctionType(vector, [vector, pairs, pairs])
-                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-                    instruction = cgutils.get_or_insert_function(builder.module, kind, name)
-                    after = builder.call(instruction, [before, some_q, some_k])
+                prefetch(builder, code.after(at, ahead))
+                if are_pairs:
+                    total = code.add_pairs(before, some_q, some_k)
                 else:
-                    after = builder.fadd(before, builder.fmul(some_q, some_k, flags=flags), flags=flags)
-                builder.store(after, sum_N[n])
+                    total = builder.fadd(before, builder.fmul(some_q, some_k, flags=REORDER), flags=REORDER)
+                builder.store(total, sum_N[n])
         # Four lanes at a time: sums of key n of four come to lie in place n, which takes no move across such four.
         fours = range(0, WIDTH, 4)
         low, high = ([f + p for f in fours for p in (a, WIDTH + a, b, WIDTH + b)] for a, b in ((0, 1), (2, 3)))
@@ -233,10 +176,7 @@ def dot_products(typing_context, out, out_at, q, q_at, k, k_at, k_row, depth, sc
             low, high = ([b + o + n for b in begins for n in range(count)] for o in (0, count))
             first = second = joined(first, second, low, high)
             count //= 2
-        single = builder.insert_element(ir.Constant(half, ir.Undefined), scale, int32(0))
-        factor = builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(int32, KEYS), [0] * KEYS))
-        total = builder.fmul(first, factor, flags=flags)
-        builder.store(total, builder.bitcast(place(0, 1), half.as_pointer())).align = 4
+        code.store(builder.fmul(first, code.everywhere(scale, KEYS), flags=REORDER), out)
         return context.get_dummy_value()
 
     index = types.intp

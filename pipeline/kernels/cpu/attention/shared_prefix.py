@@ -1,16 +1,17 @@
-"""Keys and values that several decoding sequences begin with, read once for all of them.
+"""Prefixes that several decoding sequences share, read once for all of them.
 
-Prompts of a job often begin alike: an instruction, some examples. Prefix sharing keeps such a beginning in the cache
-once, but sequences that decode side by side would each read it in every step. Here a group of them multiplies it
-together, as the queries of one prompt do: its blocks are then read once, in tiles whose sums stay in registers. What
-comes of it is put together with each one's own keys by the kernel of decoding.
+Prompts of a job often begin alike: an instruction, some examples. Prefix sharing keeps such a prefix in the cache once,
+but sequences that decode side by side would each read it in every step. Here a group of them multiplies it together, as
+the queries of one prompt do: its blocks are then read once, in tiles whose sums stay in registers. The kernel of
+decoding combines the result with each one's own keys.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.kernels.cpu.attention.paged import ROWS, UNBOUNDED, paged_prefill
+from pipeline.kernels.cpu.attention.decode_kernel import UNBOUNDED
+from pipeline.kernels.cpu.attention.prefill_kernel import ROWS, paged_prefill
 from pipeline.kernels.cpu.compile.numerics import CacheArrays
 from pipeline.kernels.cpu.compile.threads import WHOLE
 from pipeline.kernels.shared_prefix import PrefixGroups, prefix_groups

@@ -1,8 +1,8 @@
-"""Numbers as compiled kernels read, widen, round and exponentiate them; to be called by kernels alone.
+"""How compiled kernels read, widen, round and exponentiate numbers. Only kernels call these functions.
 
 Arrays are float32, or bfloat16 as its bits in uint16: widening is a shift, because float32 has the same exponent. Keys
 and values may be FP8 codes in uint8 beside scales (`kernels/cache.py`); None stands for no scales. Everything is
-computed in float32 and rounded once. A NaN comes out as one: broken rows must be found.
+computed in float32 and rounded once. A NaN stays a NaN: broken rows must be found.
 """
 
 # pyright: reportCallIssue=false

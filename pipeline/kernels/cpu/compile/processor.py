@@ -1,4 +1,4 @@
-"""What the processor has that kernels are written for, looked at once; tiles have their shapes by it."""
+"""What the processor has that kernels are written for. Tiles have their shapes by it."""
 
 from llvmlite import binding
 from numba import config
@@ -15,6 +15,6 @@ def has(*names: str) -> bool:
 HAS_WIDE_VECTORS = has("avx512f")
 """Vectors of 512 bits, 32 of them. Twice the products an instruction; no slower anywhere that has them."""
 MULTIPLIES_PAIRS = has("avx512bf16")
-"""VDPBF16PS, on vectors of 512 bits: see `pair_tile.py`."""
+"""VDPBF16PS, on vectors of 512 bits: see `tiles/bf16_tile.py`."""
 MULTIPLIES_TILES = has("amx-bf16")
 """Units for products of whole tiles of bfloat16, which oneDNN uses."""

@@ -1,4 +1,4 @@
-"""How kernels are compiled, and how their work is dealt to threads.
+"""How kernels are compiled, and how their work is partitioned among threads.
 
 A kernel takes `begin` and `end` last, the items of one thread, and is called with WHOLE. Then it only says how many
 items there are, to `share_out`, which calls the same kernel again on each thread:
@@ -10,8 +10,8 @@ items there are, to `share_out`, which calls the same kernel again on each threa
         for t in range(begin, end):
             ...
 
-numba's own `prange` comes to the same, but makes functions around functions of a kernel, each of which holds a copy of
-the loops that is optimized and made machine code anew: that took about three times as long to compile.
+numba's own `prange` would do the same, but it wraps a kernel in functions that each hold a copy of its loops, which is
+optimized and compiled again: that took about three times as long.
 """
 
 # pyright: reportCallIssue=false
@@ -34,7 +34,7 @@ from pipeline.kernels.cpu.compile.versions import made_of_imports
 PARALLEL_ELEMENTS = 1 << 15
 """Elementwise work below this stays on one thread: waking another one would take longer than it saves."""
 WHOLE = 0, -1
-"""`begin` and `end` of a kernel's caller: all items, dealt to the threads that `use_threads` set."""
+"""`begin` and `end` of a kernel's caller: all items, partitioned among the threads that `use_threads` set."""
 
 # Sums may be reordered, as in any vectorised sum; NaN and infinity keep their meaning.
 _options: dict[str, Any] = {
@@ -59,11 +59,11 @@ def kernel(**changed: Any) -> Callable[[Callable[..., None]], Dispatcher]:
 
 @intrinsic
 def share_out(typing_context, num_items):
-    """Deal items 0 to num_items - 1 to the threads, in equal runs: a call of the kernel in which this stands for each,
-    with its other arguments as they are. To be called by a kernel alone, which has nothing else to do then.
+    """Partition items 0 to num_items - 1 among the threads, in equal runs. Each run is a call of the kernel that calls
+    this, with its other arguments as they are. The kernel does nothing after it.
 
-    By the function that serves numba's own parallel loops, whatever their threads are made of. `use_threads` starts
-    them, so it comes before any kernel.
+    It uses the function of numba's own parallel loops, whichever threading layer they have. `use_threads` starts the
+    threads, so it comes before any kernel.
     """
 
     def lower(context, builder, signature, arguments):

@@ -6,7 +6,7 @@ file changes whose functions or constants it uses. So a kernel's name ends in a 
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -14,32 +14,19 @@ from typing import TypeVar
 Function = TypeVar("Function", bound=Callable[..., None])
 
 _ROOT = Path(__file__).parents[4]
-_IMPORT = re.compile(r"^from (pipeline\.kernels[\w.]*) import (.*)$", re.MULTILINE)
-
-
-def made_of(*files: str) -> Callable[[Function], Function]:
-    """A decorator below numba's: the function uses these files of the folder that it stands in."""
-
-    def named(function: Function) -> Function:
-        folder = Path(function.__code__.co_filename).parent
-        return _with_version(function, [folder / name for name in files])
-
-    return named
+_IMPORT = re.compile(r"^from (pipeline\.(?:kernels|engine\.drafts\.lookup)[\w.]*) import (.*)$", re.MULTILINE)
 
 
 def made_of_imports(function: Function) -> Function:
     """A decorator below numba's: the function uses its own file and the kernel sources which that imports."""
-    return _with_version(function, sources_of(Path(function.__code__.co_filename)))
-
-
-def _with_version(function: Function, files: Iterable[Path]) -> Function:
-    function.__qualname__ += f"-{version_of(tuple(sorted(files)))}"
+    files = tuple(sorted(sources_of(Path(function.__code__.co_filename))))
+    function.__qualname__ += f"-{version_of(files)}"
     return function
 
 
 @cache
 def sources_of(file: Path) -> frozenset[Path]:
-    """The file and the modules of `pipeline.kernels` that it imports from, directly or not."""
+    """The file and the modules of `pipeline.kernels` and of lookup that it imports from, directly or not."""
     found, left = {file}, [file]
     while left:
         for module, names in _IMPORT.findall(left.pop().read_text()):

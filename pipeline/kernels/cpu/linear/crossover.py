@@ -1,4 +1,4 @@
-"""Up to how many tokens the one of two ways through a linear is the faster one, measured once for each shape."""
+"""Up to how many tokens one of two forms of a linear is the faster one, measured once for each shape."""
 
 import time
 from collections.abc import Callable, Hashable

@@ -1,11 +1,11 @@
 """Which linear serves a weight on CPU, and oneDNN's packed weights in native bfloat16.
 
-In float32, weights that were stored narrow are read so (`narrow.py`); others are plain matrices for BLAS. In
-bfloat16, where native, weights are packed once by oneDNN, which compiles a kernel for each number of tokens it meets
-(some milliseconds on every new one), and a step's number of tokens is never the same twice: so tokens are padded to
-one of a few numbers. A 4-bit weight in bfloat16 keeps two forms: int4 for few tokens, where reading the weights is
-all the time there is, and packed bfloat16 of the same values for many, where the multiply is; the border is measured
-at load for each shape.
+In float32, weights that were stored narrow are read so (`linear_widened.py`). Others are plain matrices for BLAS. In
+bfloat16 on processors with AVX-512 BF16 and without AMX, `linear_bf16.py` serves all. Elsewhere oneDNN packs weights
+once. It compiles a kernel for each number of tokens (some milliseconds each), and that number changes from step to
+step, so tokens are padded to one of a few numbers. A 4-bit weight then keeps two forms: int4 for few tokens, where
+reading the weights takes all the time, and packed bfloat16 of the same values for many, where multiplying does. The
+number of tokens between the two is measured at load for each shape.
 """
 
 from dataclasses import replace
@@ -114,9 +114,9 @@ def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
 
 def _compiled(weight: LinearWeight, dtype: torch.dtype) -> Linear | None:
     if dtype == torch.float32:
-        from pipeline.kernels.cpu.linear.narrow import narrow_linear
+        from pipeline.kernels.cpu.linear.linear_widened import widened_linear
 
-        return narrow_linear(weight)
-    from pipeline.kernels.cpu.linear.pairs import multiplies_pairs, pair_linear
+        return widened_linear(weight)
+    from pipeline.kernels.cpu.linear.linear_bf16 import bf16_linear, multiplies_pairs
 
-    return pair_linear(weight) if dtype == torch.bfloat16 and multiplies_pairs() else None
+    return bf16_linear(weight) if dtype == torch.bfloat16 and multiplies_pairs() else None

@@ -2,9 +2,9 @@
 2024, "Cascade Inference"; Juravsky et al. 2024, "Hydragen"; Zhu et al. 2024, "RelayAttention").
 
 The query tokens of a group, with all query heads of a KV head, are packed into tiles of 128 rows, large enough for
-wgmma, whichever sequences they are of: each of them sees all keys of the prefix, so there is no mask. What comes of a
-tile is kept unfinished, as sums with their maxima; the decode kernel goes on from there with the rest of each
-sequence's context. Tiles are cut along the keys and dealt equally to the programs, as in the decode kernel.
+wgmma, whatever sequences they belong to: each sees all keys of the prefix, so there is no mask. A tile leaves partial
+sums with their maxima; the decode kernel continues from them with the rest of each sequence's context. Tiles are split
+along the keys and partitioned equally over the programs, as in the decode kernel.
 
 Suffixes: those of `kernels/contract.py`, and P places in the list of tokens, R rows of a tile (queries times heads).
 """
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.triton.attention.cascade_work import UNIT, CascadeWork
+from pipeline.kernels.triton.attention.cascade_metadata import UNIT, CascadeMetadata
+from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge
 from pipeline.kernels.triton.attention.prefill import rows_of, tile_of
-from pipeline.kernels.triton.attention.tiles import LOG2_E, attend, merge
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 
 
@@ -31,7 +31,7 @@ def _cascade(
     k_scale_ptr,
     v_scale_ptr,
     item_ptr,
-    lane_start_ptr,
+    program_start_ptr,
     tile_ptr,
     token_ptr,
     table_ptr,
@@ -52,12 +52,12 @@ def _cascade(
     IS_FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    kv_head, lane = tl.program_id(0), tl.program_id(1)
+    kv_head, program = tl.program_id(0), tl.program_id(1)
     QUERIES: tl.constexpr = ROWS // GROUP
     KEPT_ROWS: tl.constexpr = QUERIES * GROUP
     row_R, column_D = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     head_R = kv_head * GROUP + row_R % GROUP
-    for item in range(tl.load(lane_start_ptr + lane), tl.load(lane_start_ptr + lane + 1)):
+    for item in range(tl.load(program_start_ptr + program), tl.load(program_start_ptr + program + 1)):
         tile = tl.load(item_ptr + 3 * item)
         begin = tl.load(item_ptr + 3 * item + 1) * UNIT
         end = tl.load(item_ptr + 3 * item + 2) * UNIT
@@ -92,7 +92,7 @@ def _cascade(
             IS_FP8,
             STAGES,
         )
-        # Of rows without a token too: which ones they are would take registers all the while.
+        # Rows without a token are stored too: remembering which they are would hold registers through the loop.
         kept_R = (item * NUM_KV_HEADS + kv_head) * KEPT_ROWS + row_R  # see MOST_SUM_BYTES: 32 bits are enough
         is_row_R = row_R < KEPT_ROWS
         kept_RD = is_row_R[:, None] & (column_D < HEAD_DIM)[None, :]
@@ -121,8 +121,8 @@ def take_shared(
     HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """Take what `_cascade` left for a token (of the KV head's query head `head_R`) into the running softmax of each row
-    that is wanted."""
+    """Merge the partial sums that `_cascade` left for a token (of the KV head's query head `head_R`) into the running
+    softmax of each wanted row."""
     place_R = tl.load(place_ptr + token_R, mask=wanted_R, other=0)
     item_R = tl.load(tile_ptr + place_R // QUERIES * 3 + 1, mask=wanted_R, other=0)
     pieces_R = tl.load(tile_ptr + place_R // QUERIES * 3 + 2, mask=wanted_R, other=0)
@@ -143,9 +143,14 @@ def take_shared(
 
 
 def cascade_launch(
-    q_TND: torch.Tensor, cache: LayerCache, work: CascadeWork, table_SM: torch.Tensor, scale: float, target: Target
+    q_TND: torch.Tensor,
+    cache: LayerCache,
+    metadata: CascadeMetadata,
+    table_SM: torch.Tensor,
+    scale: float,
+    target: Target,
 ) -> Launch:
-    """The sums of every tile in `work` over its shared prefix, for the decode kernel to go on from."""
+    """The partial sums of every tile in `metadata` over its shared prefix, for the decode kernel."""
     head_dim = q_TND.shape[2]
     columns = power_of_two(head_dim, 16)
     is_fp8 = cache.k_CBKD.dtype == FP8
@@ -156,16 +161,16 @@ def cascade_launch(
     assert UNIT % keys == 0
     return Launch(
         _cascade,
-        (work.shape.num_kv_heads, work.shape.num_lanes),
+        (metadata.shape.num_kv_heads, metadata.shape.num_programs),
         (
             *(q_TND, *cache_arguments(cache)),
-            *(work.item_U3, work.lane_start, work.tile_W3, work.token_P, table_SM),
-            *(work.partial_UKRD, work.best_UKR, work.sum_UKR),
+            *(metadata.item_U3, metadata.program_start, metadata.tile_W3, metadata.token_P, table_SM),
+            *(metadata.partial_UKRD, metadata.best_UKR, metadata.sum_UKR),
             *(q_TND.stride(0), table_SM.stride(0), scale * LOG2_E),
         ),
         {
-            "NUM_KV_HEADS": work.shape.num_kv_heads,
-            "GROUP": work.shape.group,
+            "NUM_KV_HEADS": metadata.shape.num_kv_heads,
+            "GROUP": metadata.shape.group,
             "HEAD_DIM": head_dim,
             "COLUMNS": columns,
             "BLOCK": cache.k_CBKD.shape[1],

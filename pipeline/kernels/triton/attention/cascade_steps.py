@@ -1,17 +1,17 @@
-"""What the cascade kernel is told of steps that follow one another, worked out anew only where it may have changed.
+"""The cascade kernel's metadata of consecutive steps, planned again only if it may have changed.
 
-From step to step sequences grow by their own tokens, and what they begin with stays. It changes where sequences come or
-go, and where a context has grown past a block that others have too.
+From step to step sequences grow by their own tokens, and their shared beginning stays. The plan changes if sequences
+come or go, or if a context has grown past a block that others have too.
 """
 
 import numpy as np
 
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton.attention.cascade_work import CascadeShape
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape
 
 
 class CascadeSteps:
-    """Of steps whose sequences are all for the decode kernel. Remembers the last one."""
+    """For steps in which the decode kernel takes all sequences. Keeps the last plan."""
 
     def __init__(self, shape: CascadeShape) -> None:
         self._shape = shape

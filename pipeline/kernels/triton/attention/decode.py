@@ -1,12 +1,12 @@
-"""Attention of sequences that compute few tokens, over the paged cache, dealt equally to a fixed number of programs.
+"""Split-KV decode attention over the paged cache: a fixed grid, equal numbers of key tiles for each program.
 
 All query heads of a KV head, at all of a sequence's query positions, form the rows of one tile, so keys and values are
-read once. The contexts are cut into tiles of 64 keys; each KV head has `lanes` programs, and each of them takes an
-equal run of the tiles of all sequences one after the other, whatever their lengths. A sequence that is cut between
-programs leaves partial sums, which a second launch adds up in a fixed order. Where several sequences begin with the
-same blocks, a launch before these may have read them for all (`cascade.py`); each then begins with what it left.
+read once. The contexts are split into tiles of 64 keys. Each KV head has `num_programs` programs, and each program
+takes an equal run of the tiles of all sequences in order, whatever their lengths. A sequence that is split between
+programs leaves partial sums, which a second launch adds in a fixed order. If several sequences begin with the same
+blocks, an earlier launch may have read these for all of them (`cascade.py`); each sequence then starts from its sums.
 
-The launches depend on nothing that changes from step to step but the contents of `DecodeWork`'s tensors, so that they
+The launches depend on nothing that changes from step to step but the contents of `DecodeMetadata`'s tensors, so they
 can be captured in a CUDA graph.
 
 Suffixes: those of `kernels/contract.py`, and I items, P partial sums, R rows of a tile (queries times heads).
@@ -21,8 +21,8 @@ import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.triton.attention.cascade import cascade_launch, take_shared
-from pipeline.kernels.triton.attention.decode_work import KEYS, DecodeWork
-from pipeline.kernels.triton.attention.tiles import LOG2_E, attend, merge, stages_for
+from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata
+from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, merge, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 
 
@@ -35,7 +35,7 @@ def _decode(
     v_scale_ptr,
     out_ptr,
     item_ptr,
-    lane_start_ptr,
+    program_start_ptr,
     query_start_ptr,
     context_ptr,
     table_ptr,
@@ -65,10 +65,10 @@ def _decode(
     STAGES: tl.constexpr,
     SHARED_QUERIES: tl.constexpr,
 ):
-    kv_head, lane = tl.program_id(0), tl.program_id(1)
+    kv_head, program = tl.program_id(0), tl.program_id(1)
     row_R, column_D = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     head_R = kv_head * GROUP + row_R % GROUP
-    for item in range(tl.load(lane_start_ptr + lane), tl.load(lane_start_ptr + lane + 1)):
+    for item in range(tl.load(program_start_ptr + program), tl.load(program_start_ptr + program + 1)):
         sequence = tl.load(item_ptr + 4 * item)
         first_tile = tl.load(item_ptr + 4 * item + 1)
         last_tile = tl.load(item_ptr + 4 * item + 2)
@@ -192,11 +192,11 @@ def decode_launches(
     q_TND: torch.Tensor,
     cache: LayerCache,
     out_TND: torch.Tensor,
-    work: DecodeWork,
+    metadata: DecodeMetadata,
     scale: float,
     target: Target,
 ) -> tuple[Launch, ...]:
-    """Attention of the sequences in `work`, written to their tokens of `out_TND`: with its `cascade` the sums over
+    """Attention of the sequences in `metadata`, written to their tokens of `out_TND`: with its `cascade` the sums over
     shared prefixes, then the sums over the rest, then what joins them."""
     num_heads, head_dim = q_TND.shape[1:]
     _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
@@ -209,27 +209,34 @@ def decode_launches(
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "COLUMNS": columns,
-        "ROWS": work.num_rows,
-        "KEPT_ROWS": work.sum_PKR.shape[2],
+        "ROWS": metadata.num_rows,
+        "KEPT_ROWS": metadata.sum_PKR.shape[2],
     }
-    partials = work.partial_PKRD, work.best_PKR, work.sum_PKR
+    partials = metadata.partial_PKRD, metadata.best_PKR, metadata.sum_PKR
     is_fp8 = cache.k_CBKD.dtype == FP8
     stages = _stages(columns, cache.k_CBKD.element_size(), target)
-    shared = work.cascade
+    shared = metadata.cascade
     of_shared = (None,) * 6
     if shared is not None:
         places = shared.shared_S, shared.place_T, shared.tile_W3
         of_shared = *places, shared.partial_UKRD, shared.best_UKR, shared.sum_UKR
     arguments = (
         *(q_TND, *cache_arguments(cache), out_TND),
-        *(work.item_I4, work.lane_start, work.query_start_S1, work.context_len_S, work.block_table_SM, *partials),
+        *(
+            metadata.item_I4,
+            metadata.program_start,
+            metadata.query_start_S1,
+            metadata.context_len_S,
+            metadata.block_table_SM,
+            *partials,
+        ),
         *of_shared,
-        *(q_TND.stride(0), work.block_table_SM.stride(0), scale * LOG2_E, work.window or 0),
+        *(q_TND.stride(0), metadata.block_table_SM.stride(0), scale * LOG2_E, metadata.window or 0),
     )
-    windowed = work.window is not None
+    windowed = metadata.window is not None
     sums = Launch(
         _decode,
-        (num_kv_heads, work.num_lanes),
+        (num_kv_heads, metadata.num_programs),
         arguments,
         shape
         | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8, "STAGES": stages}
@@ -238,13 +245,13 @@ def decode_launches(
     )
     join = Launch(
         _combine,
-        (num_kv_heads, min(work.num_lanes, len(work.split_S3))),
-        (out_TND, work.split_S3, work.num_splits, work.query_start_S1, *partials),
+        (num_kv_heads, min(metadata.num_programs, len(metadata.split_S3))),
+        (out_TND, metadata.split_S3, metadata.num_splits, metadata.query_start_S1, *partials),
         shape,
     )
     if shared is None:
         return sums, join
-    return cascade_launch(q_TND, cache, shared, work.block_table_SM, scale, target), sums, join
+    return cascade_launch(q_TND, cache, shared, metadata.block_table_SM, scale, target), sums, join
 
 
 def _stages(columns: int, element_size: int, target: Target) -> int:

@@ -11,10 +11,10 @@ import torch
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput
-from pipeline.kernels.triton.attention.cascade_work import CascadeShape
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape
 from pipeline.kernels.triton.attention.decode import decode_launches
-from pipeline.kernels.triton.attention.decode_work import DecodeWork, most_queries
-from pipeline.kernels.triton.attention.prefill import PrefillWork, prefill_launch, rows_of
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
+from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
 from pipeline.kernels.triton.launch import Target, power_of_two
 
 
@@ -22,15 +22,15 @@ from pipeline.kernels.triton.launch import Target, power_of_two
 class AttentionPlan:
     """What the layers of one window need of a step; None where no sequence of the step is of that kind."""
 
-    decode: DecodeWork | None
-    prefill: PrefillWork | None
+    decode: DecodeMetadata | None
+    prefill: PrefillMetadata | None
 
 
 class PagedAttention:
     """`attention` of the contract for one device.
 
     A step's plan is worked out once for each window and kept in `AttentionInput.worked_out` under `plan_key(window)`.
-    Whoever captures steps in a CUDA graph allocates a `DecodeWork` for each window himself, refills it before each
+    Whoever captures steps in a CUDA graph allocates a `DecodeMetadata` for each window himself, refills it before each
     step and puts it there; then a call only launches, the same kernels every time.
     """
 
@@ -77,7 +77,7 @@ class PagedAttention:
                     cascade = replace(shape, most_tokens=most_tokens, most_tiles=most_tiles)
                     shared = shape.numbers(where, together)
             max_seqs, max_blocks = where.block_table_SM.shape
-            decode = DecodeWork.allocate(
+            decode = DecodeMetadata.allocate(
                 *(max_seqs, max_blocks, where.block_size),
                 *(num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
                 num_queries=min(most, most_queries(group)),
@@ -86,7 +86,7 @@ class PagedAttention:
             )
             decode.refill(where, few, shared)
         if len(many):
-            prefill = PrefillWork.of(where, many, rows_of(head_dim) // group, window, q_TND.device)
+            prefill = PrefillMetadata.of(where, many, rows_of(head_dim) // group, window, q_TND.device)
         return AttentionPlan(decode, prefill)
 
 

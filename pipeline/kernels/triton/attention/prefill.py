@@ -1,8 +1,8 @@
 """Attention of sequences that compute many tokens, over the paged cache: tiles of 128 rows, large enough for wgmma.
 
-A tile's rows are neighbouring query tokens with all query heads of a KV head, so that a short run of queries fills a
-tile as well as a long one, and few keys of the diagonal are multiplied in vain. Keys and values are read through the
-block table, so a prefix in shared blocks is read like what the step wrote.
+A tile's rows are adjacent query tokens with all query heads of a KV head, so a short run of queries fills a tile as
+well as a long one, and few products at the diagonal are masked. Keys and values are read through the block table, so a
+prefix in shared blocks is read like what the step wrote.
 
 Suffixes: those of `kernels/contract.py`, and I items, R rows of a tile (queries times heads).
 """
@@ -20,7 +20,7 @@ import triton.language as tl
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.transfer import on_device
-from pipeline.kernels.triton.attention.tiles import LOG2_E, attend, stages_for
+from pipeline.kernels.triton.attention.online_softmax import LOG2_E, attend, stages_for
 from pipeline.kernels.triton.launch import Launch, Target, cache_arguments, power_of_two
 
 
@@ -112,7 +112,7 @@ def _prefill(
 
 
 @dataclass(frozen=True)
-class PrefillWork:
+class PrefillMetadata:
     """Device tensors, int32. item_I2: sequence and first query of it, those with the most keys first."""
 
     window: int | None
@@ -124,7 +124,7 @@ class PrefillWork:
     @classmethod
     def of(
         cls, where: AttentionInput, sequences: np.ndarray, queries: int, window: int | None, device: torch.device
-    ) -> "PrefillWork":
+    ) -> "PrefillMetadata":
         """For the sequences of `where` at these indices, `queries` query tokens to a tile."""
         count_S = np.diff(where.query_start_S1)[sequences].astype(np.int64)
         tiles_S = -(-count_S // queries)
@@ -134,32 +134,32 @@ class PrefillWork:
         heaviest = np.argsort(-end_I, kind="stable")
         item_I2 = np.stack([sequences[of_I], first_query_I], axis=1)[heaviest]
         arrays = item_I2, where.query_start_S1, where.context_len_S, where.block_table_SM
-        return cls(window, *(on_device(np.ascontiguousarray(array, dtype=np.int32), device) for array in arrays))
+        return cls(window, *(on_device(np.ascontiguousarray(each, dtype=np.int32), device) for each in arrays))
 
 
 def prefill_launch(
     q_TND: torch.Tensor,
     cache: LayerCache,
     out_TND: torch.Tensor,
-    work: PrefillWork,
+    metadata: PrefillMetadata,
     scale: float,
     target: Target,
 ) -> Launch:
-    """Attention of the sequences in `work`, written to their tokens of `out_TND`."""
+    """Attention of the sequences in `metadata`, written to their tokens of `out_TND`."""
     num_heads, head_dim = q_TND.shape[1:]
     _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert out_TND.is_contiguous()
     columns = power_of_two(head_dim, 16)
     is_fp8 = cache.k_CBKD.dtype == FP8
-    keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, work.window is not None, target)
+    keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, metadata.window is not None, target)
     return Launch(
         _prefill,
-        (num_kv_heads, len(work.item_I2)),
+        (num_kv_heads, len(metadata.item_I2)),
         (
             *(q_TND, *cache_arguments(cache), out_TND),
-            *(work.item_I2, work.query_start_S1, work.context_len_S, work.block_table_SM),
-            *(q_TND.stride(0), work.block_table_SM.stride(0), scale * LOG2_E, work.window or 0),
+            *(metadata.item_I2, metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SM),
+            *(q_TND.stride(0), metadata.block_table_SM.stride(0), scale * LOG2_E, metadata.window or 0),
         ),
         {
             "NUM_KV_HEADS": num_kv_heads,
@@ -169,7 +169,7 @@ def prefill_launch(
             "BLOCK": block_size,
             "ROWS": rows_of(columns),
             "KEYS": keys,
-            "WINDOWED": work.window is not None,
+            "WINDOWED": metadata.window is not None,
             "IS_FP8": is_fp8,
             "STAGES": stages,
         },

@@ -1,8 +1,8 @@
-"""Linears on a GPU: 4-bit weights by two ways, few tokens through the fused kernel, many through cuBLAS on 16-bit ones.
+"""Linears on a GPU. 4-bit weights have two paths: the fused kernel for few tokens, cuBLAS on 16-bit weights for many.
 
-With few tokens the time of a linear is that of reading its weight, so a quarter of the bytes is up to four times as
-fast; with many it is the multiply, at which cuBLAS on 16-bit weights is up to twice as fast as any product that unpacks
-on its way. Both ways compute the same: the fused product does not round its weights to 16 bits, the other one does.
+With few tokens a linear's time is that of reading its weight, so a quarter of the bytes is up to four times as fast.
+With many it is the multiply: cuBLAS on 16-bit weights is up to twice as fast as a product that unpacks. Both paths
+compute the same, but that cuBLAS gets weights rounded to 16 bits.
 """
 
 import torch
@@ -16,7 +16,7 @@ from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
 class Scratch:
-    """Memory for one 16-bit weight, shared by all linears of a model, which use it one after the other on a stream."""
+    """A workspace for one 16-bit weight, shared by all linears of a model, which use it in turn on one stream."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = torch.empty(0, dtype=dtype, device=device)

@@ -1,12 +1,11 @@
-"""x @ weight.T on a GPU, each output's sum taken in one order whatever the number of tokens.
+"""x @ weight.T on a GPU; each output's sum has one order whatever the number of tokens.
 
-cuBLAS chooses tiles and splits by the number of tokens, so a row's outputs depend on its batch by rounding. Here tile,
-warps and with them the instruction that multiplies are the same for any number of tokens, which are filled up to whole
-tiles. The inputs are cut into parts by the weight's shape alone: each part is summed up by itself, and the parts are
-added one after the other. With few tokens the parts are programs of their own, or too few of them would read the
-weight, and another launch adds them up; with many, one program takes all parts of its outputs in turn. The additions
-are the same ones in the same order. What is taken for granted: an instruction adds up an output the same way wherever
-in its tile that stands.
+cuBLAS chooses tiles and splits by the number of tokens, so the rounding of a row depends on its batch. Here the tile,
+the warps and so the multiply instruction are the same for any number of tokens; tokens are padded to whole tiles. The
+inputs are split into parts by the weight's shape alone: each part is summed by itself, then the parts are added in
+order. With few tokens each part is a program of its own, so that enough programs read the weight, and another launch
+adds the parts. With many tokens one program computes all parts of its outputs in turn. The additions are the same, in
+the same order. Assumed: an instruction sums an output in the same way wherever the output is in its tile.
 
 Suffixes: M tokens, N outputs, K inputs, P parts.
 """

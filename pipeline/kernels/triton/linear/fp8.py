@@ -1,15 +1,15 @@
-"""Products of e4m3 weights and e4m3 activations on a GPU; what they compute is defined in `kernels/fp8.py`.
+"""Products of e4m3 weights and e4m3 activations on a GPU; what they compute is defined in `kernels/activations/fp8.py`.
 
 Two launches for any number of tokens: one rounds the tokens' inputs, one multiplies, folding the scales of inputs and
-weights in behind the dot product of each block. The units of sm_90 add up within a dot product in fewer bits than
+weights in after the dot product of each block. The units of sm_90 add up within a dot product in fewer bits than
 float32 has (DeepSeek-V3, section 3.3.2); a block has at most 128 products, and all that follows is in float32.
 
-A weight's inputs are cut into as many parts as its shape asks for, whatever the number of tokens; parts are summed from
-their own beginning and added in their order, by programs of their own with few tokens, by one program with many. So the
-order of sums, and with it every bit of a token's result, is the same beside however many others. The outputs are the
-rows of a tile and the tokens its columns: wgmma takes at least 64 rows, and from 8 columns on.
+A weight's inputs are split into parts by its shape alone, not by the number of tokens. Each part is summed by itself,
+then the parts are added in order: by programs of their own with few tokens, by one program with many. So the order of
+sums, and every bit of a token's result, is the same whatever else is in the step. The outputs are the rows of a tile
+and the tokens its columns: wgmma takes at least 64 rows, and from 8 columns on.
 
-There is no narrower way for few tokens, as int4 weights have it without fp8: a weight is a byte, read once a step.
+Few tokens have no path of fewer bytes, as int4 weights have without fp8: a weight is one byte, read once a step.
 
 Suffixes: N outputs, K inputs (filled up to whole blocks with zeros), M tokens, B blocks of inputs, G groups of inputs
 with a scale, P parts of the inputs.
@@ -60,7 +60,7 @@ def _round(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Some blocks of a token: values to (M, K) and scales to (B, M). Behind the last input values are 0."""
+    """Some blocks of a token: values to (M, K) and scales to (B, M). After the last input values are 0."""
     token = tl.program_id(0).to(tl.int64)
     block_B = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     input_BK = block_B[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

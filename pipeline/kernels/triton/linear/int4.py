@@ -1,4 +1,4 @@
-"""4-bit weights in groups on a GPU: a product that unpacks them in registers, and one pass that writes them out.
+"""4-bit weights in groups on a GPU: a product that unpacks them in registers, and a pass that dequantizes them.
 
 Inputs come in chunks of 128. A chunk of an output's weight is 16 words of 32 bits; bits 4 j to 4 j + 3 of each half
 of word c hold input 32 j + 2 c + half. So one shift, one mask and one `or` give two 16-bit floats that stand for
@@ -6,7 +6,7 @@ neighbouring inputs: with a nibble at the top of the mantissa and 2^4 as the exp
 float16 as in bfloat16 (after Kim et al. 2022, "Who says elephants can't run"). Chunks come first in memory, so a tile
 of outputs reads one run of it.
 
-weight = (q - zero) * scale is applied behind the dot product of each group, in float32:
+weight = (q - zero) * scale is applied after the dot product of each group, in float32:
     sum (q - zero) x = sum (16 + q) x - (16 + zero) sum x
 The outputs are the rows of a tile and the tokens its columns, as only the left operand of wgmma may come from
 registers, and few tokens fit its narrow side.

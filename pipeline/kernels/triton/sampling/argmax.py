@@ -1,4 +1,4 @@
-"""The best token of each row of logits in two launches, without another pass for what is not finite.
+"""The best token of each row of logits in two launches; rows that are not finite are found in the same pass.
 
 Suffixes: R rows, V vocabulary, P parts of a row.
 """

@@ -1,9 +1,9 @@
-"""One token of each row of logits, drawn or the best: a program a row, without sorting and without the host.
+"""Samples one token of each row of logits on the device, or takes the best: one program a row, without sorting.
 
-How far a logit is behind the row's best, over the temperature, is a float32 that is not negative, and the bits of such
-numbers are in the order of the numbers. So where top_k and top_p cut is searched for in the bits, to the last one: each
-pass over the row weighs three cuts and leaves a quarter of the range, 16 passes in all. A row without these options is
-read three times, a greedy one once.
+(best logit - logit) / temperature is a float32 that is not negative, and the bits of such numbers, as integers, have
+the same order as the numbers. So the cuts of top_k and top_p are found by a search over the bits: each pass over the
+row tries three cuts and leaves a quarter of the range, 16 passes in all. A row without these options is read three
+times, a greedy row once.
 
 Sums are float32 in each lane and float64 across lanes; the running sum in which a token is found is float64. Nothing
 depends on other rows.
@@ -19,7 +19,7 @@ import triton.language as tl
 from pipeline.kernels.triton.launch import Launch
 
 _WIDTH = 8192  # tokens looked at together
-_FARTHEST = tl.constexpr(0x42D00000)  # bits of 104: exp(-104) is 0 in float32, so nothing behind it counts
+_FARTHEST = tl.constexpr(0x42D00000)  # bits of 104: exp(-104) is 0 in float32, so nothing past it counts
 
 
 @triton.jit
@@ -39,12 +39,12 @@ def _best_of_row(logits_ptr, num_tokens, WIDTH: tl.constexpr):
 
 @triton.jit
 def _weights(logits_ptr, first, num_tokens, best, scale, min_p, WIDTH: tl.constexpr):
-    """Of tokens from `first` on: how far behind the best they are, as bits, and their weights, 0 below min_p."""
+    """Of tokens from `first` on: their distance below the best, as bits, and their weights, 0 below min_p."""
     token = first + tl.arange(0, WIDTH)
     logit = tl.load(logits_ptr + token, mask=token < num_tokens, other=float("-inf")).to(tl.float32)
-    behind = (best - logit) * scale
-    weight = tl.exp(-behind)
-    return behind.to(tl.int32, bitcast=True), tl.where(weight >= min_p, weight, 0.0)
+    below = (best - logit) * scale
+    weight = tl.exp(-below)
+    return below.to(tl.int32, bitcast=True), tl.where(weight >= min_p, weight, 0.0)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _nearest_cut(logits_ptr, num_tokens, best, scale, min_p, cut, wanted, COUNT:
 
 @triton.jit
 def _sum_before(logits_ptr, num_tokens, best, scale, min_p, cut, WIDTH: tl.constexpr):
-    """What the tokens before the cut weigh, and how many stand at it."""
+    """The sum of the weights before the cut, and the number of tokens at it."""
     before = tl.zeros((WIDTH,), tl.float32)
     num_at = tl.zeros((WIDTH,), tl.int32)
     for first in range(0, num_tokens, WIDTH):

@@ -1,4 +1,4 @@
-"""The Triton attention kernels against the reference, and how the decode kernel's work is dealt."""
+"""The Triton attention kernels against the reference, and how the decode kernel's work is items."""
 
 from dataclasses import replace
 
@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ModelError
-from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.reference import attention as reference_attention
-from pipeline.kernels.triton.attention.decode import decode_launches
-from pipeline.kernels.triton.attention.decode_work import KEYS, DecodeWork, deal, most_queries
+from pipeline.kernels.triton.attention.decode_metadata import KEYS, DecodeMetadata, decode_items, most_queries
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, plan_key
 from pipeline.kernels.triton.launch import H100, Target
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step
@@ -123,24 +121,24 @@ def test_too_many_heads_are_refused_by_name() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     tiles=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=1, max_size=40),
-    num_lanes=st.integers(1, 70),
+    num_programs=st.integers(1, 70),
 )
-def test_every_tile_is_dealt_once(tiles: list[tuple[int, int]], num_lanes: int) -> None:
+def test_every_tile_is_taken_once(tiles: list[tuple[int, int]], num_programs: int) -> None:
     begin_S = np.array([begin for begin, _ in tiles])
     end_S = begin_S + [count for _, count in tiles]
     sequence_S = np.arange(len(tiles)) * 3
-    dealt = deal(sequence_S, begin_S, end_S, num_lanes)
+    items = decode_items(sequence_S, begin_S, end_S, num_programs)
 
-    assert dealt.lane_start[0] == 0
-    assert dealt.lane_start[-1] == len(dealt.item_I4)
-    assert (np.diff(dealt.lane_start) >= 0).all()
+    assert items.program_start[0] == 0
+    assert items.program_start[-1] == len(items.item_I4)
+    assert (np.diff(items.program_start) >= 0).all()
     for s, begin, end in zip(sequence_S, begin_S, end_S):
-        mine = dealt.item_I4[dealt.item_I4[:, 0] == s]
+        mine = items.item_I4[items.item_I4[:, 0] == s]
         assert mine[0, 1] == begin
         assert mine[-1, 2] == end
         assert (mine[1:, 1] == mine[:-1, 2]).all()
         assert (mine[:, 2] > mine[:, 1]).all()
-        split = dealt.split_S3[dealt.split_S3[:, 0] == s]
+        split = items.split_S3[items.split_S3[:, 0] == s]
         if len(mine) == 1:
             assert mine[0, 3] == -1
             assert len(split) == 0
@@ -148,44 +146,17 @@ def test_every_tile_is_dealt_once(tiles: list[tuple[int, int]], num_lanes: int) 
             assert split.tolist() == [[s, mine[0, 3], len(mine)]]
             assert mine[:, 3].tolist() == list(range(mine[0, 3], mine[0, 3] + len(mine)))
     count_S = end_S - begin_S
-    size_I = dealt.item_I4[:, 2] - dealt.item_I4[:, 1]
-    taken = [int(size_I[a:b].sum()) for a, b in zip(dealt.lane_start, dealt.lane_start[1:])]
-    assert max(taken) == -(-int(count_S.sum()) // num_lanes)
-    assert len(dealt.item_I4) <= len(tiles) + num_lanes
-    assert len(dealt.split_S3) <= num_lanes
-    assert (dealt.item_I4[:, 3] < 2 * num_lanes).all()
-
-
-@pytest.mark.parametrize("with_fp8", [False, True])
-def test_launches_do_not_change_from_step_to_step(with_fp8: bool) -> None:
-    """What a CUDA graph would have recorded in the first step serves the next ones: only tensors are filled anew."""
-    window = 70
-    target = Target.of(DEVICE)
-    shape = 6, 32, 64, 4, 2, 16
-    work = DecodeWork.allocate(*shape, DEVICE, target, num_queries=4, window=window)
-    steps = [
-        make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8)
-        for lengths in ([(1500, 1), (5, 1), (64, 4)], [(65, 2)], [(100, 1)] * 6)
-    ]
-    out_TND = torch.zeros(20, 4, 16, device=DEVICE)
-    q_TND = torch.zeros_like(out_TND)
-    cache = LayerCache.allocate(40, 64, 2, 16, FP8 if with_fp8 else torch.float32, DEVICE)
-    cache.fill(list(range(40)), float("nan"))
-    recorded = decode_launches(q_TND, cache, out_TND, work, 0.3, target)
-    for step in steps:
-        work.refill(step.where)
-        q_TND[: len(step.q_TND)] = step.q_TND
-        for tensor, its in zip(cache.tensors, step.cache.tensors):
-            tensor[: len(its)] = its
-        for launch in recorded:
-            launch.run()
-        oracle = reference_attention(*step.wide, step.where, 0.3, window)
-        assert float((out_TND[: len(oracle)].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
+    size_I = items.item_I4[:, 2] - items.item_I4[:, 1]
+    taken = [int(size_I[a:b].sum()) for a, b in zip(items.program_start, items.program_start[1:])]
+    assert max(taken) == -(-int(count_S.sum()) // num_programs)
+    assert len(items.item_I4) <= len(tiles) + num_programs
+    assert len(items.split_S3) <= num_programs
+    assert (items.item_I4[:, 3] < 2 * num_programs).all()
 
 
 def test_a_plan_that_lies_ready_is_used() -> None:
     step = make_step([(100, 1), (30, 1)], (2, 1), 16, 64, torch.float32)
-    work = DecodeWork.allocate(4, 4, 64, 2, 1, 16, DEVICE, Target.of(DEVICE))
+    work = DecodeMetadata.allocate(4, 4, 64, 2, 1, 16, DEVICE, Target.of(DEVICE))
     work.refill(step.where)
     work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # tells the ready plan from one made anew
     step.where.worked_out[plan_key(None)] = AttentionPlan(work, None)
@@ -198,18 +169,25 @@ def test_a_plan_that_lies_ready_is_used() -> None:
 def test_work_for_more_queries_than_the_kernel_takes_is_refused() -> None:
     assert [most_queries(group) for group in (1, 3, 4, 5, 8, 16, 64, 71)] == [8, 8, 8, 6, 8, 4, 1, 1]
     with pytest.raises(ValueError, match="takes 4 at most where 16 query heads"):
-        DecodeWork.allocate(1, 1, 64, 16, 1, 16, DEVICE, H100, num_queries=5)
+        DecodeMetadata.allocate(1, 1, 64, 16, 1, 16, DEVICE, H100, num_queries=5)
 
 
 def test_tensors_of_the_work_lie_aligned() -> None:
     """Else each number of sequences would have its kernel compiled anew."""
     for max_seqs in (1, 2, 3, 5):
-        work = DecodeWork.allocate(max_seqs, 3, 64, 2, 1, 16, torch.device("cpu"), H100)
-        views = work.item_I4, work.lane_start, work.split_S3, work.num_splits, work.query_start_S1, work.context_len_S
-        assert [(view.data_ptr() - work.numbers.tensor.data_ptr()) % 16 for view in views] == [0] * 6
+        work = DecodeMetadata.allocate(max_seqs, 3, 64, 2, 1, 16, torch.device("cpu"), H100)
+        views = (
+            work.item_I4,
+            work.program_start,
+            work.split_S3,
+            work.num_splits,
+            work.query_start_S1,
+            work.context_len_S,
+        )
+        assert [(view.data_ptr() - work.staged.tensor.data_ptr()) % 16 for view in views] == [0] * 6
 
 
 def test_an_h100_gets_two_programs_a_multiprocessor() -> None:
-    work = DecodeWork.allocate(256, 128, 64, 32, 8, 128, torch.device("meta"), H100)
-    assert 2 * 132 - 8 < 8 * work.num_lanes <= 2 * 132
+    work = DecodeMetadata.allocate(256, 128, 64, 32, 8, 128, torch.device("meta"), H100)
+    assert 2 * 132 - 8 < 8 * work.num_programs <= 2 * 132
     assert KEYS == 64

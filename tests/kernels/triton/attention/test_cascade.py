@@ -11,14 +11,14 @@ import torch
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.contract import AttentionInput, GraphShape
 from pipeline.kernels.reference import attention as reference_attention
-from pipeline.kernels.triton.attention import cascade_work
-from pipeline.kernels.triton.attention.captured import CapturedAttention
+from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
+from pipeline.kernels.triton.attention.cascade_metadata import UNIT, CascadePlan, CascadeShape
 from pipeline.kernels.triton.attention.cascade_steps import CascadeSteps
-from pipeline.kernels.triton.attention.cascade_work import UNIT, CascadePlan, CascadeShape
 from pipeline.kernels.triton.attention.decode import decode_launches
-from pipeline.kernels.triton.attention.decode_work import DecodeWork
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata
 from pipeline.kernels.triton.attention.dispatch import PagedAttention, plan_key
-from pipeline.kernels.triton.invariant import InvariantAttention
+from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention
 from pipeline.kernels.triton.launch import H100, Target
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step, sharing
 
@@ -32,7 +32,7 @@ Shared = list[tuple[list[int], int]]
 @pytest.fixture
 def any_saving_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that the interpreter gets through are smaller than any that pays on a GPU."""
-    monkeypatch.setattr(cascade_work, "LEAST_SAVED_BYTES", 0)
+    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
 
 
 def check(step: Step, groups: int) -> None:
@@ -118,38 +118,39 @@ def test_a_broken_query_stays_in_its_row_and_a_broken_value_in_its_group() -> No
 
 
 @pytest.mark.usefixtures("any_saving_pays")
+@pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("with_fp8", [False, True])
-def test_launches_do_not_change_from_step_to_step(with_fp8: bool) -> None:
-    """What a CUDA graph would have recorded serves steps with one group, with none and with two."""
-    captured = CapturedAttention(GraphShape(6, 8, 64, 4, 2, 16, frozenset({None, 70}), 4, 12), DEVICE)
+def test_launches_do_not_change_from_step_to_step(with_fp8: bool, window: int | None) -> None:
+    """What a CUDA graph would have recorded serves steps with one group, with none, with long contexts and with two."""
+    captured = CapturedAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({None, 70}), 4, 12), DEVICE)
     assert captured.worked_out[plan_key(70)].decode.cascade is None
-    work: DecodeWork = captured.worked_out[plan_key(None)].decode
+    work: DecodeMetadata = captured.worked_out[plan_key(window)].decode
     made = [
         sharing(make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8), shared)
         for lengths, shared in (
             ([(200, 1), (270, 3), (190, 4)], [([0, 1, 2], 2)]),
-            ([(200, 1), (140, 2)], []),
+            ([(1500, 1), (140, 2)], []),
             ([(200, 1)] * 6, [([0, 3, 5], 3), ([1, 4], 2)]),
         )
     ]
     out_TND = torch.zeros(12, 4, 16, device=DEVICE)
     q_TND = torch.zeros_like(out_TND)
-    cache = LayerCache.allocate(30, 64, 2, 16, FP8 if with_fp8 else torch.float32, DEVICE)
-    cache.fill(list(range(30)), float("nan"))
+    cache = LayerCache.allocate(40, 64, 2, 16, FP8 if with_fp8 else torch.float32, DEVICE)
+    cache.fill(list(range(40)), float("nan"))
     recorded = decode_launches(q_TND, cache, out_TND, work, 0.3, Target.of(DEVICE))
     served = []
     for step in made:
         captured.refill(step.where)
-        assert work.cascade is not None
-        served.append(int((work.cascade.shared_S[: len(step.where.context_len_S)] > 0).sum()))
+        if work.cascade is not None:
+            served.append(int((work.cascade.shared_S[: len(step.where.context_len_S)] > 0).sum()))
         q_TND[: len(step.q_TND)] = step.q_TND
         for tensor, its in zip(cache.tensors, step.cache.tensors):
             tensor[: len(its)] = its
         for launch in recorded:
             launch.run()
-        oracle = reference_attention(*step.wide, step.where, 0.3, None)
+        oracle = reference_attention(*step.wide, step.where, 0.3, window)
         assert float((out_TND[: len(oracle)].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
-    assert served == [3, 0, 5]
+    assert served == ([3, 0, 5] if window is None else [])
 
 
 @pytest.mark.usefixtures("any_saving_pays")
@@ -164,13 +165,13 @@ def test_layers_with_a_window_and_the_deterministic_mode_read_each_sequence_by_i
         for tensor, its in zip(apart.cache.tensors, step.cache.tensors):
             tensor[apart.where.block_table_SM[s, :2]] = its[step.where.block_table_SM[s, :2]]
 
-    def is_the_same(attention: PagedAttention | InvariantAttention) -> bool:
+    def is_the_same(attention: PagedAttention | BatchInvariantAttention) -> bool:
         shared, alone = (
             attention(step.q_TND, of.cache, AttentionInput(*_places(of)), 0.3, None) for of in (step, apart)
         )
         return torch.equal(shared, alone)
 
-    assert is_the_same(InvariantAttention(DEVICE))
+    assert is_the_same(BatchInvariantAttention(DEVICE))
     assert not is_the_same(PagedAttention(DEVICE)), "sums in another order have other bits: the check would find it"
 
 
@@ -201,7 +202,7 @@ def planned(shape: CascadeShape, groups: list[tuple[int, int]], count: int = 1) 
 def test_a_group_pays_where_it_saves_more_than_a_launch_costs() -> None:
     shape = CascadeShape.of(1024, 32, 8, 128, H100)
     assert shape.num_queries == 32
-    assert shape.num_lanes == 16
+    assert shape.num_programs == 16
     assert shape.most_tiles == 64
     plan = planned(shape, [(835, 2048)])
     assert plan is not None
@@ -226,8 +227,8 @@ def test_the_largest_groups_are_read_together_where_not_all_fit() -> None:
 
 def test_sums_are_kept_within_bounds() -> None:
     shape = CascadeShape.of(1 << 16, 32, 8, 128, H100)
-    items = shape.most_tiles + shape.num_lanes
-    assert items * 8 * 128 * 128 * 4 <= cascade_work.MOST_SUM_BYTES
+    items = shape.most_tiles + shape.num_programs
+    assert items * 8 * 128 * 128 * 4 <= cascade_metadata.MOST_SUM_BYTES
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -273,10 +274,10 @@ def test_every_token_of_a_group_has_its_place_and_every_unit_is_dealt_once(seed:
     context_S = np.concatenate([np.full(size, tokens + 100) for size, tokens in groups])
     query_start = np.arange(sequences + 1, dtype=np.int32) * count
     where = AttentionInput(query_start, context_S, np.zeros((sequences, 1)), torch.zeros(0), 64)
-    flat_U, lane_start, flat_W, token_P, place_T, shared_S = shape.numbers(where, plan)
+    flat_U, program_start, flat_W, token_P, place_T, shared_S = shape.numbers(where, plan)
     item_U3, tile_W3 = flat_U.reshape(-1, 3), flat_W.reshape(-1, 3)
-    assert [len(n.ravel()) <= size for n, size in zip((flat_U, lane_start, flat_W), shape.sizes)] == [True] * 3
-    assert lane_start[-1] == len(item_U3)
+    assert [len(n.ravel()) <= size for n, size in zip((flat_U, program_start, flat_W), shape.sizes)] == [True] * 3
+    assert program_start[-1] == len(item_U3)
     tokens = np.arange(sequences * count)
     assert (token_P[place_T] == tokens).all()
     assert sorted(token_P[token_P >= 0].tolist()) == tokens.tolist()
@@ -290,5 +291,5 @@ def test_every_token_of_a_group_has_its_place_and_every_unit_is_dealt_once(seed:
         assert items[0, 1] == 0
         assert items[-1, 2] * UNIT == shared_S[sequence]
         assert (items[1:, 1] == items[:-1, 2]).all()
-    taken = [int((item_U3[a:b, 2] - item_U3[a:b, 1]).sum()) for a, b in pairwise(lane_start)]
-    assert max(taken) == -(-sum(taken) // shape.num_lanes)
+    taken = [int((item_U3[a:b, 2] - item_U3[a:b, 1]).sum()) for a, b in pairwise(program_start)]
+    assert max(taken) == -(-sum(taken) // shape.num_programs)

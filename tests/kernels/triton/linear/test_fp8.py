@@ -12,8 +12,7 @@ from pipeline.kernels.triton.linear import fp8
 from pipeline.kernels.triton.linear.fp8 import E4m3Weight, Fp8Linear, fp8_launches, fp8_linears, parts_of, tile_for
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight
 from tests.kernels.activations.test_fp8 import fp8_weight
-from tests.kernels.triton.linear.test_int4 import random_weight
-from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT
+from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) < fp8.LEAST_CAPABILITY, reason="no fp8 units"

@@ -14,19 +14,7 @@ from pipeline.kernels.triton.linear.dispatch import (
 )
 from pipeline.kernels.triton.linear.int4 import TiledInt4, int4_launches, serves, tile_for
 from pipeline.weights.packed import DenseWeight, GroupIntWeight
-from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT
-
-
-def random_weight(num_outputs: int, num_inputs: int, group: int, bias: bool = False, seed: int = 0) -> GroupIntWeight:
-    torch.manual_seed(seed)
-    groups = (num_outputs, num_inputs // group)
-    return GroupIntWeight(
-        torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8),
-        ((torch.rand(groups) + 0.5) * num_inputs**-0.5 / 4.6).half().float(),
-        torch.randint(0, 16, groups).float(),
-        group,
-        torch.randn(num_outputs).half().float() if bias else None,
-    )
+from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
 
 
 def relative_error(ours: torch.Tensor, weight: GroupIntWeight, x_MK: torch.Tensor) -> float:

@@ -1,0 +1,227 @@
+"""The commands about a job and its output: run, validate, status, report, verify, compact."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say, stdout_is_claimed
+from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
+
+if TYPE_CHECKING:
+    from pipeline.config import JobConfig
+
+
+def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that change a job file on the way in, as `load_job` takes them."""
+    for option in reversed(
+        [
+            click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
+                         help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
+            click.option("overlays", "--config", metavar="FILE", multiple=True,
+                         help="Lay a file of the same form over the job file: configs/h100.yaml."),
+            click.option("--limit", type=click.IntRange(min=1), metavar="N",
+                         help="Only the first N rows. Another N is another job, with an output of its own."),
+        ]
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("job", metavar="JOB.yaml")
+@_overlays
+@click.option("--accept-numerics", is_flag=True,
+              help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
+@click.option("--retry-failed", is_flag=True,
+              help="Compute the error rows of what is written again; each part is replaced whole.")  # fmt: skip
+@json_flag
+@answers
+def run(job: str, accept_numerics: bool, retry_failed: bool, as_json: bool, **overlays: Any) -> None:
+    """Run a job, or go on with it where it stopped.
+
+    \b
+    Examples:
+      pipeline run jobs/summarize.yaml
+      pipeline run jobs/summarize.yaml --limit 20 --set output.path=out/try
+      pipeline run my.yaml --config configs/h100.yaml --set run.actors=8
+      pipeline run my.yaml --json > report.json
+      pipeline run my.yaml --retry-failed        only the rows that became errors, once more
+
+    Parts appear in output.path as they are finished, _SUCCESS when all are there, and the report in
+    output.path/_pipeline/report.md. Ctrl-C once lets finished work be written; then the same command goes on.
+    """
+    from pipeline.config import load_job
+
+    run_and_report(load_job(job, **overlays), as_json, accept_numerics, retry_failed)
+
+
+def run_and_report(
+    config: "JobConfig", as_json: bool, accept_numerics: bool = False, retry_failed: bool = False
+) -> None:
+    """Run a job and print its report; in a fork, but where a fork's results would be lost."""
+    from pipeline.cli.guard import guarded
+    from pipeline.cli.progress import progress_for
+    from pipeline.stores.redaction import shown_url
+
+    with guarded() if stdout_is_claimed() else nullcontext():
+        from pipeline.job.run import run_job
+        from pipeline.report.render import text
+
+        with progress_for() as progress:
+            report = run_job(config, accept_numerics=accept_numerics, retry_failed=retry_failed, progress=progress)
+        if as_json:
+            return print_json(report.to_json())
+        output = shown_url(config.output.path).rstrip("/")
+        print_result(f"{text(report)}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
+
+
+@click.command()
+@click.argument("job", metavar="JOB.yaml")
+@_overlays
+@json_flag
+@answers
+def validate(job: str, as_json: bool, **overlays: Any) -> None:
+    """Say what a job is, with its first prompt, or everything that is wrong with it.
+
+    \b
+    Examples:
+      pipeline validate jobs/summarize.yaml
+      pipeline validate my.yaml --config configs/l4.yaml --set input.path=other.parquet
+
+    Looks at the job file, the input's footers and the output folder. Loads no model and writes nothing.
+    """
+    from pipeline.config import JobFileError, load_job
+    from pipeline.job.validate import describe, examine
+
+    config = load_job(job, **overlays)
+    found = examine(config)
+    if found.mistakes:
+        raise JobFileError(found.mistakes)
+    if found.failures:
+        raise EnvironmentFailed("\n".join(found.failures))
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_result(describe(found, config))
+
+
+@click.command()
+@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@json_flag
+@answers
+def status(place: str, as_json: bool) -> None:
+    """Say how far a job is, from its output folder.
+
+    \b
+    Examples:
+      pipeline status out/summarize
+      pipeline status jobs/summarize.yaml
+    """
+    from pipeline.cli.progress import status_line
+    from pipeline.job.read_output import doubt_of, open_output, status_of
+
+    store = open_output(place)
+    now = status_of(store)
+    doubt = doubt_of(store, now)
+    if as_json:
+        print_json({**now.to_json(), "output": store.path, "stale": doubt})
+        return
+    believed = now.outcome if doubt is None else "stale" if now.outcome == "running" else "damaged"
+    print_result(f"{place}: {believed}")
+    print_result(f"  {status_line(now)}")
+    print_result(f"  run {now.run_id}, {now.units:,} units written, {now.actors} actors")
+    if doubt:
+        print_result(f"  {doubt}")
+
+
+@click.command()
+@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@json_flag
+@answers
+def report(place: str, as_json: bool) -> None:
+    """Print what a job did and cost, over all its runs, killed ones included.
+
+    \b
+    Examples:
+      pipeline report out/summarize
+      pipeline report jobs/summarize.yaml --json
+    """
+    from pipeline.job.read_output import damage_of, open_output, report_of
+    from pipeline.report.render import text
+
+    store = open_output(place)
+    told = report_of(store)
+    doubt = damage_of(store) if told.outcome == "finished" else None
+    if as_json:
+        print_json({**told.to_json(), "stale": doubt})
+        return
+    print_result(text(told))
+    if doubt:
+        print_result(f"\n  {doubt}")
+
+
+@click.command()
+@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.option("--to", required=True, metavar="DIR", help="A new folder, or an fsspec url.")
+@click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
+              help="input: rows in the order of (source_file, source_row).")  # fmt: skip
+@click.option("--target-size", default="256MB", show_default=True, metavar="SIZE", help="About how large a file is.")
+@json_flag
+@answers
+def compact(place: str, to: str, order: Literal["parts", "input"], target_size: str, as_json: bool) -> None:
+    """Merge the parts of a finished job into a few large files in a new folder.
+
+    \b
+    Examples:
+      pipeline compact out/summarize --to out/summaries
+      pipeline compact my.yaml --to s3://bucket/labels --order input --target-size 1GB
+
+    The job's output is read and left as it is; nothing is replaced anywhere. Rows are counted against the job's
+    _SUCCESS, and the new folder gets its own when all are there. After an interruption the same command goes on.
+    An s3:// folder takes its options from the job file, or from the environment.
+    """
+    from pipeline.config import parse_bytes
+    from pipeline.data.output.compact import MAX_FILE_BYTES
+    from pipeline.data.output.compact import compact as merge
+    from pipeline.data.output.parts import PartStore
+    from pipeline.job.read_output import open_output, output_of
+    from pipeline.stores.filesystem import is_url
+
+    size = parse_bytes(target_size)
+    if size is None or not 0 < size <= MAX_FILE_BYTES:
+        raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
+    storage = output_of(place)[1] if is_url(to) else {}
+    done = merge(open_output(place), PartStore(to, storage), order, size, say)
+    print_answer(done, as_json)
+
+
+@click.command()
+@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.option("--deep", is_flag=True, help="Read every page of every part, and see that each row is there once.")
+@json_flag
+@answers
+def verify(place: str, deep: bool, as_json: bool) -> None:
+    """Say whether the output of a finished job is sound, and name all that is damaged.
+
+    \b
+    Examples:
+      pipeline verify out/summarize
+      pipeline verify jobs/summarize.yaml --deep
+
+    Compares names and sizes of the parts with what _SUCCESS counts, and reads every footer. --deep reads the parts
+    whole, with the checksum of each page, and sees that their rows follow each other without a gap and without one
+    twice.
+
+    Changes nothing. Leaves with 0 when the output is finished and sound, with 2 when something is missing or damaged.
+    An s3:// output takes its options from the job file, or from the environment.
+    """
+    from pipeline.job.audit import audit
+    from pipeline.job.read_output import open_output
+
+    found = audit(open_output(place), deep, say)
+    print_answer(found, as_json)
+    if not found.sound:
+        sys.exit(OutputError.exit_code)

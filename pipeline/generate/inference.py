@@ -1,0 +1,157 @@
+"""Runs a handful of prompts through an engine in this process. A row is rendered, tokenized, seeded as a job's is."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.checkpoints.locate import resolve_draft, resolve_model
+from pipeline.config import JobConfig
+from pipeline.data.output.result_columns import RESULT_NAMES, output_schema
+from pipeline.data.units import make_units
+from pipeline.engine.params import Completion, Request
+from pipeline.errors import ConfigError
+from pipeline.formatting import Remaining
+from pipeline.generate.answer import Answer, Saved
+from pipeline.generate.prompts import Prompts
+from pipeline.job.actor.tokenize import Tokenize, chat_of
+from pipeline.machine.host import wall_time
+from pipeline.stores.redaction import shown_url
+
+_RENAME = {"source_row": "source_line"}  # a file of lines is counted as editors do: from 1, empty ones too
+_TAKEN = (*RESULT_NAMES, *_RENAME.values())
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of all prompts together. Tokens are those of completed prompts."""
+
+    prompts: int
+    failed: int
+    num_input_tokens: int
+    num_generated_tokens: int
+    seconds: float
+
+    def to_text(self) -> str:
+        failed = f", {self.failed:,} failed" if self.failed else ""
+        return (
+            f"{self.prompts:,} prompt{'' if self.prompts == 1 else 's'}{failed}; {self.num_input_tokens:,} tokens in, "
+            f"{self.num_generated_tokens:,} out, {self.seconds:.1f} s"
+        )
+
+
+def complete(
+    config: JobConfig, prompts: Prompts, saved: Saved | None, show: Callable[[Answer], None], say: Say
+) -> Done:
+    """Run all prompts. Each answer is shown as its turn comes or, where there is a file, saved in the end.
+
+    A prompt that fails is counted and does not stop the others.
+    """
+    schema = _schema(prompts, say) if saved is not None else None
+    began, kept = time.monotonic(), []
+    count: Counter[str] = Counter()
+    for answer in answers(config, prompts, say):
+        done = answer.completion
+        completed = done.error is None
+        read = done.num_prompt_tokens if completed else 0
+        count.update(failed=not completed, read=read, generated=len(done.token_ids))
+        if saved is None:
+            show(answer)
+        else:
+            kept.append(answer)
+    if saved is not None and schema is not None:
+        saved.write(kept, schema)
+        say(f"wrote {saved.path}")
+    seconds = round(time.monotonic() - began, 3)
+    told = Done(prompts.num_rows, count["failed"], count["read"], count["generated"], seconds)
+    say(told.to_text())
+    return told
+
+
+def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
+    """Each prompt's answer, in the input's order, as soon as it and those before it are finished.
+
+    A prompt that fails is an answer with an error. Raises ModelError, ConfigError before the first one.
+    """
+    now, unit_spec = wall_time(), config.unit_spec()
+    inputs = prompts.table.select(list(range(prompts.table.num_columns - 2)))
+    unit_spec.prompt.check(inputs.schema)
+    for option, column in config.sampling_columns().items():
+        if column not in inputs.schema.names:
+            raise ConfigError(f"sampling.{option}: the input has no column {column!r}")
+    units = make_units(prompts.table, unit_spec, window=0)
+    say(f"loading {shown_url(config.model.path)}")
+    folder = resolve_model(config.model.path, config.model.storage, say)
+    if config.prompt.chat is not None:
+        _check_template(folder)
+    from pipeline.engine.engine import Engine
+
+    draft = resolve_draft(config.draft_model, config.model.storage, say)
+    with Engine(config.engine_config(str(folder), draft and str(draft)), say) as engine:
+        tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat_of(config, now))
+        rendered: dict[int, str | None] = {}
+        requests: list[Request] = []
+        done: dict[int, Completion] = {}
+        for unit in units:
+            lines = unit.own("source_row").to_pylist()
+            rendered |= zip(lines, unit.own("_prompt").to_pylist())
+            asked, failed = tokenize(unit)
+            requests += [replace(r, row_id=lines[r.row_id]) for r in asked]  # type: ignore[index]
+            done |= {lines[c.row_id]: c for c in failed}  # type: ignore[index]
+        requests.sort(key=lambda request: request.row_id)  # type: ignore[arg-type,return-value]
+        finished = engine.stream(requests)
+        remaining, began, num_done, num_tokens = Remaining(say, "prompts", prompts.num_rows), time.monotonic(), 0, 0
+        for values in prompts.table.to_pylist():
+            line = values["source_row"]
+            while line not in done:
+                completion = next(finished)
+                done[completion.row_id] = completion  # type: ignore[index]
+                num_done, num_tokens = num_done + 1, num_tokens + len(completion.token_ids)
+                remaining(num_done, f"{num_tokens / (time.monotonic() - began):,.0f} tok/s out")
+            yield _answer(rendered[line], values, done.pop(line))
+
+
+def _check_template(folder: Path) -> None:
+    """Before weights are read. Raises ModelError where the checkpoint has no chat template."""
+    from pipeline.tokenization.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(str(folder))
+    try:
+        tokenizer.check_chat_template()
+    finally:
+        tokenizer.close()
+
+
+def _schema(prompts: Prompts, say: Say) -> pa.Schema:
+    """The columns of a saved result. Keys of the input that have a result's name are left out, aloud."""
+    names = prompts.table.schema.names[:-2]
+    clashes = [name for name in names if name in _TAKEN]
+    if clashes:
+        say(f"left out of the output, as results have these names: {', '.join(clashes)}")
+    kept = pa.schema([prompts.table.schema.field(i) for i, name in enumerate(names) if name not in clashes])
+    return output_schema(kept, _RENAME, logprobs=False)
+
+
+def _answer(prompt: str | None, values: dict[str, Any], completion: Completion) -> Answer:
+    result = {
+        "generated_text": completion.text if completion.error is None else None,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "error_message": completion.error_message,
+        "num_input_tokens": completion.num_prompt_tokens,
+        "num_cached_tokens": completion.num_cached_tokens,
+        "num_generated_tokens": len(completion.token_ids),
+        "source_file": values["source_file"],
+        "source_line": values["source_row"] + 1,
+    }
+    where = values["source_file"]
+    if where != "--prompt":
+        where += f" line {result['source_line']}"
+    kept = {name: value for name, value in values.items() if name not in _TAKEN}
+    return Answer(prompt, where, completion, {**kept, **result})

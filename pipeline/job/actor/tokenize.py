@@ -1,0 +1,127 @@
+"""From a unit's prompts to requests for the engine: chat template, tokenizer, each row's own options and seed.
+
+A row that cannot be sent is a completion with an error. Jobs, `pipeline generate` and samples render their rows here.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeline.data.units import Unit
+from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.errors import ConfigError, RowError
+from pipeline.tokenization.chat import ChatTemplateError
+
+if TYPE_CHECKING:
+    from pipeline.config import JobConfig
+
+
+class Tokenizer(Protocol):
+    """What Tokenize needs: `pipeline.tokenization.tokenizer.Tokenizer`, or a test's fake."""
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        system: str | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a prompt becomes a chat. With `from_messages` the unit's prompts are messages as JSON. `now`: what a template
+    that asks for the date is told."""
+
+    from_messages: bool = False
+    system: str | None = None
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    now: datetime | None = None
+
+
+def chat_of(config: "JobConfig", now: datetime | None) -> Chat | None:
+    """How a prompt becomes a chat; None where it is sent as it is. `now`: the date, where the job file has none."""
+    given = config.prompt.chat
+    if given is None:
+        return None
+    return Chat(
+        config.prompt.messages is not None,
+        given.system,
+        given.add_generation_prompt,
+        given.template_kwargs,
+        now if given.date is None else datetime.fromisoformat(given.date),
+    )
+
+
+def row_seed(job_seed: int, source_file: str, source_row: int) -> int:
+    """A row's 63-bit seed: it depends on nothing but the job's seed and where the row comes from."""
+    key = f"{job_seed}\0{source_file}\0{source_row}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+class Tokenize:
+    """Turns a unit's prompts into requests. A request's row_id is the row's index in the unit."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, seed: int, chat: Chat | None) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._seed = seed
+        self._chat = chat
+        self._chat_lock = threading.Lock()  # the template is rendered by one process for all threads
+
+    def __call__(self, unit: Unit) -> tuple[list[Request], list[Completion]]:
+        """The requests to make, and the completions of rows that failed already."""
+        failed: list[Completion] = []
+        wanted: list[tuple[int, str, SamplingParams]] = []
+        columns = [
+            unit.own(name).to_pylist()
+            for name in ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row")
+        ]
+        for i, (prompt, error, message, own, file, row) in enumerate(zip(*columns, strict=True)):
+            if error is not None:
+                failed.append(failed_row(i, error, message or ""))
+                continue
+            try:
+                values = json.loads(own) if own else {}
+                params = replace(self._params, **{**values, "seed": row_seed(self._seed, file, row)})
+            except (ConfigError, TypeError) as refused:
+                failed.append(failed_row(i, RowError.INVALID_SAMPLING, str(refused)))
+                continue
+            wanted.append((i, prompt, params))
+        if self._chat is None:
+            encoded = self._tokenizer.encode_batch([prompt for _, prompt, _ in wanted])
+            return [Request(i, ids, params) for (i, _, params), ids in zip(wanted, encoded, strict=True)], failed
+        requests = []
+        for i, prompt, params in wanted:
+            try:
+                requests.append(Request(i, self._encode_chat(prompt, self._chat), params))
+            except ChatTemplateError as refused:
+                failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(refused)))
+        return requests, failed
+
+    def _encode_chat(self, prompt: str, chat: Chat) -> list[int]:
+        messages = json.loads(prompt) if chat.from_messages else [{"role": "user", "content": prompt}]
+        with self._chat_lock:
+            return self._tokenizer.encode_chat(
+                messages, chat.system, chat.add_generation_prompt, chat.template_kwargs, chat.now
+            )
+
+
+def failed_row(row_id: object, error: str, message: str, num_prompt_tokens: int = 0) -> Completion:
+    """The completion of a row that never reached the engine."""
+    return Completion(
+        row_id=row_id,
+        token_ids=[],
+        text="",
+        finish_reason="error",
+        num_prompt_tokens=num_prompt_tokens,
+        error=str(error),
+        error_message=message,
+    )

@@ -1,0 +1,145 @@
+"""From a unit's completions to its part: the rows in the input's order, their counts, and a summary for the driver."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import PartName, PartStore, StoredPart
+from pipeline.data.output.result_columns import output_schema
+from pipeline.data.units import Unit
+from pipeline.engine.params import Completion
+from pipeline.errors import PipelineError
+from pipeline.job.actor.error_rows import patched
+from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.report.row_stats import (
+    MAX_EXAMPLES,
+    MAX_MESSAGE,
+    ErrorExample,
+    LengthBucket,
+    RowStats,
+    Timing,
+    latency_of,
+    length_bucket,
+)
+
+
+class Write:
+    """Turns a unit's completions into its part. Thread-safe."""
+
+    def __init__(
+        self,
+        store: PartStore,
+        fingerprint: str,
+        rename: Mapping[str, str],
+        logprobs: bool,
+        metadata: Mapping[str, str],
+        kept_types: Mapping[str, pa.DataType] | None = None,
+    ) -> None:
+        """kept_types: of kept columns in a part; those that are not named stay as they are in a unit."""
+        self._store = store
+        self._fingerprint = fingerprint
+        self._rename = dict(rename)
+        self._logprobs = logprobs
+        self._metadata = dict(metadata)
+        self._kept_types = dict(kept_types or {})
+
+    def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
+        """Commit the unit. `completions` holds each of its rows once, in any order."""
+        started = time.monotonic_ns()
+        table = self.table(unit, completions)
+        written = self._store.write(self.name(unit), table, self._metadata)
+        return UnitSummary(
+            unit.window,
+            unit.index,
+            PartTotals.of_table(table),
+            written,
+            row_stats(unit, completions),
+            (time.monotonic_ns() - started) // 1000,
+        )
+
+    def name(self, unit: Unit) -> PartName:
+        """Of the unit's part."""
+        return PartName(self._fingerprint, unit.window, unit.index, unit.of, unit.num_rows)
+
+    def again(self, unit: Unit, completions: list[Completion], name: PartName, part: StoredPart) -> UnitSummary:
+        """Put new results of some of its rows, which are `unit`, into a part that stands."""
+        started = time.monotonic_ns()
+        renewed = self.table(unit, completions)
+        table = patched(part.table, renewed)
+        self._store.rewrite(name, table, part.metadata, part.tag)
+        return UnitSummary(
+            unit.window,
+            unit.index,
+            PartTotals.of_table(table),
+            True,
+            row_stats(unit, completions),
+            (time.monotonic_ns() - started) // 1000,
+            PartTotals.of_table(renewed),
+        )
+
+    def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:
+        """The part's rows, in the order of the input."""
+        by_row = {c.row_id: c for c in completions}
+        if len(completions) != unit.num_rows or by_row.keys() != set(range(unit.num_rows)):
+            raise PipelineError(
+                f"window {unit.window}, unit {unit.index}: {len(completions)} completions of {len(by_row)} different "
+                f"rows came back for {unit.num_rows} rows; nothing of it is written"
+            )
+        done = [by_row[i] for i in range(unit.num_rows)]
+        kept = unit.kept()
+        kept = kept.cast(pa.schema([f.with_type(self._kept_types.get(f.name, f.type)) for f in kept.schema]))
+        columns: list[Any] = [
+            [c.text if c.error is None else None for c in done],
+            [c.finish_reason for c in done],
+            [c.error for c in done],
+            [c.error_message for c in done],
+            [c.num_prompt_tokens for c in done],
+            [c.num_cached_tokens for c in done],
+            [len(c.token_ids) for c in done],
+            unit.own("source_file"),
+            unit.own("source_row"),
+        ]
+        if self._logprobs:
+            columns.append([_logprobs(c) for c in done])
+        schema = output_schema(kept.schema, self._rename, self._logprobs)
+        results = [
+            c if isinstance(c, pa.ChunkedArray) else pa.array(c, schema.field(kept.num_columns + i).type)
+            for i, c in enumerate(columns)
+        ]
+        table = pa.Table.from_arrays([*kept.columns, *results], schema=schema)
+        return table.take(pa.array(sorted(range(unit.num_rows), key=unit.places().__getitem__)))
+
+
+def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
+    if completion.logprobs is None:
+        return None
+    return [
+        {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": p} for i, p in t.top]}
+        for t in completion.logprobs
+    ]
+
+
+def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
+    """What the unit's rows were like; of each error code the first rows by their place in the input."""
+    completed = [c for c in completions if c.error is None]
+    lengths: dict[int, LengthBucket] = {}
+    for c in completed:
+        bucket = length_bucket(c.num_prompt_tokens)
+        row = LengthBucket(1, c.num_prompt_tokens, c.num_cached_tokens, len(c.token_ids))
+        lengths[bucket] = lengths.get(bucket, LengthBucket()) + row
+    timings = [Timing(c.queued_us, c.first_token_us, c.last_token_us, len(c.token_ids)) for c in completed]
+    return RowStats(latency_of(timings), dict(sorted(lengths.items())), _examples(unit, completions))
+
+
+def _examples(unit: Unit, completions: list[Completion]) -> dict[str, tuple[ErrorExample, ...]]:
+    places = unit.places()
+    found: dict[str, list[ErrorExample]] = {}
+    for c in completions:
+        if c.error is not None:
+            example = ErrorExample(*places[c.row_id], (c.error_message or "")[:MAX_MESSAGE])  # type: ignore[index]
+            found.setdefault(c.error, []).append(example)
+    by_place = {code: sorted(some, key=lambda e: (e.source_file, e.row)) for code, some in sorted(found.items())}
+    return {code: tuple(some[:MAX_EXAMPLES]) for code, some in by_place.items()}

@@ -1,0 +1,157 @@
+"""What a run tells while it goes on and at its end: status, record and report in the output, the driver's log.
+
+All of it is written beside the run (`telemetry/writer.py`): a disk or store that fails or hangs holds nothing up.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from pipeline.data.output.parts import PartStore
+from pipeline.job.plan import JobPlan
+from pipeline.job.telemetry.logs import DRIVER, LogFolder, RotatedLog
+from pipeline.job.telemetry.pace import Pace
+from pipeline.job.telemetry.run_log import RunLog, make_report, put_status
+from pipeline.job.telemetry.status import Status
+from pipeline.job.telemetry.writer import Telemetry
+from pipeline.job.totals import OutputTotals
+from pipeline.report.cost import RunReport
+from pipeline.report.run_record import Computed, RunRecord
+from pipeline.stores.filesystem import is_url
+
+TICK_S = 1.0
+STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
+WRITING_SHARE = 0.05  # of the time, at most, in which a status or record is being written
+
+Show = Callable[[Status], None]
+
+
+class RunReporter:
+    """Used by the driver's main thread; `note` and `warn` by any."""
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        store: PartStore,
+        log: RunLog,
+        totals: OutputTotals,
+        earlier: list[RunRecord],
+        telemetry: Telemetry,
+        show: Show,
+    ) -> None:
+        """`earlier`: the records of the job's runs before this one. `show`: called with each status."""
+        self._plan, self._log, self._totals, self._earlier = plan, log, totals, earlier
+        self._telemetry, self._show = telemetry, show
+        self.phase = "starting"
+        self.report: RunReport  # from `end` on
+        self._warning = ""
+        self._write_every_s = STORE_TICK_S if is_url(plan.config.output.path) else 0.0
+        self._wrote_at = self._updated_at = 0.0
+        self._pace = Pace()
+        self.logs = LogFolder(store, log.run_id)
+        self.logs.prune()
+        self._driver_log = RotatedLog(self.logs.path / DRIVER)
+        self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them written before")
+
+    def note(self, text: str) -> None:
+        """Add a line to the driver's log."""
+        self._driver_log.line(text)
+
+    def warn(self, text: str) -> None:
+        """Tell what went wrong without ending the run."""
+        self._warning = text
+        self.note(f"warning: {text}")
+
+    def say(self, phase: str) -> None:
+        """A phase begins, or the run has ended: show and write it at once."""
+        if phase != self.phase:
+            self.note(phase)
+        self.phase = phase
+        if self._telemetry.failures and not self._warning:
+            self.warn(f"status and records cannot be written: {self._telemetry.last_failure}")
+        status = self.status()
+        put_status(self._telemetry, status)
+        self._show(status)
+
+    def update(self, phase: str) -> None:
+        """Show how far the run is in a phase; status and record are written as often as the output allows."""
+        self.phase, now = phase, time.monotonic()
+        self._updated_at = now
+        if now < self._wrote_at + max(self._write_every_s, self._telemetry.last_write_s / WRITING_SHARE):
+            return self._show(self.status())
+        self._wrote_at = now
+        self._log.save()
+        self.say(phase)
+
+    def counted(self, done: int, parts: int) -> None:
+        """`update`, about once a second, while the output is counted."""
+        if time.monotonic() >= self._updated_at + TICK_S:
+            self.update(f"verifying: {done:,} of {parts:,} parts")
+
+    def end(self) -> None:
+        """Tell how the run ended, which is `outcome` of its log, and write the job's report."""
+        log, plan = self._log, self._plan
+        finished = log.outcome == "finished"
+        self.note(f"ended: {log.outcome}")
+        log.save()
+        runs, held = [*self._earlier, log.record()], self._totals.now()
+        self.report = make_report(
+            self._telemetry, plan.config.name, plan.fingerprint.digest, runs, held, plan.num_rows, finished
+        )
+        self.say(log.outcome)
+        close_telemetry(self._telemetry, self._show, self.status() if finished else None)
+        self._driver_log.close()
+        self.logs.close()
+
+    def status(self) -> Status:
+        log, held, goes_on = self._log, self._totals.now(), self._log.outcome == "running"
+        finished = sum(actor.open_rows_done for actor in log.actors) if goes_on else 0  # else lost, or for the next run
+        computed = sum((actor.record.computed for actor in log.actors), Computed())
+        self._pace.add(time.monotonic(), computed)
+        prompt_per_s, generated_per_s = self._pace.per_s()
+        return Status(
+            run_id=log.run_id,
+            phase=self.phase,
+            outcome=log.outcome,
+            rows_total=self._plan.num_rows,
+            rows_done=min(self._plan.num_rows, held.rows + finished),
+            rows_written=held.rows,
+            error_rows=held.num_error_rows,
+            units=held.units,
+            actors=len(log.actors),
+            input_tokens=computed.prompt,
+            generated_tokens=computed.generated,
+            input_tokens_per_s=prompt_per_s,
+            generated_tokens_per_s=generated_per_s,
+            eta_s=self._pace.eta_s(self._plan.num_rows, held, self._totals.before) if goes_on else None,
+            elapsed_s=log.wall_us / 1e6,
+            warning=self._warning,
+        )
+
+
+def close_telemetry(telemetry: Telemetry, show: Show, complete: Status | None) -> None:
+    """Wait for what is still to be written. `complete`: the status of a complete output; what could not be written is
+    shown with it, and the next run writes it."""
+    written = telemetry.close()
+    if complete is not None and (not written or telemetry.failures):
+        why = telemetry.last_failure or "the output takes too long to write to"
+        warning = (
+            f"The output is complete, but its report may be an older one: {why}. The same command writes it again."
+        )
+        show(replace(complete, warning=warning))
+
+
+def harmless(show: Show) -> Show:
+    """`show`, until the terminal is gone."""
+    gone = False
+
+    def shown(status: Status) -> None:
+        nonlocal gone
+        if gone:
+            return
+        try:
+            show(status)
+        except OSError:
+            gone = True
+
+    return shown

@@ -1,0 +1,226 @@
+"""A run's own record, `_pipeline/runs/<run id>.json`, and the job's report over all of them.
+
+The record is replaced as the run goes on, so that a run that is killed has one too.
+"""
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pipeline
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartStore
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.job.telemetry.run_id import next_run_id, run_number
+from pipeline.job.telemetry.status import Status
+from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.job.telemetry.writer import Telemetry
+from pipeline.machine.host import process_mark
+from pipeline.report.cost import RunReport, build_report
+from pipeline.report.render import markdown
+from pipeline.report.row_stats import RowStats
+from pipeline.report.run_record import Outcome, RunRecord, SkippedInput
+from pipeline.stores.retries import RetryCounts
+
+RUNS = "_pipeline/runs"
+SKIPPED = "_pipeline/skipped"  # the damaged files that a run left out, written once: there may be many
+STATUS = "_pipeline/status.json"
+REPORT_JSON = "_pipeline/report.json"
+REPORT_MARKDOWN = "_pipeline/report.md"
+NUM_SHOWN_ERRORS = 5
+_PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "ray", "triton", "numba")
+
+
+def versions() -> dict[str, str]:
+    """What runs this, and where: enough to tell whether a run that says it runs still does."""
+    found = {"pipeline": pipeline.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    pid = os.getpid()
+    return found | {"host": socket.gethostname(), "pid": str(pid), "process": process_mark(pid)}
+
+
+class RunLog:
+    """One run as it goes: sums what units and actors tell. Used by the driver's main thread."""
+
+    def __init__(
+        self,
+        store: PartStore,
+        config_free: Mapping[str, Any],
+        hourly_usd: float | None,
+        resolved: Mapping[str, Any],
+        telemetry: Telemetry,
+        retries: RetryCounts,
+    ) -> None:
+        self._telemetry = telemetry
+        self._retries = retries  # of this run, for storage
+        self._began_ns = time.monotonic_ns()
+        now = datetime.now(UTC)  # for people; the order of runs is their number's
+        self.run_id = next_run_id(store.names(RUNS), now)
+        self._begun = RunRecord(
+            self.run_id,
+            now.isoformat(timespec="seconds"),
+            versions=versions(),
+            config_free=dict(config_free),
+            hourly_usd=hourly_usd,
+            resolved=dict(resolved),
+        )
+        self.outcome: Outcome = "running"
+        self.driver_us: dict[str, int] = {}
+        self.actors: list[ActorState] = []
+        self.written = PartTotals()  # of the parts this run made
+        self.computed = PartTotals()  # of these, without rows that stayed in parts it replaced
+        self.lost = PartTotals()  # of units whose part was there already
+        self.found_units = 0  # of these, the ones that were found before any work
+        self.row_stats = RowStats()  # of the parts this run made
+        self.write_us = 0
+        self.first_errors: list[str] = []  # to show when there are too many
+        self.skipped_files: list[SkippedInput] = []
+        self._skipped_told = False
+
+    @property
+    def began_us(self) -> int:
+        return self._began_ns // 1000
+
+    @property
+    def wall_us(self) -> int:
+        return (time.monotonic_ns() - self._began_ns) // 1000
+
+    def add(self, unit: UnitSummary) -> None:
+        """Count a finished unit."""
+        self.write_us += unit.write_us
+        shown = [example.line(code) for code, some in unit.row_stats.errors.items() for example in some]
+        self.first_errors += shown[: NUM_SHOWN_ERRORS - len(self.first_errors)]
+        if unit.written:
+            self.written += unit.totals
+            self.computed += unit.renewed or unit.totals
+            self.row_stats += unit.row_stats
+        else:
+            self.lost += unit.totals
+            self.found_units += unit.found
+
+    def record(self) -> RunRecord:
+        resolved = dict(self._begun.resolved)
+        for actor in self.actors:
+            resolved |= actor.resolved
+        computed = self.computed
+        return replace(
+            self._begun,
+            outcome=self.outcome,
+            wall_us=self.wall_us,
+            driver_us=dict(self.driver_us),
+            actors=[actor.record for actor in self.actors],
+            rows_written=computed.rows,
+            units_written=computed.units,
+            units_lost=self.lost.units - self.found_units,
+            units_found=self.found_units,
+            input_tokens=computed.num_input_tokens,
+            cached_tokens=computed.num_cached_tokens,
+            generated_tokens=computed.num_generated_tokens,
+            error_rows=dict(computed.error_rows),
+            error_input_tokens=computed.num_error_input_tokens,
+            write_us=self.write_us,
+            resolved=resolved,
+            row_stats=self.row_stats,
+            storage_retries=self._retries.counted(),
+            skipped_files=self.skipped_files,
+            telemetry_failures=self._telemetry.failures,
+        )
+
+    def save(self) -> None:
+        """Write the record as it is now, beside the run. The list of skipped files is written once."""
+        raw = self.record().to_json()
+        if self.skipped_files:
+            place = f"{SKIPPED}/{self.run_id}.json"
+            if not self._skipped_told:
+                self._telemetry.put(place, json.dumps(raw["skipped_files"]).encode())
+                self._skipped_told = True
+            raw |= {"skipped_files": [], "skipped_files_in": place}
+        self._telemetry.put(f"{RUNS}/{self.run_id}.json", json.dumps(raw, indent=1).encode())
+
+
+def load_runs(store: PartStore) -> list[RunRecord]:
+    """The records of all runs, in their order. One that says it runs and whose process is gone from this
+    machine was killed."""
+    runs = []
+    for name in sorted(store.names(RUNS), key=lambda name: (run_number(name), name)):
+        data = store.read(f"{RUNS}/{name}")
+        if data is not None:
+            raw = json.loads(data)
+            if "skipped_files_in" in raw:
+                raw["skipped_files"] = json.loads(store.read(raw["skipped_files_in"]) or b"[]")
+            record = RunRecord.from_json(raw)
+            if record.outcome == "running" and _is_gone(record.versions):
+                record = replace(record, outcome="killed")
+            runs.append(record)
+    return runs
+
+
+def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: DoneUnits) -> PartTotals:
+    """About what the parts hold, without opening one: rows and units from their names, tokens and errors as the runs
+    recorded them. Of a killed run the last second or two is missing.
+
+    Where the runs recorded more rows than there are, parts were removed since, or --retry-failed made rows anew: then
+    from the footers of what is there.
+    """
+    totals = PartTotals()
+    for run in runs:
+        tokens = run.input_tokens, run.cached_tokens, run.generated_tokens, run.error_input_tokens
+        totals += PartTotals(run.rows_written, 0, run.error_rows, *tokens)
+    if totals.rows > done.num_rows:
+        return store.totals(done)
+    return replace(totals, rows=done.num_rows, units=done.num_units)
+
+
+def _is_gone(where: Mapping[str, str]) -> bool:
+    """Whether the process that says it runs there does not, as far as this machine can tell. A number alone says
+    little: after a restart of a machine or container another process has it."""
+    pid = where.get("pid", "")
+    if where.get("host") != socket.gethostname() or sys.platform != "linux" or not pid.isdigit():
+        return False
+    mark = process_mark(int(pid))
+    return mark != where["process"] if where.get("process") else not mark
+
+
+def make_report(
+    telemetry: Telemetry,
+    job_name: str,
+    fingerprint: str,
+    runs: Sequence[RunRecord],
+    totals: PartTotals,
+    input_rows: int,
+    finished: bool,
+) -> RunReport:
+    """The job's report over its runs, written beside the run. `finished`: the output is complete, in whatever way its
+    last run ended."""
+    report = build_report(job_name, fingerprint, runs, totals, input_rows)
+    if finished:
+        report = replace(report, outcome="finished")
+    telemetry.put(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())
+    telemetry.put(REPORT_MARKDOWN, markdown(report).encode())
+    return report
+
+
+def put_status(telemetry: Telemetry, status: Status) -> None:
+    """Write what a run shows, with the time of now for people who find it later."""
+    told = replace(status, told_at=datetime.now(UTC).isoformat(timespec="seconds"))
+    telemetry.put(STATUS, json.dumps(told.to_json(), indent=1).encode())
+
+
+def silent_s(status: Status) -> float:
+    """For how long nothing was heard of the run that left this status, by wall clocks: for people only. 0 where a
+    version before this one left it."""
+    if not status.told_at:
+        return 0.0
+    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(status.told_at)).total_seconds())

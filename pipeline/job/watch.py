@@ -1,0 +1,130 @@
+"""The driver's loop while rows are computed: takes finished units, looks at the actors, drains when it is asked to."""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.config.sections import RunSection
+from pipeline.errors import Interrupted, PipelineError, error_named
+from pipeline.job.actor.ledger import Order
+from pipeline.job.actor.spot import SpotNotice
+from pipeline.job.dataflow.spec import FlowSpec
+from pipeline.job.reporter import TICK_S, RunReporter
+from pipeline.job.stall import Stall
+from pipeline.job.stop import StopSignals
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.job.telemetry.logs import RAY, collect_ray_logs
+from pipeline.job.telemetry.run_log import RunLog
+from pipeline.job.totals import OutputTotals
+
+if TYPE_CHECKING:
+    from pipeline.job.dataflow.graph import Dataflow
+
+NEXT_S = 0.2  # to wait for a unit, before signals and actors are looked at
+GIVE_UP_S = 10.0  # to keep what is finished of open units, at the end of a drain
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Lives in the driver's main thread."""
+
+    settings: RunSection
+    log: RunLog
+    totals: OutputTotals
+    reporter: RunReporter
+    stop: StopSignals
+    num_rows: int
+
+    def compute(self, spec: FlowSpec) -> None:
+        """Compute what is left. Returns when each unit has its part."""
+        from pipeline.job.dataflow.graph import Dataflow, EndOfUnits
+
+        self.reporter.say("starting Ray")
+        started = time.monotonic_ns()
+        flow = Dataflow(spec, self.log.began_us)
+        self.log.driver_us["ray_start"] = (time.monotonic_ns() - started) // 1000
+        with self.stop.draining():
+            self.reporter.say("loading the model")
+            notice = self._spot_notice()
+            try:
+                self._consume(flow)
+            except EndOfUnits:
+                pass
+            except PipelineError:
+                if flow.session_logs is not None:
+                    collect_ray_logs(flow.session_logs, self.reporter.logs.path / RAY)
+                raise
+            finally:
+                if notice is not None:
+                    notice.close()
+                self.log.actors = flow.actors(end=True) or self.log.actors
+                started = time.monotonic_ns()
+                flow.close()
+                self.log.driver_us["ray_stop"] = (time.monotonic_ns() - started) // 1000
+
+    def _spot_notice(self) -> SpotNotice | None:
+        cloud = self.settings.spot_notice
+        if cloud == "off":
+            return None
+        asked = "a spot notice: this machine is to be taken away"
+        return SpotNotice(cloud, lambda: self.stop.ask(asked), self.reporter.warn)
+
+    def _consume(self, flow: "Dataflow") -> None:
+        next_look = 0.0
+        stall = Stall(self.settings.progress_timeout_s)
+        while True:
+            self._take_next(flow)
+            if self.stop.count:
+                return self._drain(flow)
+            if time.monotonic() >= next_look:
+                self._look(flow)
+                self.reporter.update(_phase_of(self.log.actors))
+                stall.look(self.log.written.units + self.log.lost.units, self.log.actors)
+                next_look = time.monotonic() + TICK_S
+
+    def _take_next(self, flow: "Dataflow") -> None:
+        """Count the next unit that ends, if one does soon."""
+        summary = flow.next(timeout_s=NEXT_S)
+        if summary is None:
+            return
+        if summary.failure_kind is not None:
+            self.reporter.note(f"unit {summary.unit} of window {summary.window}: {summary.failure_message}")
+            raise error_named(summary.failure_kind, summary.failure_message)
+        self.log.add(summary)
+        self.totals.check_error_rate()
+
+    def _look(self, flow: "Dataflow") -> None:
+        """Hear what the actors say; they keep their last word where the ledger does not answer."""
+        self.log.actors = flow.actors() or self.log.actors
+
+    def _drain(self, flow: "Dataflow") -> None:
+        """Take no more units, let the open ones finish within `run.drain_s`, keep what is finished of the rest.
+
+        A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if it got to the end.
+        """
+        seen = self.stop.count
+        self.reporter.note(f"draining: {self.stop.why}")
+        # seconds after which each actor has reported since the order
+        for order, limit_s, heard_s in (
+            (Order.ADMIT_NO_MORE, self.settings.drain_s, 3 * TICK_S),
+            (Order.GIVE_UP, GIVE_UP_S, TICK_S),
+        ):
+            flow.order(order)
+            given = next_look = time.monotonic()
+            while self.stop.count == seen and time.monotonic() < given + limit_s:
+                self._take_next(flow)
+                if time.monotonic() >= next_look:
+                    self._look(flow)
+                    self.reporter.update("draining")
+                    next_look = time.monotonic() + TICK_S
+                    if time.monotonic() > given + heard_s and not any(a.open_units for a in self.log.actors):
+                        break
+        written = self.totals.now().rows
+        raise Interrupted(f"Stopped by {self.stop.why} with {written} of {self.num_rows} rows written.")
+
+
+def _phase_of(actors: list[ActorState]) -> str:
+    if any(actor.record.stats.get("num_steps") for actor in actors):
+        return "running"
+    what = next((actor.loading for actor in actors if actor.loading), "")
+    return f"loading the model: {what}" if what else "loading the model"

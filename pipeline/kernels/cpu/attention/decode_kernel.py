@@ -1,0 +1,165 @@
+"""Attention of single queries over the paged KV cache, compiled by numba.
+
+Arrays are float32, or bfloat16 as its bits in uint16. Keys and values may be FP8 codes in uint8 with scales
+(`kernels/cache.py`); None stands for no scales. Everything is computed in float32 and rounded once. A NaN stays a NaN:
+broken rows must be found. Suffixes are those of `kernels/contract.py`.
+"""
+
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
+
+import numpy as np
+from numba import njit
+
+from pipeline.kernels.cpu.attention.key_products import KEYS, WIDTH, dot_products, in_pairs, product, query_rows
+from pipeline.kernels.cpu.compile.numerics import as_in, exp, larger, scale_at, wide
+from pipeline.kernels.cpu.compile.processor import HAS_WIDE_VECTORS
+from pipeline.kernels.cpu.compile.threads import kernel, share_out
+from pipeline.kernels.cpu.tiles.tile_product import tile_product
+
+UNBOUNDED = np.iinfo(np.int64).max // 2
+"""The window of full attention."""
+_UNITS = 8 if HAS_WIDE_VECTORS else 4  # values side by side (times 8) of a tile of two heads or one
+
+
+def nothing_read(num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """read_S, place_S, part_PND and log_sum_PN of `paged_decode` where each sequence reads all of its keys itself."""
+    nothing_S = np.zeros(num_sequences, np.int64)
+    return nothing_S, nothing_S, np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
+
+
+@kernel()
+def paged_decode(
+    q_SND, k_CBKD, v_CBKD, k_scale_CBK, v_scale_CBK, table_SM, context_S, window, scale, parts,
+    read_S, place_S, part_PND, log_sum_PN, out_SND, begin, end
+):  # fmt: skip
+    """One query a sequence over the paged cache; blocks are read where they lie.
+
+    The first read_S[s] keys, which are whole blocks, have been read for it before (see `shared_prefix.py`):
+    part_PND[place_S[s]] is what their values came to, log_sum_PN the logarithm of the sum of their exponentials.
+
+    Work is one item a sequence, or `parts` of it, each some KV heads; the query heads of a KV head share each key and
+    value. Blocks are read one by one, first the keys of all, then the values. The next block is prefetched on the way,
+    since the processor foresees neither jumps from block to block nor those from key to key.
+    """
+    num_sequences, num_heads, head_dim = q_SND.shape
+    if end < 0:
+        return share_out(num_sequences * parts)
+    block_size, num_kv_heads = k_CBKD.shape[1], k_CBKD.shape[2]
+    group, span = num_heads // num_kv_heads, num_kv_heads // parts
+    q_words, k_words = in_pairs(q_SND, k_CBKD), in_pairs(k_CBKD, q_SND)
+    depth = q_words.shape[2]
+    q_flat, k_flat, v_flat = q_words.reshape(-1), k_words.reshape(-1), v_CBKD.reshape(-1)
+    for item in range(begin, end):
+        s, kv = item // parts, item % parts * span
+        heads = kv, span, group
+        first = max(read_S[s], context_S[s] - window)
+        first_block, num_blocks = first // block_size, (context_S[s] + block_size - 1) // block_size
+        q = query_rows(q_flat, (s * num_heads + kv * group) * depth, span * group * depth)
+        score = np.empty((span * group, context_S[s] + KEYS), np.float32)
+        flat_score = score.reshape(-1)
+        for m in range(first_block, num_blocks):
+            blocks = table_SM[s, m], table_SM[s, min(m + 1, num_blocks - 1)]
+            keys = m * block_size, max(first - m * block_size, 0), min(context_S[s] - m * block_size, block_size)
+            _multiply_keys(score, flat_score, q, k_flat, k_scale_CBK, blocks, keys, heads, k_CBKD.shape, depth, scale)
+        best, total = np.empty(span * group, np.float32), np.empty(span * group, np.float32)
+        _exponentiate(score, first, context_S[s], best, total)
+        acc = np.zeros((span * group, head_dim), np.float32)
+        flat_acc = acc.reshape(-1)
+        for m in range(first_block, num_blocks):
+            blocks = table_SM[s, m], table_SM[s, min(m + 1, num_blocks - 1)]
+            keys = m * block_size, max(first - m * block_size, 0), min(context_S[s] - m * block_size, block_size)
+            _add_values(acc, flat_acc, score, flat_score, v_CBKD, v_flat, v_scale_CBK, blocks, keys, heads)
+        _write_rows(out_SND, s, kv * group, acc, best, total, read_S[s] > 0, part_PND, log_sum_PN, place_S[s])
+
+
+@njit(inline="always")
+def _multiply_keys(score, flat_score, q, k_flat, k_scale_CBK, blocks, keys, heads, shape, depth, scale):
+    """The scores of one block. blocks: it and the next one; keys: its first position, and from where to where they are
+    seen. Of keys that fill a tile beside the ones that are seen, the products are never read."""
+    (block, following), (start, low, high), (kv, span, group) = blocks, keys, heads
+    block_size, k_row, score_row = shape[1], shape[2] * depth, score.shape[1]
+    block_at = (block * block_size * shape[2] + kv) * depth
+    ahead = (following - block) * block_size * k_row
+    if block_size % KEYS == 0 and depth % WIDTH == 0:
+        for n in range(low // KEYS * KEYS, high, KEYS):
+            for h in range(span):
+                for g in range(h * group, (h + 1) * group):
+                    dot_products(
+                        flat_score, g * score_row + start + n, q, g * depth, k_flat, block_at + h * depth + n * k_row,
+                        k_row, depth, scale, ahead if g == h * group else 0
+                    )  # fmt: skip
+    else:
+        for g in range(span * group):
+            for n in range(low, high):
+                dot = np.float32(0.0)
+                for i in range(depth):
+                    dot += product(q[g * depth + i], k_flat[block_at + g // group * depth + n * k_row + i])
+                score[g, start + n] = dot * scale
+    for g in range(span * group):
+        for n in range(low, high):
+            score[g, start + n] *= scale_at(k_scale_CBK, block, n, kv + g // group)
+
+
+@njit(inline="always")
+def _exponentiate(score, first, context, best, total):
+    """Scores become weights: exponentials less the largest one, which `best` gets; `total` gets their sums."""
+    for g in range(len(score)):
+        # A view that begins at 0: then indices are seen to be no negative ones, and the loops become vector code.
+        weight = score[g, first:context]
+        most, summed = np.float32(-np.inf), np.float32(0.0)
+        for i in range(len(weight)):
+            most = larger(most, weight[i])
+        for i in range(len(weight)):
+            weight[i] = exp(weight[i] - most)
+            summed += weight[i]
+        best[g], total[g] = most, summed
+
+
+@njit(inline="always")
+def _add_values(acc, flat_acc, weight, flat_weight, v_CBKD, v_flat, v_scale_CBK, blocks, keys, heads):
+    """To `acc`, the weighted values of one block; its arguments are as those of `_multiply_keys`."""
+    (block, following), (start, low, high), (kv, span, group) = blocks, keys, heads
+    _, block_size, num_kv_heads, head_dim = v_CBKD.shape
+    v_row, weight_row = num_kv_heads * head_dim, weight.shape[1]
+    ahead, in_tiles = (following - block) * block_size * v_row, head_dim // (8 * _UNITS) * (8 * _UNITS)
+    for h in range(span):
+        at = (block * block_size + low) * v_row + (kv + h) * head_dim
+        for g in range(h * group, (h + 1) * group):
+            for n in range(low, high):
+                weight[g, start + n] *= scale_at(v_scale_CBK, block, n, kv + h)
+        for i in range(0, in_tiles, 8 * _UNITS):
+            g = h * group
+            while g + 2 <= (h + 1) * group:
+                tile_product(
+                    flat_acc, g * head_dim + i, head_dim, flat_weight, g * weight_row + start + low, weight_row, 1,
+                    v_flat, at + i, v_row, high - low, ahead, 2, _UNITS
+                )  # fmt: skip
+                g += 2
+            if g < (h + 1) * group:
+                tile_product(
+                    flat_acc, g * head_dim + i, head_dim, flat_weight, g * weight_row + start + low, weight_row, 1,
+                    v_flat, at + i, v_row, high - low, ahead, 1, _UNITS
+                )  # fmt: skip
+        if in_tiles < head_dim:
+            for g in range(h * group, (h + 1) * group):
+                for n in range(low, high):
+                    for i in range(in_tiles, head_dim):
+                        acc[g, i] += weight[g, start + n] * wide(v_CBKD[block, n, kv + h, i])
+
+
+@njit(inline="always")
+def _write_rows(out_SND, s, first_head, acc, best, total, has_part, part_PND, log_sum_PN, place):
+    """The query's results, together with what was read before where there is such a part."""
+    for g in range(len(acc)):
+        if has_part:
+            log_sum, part = log_sum_PN[place, first_head + g], part_PND[place, first_head + g]
+            top = log_sum if log_sum > best[g] else best[g]  # a NaN in either comes through the differences
+            own, before = exp(best[g] - top), exp(log_sum - top)
+            whole = own * total[g] + before
+            own, before = own / whole, before / whole
+            for i in range(acc.shape[1]):
+                out_SND[s, first_head + g, i] = as_in(out_SND, acc[g, i] * own + part[i] * before)
+        else:
+            for i in range(acc.shape[1]):
+                out_SND[s, first_head + g, i] = as_in(out_SND, acc[g, i] / total[g])

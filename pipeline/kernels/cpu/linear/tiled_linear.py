@@ -1,0 +1,57 @@
+"""Linears of compiled kernels: a weight in tiles, and the kernel for its kind."""
+
+import numpy as np
+import torch
+
+from pipeline.kernels.cpu.compile.numerics import bits
+from pipeline.kernels.cpu.compile.threads import WHOLE, use_threads
+from pipeline.kernels.cpu.linear.linear_kernel import linear_kernel
+from pipeline.kernels.cpu.tiles.weight_tiles import tiles
+
+Scratch = tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]
+
+
+class TiledLinear:
+    """y = x @ weight.T + bias, the bias in float32. Its kernel writes into arrays, which callers may keep."""
+
+    PARALLEL_PRODUCTS = 1 << 23
+    """Products below this stay on one thread: waking another one would take longer than it saves."""
+    READING = 12
+    """Products that take as long as reading and widening one weight."""
+
+    def __init__(
+        self,
+        kind: str,
+        shape_NK: tuple[int, int],
+        bias_N: torch.Tensor | None,
+        words_TWL: np.ndarray,
+        scales_NB: np.ndarray | None = None,
+        zeros_NB: np.ndarray | None = None,
+        block: int = 0,
+    ) -> None:
+        """`kind`, and what else such a weight has: see `linear_kernel`."""
+        self.kind, self.shape_NK, self.block, self.words_TWL = kind, shape_NK, block, words_TWL
+        self.bias_N = np.empty(0, np.float32) if bias_N is None else bias_N.to(torch.float32).numpy()
+        self.scales_TBL, self.zeros_TBL = (None if each is None else tiles(each) for each in (scales_NB, zeros_NB))
+        self._multiply = linear_kernel(kind)
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        num_tokens = x_MK.shape[0]
+        out_MN = x_MK.new_empty(num_tokens, self.shape_NK[0])
+        use_threads(self.is_parallel(num_tokens))
+        self.write(bits(x_MK.contiguous()), bits(out_MN))
+        return out_MN
+
+    def is_parallel(self, num_tokens: int) -> bool:
+        """Whether so many tokens are worth more than one thread."""
+        return (num_tokens + self.READING) * self.shape_NK[0] * self.shape_NK[1] >= self.PARALLEL_PRODUCTS
+
+    def write(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
+        """y to `out_MN`, on as many threads as compiled kernels run on now. Both contiguous, in float32 or, where the
+        kind takes them, as bits of bfloat16."""
+        weight = self.words_TWL, self.scales_TBL, self.zeros_TBL, self.block
+        self._multiply(x_MK, *self._scratch(x_MK), *weight, self.bias_N, out_MN, *WHOLE)
+
+    def _scratch(self, x_MK: np.ndarray) -> Scratch:
+        """The kernel's byte_MK, scale_MB and sum_MB."""
+        return None, None, None

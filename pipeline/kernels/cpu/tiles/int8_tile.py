@@ -1,0 +1,172 @@
+"""Products of tokens in int8 with a tile of weights of 4 or 8 bits, by what a processor has for bytes.
+
+VPDPBUSD (AVX-512 VNNI, AVX-VNNI) multiplies 64 unsigned bytes by signed ones and adds each four to a sum of 32 bits.
+AVX2's PMADDUBSW multiplies 32 and adds neighbours in 16 bits: with weights of 4 bits the sums of STEP inputs stay there
+(15 times 127, two at a time, eight times over, is at most 30,480). Weights of 8 bits are widened to 16 for it. Integers
+are exact and the float sums around them have one order, so all forms give the same bits.
+"""
+
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from pipeline.kernels.cpu.compile.prefetch import prefetch
+from pipeline.kernels.cpu.compile.processor import has
+from pipeline.kernels.cpu.tiles.register_tile import Avx2ByteDot, Avx2NibbleDot, VnniDot, add_words, register_tile
+from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT8, INT16, INT32, INT64, VectorCode
+from pipeline.kernels.cpu.tiles.weight_tiles import LANES
+
+STEP = 32  # inputs whose products AVX2 adds in 16 bits; blocks are multiples of it
+_NEAR = 512  # inputs whose weights stay in the first cache while tokens pass
+# Words of an output by which weights are prefetched: from two tokens on, processors' own prefetching is too late.
+_AHEAD = 64
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a processor multiplies bytes. lanes: 32-bit integers of a vector; in_fours: whether it has VPDPBUSD; tiles:
+    tokens and vectors of three tiles whose sums stay in registers, the last one of a single token."""
+
+    name: str
+    lanes: int
+    in_fours: bool
+    tiles: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+
+
+AVX2 = Form("AVX2", 8, False, ((4, 2), (2, 4), (1, 8)))
+AVX_VNNI = Form("AVX-VNNI", 8, True, ((4, 2), (2, 4), (1, 8)))
+AVX512_VNNI = Form("AVX-512 VNNI", 16, True, ((4, 4), (2, 4), (1, 4)))
+
+
+def forms_here() -> list[Form]:
+    """Those that this processor has the instructions for, the fastest first."""
+    needed = {
+        AVX512_VNNI: ("avx512f", "avx512bw", "avx512vnni"),
+        AVX_VNNI: ("avx2", "fma", "f16c", "avxvnni"),
+        AVX2: ("avx2", "fma", "f16c"),
+    }
+    return [form for form, names in needed.items() if has(*names)]
+
+
+@intrinsic(prefer_literal=True)
+def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, lanes, in_fours):
+    """Of block `b` of the inputs, tokens m to m + rows - 1 and `lanes` * `vectors` outputs from n on (rows and what
+    comes after it are literals):
+
+        sums[r * LANES + n] += xs[r, b] * scales[b, n]
+            * (sum over the block's inputs of (token r's byte * output n's integer of `bits` bits)
+               - zeros[b, n] * x_sums[r, b])
+
+    arrays: (sums, x, xs, x_sums, words, scales, zeros), one-dimensional: sums and xs float32; x int32, four bytes of a
+    token each; x_sums int32 within 16 bits; words uint32; scales float32 or bits of float16; zeros uint8. places:
+    (first token, blocks of a token, STEPs of a block). Indices are not checked.
+    """
+    num_rows, num_vectors, num_bits, num_lanes, has_fours = (
+        each.literal_value for each in (rows, vectors, bits, lanes, in_fours)
+    )
+    words_of_step = STEP * num_bits // 32
+    unrolled = 1 if has_fours else words_of_step
+
+    def lower(context, builder, signature, arguments):
+        code = VectorCode(context, builder, signature, arguments)
+        sums, x, xs, x_sums, words, scales, zeros = code.members(0)
+        first, num_blocks, steps = code.members(1)
+        m, b, n = arguments[2:5]
+        integers, floats = ir.VectorType(INT32, num_lanes), ir.VectorType(FLOAT, num_lanes)
+        first = builder.add(first, m)
+        block_x = builder.mul(steps, INT64(STEP // 4))
+        x_row = builder.mul(num_blocks, block_x)
+        x = code.after(x, builder.mul(first, x_row), builder.mul(b, block_x))
+        xs, x_sums = (code.after(array, builder.mul(first, num_blocks), b) for array in (xs, x_sums))
+        words = code.after(words, builder.mul(b, builder.mul(steps, INT64(words_of_step * LANES))), n)
+        scales, zeros = (code.after(array, builder.mul(b, INT64(LANES)), n) for array in (scales, zeros))
+        sums = code.after(sums, builder.mul(m, INT64(LANES)), n)
+
+        def of_row(address, r, row):
+            """A value of token r in all lanes."""
+            return code.everywhere(builder.load(code.after(address, code.times(r, row))), num_lanes)
+
+        def unpacked(packed):
+            """A word's inputs as bytes, four by four."""
+            if num_bits == 8:
+                return [packed]
+            low, pairs = code.same(INT8, 4 * num_lanes, 15), ir.VectorType(INT16, 2 * num_lanes)
+            high = builder.lshr(builder.bitcast(packed, pairs), code.same(INT16, 2 * num_lanes, 4))
+            halves = (builder.and_(builder.bitcast(half, low.type), low) for half in (packed, high))
+            return [builder.bitcast(half, integers) for half in halves]
+
+        def operands(step):
+            first_word = code.after(words, builder.mul(step, INT64(unrolled * LANES)))
+            first_x = code.after(x, builder.mul(step, INT64(unrolled * 8 // num_bits)))
+            for w in range(unrolled):
+                weight_V = []
+                for v in range(num_vectors):
+                    at = w * LANES + v * num_lanes
+                    if v * num_lanes % 16 == 0:  # a line of the cache
+                        prefetch(builder, code.after(first_word, at + _AHEAD * LANES))
+                    weight_V.append(unpacked(code.load(code.after(first_word, at), INT32, num_lanes)))
+                for part in range(8 // num_bits):
+                    four = code.after(first_x, w * 8 // num_bits + part)
+                    yield lambda r, four=four: of_row(four, r, x_row), [weight[part] for weight in weight_V]
+
+        # The float sums of the block before are stored anyway. Without this they are kept in registers, which the sums
+        # of integers need.
+        builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+        # The zero point's share first, as one of two products of 16 bits; the other has the zero point's high half, 0.
+        zero_V = [builder.zext(code.load(code.after(zeros, v * num_lanes), INT8, num_lanes), integers)
+                  for v in range(num_vectors)]  # fmt: skip
+        less_R = [builder.neg(of_row(x_sums, r, num_blocks)) for r in range(num_rows)]
+        start = {(r, v): add_words(code, zero, less) for r, less in enumerate(less_R) for v, zero in enumerate(zero_V)}
+        dot = VnniDot(code) if has_fours else Avx2ByteDot(code) if num_bits == 8 else Avx2NibbleDot(code)
+        exact = register_tile(dot, start, builder.mul(steps, INT64(words_of_step // unrolled)), operands)
+        scale_V = [
+            code.load_scales(code.after(scales, v * num_lanes), list(arrays)[5].dtype, num_lanes)
+            for v in range(num_vectors)
+        ]
+        for r in range(num_rows):
+            factor = of_row(xs, r, num_blocks)
+            for v in range(num_vectors):
+                place = code.after(sums, r * LANES + v * num_lanes)
+                scale, integer = builder.fmul(scale_V[v], factor), builder.sitofp(exact[r, v], floats)
+                product = builder.fmul(integer, scale, flags=("contract",))
+                code.store(builder.fadd(code.load(place, FLOAT, num_lanes), product, flags=("contract",)), place)
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(arrays, places, index, index, index, rows, vectors, bits, lanes, in_fours), lower
+
+
+@njit(inline="always")
+def _add_blocks(arrays, places, m, first_block, end_block, rows, vectors, bits, lanes, in_fours):
+    for n in range(0, LANES, vectors * lanes):
+        for b in range(first_block, end_block):
+            _add_products(arrays, places, m, b, n, rows, vectors, bits, lanes, in_fours)
+
+
+def int8_products(form: Form, bits: int) -> Callable[..., None]:
+    """The function of compiled code that adds all products of some tokens with a tile."""
+    lanes, in_fours = form.lanes, int(form.in_fours)
+    (most, most_vectors), (some, some_vectors), (one, one_vectors) = form.tiles
+
+    @njit(inline="always")
+    def add_int8_products(arrays, places, count):
+        num_blocks, near = places[1], _NEAR // (places[2] * STEP)
+        for first_block in range(0, num_blocks, near):
+            end_block, m = min(first_block + near, num_blocks), 0
+            while m + most <= count:
+                _add_blocks(arrays, places, m, first_block, end_block, most, most_vectors, bits, lanes, in_fours)
+                m += most
+            while m + some <= count:
+                _add_blocks(arrays, places, m, first_block, end_block, some, some_vectors, bits, lanes, in_fours)
+                m += some
+            while m < count:
+                _add_blocks(arrays, places, m, first_block, end_block, one, one_vectors, bits, lanes, in_fours)
+                m += one
+
+    return add_int8_products

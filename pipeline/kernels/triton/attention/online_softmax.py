@@ -1,0 +1,131 @@
+"""The inner loop of the attention kernels: rows of queries over tiles of keys and values found through a block table,
+with an online softmax (Milakov and Gimelshein 2018; FlashAttention-2: Dao 2023).
+
+A row is one query token of one query head; the rows of a tile share a KV head. Scores are in powers of two: the scale
+holds log2(e). Suffixes in kernels: R rows, L keys of a tile, D head size.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# It does not see what `triton.jit` makes of a function.
+
+import triton
+import triton.language as tl
+
+from pipeline.kernels.triton.attention.fp8_cache import LIFT, widened
+
+LOG2_E = 1.4426950408889634
+
+
+def stages_for(buffers: int) -> int:
+    """Pipeline stages that keep this many tiles of keys and values in shared memory.
+
+    A tile's block number is loaded before the tile, and Triton divides the stages among loads that wait for loads.
+    """
+    return 2 * buffers + 1
+
+
+@triton.jit
+def attend(
+    weighted_RD,
+    best_R,
+    sum_R,
+    q_RD,
+    position_R,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    context,
+    begin,
+    end,
+    scale,
+    window,
+    KV_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add the keys at positions `begin` to `end` (`begin` a multiple of KEYS) to the running softmax of each row.
+
+    Without MASKED every row must see every key of them. k_ptr and v_ptr point at the KV head in slot 0; slots lie
+    KV_STRIDE elements apart. With IS_FP8 they hold codes, and the scale pointers point at the KV head's scales: the
+    keys' scales multiply scores, the values' scales weights, so that the matrix products read exact codes. weighted_RD
+    and sum_R are relative to 2^best_R; best_R is -inf before a row saw any key.
+    """
+    SCALE_STRIDE: tl.constexpr = KV_STRIDE // HEAD_DIM
+    column = tl.arange(0, COLUMNS)
+    offset = tl.arange(0, KEYS)
+    if IS_FP8:
+        FACTOR: tl.constexpr = 256.0 if q_RD.dtype == tl.float16 else LIFT  # pyright: ignore[reportAssignmentType]
+        if q_RD.dtype != tl.float16:
+            q_RD = (q_RD * LIFT).to(q_RD.dtype)
+            weighted_RD = weighted_RD / LIFT
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = start + offset
+        if BLOCK % KEYS == 0:
+            block = tl.load(table_ptr + start // BLOCK).to(tl.int64)
+            slot_at = block * BLOCK * KV_STRIDE + (start % BLOCK + offset)[:, None] * KV_STRIDE + column[None, :]
+            scale_at = block * BLOCK * SCALE_STRIDE + (start % BLOCK + offset) * SCALE_STRIDE
+        else:
+            block = tl.load(table_ptr + key // BLOCK, mask=key < context, other=0).to(tl.int64)
+            slot_at = (block * BLOCK + key % BLOCK)[:, None] * KV_STRIDE + column[None, :]
+            scale_at = (block * BLOCK + key % BLOCK) * SCALE_STRIDE
+        # What lies after the context may be anything, NaN too, and 0 * NaN is NaN.
+        if MASKED:
+            there = (key < context)[:, None] & (column < HEAD_DIM)[None, :]
+            k_LD = tl.load(k_ptr + slot_at, mask=there, other=0.0)
+            v_LD = tl.load(v_ptr + slot_at, mask=there, other=0.0)
+        elif COLUMNS != HEAD_DIM:
+            there = (column < HEAD_DIM)[None, :]
+            k_LD = tl.load(k_ptr + slot_at, mask=there, other=0.0)
+            v_LD = tl.load(v_ptr + slot_at, mask=there, other=0.0)
+        else:
+            k_LD = tl.load(k_ptr + slot_at)
+            v_LD = tl.load(v_ptr + slot_at)
+        if IS_FP8:
+            k_LD, v_LD = widened(k_LD, q_RD.dtype), widened(v_LD, q_RD.dtype)
+            if MASKED:
+                k_scale_L = tl.load(k_scale_ptr + scale_at, mask=key < context, other=0.0)
+                v_scale_L = tl.load(v_scale_ptr + scale_at, mask=key < context, other=0.0)
+            else:
+                k_scale_L = tl.load(k_scale_ptr + scale_at)
+                v_scale_L = tl.load(v_scale_ptr + scale_at)
+            score_RL = tl.dot(q_RD, tl.trans(k_LD), input_precision="ieee") * (k_scale_L * (scale * FACTOR))[None, :]
+        else:
+            score_RL = tl.dot(q_RD, tl.trans(k_LD), input_precision="ieee") * scale
+        if MASKED:
+            seen_RL = key[None, :] <= position_R[:, None]
+            if WINDOWED:
+                seen_RL = seen_RL & (key[None, :] > position_R[:, None] - window)
+            score_RL = tl.where(seen_RL, score_RL, float("-inf"))
+        new_best_R = tl.maximum(best_R, tl.max(score_RL, axis=1))
+        # A row that has seen nothing yet keeps -inf; 0 in its place, as -inf - -inf is NaN.
+        base_R = tl.where(new_best_R == float("-inf"), 0.0, new_best_R)
+        weight_RL = tl.exp2(score_RL - base_R[:, None])
+        shrink_R = tl.exp2(best_R - base_R)
+        sum_R = sum_R * shrink_R + tl.sum(weight_RL, axis=1)
+        if IS_FP8:
+            weight_RL = weight_RL * (v_scale_L * FACTOR)[None, :]
+        weighted_RD = weighted_RD * shrink_R[:, None]
+        weighted_RD = tl.dot(weight_RL.to(v_LD.dtype), v_LD, weighted_RD, input_precision="ieee")
+        best_R = new_best_R
+    if IS_FP8 and q_RD.dtype != tl.float16:
+        weighted_RD = weighted_RD * LIFT
+    return weighted_RD, best_R, sum_R
+
+
+@triton.jit
+def merge(weighted_RD, best_R, sum_R, its_RD, its_best_R, its_sum_R):
+    """The running softmax of each row over the keys of both; a maximum of -inf stands for none."""
+    new_best_R = tl.maximum(best_R, its_best_R)
+    base_R = tl.where(new_best_R == float("-inf"), 0.0, new_best_R)
+    shrink_R, its_shrink_R = tl.exp2(best_R - base_R), tl.exp2(its_best_R - base_R)
+    sum_R = sum_R * shrink_R + its_sum_R * its_shrink_R
+    weighted_RD = weighted_RD * shrink_R[:, None] + its_RD * its_shrink_R[:, None]
+    return weighted_RD, new_best_R, sum_R

@@ -1,0 +1,155 @@
+"""Batch-invariant linears and attention on a GPU: a row has the same bits whatever else is in a step.
+
+Linears: `linear/fixed_order.py` on 16-bit weights instead of cuBLAS. 4-bit weights are widened at load, or in each call
+if the wide ones do not fit. Cost: a step of few tokens reads 16 bits a weight instead of 4.
+
+Attention: the prefill kernel serves all queries, those of decoding too. A query's keys come in tiles that begin at
+fixed positions, in one loop with one mask. Masked keys add exactly nothing, so it does not matter which queries share
+a tile. Contexts are not split over programs. Cost: a few sequences with long contexts keep only a few multiprocessors
+busy.
+
+The other kernels compute each row by itself in any case.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.kernels.cache import LayerCache
+from pipeline.kernels.contract import AttentionInput, GraphShape, Linear
+from pipeline.kernels.transfer import on_device
+from pipeline.kernels.triton.attention.dispatch import checked_group, plan_key
+from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
+from pipeline.kernels.triton.launch import Target
+from pipeline.kernels.triton.linear.dispatch import Scratch
+from pipeline.kernels.triton.linear.fixed_order import fixed_launches
+from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, serves
+from pipeline.weights.packed import GroupIntWeight, LinearWeight
+
+_NO_WINDOW = 1 << 30
+"""Wider than any context. The kernel without a window takes tiles that all of its queries see by a loop of its own,
+without the mask, whose rounding may be another's; with one there is a single loop."""
+
+
+class FixedLinear:
+    """y = x @ weight.T + bias, the weight in x's type."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, device: torch.device):
+        self.target = Target.of(device)
+        self.weight_NK = weight_NK.to(device, dtype).contiguous()
+        self.bias_N = None if bias_N is None else bias_N.to(device, dtype)
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return fixed_product(x_MK, self.weight_NK, self.bias_N, self.target)
+
+
+class WidenedInt4Linear:
+    """A grouped 4-bit weight that is widened in each call, into a workspace that all linears share."""
+
+    def __init__(self, weight: GroupIntWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch) -> None:
+        """`int4.serves` must hold."""
+        self.target, self.scratch = Target.of(device), scratch
+        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
+        self.tiled = TiledInt4.of(weight, device)
+        self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
+        self.shape_NK = weight.out_features, weight.in_features
+        scratch.reserve(*self.shape_NK)
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        if self.input_order_K is not None:
+            x_MK = x_MK[:, self.input_order_K]
+        weight_NK = self.scratch.weight(*self.shape_NK)
+        dequantize_launch(self.tiled, weight_NK).run()
+        return fixed_product(x_MK, weight_NK, self.bias_N, self.target)
+
+
+def fixed_product(
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, target: Target
+) -> torch.Tensor:
+    """x @ weight.T + bias in x's type."""
+    out_MN = x_MK.new_empty(len(x_MK), len(weight_NK))
+    if len(x_MK):
+        for launch in fixed_launches(x_MK, weight_NK, bias_N, out_MN, target):
+            launch.run()
+    return out_MN
+
+
+def prepare_linear(
+    weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch | None = None
+) -> Linear:
+    """Pack one weight. With a `scratch`, 4-bit weights stay packed; others are widened here, once."""
+    if scratch is not None and isinstance(weight, GroupIntWeight) and serves(weight):
+        return WidenedInt4Linear(weight, dtype, device, scratch)
+    return FixedLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
+
+
+class BatchInvariantAttention:
+    """`attention` of the contract for one device. Plans are kept as `PagedAttention` keeps its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.target = Target.of(device)
+
+    def __call__(
+        self,
+        q_TND: torch.Tensor,
+        cache: LayerCache,
+        where: AttentionInput,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        key = plan_key(window)
+        if key not in where.worked_out:
+            queries = _queries_of_tile(q_TND.shape[1], cache.k_CBKD.shape[2], q_TND.shape[2])
+            every, wide = np.arange(len(where.context_len_S)), window or _NO_WINDOW
+            where.worked_out[key] = PrefillMetadata.of(where, every, queries, wide, q_TND.device)
+        metadata: PrefillMetadata = where.worked_out[key]
+        q_TND = q_TND.contiguous()
+        out_TND = torch.empty_like(q_TND)
+        prefill_launch(q_TND, cache, out_TND, metadata, scale, self.target).run()
+        return out_TND
+
+
+class CapturedBatchInvariantAttention:
+    """Its part of captured steps: one tile for each of as many sequences as there can be, those that are not there
+    without queries. See `contract.GraphAttention`."""
+
+    def __init__(self, shape: GraphShape, device: torch.device) -> None:
+        self.max_queries = min(shape.max_queries, _queries_of_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim))
+        self._max_seqs, self._device = shape.max_seqs, device
+        item_I2 = np.zeros((shape.max_seqs, 2), dtype=np.int32)
+        item_I2[:, 0] = np.arange(shape.max_seqs)
+        self._item_I2 = on_device(item_I2, device)
+        # Beginnings and contexts in one tensor, which one copy fills; both begin at multiples of 16 bytes.
+        self._contexts_at = -(-(shape.max_seqs + 1) // 4) * 4
+        self._numbers = torch.zeros(self._contexts_at + shape.max_seqs, dtype=torch.int32, device=device)
+        self._table_SM = torch.zeros(shape.max_seqs, shape.max_blocks, dtype=torch.int32, device=device)
+        self.worked_out: dict[Hashable, Any] = {
+            plan_key(window): PrefillMetadata(
+                window or _NO_WINDOW,
+                self._item_I2,
+                self._numbers[: shape.max_seqs + 1],
+                self._numbers[self._contexts_at :],
+                self._table_SM,
+            )
+            for window in shape.windows
+        }
+
+    def refill(self, where: AttentionInput, most_short: int = 0) -> None:
+        """A tile finds on the device where its window begins, so a shorter context changes nothing here."""
+        num_seqs, num_blocks = where.block_table_SM.shape
+        numbers = np.zeros(len(self._numbers), dtype=np.int32)
+        numbers[: num_seqs + 1] = where.query_start_S1
+        numbers[num_seqs + 1 : self._max_seqs + 1] = where.query_start_S1[-1]
+        numbers[self._contexts_at : self._contexts_at + num_seqs] = where.context_len_S
+        self._numbers.copy_(on_device(numbers, self._device), non_blocking=True)
+        table_SM = np.ascontiguousarray(where.block_table_SM)
+        self._table_SM[:num_seqs, :num_blocks].copy_(on_device(table_SM, self._device), non_blocking=True)
+
+    def shorten(self, short_S: torch.Tensor) -> None:
+        self._numbers[self._contexts_at : self._contexts_at + len(short_S)] -= short_S
+
+
+def _queries_of_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    return rows_of(head_dim) // checked_group(num_heads, num_kv_heads, head_dim)

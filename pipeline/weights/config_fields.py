@@ -1,0 +1,91 @@
+"""Fields of a checkpoint's JSON, typed and bounded: it may be a stranger's."""
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ModelError
+
+MAX_PATTERNS = 4096  # in a list of modules: each is tried on each linear
+MAX_PATTERN_CHARS = 512
+MAX_REPEATS = 4  # in a pattern: more of them, or repeated groups, can take a search of hours
+REPEAT = re.compile(r"[*+{]")
+REPEATED_GROUP = re.compile(r"\)[*+{]")
+
+
+class Fields:
+    """The values of a JSON object, read by name; errors name file and key. `where`: of an object inside the file."""
+
+    def __init__(self, values: dict[str, Any], path: Path, where: str = "") -> None:
+        self.values, self.path, self.where = values, path, where
+
+    def _key(self, name: str) -> str:
+        return f"{self.where}.{name}" if self.where else name
+
+    def refuse(self, name: str, expected: str) -> ModelError:
+        return ModelError(f"{self.path}: {self._key(name)} = {self.values.get(name)!r:.200}: expected {expected}")
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.refuse(name, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.values.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
+            raise self.refuse(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false")
+        return value
+
+    def one_of(self, name: str, served: Collection[object], default: object = None) -> Any:
+        """A value that equals one of `served`, and is of its type: true is not 1."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not any(type(value) is type(each) and value == each for each in served):
+            raise self.refuse(name, f"one of {', '.join(map(str, served))}")
+        return value
+
+    def group_size(self, name: str = "group_size") -> int | None:
+        """A multiple of 8 inputs; None for -1, one group of all."""
+        value = self.values.get(name)
+        if type(value) is not int or not (value == -1 or (0 < value <= 1 << 17 and value % 8 == 0)):
+            raise self.refuse(name, "a multiple of 8, or -1 for one group of all inputs")
+        return None if value == -1 else value
+
+    def section(self, name: str) -> "Fields":
+        """An object inside this one; empty where it is null or absent."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(name, "an object")
+        return Fields(value or {}, self.path, self._key(name))
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of module names; empty where it is null or absent."""
+        value = self.values.get(name) or []
+        if (
+            not isinstance(value, list)
+            or len(value) > MAX_PATTERNS
+            or not all(isinstance(each, str) and len(each) <= MAX_PATTERN_CHARS for each in value)
+        ):
+            raise self.refuse(name, "a list of names")
+        return tuple(value)
+
+    def pattern(self, name: str, text: str) -> re.Pattern[str]:
+        """A regular expression found under `name`. Raises ModelError for what is none or could take very long."""
+        if len(REPEAT.findall(text)) > MAX_REPEATS or REPEATED_GROUP.search(text):
+            raise ModelError(
+                f"{self.path}: {self._key(name)}: {text!r:.200}: expected a pattern with at most {MAX_REPEATS} "
+                "repetitions and no repeated group"
+            )
+        try:
+            return re.compile(text)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ModelError(f"{self.path}: {self._key(name)}: {text!r:.200} is no pattern ({error})") from None

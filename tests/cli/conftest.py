@@ -1,0 +1,84 @@
+"""A small valid job in a working directory, and output folders as runs leave them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.output.parts import PartName, PartStore
+from pipeline.data.output.result_columns import output_schema
+from pipeline.job.telemetry.status import Status
+from pipeline.report.run_record import ActorRecord, RunRecord, no_phases
+
+EVIL = "evil\x1b[31mRED\x1b]0;title\x07\x1b[2J\x9b\u202e"
+
+JOB = """\
+name: demo
+input: {path: data, columns: [id]}
+prompt: {template: "Sum up:\\n{text}\\n"}
+model: {path: demo}
+sampling: {max_tokens: 9}
+output: {path: out}
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a small job that is valid."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    table = pa.table({"id": [1, 2, 3], "text": ["one \x1b[31mred", "two {id}", None], "error": ["a", "b", "c"]})
+    pq.write_table(table, tmp_path / "data" / "a.parquet")
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch):
+    """Sets the environment that botocore reads, for filesystems that are made afterwards."""
+    from s3fs import S3FileSystem
+
+    def put(endpoint_url: str, key: str = "AKIATESTKEY", secret: str = "none") -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint_url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+        S3FileSystem.clear_instance_cache()
+
+    yield put
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def job_that(monkeypatch: pytest.MonkeyPatch):
+    """Puts a function in the place of `run_job`."""
+
+    def put(function) -> None:
+        monkeypatch.setattr("pipeline.job.run.run_job", function)
+
+    return put
+
+
+def finished_run(**changes) -> RunRecord:
+    actor = ActorRecord(0, no_phases() | {"decode": 5_000_000}, {"generated_tokens": 20, "num_steps": 1})
+    run = RunRecord("run-1", "2026-01-01T00:00:00+00:00", "finished", 6_000_000, actors=[actor], hourly_usd=1.0)
+    return replace(run, **changes)
+
+
+def leave_output(root: Path, run: RunRecord, outcome: str, rows: int = 2) -> PartStore:
+    """An output folder as a run leaves it."""
+    store = PartStore(str(root / "out"))
+    store.probe()
+    schema = output_schema(pa.schema([]), {}, False)
+    row = {"generated_text": "x", "num_input_tokens": 5, "num_cached_tokens": 0, "num_generated_tokens": 10}
+    table = pa.Table.from_pylist([row] * rows, schema=schema)
+    store.write(PartName("1a2b3c4d", 0, 0, 1, rows), table)
+    store.create("_pipeline/job.json", json.dumps({"job": "demo", "fingerprint": "1a2b3c4d" * 8}).encode())
+    store.replace("_pipeline/runs/run-1.json", json.dumps(run.to_json()).encode())
+    status = Status("run-1", "generating", outcome, rows_total=3, rows_done=2, eta_s=30.0)
+    store.replace("_pipeline/status.json", json.dumps(status.to_json()).encode())
+    if outcome == "finished":
+        store.success(json.dumps({"parts": 1, "completed_rows": rows, "error_rows": 0}).encode())
+    return store

@@ -1,0 +1,107 @@
+"""`pipeline status` and `report`: what they say of a folder, and when they doubt it."""
+
+import json
+import signal
+import subprocess
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.report.cost import build_report
+from pipeline.report.render import text
+from tests.cli.conftest import finished_run, leave_output
+
+
+def test_status_of_a_folder_and_of_a_job(work, pipe):
+    leave_output(work, finished_run(), "finished")
+    for place in ("out", "job.yaml"):
+        code, out, _ = pipe("status", place)
+        assert code == 0
+        assert f"{place}: finished\n" in out
+        assert "66.7 %, 2/3 rows" in out
+    raw = json.loads(pipe("status", "out", "--json")[1])
+    assert (raw["rows_done"], raw["stale"]) == (2, None)
+
+
+def test_status_of_a_run_whose_process_is_gone(work, pipe):
+    import socket
+
+    child = subprocess.Popen(["sleep", "60"])
+    versions = {"host": socket.gethostname(), "pid": str(child.pid)}
+    leave_output(work, finished_run(outcome="running", versions=versions), "running")
+    try:
+        assert "out: running\n" in pipe("status", "out")[1]
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    code, out, _ = pipe("status", "out")
+    assert code == 0
+    assert "out: stale\n" in out
+    assert "`pipeline run` goes on" in out
+
+
+def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
+    """Of another machine nobody can say whether the process is there."""
+    store = leave_output(work, finished_run(outcome="running", versions={"host": "elsewhere", "pid": "1"}), "running")
+    status = json.loads(store.read("_pipeline/status.json"))
+    now = datetime.now(UTC)
+    for told_at, head in ((now, "running"), (now - timedelta(hours=3), "stale"), (None, "running")):
+        told = {"told_at": told_at.isoformat()} if told_at else {}
+        store.replace("_pipeline/status.json", json.dumps(status | told).encode())
+        out = pipe("status", "out")[1]
+        assert f"out: {head}\n" in out
+        assert ("Nothing was heard of it for 3 h 00 min. If its process on elsewhere is gone" in out) == (
+            head == "stale"
+        )
+
+
+def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
+    store = leave_output(work, finished_run(), "finished")
+    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
+    store.replace("_pipeline/report.json", json.dumps(kept.to_json()).encode())
+    code, out, _ = pipe("report", "out")
+    assert code == 0
+    assert out == text(kept) + "\n"
+    killed = finished_run(run_id="run-2", outcome="killed", started_at="2026-01-02T00:00:00+00:00")
+    store.replace("_pipeline/runs/run-2.json", json.dumps(killed.to_json()).encode())
+    raw = json.loads(pipe("report", "job.yaml", "--json")[1])
+    assert [run["run_id"] for run in raw["runs"]] == ["run-1", "run-2"]
+    assert raw["rows"]["written"] == 2, "counted from the parts"
+    assert raw["rows"]["input"] == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "place", "expected"),
+    [
+        ("status", "nowhere", "nowhere: no such folder"),
+        ("status", "data/a.parquet", "is neither an output folder nor a job file"),
+        ("status", "data", "no run of a job has left a status here"),
+        ("report", "data", "no run of a job has left a record here"),
+        ("report", "none.yaml", "none.yaml: no such file"),
+    ],
+)
+def test_places_without_a_job(work, pipe, command: str, place: str, expected: str):
+    code, out, err = pipe(command, place)
+    assert (code, out) == (2, "")
+    assert expected in err
+
+
+def test_a_finished_output_without_its_parts_is_told(work, pipe):
+    store = leave_output(work, finished_run(), "finished")
+    kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
+    store.replace("_pipeline/report.json", json.dumps({**kept.to_json(), "outcome": "finished"}).encode())
+    next(Path(store.path).glob("part-*")).unlink()
+    assert "out: damaged\n" in pipe("status", "out")[1]
+    for command in ("status", "report"):
+        assert "it holds 0 parts, _SUCCESS counts 1" in pipe(command, "out")[1]
+        assert "0 parts" in json.loads(pipe(command, "out", "--json")[1])["stale"]
+
+
+def test_an_edited_status_is_told(work, pipe):
+    store = leave_output(work, finished_run(), "finished")
+    store.replace("_pipeline/status.json", b"[1]")
+    code, _, err = pipe("status", "out")
+    assert code == 2
+    assert "not one JSON object" in err

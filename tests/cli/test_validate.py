@@ -1,0 +1,124 @@
+"""`pipeline validate`: what a job is, or everything that is wrong with it."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.cli.conftest import JOB
+
+
+def test_validate_says_what_the_job_is(work, pipe):
+    code, out, err = pipe("validate", "job.yaml")
+    assert code == 0, err
+    assert "demo: valid" in out
+    assert "data: 1 file, 3 rows" in out
+    assert "max_tokens 9" in out
+    assert "First prompt (a.parquet row 0, 21 bytes)" in out
+    assert "| Sum up:\n    | one \\x1b[31mred\n" in out, "control characters of the data never reach the terminal"
+    assert "\x1b" not in out
+    assert not (work / "out").exists(), "looking must not write"
+
+
+def test_validate_names_the_draft_model(work, pipe):
+    _, out, _ = pipe("validate", "job.yaml", "--set", "model.draft=demo:draft")
+    assert "  Draft     demo:draft (embedded)\n" in out
+    assert "Draft" not in pipe("validate", "job.yaml")[1]
+
+
+def test_validate_as_json(work, pipe):
+    code, out, _ = pipe("validate", "job.yaml", "--json", "--limit", "2")
+    found = json.loads(out)
+    assert code == 0
+    assert found["valid"]
+    assert found["input"]["rows"] == 3
+    assert found["input"]["rows_to_do"] == 2
+    assert found["first_prompt"]["text"] == "Sum up:\none \x1b[31mred\n"
+    assert list(found["output_columns"])[:2] == ["id", "generated_text"]
+
+
+def test_validate_tells_all_mistakes_of_the_file(work, pipe):
+    (work / "job.yaml").write_text(JOB.replace("max_tokens: 9", "max_tokens: 0").replace("model:", "modle:"))
+    code, out, err = pipe("validate", "job.yaml")
+    assert (code, out) == (2, "")
+    assert err.startswith("3 mistakes:")
+    assert "job.yaml:4: modle: unknown key\n    Did you mean `model`?" in err
+    assert "job.yaml:5: sampling.max_tokens: expected an integer of at least 1; got 0" in err
+
+
+def test_validate_tells_all_mistakes_of_the_data(work, pipe):
+    code, _, err = pipe(
+        "validate", "job.yaml", "--set", "input.columns=[id, nmae]", "--set", "prompt.template={texts}",
+        "--set", "sampling.max_tokens={column: text}", "--set", "model.path=./nowhere",
+        "--set", "output.path=data",
+    )  # fmt: skip
+    assert code == 2
+    assert "5 mistakes:" in err
+    assert "no column 'nmae'" in err
+    assert "did you mean 'text'?" in err
+    assert "column 'text' is text, expected numbers" in err
+    assert "./nowhere: no such folder" in err
+    assert "output.path must be a new folder" in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("input.path=nowhere", "--set: input.path: nowhere: does not exist"),
+        ("input.columns=[error]", "--set: output.rename: the input has columns of the same names"),
+        ("prompt.template={id}", None),
+        ("output.path=memory://test-cli/out", None),
+        ("output.path=nothing://bucket/x", "cannot be opened (ValueError)"),
+        ("model.path=memory://test-cli/model", "memory://test-cli/model: no config.json in this folder"),
+        ("model.path=nothing://bucket/x", "nothing://bucket/x: cannot be opened (ValueError)"),
+        ("model.path=job.yaml", "job.yaml: a file; this program reads safetensors checkpoints"),
+        ("model.path=data", "data: has no config.json; give the folder of"),
+        ("model.path=owner/name", None),
+        ("model.draft=demo:draft", None),
+        ("model.draft=./nowhere", "--set: model.draft: ./nowhere: no such folder, and not a Hugging Face id"),
+        ("model.draft=data", "data: has no config.json; give the folder of"),
+        ("model.storage={anon: true}", "model.storage: only a url takes options; found anon"),
+    ],
+)
+def test_validate_looks_at_data_model_and_output(work, pipe, setting: str, expected: str | None):
+    code, _, err = pipe("validate", "job.yaml", "--set", setting)
+    assert code == (0 if expected is None else 2)
+    if expected is not None and "output.rename" in expected:
+        assert "output.rename: {error: error_2}" in err
+    elif expected is not None:
+        assert expected in err
+
+
+def test_validate_lists_the_files_that_a_job_skips(work, pipe):
+    (work / "data" / "b.parquet").write_bytes(b"")
+    code, _, err = pipe("validate", "job.yaml")
+    assert code == 2
+    assert "b.parquet" in err
+    code, out, err = pipe("validate", "job.yaml", "--set", "input.on_corrupt=skip")
+    assert code == 0, err
+    assert "Skipped   1 damaged file: b.parquet (" in out
+    found = json.loads(pipe("validate", "job.yaml", "--set", "input.on_corrupt=skip", "--json")[1])
+    assert [f["file"] for f in found["input"]["skipped_files"]] == ["b.parquet"]
+
+
+def test_a_store_that_does_not_answer_is_no_mistake_of_the_job(work, pipe, aws, monkeypatch):
+    from pipeline.stores.retries import RetryPolicy
+
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
+    aws("http://127.0.0.1:1")
+    places = [f"--set={key}=s3://bucket/x" for key in ("output.path", "input.path", "model.path")]
+    code, out, err = pipe("validate", "job.yaml", *places, "--json")
+    assert code == 3, err
+    assert json.loads(out)["error"]["kind"] == "EnvironmentFailed"
+    for key in ("model.path", "input.path", "output.path"):
+        assert f"{key}: " in err
+    code, _, err = pipe("validate", "job.yaml", *places, "--set", "prompt.template=x")
+    assert code == 2, "a mistake is told first"
+
+
+def test_validate_shows_a_first_row_that_is_an_error_and_an_input_without_rows(work, pipe):
+    pq.write_table(pa.table({"id": [1], "text": pa.array([None], pa.string())}), work / "data" / "a.parquet")
+    assert "becomes an error row: null_prompt" in pipe("validate", "job.yaml")[1]
+    pq.write_table(pa.table({"id": [1], "text": ["x"]}).slice(0, 0), work / "data" / "a.parquet")
+    assert "one empty part" in pipe("validate", "job.yaml")[1]

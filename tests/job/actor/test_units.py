@@ -1,0 +1,229 @@
+"""A unit's way through Tokenize and Write."""
+
+import json
+from dataclasses import asdict, replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.output.parts import PartStore
+from pipeline.data.prompts import PromptSpec
+from pipeline.data.units import Unit, UnitSpec, make_units
+from pipeline.engine.params import Completion, Request, SamplingParams, TokenLogprobs
+from pipeline.errors import PipelineError
+from pipeline.job.actor.partial import PartialUnits
+from pipeline.job.actor.tokenize import Chat, Tokenize, failed_row, row_seed
+from pipeline.job.actor.write import Write, row_stats
+from pipeline.job.process import supervisor
+from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.report.row_stats import MAX_MESSAGE, Histogram
+from pipeline.report.run_record import Computed
+from pipeline.tokenization.chat import ChatTemplateError
+from tests.engine.hash_runner import hash_engine
+from tests.job.fake_engine import FakeTokenizer
+
+
+def unit_of(columns: dict, spec: UnitSpec, start: int = 0) -> Unit:
+    table = pa.table(columns)
+    table = table.append_column("source_file", pa.array(["a.parquet"] * table.num_rows))
+    table = table.append_column("source_row", pa.array(range(start, start + table.num_rows), pa.int64()))
+    (unit,) = make_units(table, spec, window=3)
+    return Unit.from_bytes(unit.to_bytes())
+
+
+def complete(requests, text="t") -> list[Completion]:
+    return [Completion(r.row_id, [1, 2], text, "stop", len(r.prompt_token_ids), 1) for r in requests]
+
+
+def write(tmp_path, rename=None, logprobs=False) -> Write:
+    store = PartStore(str(tmp_path / "out"))
+    store.probe()
+    return Write(store, "0123abcd", rename or {}, logprobs, {"pipeline.fingerprint": "0123abcd"})
+
+
+def rows_by_source(unit: Unit) -> dict[int, int]:
+    """Source row to the row's index in the unit."""
+    return {row: i for i, row in enumerate(unit.own("source_row").to_pylist())}
+
+
+def test_rows_get_their_own_seed_and_it_depends_on_their_place_alone():
+    spec = UnitSpec(PromptSpec(column="p"))
+    tokenize = Tokenize(FakeTokenizer(), SamplingParams(max_tokens=5, temperature=1.0), 7, None)
+    unit = unit_of({"p": ["same", "same", "other"]}, spec, start=10)
+    requests, failed = tokenize(unit)
+    assert not failed
+    seeds = {unit.own("source_row")[r.row_id].as_py(): r.params.seed for r in requests}
+    assert seeds == {row: row_seed(7, "a.parquet", row) for row in (10, 11, 12)}
+    assert len(set(seeds.values())) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds.values())
+    assert row_seed(8, "a.parquet", 10) != seeds[10] != row_seed(7, "b.parquet", 10)
+    assert all(r.params.max_tokens == 5 and r.params.temperature == 1.0 for r in requests)
+
+
+def test_failed_rows_never_reach_the_engine_and_keep_their_reason():
+    spec = UnitSpec(PromptSpec(column="p"), sampling_columns={"max_tokens": "n", "temperature": "t"})
+    unit = unit_of(
+        {"p": ["fine", None, " ", "bad n", "bad t"], "n": [3, 3, 3, 0, 3], "t": [0.5, 0.5, 0.5, 0.5, -1.0]}, spec
+    )
+    requests, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
+    at = rows_by_source(unit)
+    assert [r.row_id for r in requests] == [at[0]]
+    assert (requests[0].params.max_tokens, requests[0].params.temperature) == (3, 0.5)
+    assert {c.row_id: c.error for c in failed} == {
+        at[1]: "null_prompt",
+        at[2]: "empty_prompt",
+        at[3]: "invalid_sampling",
+        at[4]: "invalid_sampling",
+    }
+    assert "max_tokens" in next(c.error_message for c in failed if c.row_id == at[3])
+
+
+def test_a_sampling_value_of_the_wrong_kind_is_the_rows_error():
+    spec = UnitSpec(PromptSpec(column="p"), sampling_columns={"temperature": "t"})
+    _, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit_of({"p": ["a"], "t": ["hot"]}, spec))
+    assert [c.error for c in failed] == ["invalid_sampling"]
+
+
+def test_chats_from_text_and_from_messages():
+    tokenizer = FakeTokenizer()
+    unit = unit_of({"p": ["hello"]}, UnitSpec(PromptSpec(column="p")))
+    requests, _ = Tokenize(tokenizer, SamplingParams(), 0, Chat(system="be kind"))(unit)
+    assert bytes(requests[0].prompt_token_ids) == b"[be kind]<user>hello"
+
+    turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]]
+    unit = unit_of({"m": turns}, UnitSpec(PromptSpec(messages="m")))
+    requests, _ = Tokenize(tokenizer, SamplingParams(), 0, Chat(from_messages=True))(unit)
+    assert bytes(requests[0].prompt_token_ids) == b"<user>hi<assistant>yo"
+
+
+def test_a_chat_that_the_template_refuses_is_the_rows_error():
+    class Refusing(FakeTokenizer):
+        def encode_chat(self, messages, *rest):
+            if messages[0]["content"] == "bad":
+                raise ChatTemplateError("roles must alternate")
+            return super().encode_chat(messages)
+
+    unit = unit_of({"p": ["good", "bad"]}, UnitSpec(PromptSpec(column="p")))
+    requests, failed = Tokenize(Refusing(), SamplingParams(), 0, Chat())(unit)
+    assert len(requests) == 1
+    assert [(c.error, c.error_message) for c in failed] == [("invalid_messages", "roles must alternate")]
+
+
+def test_a_part_holds_the_rows_in_source_order_whatever_order_they_finished_in(tmp_path):
+    prompts = ["p" * (1 + 100 * (7 * i % 11)) for i in range(10)]
+    spec = UnitSpec(PromptSpec(column="p"), kept=("p", "id"))
+    unit = unit_of({"p": [*prompts, None], "id": list(range(11))}, spec)
+    assert unit.own("source_row").to_pylist() != list(range(11))  # longest first
+    requests, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
+    completions = complete(requests)[::-1] + failed
+    summary = write(tmp_path)(unit, completions)
+    (part,) = (tmp_path / "out").glob("part-0123abcd-w00003-u0000of0001-n11.parquet")
+    rows = pq.read_table(part).to_pylist()
+    assert [row["id"] for row in rows] == [row["source_row"] for row in rows] == list(range(11))
+    assert [row["num_input_tokens"] for row in rows] == [*map(len, prompts), 0]
+    assert rows[0] == {
+        "p": prompts[0], "id": 0, "generated_text": "t", "finish_reason": "stop", "error": None, "error_message": None,
+        "num_input_tokens": len(prompts[0]), "num_cached_tokens": 1, "num_generated_tokens": 2,
+        "source_file": "a.parquet", "source_row": 0,
+    }  # fmt: skip
+    assert (rows[10]["error"], rows[10]["generated_text"], rows[10]["finish_reason"]) == ("null_prompt", None, "error")
+    assert summary.written
+    assert (summary.totals.rows, summary.totals.num_generated_tokens) == (11, 20)
+    assert summary.totals.error_rows == {"null_prompt": 1}
+    (example,) = summary.row_stats.errors["null_prompt"]
+    assert (example.source_file, example.row) == ("a.parquet", 10)
+    assert "null" in example.message
+    assert UnitSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
+    again = write(tmp_path)(unit, completions)
+    assert not again.written
+
+
+def test_a_part_counts_as_computed_what_an_engine_computed_for_it(tmp_path):
+    """An engine counts prompts that it found in its cache and no prompt that it refused. What it computed for a row
+    that failed then is in its counters alone: `cost.py` prices no such token, `faults.py` calls it lost."""
+    prompts = [[*range(20), row] for row in range(6)] + [[9] * 70, [1, 2, 77, 4]]
+    unit = unit_of({"p": [str(row) for row in range(8)]}, UnitSpec(PromptSpec(column="p")))
+    engine = hash_engine(96, 4, bad_token=77, max_num_batched_tokens=32)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    at = rows_by_source(unit)
+    done = list(engine.stream(Request(at[row], ids, params) for row, ids in enumerate(prompts)))
+    totals = write(tmp_path)(unit, done).totals
+    assert totals.error_rows == {"non_finite_logits": 1, "prompt_too_long": 1}
+    assert totals.num_input_tokens == 6 * 21
+    assert totals.num_cached_tokens == engine.stats.cached_tokens > 0
+    assert totals.num_error_input_tokens == 70 + 4
+    computed = Computed.by(asdict(engine.stats))
+    assert computed.less(supervisor.computed(done)) == Computed(prompt=4)
+    assert totals.num_computed_tokens == computed.all - 4
+
+
+def test_what_the_rows_were_like():
+    """Latency and lengths are of completed rows; of each error code three rows are shown, the first of the input."""
+    prompts = ["a" * 60, "b" * 70, "c" * 128, "d" * 129, *([None] * 5)]
+    unit = unit_of({"p": prompts}, UnitSpec(PromptSpec(column="p")))
+    requests, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
+    done = [
+        replace(c, queued_us=1_000, first_token_us=1_010, last_token_us=1_010 + 20 * i, num_cached_tokens=i)
+        for i, c in enumerate(complete(requests))
+    ]
+    broken = failed_row(done[0].row_id, "non_finite_logits", "x" * 1000, done[0].num_prompt_tokens)
+    stats = row_stats(unit, [broken, *done[1:], *reversed(failed)])
+    at = rows_by_source(unit)
+    prompt_of = {i: prompts[row] for row, i in at.items()}
+    expected: dict[int, int] = {}
+    for c in done[1:]:
+        longest = 64 if len(prompt_of[c.row_id]) <= 64 else 128 if len(prompt_of[c.row_id]) <= 128 else 256
+        expected[longest] = expected.get(longest, 0) + 1
+    assert {longest: bucket.rows for longest, bucket in stats.lengths.items()} == expected
+    assert sum(b.cached_tokens for b in stats.lengths.values()) == 1 + 2 + 3
+    assert sum(b.generated_tokens for b in stats.lengths.values()) == 2 * 3
+    assert stats.latency.first_token_us.counts == {10: 3}
+    assert stats.latency.per_token_us == Histogram.of([20, 40, 60])
+    assert stats.latency.row_us == Histogram.of([30, 50, 70])
+    assert [e.row for e in stats.errors["null_prompt"]] == [4, 5, 6]
+    assert [len(e.message) for e in stats.errors["non_finite_logits"]] == [MAX_MESSAGE]
+
+
+def test_renamed_columns_and_logprobs(tmp_path):
+    unit = unit_of({"generated_text": ["x", "y"]}, UnitSpec(PromptSpec(column="generated_text"), ("generated_text",)))
+    done = [
+        Completion(0, [5], "t", "stop", 1, logprobs=[TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.5)))]),
+        failed_row(1, "engine_failure", "why"),
+    ]
+    write(tmp_path, {"generated_text": "answer"}, logprobs=True)(unit, done)
+    rows = pq.read_table(next((tmp_path / "out").glob("part-*"))).to_pylist()
+    by_text = {row["generated_text"]: row for row in rows}
+    first = by_text[unit.kept()["generated_text"][0].as_py()]
+    assert first["answer"] == "t"
+    assert first["logprobs"] == [
+        {"token_id": 5, "logprob": -0.5,
+         "top": [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -1.5}]}
+    ]  # fmt: skip
+    assert sorted(row["logprobs"] is None for row in rows) == [False, True]
+
+
+def test_a_missing_or_doubled_completion_is_never_written(tmp_path):
+    unit = unit_of({"p": ["a", "b"]}, UnitSpec(PromptSpec(column="p")))
+    requests, _ = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit)
+    done = complete(requests)
+    for wrong in (done[:1], [done[0], done[0]], [*done, done[0]]):
+        with pytest.raises(PipelineError, match=r"completions of .* came back for 2 rows"):
+            write(tmp_path)(unit, wrong)
+    assert not list((tmp_path / "out").glob("part-*"))
+
+
+def test_finished_rows_of_a_stopped_unit_come_back_as_they_were(tmp_path):
+    store = PartStore(str(tmp_path / "out"))
+    store.probe()
+    partial = PartialUnits(store, "0123abcd")
+    unit = unit_of({"p": ["a", "bb", "ccc"]}, UnitSpec(PromptSpec(column="p")), start=5)
+    done = [
+        Completion(2, [5, 6], "t", "length", 1, 1, [TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.5)))]),
+        failed_row(0, "engine_failure", "why", 3),
+    ]
+    assert partial.load(unit) == []
+    partial.save(unit, done)
+    assert partial.load(unit) == done
+    partial.remove(unit)
+    assert partial.load(unit) == []

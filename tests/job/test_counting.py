@@ -1,0 +1,111 @@
+"""What a run counts: every part before `_SUCCESS`, and error rows against the limit."""
+
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.data.output.parts import DoneUnits, PartName, PartStore
+from pipeline.errors import (
+    Interrupted,
+    OutputError,
+    PipelineError,
+    TooManyRowErrors,
+)
+from pipeline.job.plan import make_plan
+from pipeline.job.success import verify
+from pipeline.job.telemetry.run_log import RunLog
+from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.job.telemetry.writer import Telemetry
+from pipeline.job.totals import OutputTotals
+from pipeline.stores.local_folder import LocalFolder
+from pipeline.stores.retries import RetryCounts
+from tests.data.output.finished_units import result
+from tests.job.conftest import TEXTS, run
+
+pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+def test_the_count_before_success_finds_what_is_missing_or_too_much(job):
+    run(job.rows(TEXTS))
+    plan = make_plan(job.config(), "cpu")
+    store = PartStore(str(job.output))
+    assert verify(plan, store).rows == 50
+    name = PartName(plan.fingerprint.short, 9, 0, 1, 0)
+    store.write(name, plan.schema.empty_table())
+    assert verify(plan, store).rows == 50
+    extra = job.parts()[0]
+    wrong = job.output / str(PartName(plan.fingerprint.short, 10, 0, 1, 8))
+    shutil.copy(extra, wrong)
+    with pytest.raises(OutputError, match="the parts hold 58 rows"):
+        verify(plan, store)
+    wrong.unlink()
+    extra.unlink()
+    with pytest.raises(PipelineError, match="window 0 and 0 more are not complete"):
+        verify(plan, store)
+
+
+def test_the_count_tells_how_far_it_is_and_can_be_ended(job):
+    run(job.rows(TEXTS))
+    plan = make_plan(job.config(), "cpu")
+    store, said = PartStore(str(job.output)), []
+    verify(plan, store, lambda done, parts: said.append((done, parts)))
+    assert said == [(i, len(job.parts())) for i in range(1, len(job.parts()) + 1)]
+
+    def stop(done: int, parts: int) -> None:
+        raise Interrupted(f"{done} of {parts}")
+
+    with pytest.raises(Interrupted, match="1 of"):
+        verify(plan, store, stop)
+
+
+def test_a_signal_ends_the_count_though_reads_hang(job, monkeypatch):
+    run(job.rows(TEXTS))
+    plan = make_plan(job.config(), "cpu")
+    hang, hanging = threading.Event(), []
+
+    def tail(self, name, length):
+        hanging.append(name)
+        hang.wait()
+
+    def interrupt(number, frame):
+        raise Interrupted("a signal")
+
+    monkeypatch.setattr(LocalFolder, "tail", tail)
+    old = signal.signal(signal.SIGALRM, interrupt)
+    started = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            verify(plan, PartStore(str(job.output)))
+    finally:
+        signal.signal(signal.SIGALRM, old)
+        hang.set()
+    assert time.monotonic() - started < 1
+    assert len(hanging) <= LocalFolder.reads_at_once
+
+
+def test_the_parts_are_looked_at_once_for_the_error_rate(job, monkeypatch):
+    """A part may be written before the look and its summary come after it: it is counted once, without another."""
+    store, looks = PartStore(str(job.output)), []
+    stood = DoneUnits()
+    for unit, errors in ((0, 6), (1, 3)):
+        name = PartName("0123abcd", 1, unit, 40, 50)
+        store.write(name, result(50, errors=errors))
+        if unit == 0:
+            stood.add(name)
+    read = PartStore.totals
+    monkeypatch.setattr(PartStore, "totals", lambda self, of=None: looks.append(of) or read(self, of))
+    log = RunLog(store, {}, None, {}, Telemetry(store), RetryCounts())
+    told = PartTotals(50, 1, {"null_prompt": 20})  # what runs that were killed have recorded may be wrong
+    totals = OutputTotals(store, log, told, stood, num_rows=100, limit=0.1)
+    totals.check_error_rate()
+    log.add(UnitSummary(1, 1, PartTotals(50, 1, {"null_prompt": 3}), written=True))
+    totals.check_error_rate()
+    log.add(UnitSummary(1, 2, PartTotals(50, 1, {"null_prompt": 2}), written=True))
+    with pytest.raises(TooManyRowErrors, match="11 error rows of 100 rows"):
+        totals.check_error_rate()
+    assert looks == [stood]

@@ -1,0 +1,93 @@
+"""What a job is refused for, before anything is written: another job, a foreign folder, what is missing."""
+
+import json
+
+import pytest
+
+from pipeline.errors import (
+    FingerprintError,
+    InputError,
+    ModelError,
+    OutputError,
+)
+from tests.job.conftest import TEXTS, run
+from tests.job.local_flow import LocalFlow
+
+pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+def test_fault_53_another_prompt_is_refused_with_what_differs(job):
+    run(job.rows(TEXTS))
+    before = sorted(p.name for p in job.output.rglob("*"))
+    with pytest.raises(FingerprintError) as refused:
+        run(job, prompt={"template": "Sing {text}"}, sampling={"max_tokens": 7})
+    assert 'prompt.template: "Say {text}" -> "Sing {text}"' in str(refused.value)
+    assert "sampling.max_tokens: 6 -> 7" in str(refused.value)
+    assert sorted(p.name for p in job.output.rglob("*")) == before
+    assert LocalFlow.started == 1
+
+
+def test_fault_53_another_model_or_input_is_refused(job):
+    run(job.rows(TEXTS))
+    job.fake(step_s=0.001)
+    with pytest.raises(FingerprintError, match=r"model\.config\.json: "):
+        run(job)
+    job.fake()
+    job.rows([*TEXTS, "one more"])
+    with pytest.raises(FingerprintError, match=r"files\.f0\.parquet: "):
+        run(job)
+
+
+def test_moved_data_and_free_settings_are_the_same_job(job):
+    run(job.rows(TEXTS))
+    (job.folder / "in").rename(job.folder / "moved")
+    _, statuses = run(job, input={"path": str(job.folder / "moved")}, cost={"hourly_usd": 2.0}, run={"actors": 3})
+    assert statuses[-1].phase == "already complete"
+
+
+def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
+    run(job.rows(TEXTS))
+    job.parts()[0].unlink()
+    with pytest.raises(FingerprintError, match=r'dtype: "auto" -> "float32"(.|\n)*--accept-numerics'):
+        run(job, engine={"dtype": "float32"})
+    with pytest.raises(FingerprintError, match=r'activation_dtype: "auto" -> "fp8"(.|\n)*--accept-numerics'):
+        run(job, engine={"activation_dtype": "fp8"})
+    with pytest.raises(FingerprintError, match=r'kv_cache_dtype: "auto" -> "fp8"(.|\n)*--accept-numerics'):
+        run(job, engine={"kv_cache_dtype": "fp8"})
+    run(job, engine={"dtype": "float32"}, accept_numerics=True)
+    job.check(TEXTS)
+    job.parts()[0].unlink()
+    run(job, engine={"dtype": "float32"})
+    assert json.loads((job.output / "_pipeline" / "accepted-numerics.json").read_text()) == [
+        {"activation_dtype": "auto", "device": "cpu", "dtype": "float32", "kernels": "auto", "kv_cache_dtype": "auto"}
+    ]
+
+
+def test_fault_54_a_foreign_folder_is_refused_and_left_alone(job):
+    job.output.mkdir()
+    (job.output / "thesis.doc").write_text("")
+    with pytest.raises(OutputError, match=r"not empty \(thesis\.doc\)"):
+        run(job.rows(TEXTS))
+    assert [p.name for p in job.output.iterdir()] == ["thesis.doc"]
+
+
+def test_fault_54_a_newer_format_is_refused(job):
+    run(job.rows(TEXTS))
+    path = job.output / "_pipeline" / "job.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    with pytest.raises(OutputError, match="format 2, written by a newer version"):
+        run(job)
+    path.write_text("{")
+    with pytest.raises(OutputError, match="damaged"):
+        run(job)
+
+
+def test_what_is_missing_is_said_before_anything_is_written(job):
+    with pytest.raises(InputError):
+        run(job)
+    job.rows(TEXTS)
+    with pytest.raises(ModelError, match="no such folder"):
+        run(job, model={"path": str(job.folder / "nothing")})
+    with pytest.raises(InputError, match=r"did you mean 'id'|has no column 'ide'"):
+        run(job, input={"columns": ["ide"]})
+    assert not job.output.exists()

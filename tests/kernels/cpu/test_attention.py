@@ -1,0 +1,156 @@
+"""Attention of the CPU against the reference, on ragged batches over a cache whose unused slots are NaN."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels import reference
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.cpu.attention.attention import attention
+from pipeline.kernels.reference import attention as reference_attention
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+SOUND_CODES = torch.arange(256, dtype=torch.uint8)[torch.arange(256) & 0x7F != 0x7F]
+
+
+def ragged_step(
+    rng: np.random.Generator, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, with_fp8: bool = False
+) -> tuple[AttentionInput, LayerCache]:
+    """A random mixture of decoding rows, whole prompts and chunks behind a prefix, in scattered blocks."""
+    contexts, queries = [], []
+    for _ in range(int(rng.integers(1, 40))):
+        context = int(rng.integers(1, 90))
+        contexts.append(context)
+        queries.append(int(rng.choice([1, 1, 1, context, int(rng.integers(1, context + 1))])))
+    blocks_of = [-(-c // block_size) for c in contexts]
+    num_blocks = sum(blocks_of) + 3
+    order = rng.permutation(num_blocks)
+    table = np.full((len(contexts), max(blocks_of)), -1, dtype=np.int32)
+    kind = FP8 if with_fp8 else dtype
+    cache = LayerCache.allocate(num_blocks, block_size, kv_heads, head_dim, kind, torch.device("cpu"))
+    cache.fill(list(range(num_blocks)), float("nan"))
+    slots, taken = [], 0
+    for s, (context, count) in enumerate(zip(contexts, queries)):
+        mine = order[taken : taken + blocks_of[s]]
+        taken += blocks_of[s]
+        table[s, : len(mine)] = mine
+        position = np.arange(context)
+        slot = mine[position // block_size] * block_size + position % block_size
+        k_LKD, v_LKD = (torch.randn(context, kv_heads, head_dim).to(dtype) for _ in range(2))
+        reference.write_kv(k_LKD, v_LKD, cache, torch.from_numpy(slot))
+        slots.append(slot[context - count :])
+    where = AttentionInput(
+        np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
+        np.array(contexts, dtype=np.int32),
+        table,
+        torch.from_numpy(np.concatenate(slots)),
+        block_size,
+    )
+    return where, cache
+
+
+def widened(cache: LayerCache) -> LayerCache:
+    """In float32, but for codes."""
+    return LayerCache(*(tensor if tensor.dtype == FP8 else tensor.float() for tensor in cache.tensors))
+
+
+@pytest.mark.parametrize("window", [None, 1, 13])
+@pytest.mark.parametrize("with_fp8", [False, True], ids=["as-computed", "fp8"])
+@pytest.mark.parametrize("seed", range(6))
+def test_attention(seed: int, with_fp8: bool, window: int | None) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    dtype = torch.float32 if seed % 3 else torch.bfloat16
+    kv_heads, group, head_dim = int(rng.choice([1, 2, 3])), int(rng.choice([1, 2, 5])), int(rng.choice([8, 16, 40]))
+    where, cache = ragged_step(rng, kv_heads, head_dim, int(rng.choice([1, 4, 16])), dtype, with_fp8)
+    q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
+    ours = attention(q_TND, cache, where, 0.3, window)
+    oracle = reference_attention(q_TND.float(), widened(cache), where, 0.3, window)
+    assert torch.isfinite(ours).all(), "a slot outside the context was read"
+    assert float((ours.float() - oracle).abs().max()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float32 on fp8", "bfloat16 on fp8"])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "block_size"),
+    [(2, 1, 32, 8), (2, 2, 64, 12), (1, 2, 80, 16), (1, 4, 96, 16), (2, 3, 128, 32)],
+)
+def test_attention_of_heads_that_fill_whole_tiles(
+    kv_heads: int, group: int, head_dim: int, block_size: int, kind: str, window: int | None
+) -> None:
+    """And of some that nearly do; decoding rows beside prompts, in blocks that are whole numbers of tiles and not."""
+    torch.manual_seed(head_dim)
+    dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float32
+    rng = np.random.default_rng(head_dim)
+    where, cache = ragged_step(rng, kv_heads, head_dim, block_size, dtype, kind.endswith("fp8"))
+    q_TND = torch.randn(int(where.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
+    ours = attention(q_TND, cache, where, head_dim**-0.5, window)
+    oracle = reference_attention(q_TND.float(), widened(cache), where, head_dim**-0.5, window)
+    assert torch.isfinite(ours).all(), "a slot outside the context was read"
+    assert float((ours.float() - oracle).abs().max()) < TOLERANCE[dtype]
+
+
+def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4)
+    where = AttentionInput(
+        np.array([0, 2], dtype=np.int32),
+        np.array([5], dtype=np.int32),
+        np.array([[0]], dtype=np.int32),
+        torch.tensor([3, 4]),
+        6,
+    )
+    q_TND = torch.randn(2, 1, 4)
+    out = reference_attention(q_TND, LayerCache(keys, values), where, 0.5, 3)
+    for row, visible in ((0, slice(1, 4)), (1, slice(2, 5))):
+        weights = (0.5 * keys[0, visible, 0] @ q_TND[row, 0]).softmax(0)
+        assert torch.allclose(out[row, 0], weights @ values[0, visible, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_every_code_is_widened_exactly(queries: int) -> None:
+    """As a value alone in its context, and as a key that the query picks a place of."""
+    count = len(SOUND_CODES)
+    cache = LayerCache.allocate(count, queries, 1, 16, FP8, torch.device("cpu"))
+    cache.fill(list(range(count)), 1.0)
+    cache.v_CBKD.view(torch.uint8).copy_(SOUND_CODES[:, None, None, None])
+    where = AttentionInput(
+        np.arange(0, count * queries + 1, queries, dtype=np.int32),
+        np.full(count, queries, dtype=np.int32),
+        np.arange(count, dtype=np.int32)[:, None],
+        torch.arange(count * queries),
+        queries,
+    )
+    out_TND = attention(torch.ones(count * queries, 1, 16), cache, where, 0.25, None)
+    expected_T = SOUND_CODES.view(FP8).float().repeat_interleave(queries)
+    assert torch.allclose(out_TND[:, 0, 0], expected_T, rtol=1e-6, atol=0)
+
+
+def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
+    torch.manual_seed(3)
+    where, cache = ragged_step(np.random.default_rng(3), 2, 16, 4, torch.float32, with_fp8=True)
+    for name in ("k_scale_CBK", "v_scale_CBK"):
+        broken = LayerCache(*(tensor.clone() for tensor in cache.tensors))
+        getattr(broken, name)[where.block_table_SM[1, 0], 0, 1] = float("nan")
+        q_TND = torch.randn(int(where.query_start_S1[-1]), 4, 16)
+        ours = attention(q_TND, broken, where, 0.3, None).isfinite().all(-1)
+        rows = slice(*where.query_start_S1[1:3].tolist())
+        assert not ours[rows, 2:].any()
+        ours[rows, 2:] = True
+        assert ours.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_some_rows_of_a_step_attend_as_in_the_whole_step(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(8)
+    torch.manual_seed(8)
+    where, cache = ragged_step(rng, 2, 16, 4, dtype)
+    tokens = int(where.query_start_S1[-1])
+    q_TND = torch.randn(tokens, 4, 16).to(dtype)
+    rows = rng.permutation(tokens)[: tokens // 2]
+    whole = reference_attention(q_TND.float(), widened(cache), where, 0.3, 9)
+    ours = attention(q_TND[rows], cache, where.rows(rows), 0.3, 9)
+    assert float((ours.float() - whole[rows]).abs().max()) < TOLERANCE[dtype]
+    assert torch.equal(where.rows(rows).slot_mapping_T, where.slot_mapping_T[rows])

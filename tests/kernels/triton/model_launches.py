@@ -1,0 +1,159 @@
+"""Every launch that a model's steps are made of, on tensors without memory: no GPU is needed to compile them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
+from pipeline.kernels.triton.attention.decode import decode_launches
+from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, most_queries
+from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
+from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_write_launch, silu_mul_launch
+from pipeline.kernels.triton.launch import Launch, Target
+from pipeline.kernels.triton.linear.fixed_order import fixed_launches
+from pipeline.kernels.triton.linear.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
+from pipeline.kernels.triton.linear.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
+from pipeline.kernels.triton.sampling.argmax import greedy_launches
+from pipeline.kernels.triton.sampling.sample import draw_launch
+
+_META = torch.device("meta")
+_BLOCKS, _BLOCK, _TABLE = 1024, 64, 128
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model the kernels depend on."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    qk_norm: bool = False
+    group_size: int = 128  # of 4-bit weights
+
+
+def launches_of(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    target: Target,
+    window: int | None = None,
+    num_tokens: int = 512,
+    with_fp8_cache: bool = False,
+) -> dict[str, Launch]:
+    """By name, for layers with this window, over a cache in `dtype` or in FP8. int4 and fp8 kernels at the fewest
+    tokens and at the most of one tile."""
+
+    def empty(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device=_META)
+
+    x_TH, norm_H, norm_D = empty(num_tokens, shape.hidden_size), empty(shape.hidden_size), empty(shape.head_dim)
+    qkv_TMD = empty(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    angle_TD2 = empty(num_tokens, shape.head_dim // 2, dtype=torch.float32)
+    norms = (norm_D, norm_D) if shape.qk_norm else None
+    of_cache = FP8 if with_fp8_cache else dtype
+    cache = LayerCache.allocate(_BLOCKS, _BLOCK, shape.num_kv_heads, shape.head_dim, of_cache, _META)
+    slot_T = empty(num_tokens, dtype=torch.int64)
+    q_TND = empty(num_tokens, shape.num_heads, shape.head_dim)
+    rope = norm_rope_write_launch(qkv_TMD, angle_TD2, angle_TD2, norms, 1e-5, cache, slot_T, q_TND)
+    out_TF = empty(num_tokens, shape.intermediate_size)
+    fused = {
+        "add_rms_norm": add_rms_norm_launch(x_TH, x_TH, norm_H, 1e-5),
+        "norm_rope_write": rope,
+        "silu_mul": silu_mul_launch(empty(num_tokens, 2 * shape.intermediate_size), out_TF),
+    }
+    logits_TV, finite_T = empty(num_tokens, shape.vocab_size, dtype=torch.float32), empty(num_tokens, dtype=torch.bool)
+    parts, whole = greedy_launches(logits_TV, slot_T, finite_T)
+    how_5T = empty(5, num_tokens, dtype=torch.float64)
+    sampling = {"greedy, parts": parts, "greedy, whole": whole}
+    products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
+    sampling["draw"] = draw_launch(logits_TV, how_5T, slot_T, finite_T)
+    return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
+
+
+def _attention(
+    shape: ModelShape, q_TND: torch.Tensor, cache: LayerCache, target: Target, window: int | None
+) -> dict[str, Launch]:
+    found = {}
+    for num_queries in sorted({1, most_queries(shape.num_heads // shape.num_kv_heads)}):
+        work = DecodeMetadata.allocate(
+            *(256, _TABLE, _BLOCK, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
+            num_queries=num_queries,
+            window=window,
+        )
+        sums, join = decode_launches(q_TND, cache, q_TND, work, 0.1, target)
+        found |= {f"decode, {num_queries} queries": sums, f"decode, {num_queries} queries, join": join}
+        if window is None:
+            cascade = CascadeShape.of(512, shape.num_heads, shape.num_kv_heads, shape.head_dim, target)
+            numbers = [torch.empty(size, dtype=torch.int32, device=_META) for size in cascade.sizes]
+            shared = replace(work, cascade=CascadeMetadata.of(cascade, numbers))
+            first, behind, _ = decode_launches(q_TND, cache, q_TND, shared, 0.1, target)
+            found |= {"cascade": first, f"decode behind a cascade, {num_queries} queries": behind}
+    numbers = (
+        torch.empty(sizes, dtype=torch.int32, device=_META) for sizes in ((64, 2), (257,), (256,), (256, _TABLE))
+    )
+    work = PrefillMetadata(window, *numbers)
+    return found | {"prefill": prefill_launch(q_TND, cache, q_TND, work, 0.1, target)}
+
+
+def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+    num_outputs, num_inputs, group = shape.hidden_size, shape.intermediate_size, shape.group_size
+    groups = -(-num_inputs // group), num_outputs
+    tiled = TiledInt4(
+        torch.empty(-(-num_inputs // CHUNK), num_outputs, WORDS, dtype=torch.int32, device=_META),
+        torch.empty(groups, dtype=torch.float16, device=_META),
+        torch.empty(groups, dtype=torch.uint8, device=_META),
+        group,
+        num_inputs,
+    )
+    weight_NK = torch.empty(num_outputs, num_inputs, dtype=dtype, device=_META)
+    found = {"dequantize": dequantize_launch(tiled, weight_NK)}
+    for num_tokens in (1, 64):
+        x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
+        out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
+        names = f"int4, {num_tokens} tokens", f"int4, {num_tokens} tokens, join"
+        found |= dict(zip(names, int4_launches(x_MK, tiled, None, out_MN, target)))
+    return found
+
+
+def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+    """Of a narrow linear, whose inputs are cut into parts, and of a wide one; none where there are no such products."""
+    if target.capability < LEAST_CAPABILITY:
+        return {}
+    narrow, wide = (shape.hidden_size, shape.intermediate_size), (2 * shape.intermediate_size, shape.hidden_size)
+    found = {}
+    for (num_outputs, num_inputs), num_tokens, name in (
+        (narrow, 1, "1 tokens"),
+        (narrow, 512, "512 tokens, parts in one program"),
+        (wide, 64, "64 tokens"),
+        (wide, 512, "512 tokens"),
+    ):
+        weight = E4m3Weight(
+            torch.empty(num_outputs, num_inputs, dtype=torch.float8_e4m3fn, device=_META),
+            torch.empty(num_inputs // shape.group_size, num_outputs, dtype=torch.float32, device=_META),
+            min(shape.group_size, CHUNK),
+            shape.group_size,
+            num_inputs,
+        )
+        x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
+        out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
+        names = "fp8 rounding", f"fp8, {name}", f"fp8, {name}, join"
+        found |= dict(zip(names, fp8_launches(x_MK, weight, None, out_MN, target)))
+    return found
+
+
+def _fixed(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
+    """Products of fixed tiles: with inputs in parts, which are programs of their own or taken in turn, and whole."""
+    found = {}
+    for name, num_inputs, num_outputs, num_tokens in (
+        ("fixed product, few tokens", shape.intermediate_size, shape.hidden_size, 1),
+        ("fixed product, many tokens", shape.intermediate_size, shape.hidden_size, 512),
+        ("fixed product, one part", shape.hidden_size, shape.vocab_size, 512),
+    ):
+        weight_NK = torch.empty(num_outputs, num_inputs, dtype=dtype, device=_META)
+        x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
+        out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
+        found[name] = fixed_launches(x_MK, weight_NK, None, out_MN, target)[0]
+    return found

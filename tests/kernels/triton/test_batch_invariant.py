@@ -1,0 +1,193 @@
+"""Batch-invariant linears and attention: within rounding of the oracle, and a row's bits are its own. Each comparison
+finds differences between the kernels that do not promise it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import ModelError
+from pipeline.kernels.contract import AttentionInput, GraphShape
+from pipeline.kernels.reference import attention as reference_attention
+from pipeline.kernels.triton.attention.dispatch import PagedAttention
+from pipeline.kernels.triton.batch_invariant import (
+    BatchInvariantAttention,
+    CapturedBatchInvariantAttention,
+    prepare_linear,
+)
+from pipeline.kernels.triton.launch import A100, H100
+from pipeline.kernels.triton.linear.dispatch import Scratch, TwoPathLinear
+from pipeline.kernels.triton.linear.fixed_order import fixed_launches, part_inputs, tile_for
+from pipeline.weights.packed import DenseWeight
+from tests.kernels.triton.problems import (
+    ATTENTION,
+    DEVICE,
+    DTYPES,
+    PRODUCT,
+    Step,
+    make_dots_ordered,
+    make_step,
+    random_weight,
+)
+
+# numpy's, of rows that stand for no query: 0 / 0 in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _dots_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_dots_ordered(monkeypatch)
+
+
+NUM_INPUTS, NUM_OUTPUTS = 1100, 70  # two parts, the second one shorter, and a last step that is not whole
+TOKENS = 1, 7, 64, 65, 129
+
+
+def normal(*sizes: int) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def differing(linear: Callable[[torch.Tensor], torch.Tensor], x_MK: torch.Tensor) -> list[int]:
+    """Of TOKENS, those at which as many rows are not the bits that they are among all rows of x."""
+    whole_MN = linear(x_MK)
+    return [count for count in TOKENS if not torch.equal(linear(x_MK[-count:]), whole_MN[-count:])]
+
+
+@DTYPES
+def test_a_row_of_a_product_is_its_own(dtype: torch.dtype) -> None:
+    weight = DenseWeight(normal(NUM_OUTPUTS, NUM_INPUTS) * NUM_INPUTS**-0.5, normal(NUM_OUTPUTS))
+    linear = prepare_linear(weight, dtype, DEVICE)
+    x_MK = normal(130, NUM_INPUTS).to(DEVICE, dtype)
+    assert weight.bias_N is not None
+    oracle = x_MK.float().cpu() @ weight.weight_NK.to(dtype).float().T + weight.bias_N.to(dtype).float()
+    found = linear(x_MK)
+    assert found.dtype == dtype
+    assert float((found.float().cpu() - oracle).abs().max() / oracle.abs().max()) < PRODUCT[dtype]
+    assert differing(linear, x_MK) == []
+    apart = torch.cat([x_MK, x_MK], dim=1)[:, :NUM_INPUTS]
+    assert torch.equal(linear(apart[:3]), found[:3])
+    assert linear(x_MK[:0]).shape == (0, NUM_OUTPUTS)
+
+
+def test_whole_tiles_without_a_bias() -> None:
+    weight_NK = normal(64, 256)
+    linear = prepare_linear(DenseWeight(weight_NK), torch.float32, DEVICE)
+    x_MK = normal(70, 256).to(DEVICE)
+    assert float((linear(x_MK).cpu() - x_MK.cpu() @ weight_NK.T).abs().max()) < 1e-4
+    assert differing(linear, x_MK) == []
+
+
+def test_torchs_product_is_not() -> None:
+    weight_NK, x_MK = (normal(*sizes).to(DEVICE) for sizes in ((NUM_OUTPUTS, NUM_INPUTS), (130, NUM_INPUTS)))
+    assert differing(lambda x: x @ weight_NK.T, x_MK)
+
+
+@pytest.mark.parametrize(("with_scratch", "ordered"), [(False, True), (True, True), (True, False)])
+def test_4_bit_weights_take_one_way(with_scratch: bool, ordered: bool) -> None:
+    """Widened once or in each call: the same bits, which are not those of the fused product."""
+    order_K = None if ordered else torch.randperm(512, generator=torch.Generator().manual_seed(2))
+    weight = replace(random_weight(40, 512, 64, bias=True), input_order_K=order_K)
+    scratch = Scratch(torch.float32, DEVICE) if with_scratch else None
+    linear = prepare_linear(weight, torch.float32, DEVICE, scratch)
+    x_MK = normal(130, 512).to(DEVICE)
+    assert weight.bias_N is not None
+    oracle = x_MK.cpu() @ weight.dequantize(torch.float32).T + weight.bias_N
+    assert float((linear(x_MK).cpu() - oracle).abs().max() / oracle.abs().max()) < PRODUCT[torch.float32]
+    assert differing(linear, x_MK) == []
+    if with_scratch and ordered:
+        assert torch.equal(linear(x_MK), prepare_linear(weight, torch.float32, DEVICE)(x_MK))
+        fused, dense = TwoPathLinear(weight, torch.float32, DEVICE, scratch), linear(x_MK[:7])
+        assert not torch.equal(fused(x_MK[:7]), dense)
+
+
+def test_parts_depend_on_the_weight_alone() -> None:
+    """At every number of tokens the same cuts of the inputs, and one tile."""
+    for target in (A100, H100):
+        tile = tile_for(torch.bfloat16, target)
+        for num_outputs, num_inputs in ((4096, 14336), (6144, 4096), (1024, 3072), (128256, 4096), (896, 4864)):
+            part = part_inputs(num_outputs, num_inputs, tile)
+            assert part % tile.depth == 0
+            assert part >= min(512, num_inputs)
+            seen = set()
+            for num_tokens in (1, 100, 128, 129, 5000):
+                sizes = (num_tokens, num_inputs), (num_outputs, num_inputs), (num_tokens, num_outputs)
+                x, weight, out = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes)
+                first = fixed_launches(x, weight, None, out, target)[0]
+                constants = dict(first.constants)
+                parts = first.grid[1] * constants.pop("PARTS")
+                assert parts * part >= num_inputs > (parts - 1) * part
+                seen.add((parts, first.num_warps, first.num_stages, *constants.items()))
+            assert len(seen) == 1
+    assert part_inputs(128256, 4096, tile) == 4096, "many outputs need no parts"
+    assert part_inputs(4096, 4096, tile) < 4096
+
+
+# -- attention
+
+
+BATCH = [(1100, 1), (70, 3), (129, 129), (200, 40), (1, 1)]
+
+
+def of_rows(attention: Callable[..., torch.Tensor], step: Step, rows: np.ndarray, window: int | None) -> torch.Tensor:
+    """Of some query tokens alone, each as a sequence of its own."""
+    return attention(step.q_TND[torch.from_numpy(rows)], step.cache, step.where.rows(rows), 0.3, window)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 13])
+def test_a_query_is_its_own_whatever_shares_its_tile(window: int | None, dtype: torch.dtype) -> None:
+    step = make_step(BATCH, (2, 1), 16, 64, dtype)
+    attention = BatchInvariantAttention(DEVICE)
+    together = attention(*step.tensors, step.where, 0.3, window)
+    oracle = reference_attention(*step.wide, step.where, 0.3, window)
+    assert torch.isfinite(together).all()
+    assert float((together.float().cpu() - oracle).abs().max()) < ATTENTION[dtype]
+    some = np.r_[0, 1, 3, 4, 67, 68, 131, 132, 140, 171, 172, 173]
+    for row in some:
+        assert torch.equal(of_rows(attention, step, np.array([row]), window)[0], together[row])
+    rows = np.random.default_rng(1).permutation(len(step.q_TND))[:50]
+    assert torch.equal(of_rows(attention, step, rows, window), together[torch.from_numpy(rows)])
+
+
+def test_the_other_kernels_tell_a_batch() -> None:
+    step = make_step([(1100, 1), (70, 3), (1300, 1)], (2, 1), 16, 64, torch.float32)
+    together = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    alone = torch.cat([of_rows(PagedAttention(DEVICE), step, np.array([row]), None) for row in range(5)])
+    assert not torch.equal(alone, together)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(5, 80), (7, 16), (1, 144)])
+def test_groups_and_head_sizes(group: int, head_dim: int) -> None:
+    step = make_step([(67, 1), (130, 20), (70, 3)], (2 * group, 2), head_dim, 16, torch.float32)
+    ours = BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+    oracle = reference_attention(*step.wide, step.where, 0.3, None)
+    assert float((ours.cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
+
+
+def test_too_many_heads_are_refused_by_name() -> None:
+    step = make_step([(20, 20)], (129, 1), 16, 64, torch.float32)
+    with pytest.raises(ModelError, match="129 query heads on 1 KV heads"):
+        BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
+
+
+def test_captured_work_serves_every_step() -> None:
+    """The tensors of the first step are refilled; sequences that are not there any more write nothing."""
+    window = 70
+    captured = CapturedBatchInvariantAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({window}), 4, 20), DEVICE)
+    assert captured.max_queries == 4
+    assert (
+        CapturedBatchInvariantAttention(GraphShape(1, 1, 64, 4, 2, 16, frozenset(), 99, 99), DEVICE).max_queries == 64
+    )
+    for lengths in ([(100, 1)] * 6, [(70, 4)], [(1500, 1), (5, 1), (64, 4)]):
+        step = make_step(lengths, (4, 2), 16, 64, torch.float32)
+        captured.refill(step.where)
+        where = AttentionInput(
+            *(np.zeros(1, dtype=np.int32),) * 2, np.zeros((1, 1), dtype=np.int32),
+            step.where.slot_mapping_T, 64, captured.worked_out,
+        )  # fmt: skip
+        padded = torch.cat([step.q_TND, torch.zeros(3, 4, 16, device=DEVICE)])
+        ours = BatchInvariantAttention(DEVICE)(padded, *step.tensors[1:], where, 0.3, window)
+        eager = BatchInvariantAttention(DEVICE)(*step.tensors, step.where, 0.3, window)
+        assert torch.equal(ours[: len(eager)], eager)
