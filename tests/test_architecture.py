@@ -1,0 +1,59 @@
+"""`docs/architecture.md` is true: its tree, the files it names, and the way of a token."""
+
+import re
+import sys
+from types import FrameType
+
+import pytest
+
+from pipeline import Engine, EngineConfig, SamplingParams
+from tools.architecture import PAGE, ROOT, written
+
+PACKAGE = ROOT / "pipeline"
+
+
+def test_the_tree_is_fresh() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert written(page) == page, "run `python -m tools.architecture`"
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("<!-- tree")[0]
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert named
+    assert not [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()]
+
+
+def files_of_a_token(**options: object) -> set[str]:
+    """The files of `pipeline/` whose functions run while `Engine.generate` answers, kernels as one."""
+    found: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}/"):
+            name = frame.f_code.co_filename.removeprefix(f"{PACKAGE}/")
+            found.add("kernels/" if name.startswith("kernels/") else name)
+
+    report = "The pump was replaced on Monday. The pump was replaced on Monday. The pump was"
+    with Engine(EngineConfig("demo", max_num_seqs=2, num_threads=1, **options)) as engine:  # type: ignore[arg-type]
+        engine.warm_up()
+        sys.setprofile(note)
+        try:
+            engine.generate([report], SamplingParams(max_tokens=8, ignore_eos=True))
+        finally:
+            sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("heading", "most", "options"),
+    [
+        ("Without drafts", 14, {"speculation": "off"}),
+        ("With drafts", 20, {"speculation": {"proposer": "ngram", "max_draft_tokens": 4, "forced": True}}),
+    ],
+)
+def test_the_way_of_a_token_is_the_one_that_is_listed(heading: str, most: int, options: dict[str, object]) -> None:
+    listed = re.search(rf"\*\*{heading}\*\*(.*?)\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert listed is not None
+    ran = files_of_a_token(**options)
+    assert set(re.findall(r"`([\w/]+(?:\.py|/))`", listed[1])) == ran
+    assert len(ran) <= most
