@@ -18,9 +18,9 @@ import torch
 from pipeline.bench.measure import alternating, facts_to_text, machine_facts, resident_bytes, table
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels import reference
 from pipeline.tokenization.tokenizer import Tokenizer
 

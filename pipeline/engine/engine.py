@@ -19,6 +19,7 @@ import torch
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.policy import DraftPolicy
 from pipeline.engine.drafts.proposer import Proposer
+from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import Scheduler
@@ -29,7 +30,6 @@ from pipeline.engine.step.completing import Completing
 from pipeline.engine.step.loop import StepLoop
 from pipeline.engine.step.out_of_memory import MemoryRecovery
 from pipeline.engine.step.overlapped import OverlappedLoop
-from pipeline.engine.step.runner import Place, Runner
 from pipeline.errors import ConfigError, RowError
 from pipeline.kernels.select import must_compile
 from pipeline.tokenization.detokenizer import StopChecker

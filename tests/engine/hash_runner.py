@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Completion, Request
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels.reference import draw, greedy
 
 VOCAB = 97

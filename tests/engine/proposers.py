@@ -6,8 +6,8 @@ import numpy as np
 
 from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.drafts.proposer import Drafts
+from pipeline.engine.forward.in_flight import StepInFlight
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.step.in_flight import StepInFlight
 
 
 class Recorded:

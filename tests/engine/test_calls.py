@@ -9,9 +9,9 @@ import torch
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.errors import ConfigError
 from tests.engine.hash_runner import before_each_step, check_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import run

@@ -15,9 +15,9 @@ from pipeline.engine.drafts.draft_model import NEAR, DraftModelProposer
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine

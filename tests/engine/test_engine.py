@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from pipeline import Engine, EngineConfig, Request, SamplingParams
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Completion
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.errors import ConfigError
 from tests.model_folders import Family, load_reference, make_family
 from tests.parity.harness import float32_engine, greedy, reference_logits

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.graphs import graph_sizes
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import captured_shapes
 from pipeline.engine.startup.resolve import resolve
-from pipeline.engine.step.graphs import graph_sizes
-from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, Decided

@@ -12,11 +12,11 @@ import torch
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts, StepOutcome
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.layer_loop import CompiledDecodeSteps
 from tests.engine.hash_runner import EOS, VOCAB, expected_tokens, hash_engine

@@ -14,10 +14,10 @@ import torch
 from pipeline.bench.gpu.run import SECTIONS, bench_gpu
 from pipeline.bench.shapes import bench_model
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.loaded import LoadedModel
-from pipeline.engine.step.runner import ModelRunner
 from pipeline.kernels.activations.rounded_linears import with_rounded_activations
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config

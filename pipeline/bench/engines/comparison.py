@@ -22,8 +22,8 @@ from pipeline.bench.engines.peer import Peer, PeerTask
 from pipeline.bench.measure import facts_to_text, machine_facts, read_bandwidth, table, use_threads
 from pipeline.bench.request_sets import BenchRequest, Reports, workload
 from pipeline.bench.shapes import bench_model, dequantized, derived
+from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import EngineConfig
-from pipeline.engine.step.runner import ModelRunner
 from pipeline.errors import ConfigError
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder

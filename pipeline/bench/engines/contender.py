@@ -13,9 +13,9 @@ import torch
 
 from pipeline.bench.request_sets import BenchRequest, run_requests
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens
+from pipeline.engine.forward.runner import Runner
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens
-from pipeline.engine.step.runner import Runner
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _idle(model: ModelFigures, why_not: _WhyNot) -> Aim:
         return _unmeasured(name, wanted, why_not("jobs", "there was no card to profile"))
     worst = max(gaps, key=lambda gap: gap.share)
     look = (
-        "most of it waits for the host: planning a step ahead (engine/step/in_flight.py), `pipeline bench scheduler`"
+        "most of it waits for the host: planning a step ahead (engine/forward/in_flight.py), `pipeline bench scheduler`"
         if worst.host_s > worst.idle_s / 2
         else "most of it lies between kernels of a step: fewer and longer kernels",
     )

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 
 from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.drafts.proposer import Drafts, DrawnDrafts
+from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
+from pipeline.engine.forward.runner import Runner
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import choose
 from pipeline.engine.sampling.on_host import distribution, greedy
@@ -32,8 +34,6 @@ from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import allot
 from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN, SlotTable, is_greedy
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
-from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
-from pipeline.engine.step.runner import Runner
 from pipeline.kernels.transfer import on_device
 
 NEAR = 8  # known tokens behind that the first pass computes besides; who is further behind catches up first

@@ -18,6 +18,7 @@ import torch
 from pipeline.engine.drafts.policy import DraftPolicy, Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.drafts.proposer import Drafts, Proposer
 from pipeline.engine.drafts.room import DraftRoom
+from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
 from pipeline.engine.params import DRAFT_PLACES, EngineStats
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.on_device import SamplingKernels
@@ -32,7 +33,6 @@ from pipeline.engine.sampling.verify import (
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import ranges
 from pipeline.engine.schedule.step_plan import StepPlan
-from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from pipeline.kernels.transfer import on_device
 
 _NONE_S = np.zeros(0, dtype=np.int64)

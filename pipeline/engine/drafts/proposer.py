@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.drafts.policy import Offer
-from pipeline.engine.step.in_flight import StepInFlight
+from pipeline.engine.forward.in_flight import StepInFlight
 
 
 class DrawnDrafts(NamedTuple):

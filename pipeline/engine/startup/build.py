@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.checkpoints.locate import locate_model
+from pipeline.engine.forward.graphs import CudaCapture
+from pipeline.engine.forward.runner import ModelRunner, Place
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
 from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
-from pipeline.engine.step.graphs import CudaCapture
-from pipeline.engine.step.runner import ModelRunner, Place
 from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.tokenization.tokenizer import Tokenizer

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import sample_on_device
@@ -13,7 +14,6 @@ from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, ranges, sampling
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.engine.startup.resolve import Resolved
-from pipeline.engine.step.runner import ModelRunner
 
 
 def step_input_shape(resolved: Resolved) -> tuple[int, int, int]:

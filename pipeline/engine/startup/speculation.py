@@ -11,10 +11,10 @@ from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import DraftPolicy, FixedDrafts
 from pipeline.engine.drafts.proposer import Proposer
 from pipeline.engine.drafts.replay import MOST_REPLAYED, replay
+from pipeline.engine.forward.runner import Runner
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.speculation.bandit import MeasuredDrafts, Replay
 from pipeline.engine.startup.resolve import Resolved
-from pipeline.engine.step.runner import Runner
 
 
 def make_drafting(

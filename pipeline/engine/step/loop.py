@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.forward.runner import Runner
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.on_host import sample
 from pipeline.engine.sampling.verify import Verified
@@ -20,7 +21,6 @@ from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
 from pipeline.engine.step.completing import Completing
-from pipeline.engine.step.runner import Runner
 
 
 class StepLoop:

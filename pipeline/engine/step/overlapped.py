@@ -14,6 +14,8 @@ from time import perf_counter_ns
 
 from pipeline.engine.drafts.drafting import DraftedStep, Drafting
 from pipeline.engine.drafts.proposer import Proposer
+from pipeline.engine.forward.in_flight import Placeholders, StepInFlight
+from pipeline.engine.forward.runner import Runner
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import PendingOutput, sample_on_device
 from pipeline.engine.sampling.verify import PendingVerified
@@ -21,9 +23,7 @@ from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import is_greedy
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
 from pipeline.engine.step.completing import Completing
-from pipeline.engine.step.in_flight import Placeholders, StepInFlight
 from pipeline.engine.step.loop import StepLoop
-from pipeline.engine.step.runner import Runner
 
 
 class OverlappedLoop(StepLoop):

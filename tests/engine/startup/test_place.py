@@ -10,12 +10,12 @@ from numba import get_num_threads
 
 from pipeline import EngineConfig, SamplingParams
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens
+from pipeline.engine.forward.runner import Place
 from pipeline.engine.params import Request
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup import build
 from pipeline.engine.startup.loaded import LoadedModel
-from pipeline.engine.step.in_flight import FutureTokens
-from pipeline.engine.step.runner import Place
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.attention import attention
 from pipeline.kernels.cpu.compile.threads import use_threads

@@ -12,9 +12,9 @@ from pipeline.engine.drafts.draft_model import DraftModelProposer
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens, StepInFlight
 from tests.engine.hash_runner import before_each_step, check_tokens, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.engine.step.test_in_flight import watched

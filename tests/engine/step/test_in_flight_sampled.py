@@ -7,9 +7,9 @@ import torch
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, StepFacts
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens
 from tests.engine.hash_runner import VOCAB, hash_engine
 from tests.engine.schedule.test_scheduler import run
 from tests.engine.step.test_in_flight import watched

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.scheduler import RECOVERY_STEPS
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.memory import is_out_of_memory
-from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.engine.step.out_of_memory import MAX_SUSPECTS
 from pipeline.errors import EnvironmentFailed
 from tests.engine.hash_runner import check_tokens, expected_tokens, hash_engine

@@ -22,8 +22,8 @@ from pipeline.engine.drafts.lookup.corpus import FinishedOutputs
 from pipeline.engine.drafts.lookup.suffix_index import MIN_MATCH, SuffixIndex, tails
 from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.drafts.proposer import Drafts
+from pipeline.engine.forward.in_flight import StepInFlight
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.step.in_flight import StepInFlight
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.engine.forward.runner import Runner
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.sequence import ranges
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.runner import Runner
 from pipeline.errors import ConfigError
 
 

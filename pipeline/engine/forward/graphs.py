@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.kernels.contract import AttentionInput, GraphAttention, GraphShape
 from pipeline.kernels.transfer import on_device
 from pipeline.model.decoder import Decoder, KVCache

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from pipeline.engine.forward.graphs import Capture, SayProgress, StepGraphs
+from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.step.graphs import Capture, SayProgress, StepGraphs
-from pipeline.engine.step.in_flight import FutureTokens
 from pipeline.errors import ConfigError
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.transfer import on_device
