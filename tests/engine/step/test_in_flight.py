@@ -141,3 +141,18 @@ def test_fault_04_a_sequence_in_flight_that_fits_no_more_is_an_error_row() -> No
     stops = SamplingParams(max_tokens=9, stop_token_ids=(fourth,), ignore_eos=True)
     done = run(engine, [Request(0, [1, 2, 3, 4, 5], stops)])
     assert done[0].token_ids == [first, second, third, fourth], "it had ended before the step that did not fit"
+
+
+def test_a_step_that_is_interrupted_leaves_no_placeholder() -> None:
+    engine, at = hash_engine(100, 4, is_asynchronous=True), iter(range(100))
+    request = Request(0, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.add(request)
+
+    def interrupt(step: StepInput, future: FutureTokens | None) -> None:
+        if next(at) == 3:
+            raise KeyboardInterrupt
+
+    before_each_step(engine, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, [])
+    check_tokens(run(engine, []), [request])
