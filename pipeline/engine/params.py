@@ -220,14 +220,6 @@ class EngineStats:
     accepted_7: int = 0
     accepted_8: int = 0
 
-    def add_time(self, prefill: int, decode: int, repeated: int, step_us: int) -> None:
-        """Add a step's time, split in proportion to these numbers of its tokens."""
-        total = max(prefill + decode + repeated, 1)
-        prefill_us, repeated_us = step_us * prefill // total, step_us * repeated // total
-        self.prefill_us += prefill_us
-        self.repeated_us += repeated_us
-        self.decode_us += step_us - prefill_us - repeated_us
-
     @property
     def drafted_by_place(self) -> list[int]:
         return [getattr(self, f"drafted_{place}") for place in range(1, DRAFT_PLACES + 1)]

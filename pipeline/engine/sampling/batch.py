@@ -33,12 +33,10 @@ class SamplingBatch:
     num_known: np.ndarray
 
     @classmethod
-    def of_plan(cls, plan: StepPlan, table: SlotTable) -> "SamplingBatch | None":
+    def of_plan(cls, plan: StepPlan, table: SlotTable) -> "SamplingBatch":
         """A row after the known tokens of each sequence that samples, and one after each draft, which sees the drafts
-        before it. None: all rows are greedy and want nothing else."""
+        before it."""
         slot_S = plan.sampling_slot_S
-        if table.is_plain[slot_S].all():
-            return None
         known_S = table.num_known[slot_S]
         if plan.draft_S is None:
             return cls.of(table, slot_S, known_S)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.engine.params import EngineStats
 from pipeline.engine.schedule.sequence import SlotTable, ranges
 from pipeline.kernels.table_rows import cut_rows
 
@@ -62,6 +63,14 @@ class StepTokens(NamedTuple):
         repeated = int(np.maximum(np.minimum(end_P, lost_P) - start_P, 0).sum())
         prefill = int(np.maximum(np.minimum(end_P, prompt_P) - np.maximum(start_P, lost_P), 0).sum())
         return cls(prefill, plan.num_tokens - repeated - prefill, repeated)
+
+    def add_time(self, stats: EngineStats, step_us: int) -> None:
+        """Add the step's time to `stats`, split in proportion to these numbers."""
+        total = max(sum(self), 1)
+        prefill_us, repeated_us = step_us * self.prefill // total, step_us * self.repeated // total
+        stats.prefill_us += prefill_us
+        stats.repeated_us += repeated_us
+        stats.decode_us += step_us - prefill_us - repeated_us
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,19 @@ class StepLoop:
         self.computing = None
         tokens = self.scheduler.commit(plan)
         self._take(plan.sampling_slot_S, output)
-        self.stats.add_time(*tokens, (perf_counter_ns() - begun_ns) // 1000)
+        tokens.add_time(self.stats, (perf_counter_ns() - begun_ns) // 1000)
 
     def _sample(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput | Verified:
         """The next tokens of the sequences that sample: one each, or those that follow from their drafts."""
-        batch = SamplingBatch.of_plan(plan, self.table)
+        batch = None if self.is_plain(plan) else SamplingBatch.of_plan(plan, self.table)
         if plan.draft_S is None:
             return sample(logits_RV, batch)
         assert self.drafting is not None
         return self.drafting.verify(logits_RV, batch)
+
+    def is_plain(self, plan: StepPlan) -> bool:
+        """Whether all rows of the step are greedy and want nothing else."""
+        return bool(self.table.is_plain[plan.sampling_slot_S].all())
 
     def _take(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> None:
         """Give these sequences their tokens."""

@@ -58,7 +58,7 @@ class OverlappedLoop(StepLoop):
         in_flight = StepInFlight.of(slot_S, pending, self.table, self.scheduler.running)
         if len(in_flight.slot_K):
             self.in_flight, self._drafted = in_flight, drafted
-        self.stats.add_time(*tokens, (perf_counter_ns() - begun_ns) // 1000)
+        tokens.add_time(self.stats, (perf_counter_ns() - begun_ns) // 1000)
 
     def land(self, ahead: StepPlan | None = None) -> None:
         """Wait for the step in flight and take its tokens. ahead: a step that is planned with them, whose blocks are
@@ -119,7 +119,7 @@ class OverlappedLoop(StepLoop):
             future = self.drafting.with_future_drafts(plan, future)
         step = build_input(plan, self.table)
         logits_RV = self.runner.execute(step, future)
-        batch, ids = SamplingBatch.of_plan(plan, self.table), None
+        batch, ids = None if self.is_plain(plan) else SamplingBatch.of_plan(plan, self.table), None
         if future is not None and future.rejected is None and batch is not None:
             ids = future.ids(step)
         if plan.draft_S is None:
