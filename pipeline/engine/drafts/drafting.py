@@ -49,8 +49,8 @@ class DraftedStep(NamedTuple):
 
 
 class DraftRoom:
-    """Room for drafts in a planned step: tokens, places in the context, and KV blocks. `grant`, then the drafts are made,
-    then `place`, before anything else is planned.
+    """Room for drafts in a planned step: tokens, places in the context, and KV blocks. `grant`, then the drafts are
+    made, then `place`, before anything else is planned.
 
     Drafts come after everything else: into the tokens that a step leaves and into free blocks. Nobody is preempted for
     them.

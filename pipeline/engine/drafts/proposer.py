@@ -2,7 +2,7 @@
 
 A step asks twice, because the length of drafts is another's decision (see policy.py): `offer` says how many tokens
 each sequence could be drafted and on what grounds, `draft` gives those that were chosen. In between, the KV blocks of
-what was chosen are given to the sequences (see room.py).
+what was chosen are given to the sequences (see drafting.py).
 
 What was drafted never changes what is generated, only how fast.
 
