@@ -1,0 +1,1 @@
+"""One model on one device: requests in, completions out."""

@@ -1,0 +1,1 @@
+"""Everything that is computed on tensors. `select.py` says which kernels serve."""

@@ -1,0 +1,1 @@
+"""This engine against `transformers.generate` and other engines on the same requests."""

@@ -1,0 +1,1 @@
+"""Whether drafts pay, by measurement. No torch."""

@@ -1,0 +1,1 @@
+"""Linears on activations in 8 bits: what they compute."""

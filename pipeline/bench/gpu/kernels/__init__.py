@@ -1,0 +1,1 @@
+"""Kernels on a card: checked against the reference, then timed against their floor."""

@@ -1,0 +1,1 @@
+"""Drafts that are looked up in the texts themselves: n-grams, and patterns of copying."""

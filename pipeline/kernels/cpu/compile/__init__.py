@@ -1,0 +1,1 @@
+"""How kernels are compiled by numba, cached and shared out to threads."""

@@ -1,0 +1,1 @@
+"""Linears on CPU, by the form of their weights."""

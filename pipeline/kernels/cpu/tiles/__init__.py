@@ -1,0 +1,1 @@
+"""Products whose sums stay in registers: one generator for all kinds."""

@@ -1,0 +1,1 @@
+"""Linears on a GPU: int4, fp8, and products in a fixed order."""

@@ -1,0 +1,1 @@
+"""Tokens of rows of logits, on a GPU."""
