@@ -127,6 +127,34 @@ def test_a_signal_while_the_command_line_starts_leaves_with_75(tmp_path, number,
     assert (process.returncode, said.count("Interrupted.")) == (75, 1), said
 
 
+LOSES_A_SIGNAL = """
+import os, signal, sys, time, weakref
+import pipeline.__main__ as entry
+
+class Thing:
+    pass
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pipeline.cli.main":
+            thing = Thing()
+            finder = weakref.ref(thing, lambda _: (os.kill(os.getpid(), signal.SIGTERM), list(map(abs, range(9)))))
+            del thing
+            time.sleep(1)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["pipeline", "--help"]
+entry.main()
+"""
+
+
+def test_a_signal_that_comes_where_nothing_can_be_raised_comes_once_more():
+    done = subprocess.run(
+        [sys.executable, "-c", LOSES_A_SIGNAL], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", "Interrupted.\n")
+
+
 def test_a_guard_that_is_killed_takes_the_command_with_it():
     process = start("print(os.getpid(), flush=True); time.sleep(60)")
     assert process.stdout is not None
