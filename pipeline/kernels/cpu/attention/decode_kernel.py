@@ -54,51 +54,50 @@ def paged_decode(
         s, kv = item // parts, item % parts * span
         heads = kv, span, group
         first = max(read_S[s], context_S[s] - window)
-        first_block, num_blocks = first // block_size, (context_S[s] + block_size - 1) // block_size
         q = query_rows(q_flat, (s * num_heads + kv * group) * depth, span * group * depth)
         score = np.empty((span * group, context_S[s] + KEYS), np.float32)
         flat_score = score.reshape(-1)
-        for m in range(first_block, num_blocks):
-            blocks = table_SM[s, m], table_SM[s, min(m + 1, num_blocks - 1)]
-            keys = m * block_size, max(first - m * block_size, 0), min(context_S[s] - m * block_size, block_size)
-            _multiply_keys(score, flat_score, q, k_flat, k_scale_CBK, blocks, keys, heads, k_CBKD.shape, depth, scale)
+        keys = first, context_S[s], block_size
+        _multiply_keys(score, flat_score, q, k_flat, k_scale_CBK, table_SM[s], keys, heads, num_kv_heads, depth, scale)
         best, total = np.empty(span * group, np.float32), np.empty(span * group, np.float32)
         _exponentiate(score, first, context_S[s], best, total)
         acc = np.zeros((span * group, head_dim), np.float32)
         flat_acc = acc.reshape(-1)
-        for m in range(first_block, num_blocks):
-            blocks = table_SM[s, m], table_SM[s, min(m + 1, num_blocks - 1)]
-            keys = m * block_size, max(first - m * block_size, 0), min(context_S[s] - m * block_size, block_size)
-            _add_values(acc, flat_acc, score, flat_score, v_CBKD, v_flat, v_scale_CBK, blocks, keys, heads)
+        _add_values(acc, flat_acc, score, flat_score, v_CBKD, v_flat, v_scale_CBK, table_SM[s], keys, heads)
         _write_rows(out_SND, s, kv * group, acc, best, total, read_S[s] > 0, part_PND, log_sum_PN, place_S[s])
 
 
 @njit(inline="always")
-def _multiply_keys(score, flat_score, q, k_flat, k_scale_CBK, blocks, keys, heads, shape, depth, scale):
-    """The scores of one block. blocks: it and the next one; keys: its first position, and from where to where they are
-    seen. Of keys that fill a tile beside the ones that are seen, the products are never read."""
-    (block, following), (start, low, high), (kv, span, group) = blocks, keys, heads
-    block_size, k_row, score_row = shape[1], shape[2] * depth, score.shape[1]
-    block_at = (block * block_size * shape[2] + kv) * depth
-    ahead = (following - block) * block_size * k_row
-    if block_size % KEYS == 0 and depth % WIDTH == 0:
-        for n in range(low // KEYS * KEYS, high, KEYS):
-            for h in range(span):
-                for g in range(h * group, (h + 1) * group):
-                    dot_products(
-                        flat_score, g * score_row + start + n, q, g * depth, k_flat, block_at + h * depth + n * k_row,
-                        k_row, depth, scale, ahead if g == h * group else 0
-                    )  # fmt: skip
-    else:
+def _multiply_keys(score, flat_score, q, k_flat, k_scale_CBK, table_M, keys, heads, num_kv_heads, depth, scale):
+    """The scores of one query. keys: the first one that it sees, the end of its context, and how many a block has. Of
+    keys that fill a tile beside the ones that are seen, the products are never read."""
+    (first, context, block_size), (kv, span, group) = keys, heads
+    k_row, score_row = num_kv_heads * depth, score.shape[1]
+    num_blocks = (context + block_size - 1) // block_size
+    for m in range(first // block_size, num_blocks):
+        block, start, following = table_M[m], m * block_size, table_M[min(m + 1, num_blocks - 1)]
+        low, high = max(first - start, 0), min(context - start, block_size)
+        block_at = (block * block_size * num_kv_heads + kv) * depth
+        ahead = (following - block) * block_size * k_row
+        if block_size % KEYS == 0 and depth % WIDTH == 0:
+            for n in range(low // KEYS * KEYS, high, KEYS):
+                for h in range(span):
+                    for g in range(h * group, (h + 1) * group):
+                        dot_products(
+                            flat_score, g * score_row + start + n, q, g * depth,
+                            k_flat, block_at + h * depth + n * k_row, k_row, depth, scale,
+                            ahead if g == h * group else 0
+                        )  # fmt: skip
+        else:
+            for g in range(span * group):
+                for n in range(low, high):
+                    dot = np.float32(0.0)
+                    for i in range(depth):
+                        dot += product(q[g * depth + i], k_flat[block_at + g // group * depth + n * k_row + i])
+                    score[g, start + n] = dot * scale
         for g in range(span * group):
             for n in range(low, high):
-                dot = np.float32(0.0)
-                for i in range(depth):
-                    dot += product(q[g * depth + i], k_flat[block_at + g // group * depth + n * k_row + i])
-                score[g, start + n] = dot * scale
-    for g in range(span * group):
-        for n in range(low, high):
-            score[g, start + n] *= scale_at(k_scale_CBK, block, n, kv + g // group)
+                score[g, start + n] *= scale_at(k_scale_CBK, block, n, kv + g // group)
 
 
 @njit(inline="always")
@@ -117,35 +116,39 @@ def _exponentiate(score, first, context, best, total):
 
 
 @njit(inline="always")
-def _add_values(acc, flat_acc, weight, flat_weight, v_CBKD, v_flat, v_scale_CBK, blocks, keys, heads):
-    """To `acc`, the weighted values of one block; its arguments are as those of `_multiply_keys`."""
-    (block, following), (start, low, high), (kv, span, group) = blocks, keys, heads
-    _, block_size, num_kv_heads, head_dim = v_CBKD.shape
+def _add_values(acc, flat_acc, weight, flat_weight, v_CBKD, v_flat, v_scale_CBK, table_M, keys, heads):
+    """To `acc`, the weighted values of one query; its arguments are as those of `_multiply_keys`."""
+    (first, context, block_size), (kv, span, group) = keys, heads
+    num_kv_heads, head_dim = v_CBKD.shape[2], v_CBKD.shape[3]
     v_row, weight_row = num_kv_heads * head_dim, weight.shape[1]
-    ahead, in_tiles = (following - block) * block_size * v_row, head_dim // (8 * _UNITS) * (8 * _UNITS)
-    for h in range(span):
-        at = (block * block_size + low) * v_row + (kv + h) * head_dim
-        for g in range(h * group, (h + 1) * group):
-            for n in range(low, high):
-                weight[g, start + n] *= scale_at(v_scale_CBK, block, n, kv + h)
-        for i in range(0, in_tiles, 8 * _UNITS):
-            g = h * group
-            while g + 2 <= (h + 1) * group:
-                tile_product(
-                    flat_acc, g * head_dim + i, head_dim, flat_weight, g * weight_row + start + low, weight_row, 1,
-                    v_flat, at + i, v_row, high - low, ahead, 2, _UNITS
-                )  # fmt: skip
-                g += 2
-            if g < (h + 1) * group:
-                tile_product(
-                    flat_acc, g * head_dim + i, head_dim, flat_weight, g * weight_row + start + low, weight_row, 1,
-                    v_flat, at + i, v_row, high - low, ahead, 1, _UNITS
-                )  # fmt: skip
-        if in_tiles < head_dim:
+    in_tiles, num_blocks = head_dim // (8 * _UNITS) * (8 * _UNITS), (context + block_size - 1) // block_size
+    for m in range(first // block_size, num_blocks):
+        block, start, following = table_M[m], m * block_size, table_M[min(m + 1, num_blocks - 1)]
+        low, high = max(first - start, 0), min(context - start, block_size)
+        ahead = (following - block) * block_size * v_row
+        for h in range(span):
+            at = (block * block_size + low) * v_row + (kv + h) * head_dim
             for g in range(h * group, (h + 1) * group):
                 for n in range(low, high):
-                    for i in range(in_tiles, head_dim):
-                        acc[g, i] += weight[g, start + n] * wide(v_CBKD[block, n, kv + h, i])
+                    weight[g, start + n] *= scale_at(v_scale_CBK, block, n, kv + h)
+            for i in range(0, in_tiles, 8 * _UNITS):
+                g = h * group
+                while g + 2 <= (h + 1) * group:
+                    tile_product(
+                        flat_acc, g * head_dim + i, head_dim, flat_weight, g * weight_row + start + low, weight_row, 1,
+                        v_flat, at + i, v_row, high - low, ahead, 2, _UNITS
+                    )  # fmt: skip
+                    g += 2
+                if g < (h + 1) * group:
+                    tile_product(
+                        flat_acc, g * head_dim + i, head_dim, flat_weight, g * weight_row + start + low, weight_row, 1,
+                        v_flat, at + i, v_row, high - low, ahead, 1, _UNITS
+                    )  # fmt: skip
+            if in_tiles < head_dim:
+                for g in range(h * group, (h + 1) * group):
+                    for n in range(low, high):
+                        for i in range(in_tiles, head_dim):
+                            acc[g, i] += weight[g, start + n] * wide(v_CBKD[block, n, kv + h, i])
 
 
 @njit(inline="always")
