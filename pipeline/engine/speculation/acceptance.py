@@ -1,4 +1,4 @@
-"""How many tokens a step with drafts of some depth gives, by what became of drafts lately. No torch.
+"""How many tokens a step with drafts gives, by what became of drafts lately. No torch.
 
 Of drafts that were computed, and of those that were replayed. Sequences without any count as ones whose first fell.
 """
@@ -15,7 +15,7 @@ class Acceptance:
     def __init__(self, most: int) -> None:
         self._place_K = np.arange(1, most + 1)
         self._tried_K, self._accepted_K = np.zeros(most), np.zeros(most)
-        self._tokens_K1: list[float] | None = None
+        self._tokens: float | None = None
 
     @property
     def is_known(self) -> bool:
@@ -28,20 +28,17 @@ class Acceptance:
         self._tried_K = memory * self._tried_K + tried_NK.sum(axis=0)
         self._accepted_K = memory * self._accepted_K + reached_NK.sum(axis=0)
         self._tried_K[0] += num_without
-        self._tokens_K1 = None
+        self._tokens = None
 
-    def tokens(self, depth: int) -> float:
+    @property
+    def tokens(self) -> float:
         """That a sequence gets in a step."""
-        if self._tokens_K1 is None:
-            reach, last, total, tokens = 1.0, 0.0, 1.0, [1.0]
-            for tried, accepted in zip(self._tried_K.tolist(), self._accepted_K.tolist()):
-                last = (
-                    min((accepted + DEEPER * last) / (tried + 1.0), 1.0)
-                    if len(tokens) > 1
-                    else accepted / max(tried, 1.0)
-                )
+        if self._tokens is None:
+            places = list(zip(self._tried_K.tolist(), self._accepted_K.tolist()))
+            last = reach = places[0][1] / max(places[0][0], 1.0)
+            self._tokens = 1.0 + reach
+            for tried, accepted in places[1:]:
+                last = min((accepted + DEEPER * last) / (tried + 1.0), 1.0)
                 reach *= last
-                total += reach
-                tokens.append(total)
-            self._tokens_K1 = tokens
-        return self._tokens_K1[depth]
+                self._tokens += reach
+        return self._tokens

@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome
 from pipeline.engine.speculation.acceptance import Acceptance
 from pipeline.engine.speculation.account import Account
-from pipeline.engine.speculation.arms import OFF, Arm, bucket_of, depths_up_to
+from pipeline.engine.speculation.arms import OFF, Arm, bucket_of
 from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, Contest
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.engine.speculation.record import bucket_of as line_of
@@ -45,7 +45,6 @@ INHERITED_CHECK = 128
 SOME_STEPS = 4  # apart from contests, in one step of so many acceptance is taken down
 WILD = 3.0  # a step is charged at most so many times what such steps take; what the machine did besides is nobody's
 IDLE = 12.0  # one that seems to take so many times as long says nothing
-MANY = 16  # sequences: their first drafts are few, as many may take long
 UNKNOWN_COST = 0.05  # share of a step that a draft takes, as long as nothing is known of it; more text comes to be
 UNKNOWN_STEPS = 512  # known meanwhile. It counts ever less up to here.
 NEW_STEPS = 32  # a size that was seen for fewer steps is as good as unseen
@@ -70,7 +69,7 @@ class MeasuredDrafts:
         max_draft_tokens: int,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        self._replays, self._depths, self._clock = tuple(replays), depths_up_to(max_draft_tokens), clock
+        self._replays, self._most, self._clock = tuple(replays), max_draft_tokens, clock
         self._rows = RowDepths(max_draft_tokens)
         self._account, self._prefill, self._counts = Account(), PrefillCost(), SpeculationCounts()
         self._contests: dict[int, Contest] = {}
@@ -94,14 +93,14 @@ class MeasuredDrafts:
             if arm != OFF and facts.room <= 0:
                 arm = None
         self._steps.append(_Step(facts, arm))
-        return None if arm is None or arm == OFF else arm.proposer
+        return None if arm is None or arm == OFF else arm
 
     def depths(self, facts: StepFacts, offer: Offer) -> np.ndarray:
         step = self._steps[-1]
         assert step.facts is facts
         assert step.arm is not None
         step.slot_S = offer.slot_S
-        return np.minimum(np.minimum(offer.count_S, self._rows.depths(offer.slot_S)), step.arm.depth)
+        return np.minimum(offer.count_S, self._rows.depths(offer.slot_S))
 
     def admitted(self, slot: int) -> None:
         self._rows.admitted(slot)
@@ -116,7 +115,7 @@ class MeasuredDrafts:
         if verdict is not None and step.arm is not None:
             self._rows.observe(verdict)
             if self._contest.challenger is not None or self._num_steps % SOME_STEPS == 0:  # it takes some 15 us
-                acceptance = self._acceptance[step.arm.proposer]
+                acceptance = self._acceptance[step.arm]
                 acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
         if told_ns is None or not num:
             return
@@ -217,7 +216,7 @@ class MeasuredDrafts:
             if contest.steps < FIRST_STEPS and contest.parent is None:
                 return
             self._replay(now_ns)
-        self._challenge(contest, facts.num_sequences)
+        self._challenge(contest)
 
     def _doubts(self, contest: Contest) -> bool:
         """Measure plain steps where drafts seem slower, or once in a while."""
@@ -231,62 +230,44 @@ class MeasuredDrafts:
             contest.begin(OFF, prefill_s)
         return is_time
 
-    def _challenge(self, contest: Contest, num_sequences: int) -> None:
+    def _challenge(self, contest: Contest) -> None:
         """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
         nothing is known of it."""
         own = self._expected(contest, contest.incumbent)
         best, least = None, 0.0
         for p, replay in enumerate(self._replays):
-            is_turn = replay is None and contest.incumbent.proposer != p and self._num_steps >= self._next_turn[p]
+            if p == contest.incumbent:
+                continue
+            is_turn = replay is None and self._num_steps >= self._next_turn[p]
             if not self._acceptance[p].is_known:
                 if is_turn:
-                    best = Arm(p, self._depths[0])
+                    best = p
                     break
                 continue
-            depths = self._depths
-            if num_sequences >= MANY and all(
-                contest.slowdown(Arm(p, d), self._prefill.token_s) is None for d in depths
-            ):
-                depths = depths[len(depths) // 2 : len(depths) // 2 + 1]
-            arms = [Arm(p, depth) for depth in depths if Arm(p, depth) != contest.incumbent]
-            if not arms:
-                continue
-            ratio, arm = max((self._expected(contest, arm), arm) for arm in arms)
-            is_due = contest.is_due(arm)
+            ratio, is_due = self._expected(contest, p), contest.is_due(p)
             if is_turn:  # what was seen of it may be long ago
                 ratio, is_due = max(ratio, own * AGAIN), True
-            enough = own * MARGIN if is_due else max(own, contest.disproved(arm)) * AGAIN
+            enough = own * MARGIN if is_due else max(own, contest.disproved(p)) * AGAIN
             if ratio > max(least, enough):
-                best, least = arm, ratio
+                best, least = p, ratio
         is_safe = least > SAFE * own and best is not None and contest.slowdown(best, self._prefill.token_s) is not None
         if best is not None and (self._account.can_pay or (is_safe and self._account.can_borrow)):
-            self._next_turn[best.proposer] = self._num_steps + self._pause[best.proposer]
-            self._pause[best.proposer] *= 4
+            self._next_turn[best] = self._num_steps + self._pause[best]
+            self._pause[best] *= 4
             contest.begin(best, self._prefill.token_s, least)
 
     def _expected(self, contest: Contest, arm: Arm) -> float:
-        """How many times as fast as plain steps: tokens as accepted lately, in the time that was measured of this arm
-        or, on a line through plain steps, of another of the same proposer."""
+        """How many times as fast as plain steps: tokens as accepted lately, in the time measured of this arm."""
         if arm == OFF:
             return 1.0
-        prefill_s, tokens = self._prefill.token_s, self._yields(arm)
-        slowdown = contest.slowdown(arm, prefill_s)
+        slowdown = contest.slowdown(arm, self._prefill.token_s)
         if slowdown is None:
-            others = [Arm(arm.proposer, depth) for depth in self._depths]
-            known = [(other, contest.slowdown(other, prefill_s)) for other in others]
-            near = [(abs(other.depth - arm.depth), other.depth, by) for other, by in known if by is not None]
-            if not near:
-                doubt = UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0)
-                return tokens / (1.0 + doubt * arm.depth)
-            _, depth, by = min(near)
-            # Deeper drafts often cost less than the first ones, and whether they do is only known once they are tried.
-            more = (arm.depth - depth) / depth
-            slowdown = by + max(by - 1.0, 0.0) * (more if more < 0 else 0.5 * more)
-        return tokens / slowdown
+            slowdown = 1.0 + UNKNOWN_COST * max(1.0 - self._num_steps / UNKNOWN_STEPS, 0.0) * self._most
+        return self._yields(arm) / slowdown
 
     def _yields(self, arm: Arm) -> float:
         """Tokens a step, as accepted lately."""
-        return 1.0 if arm == OFF else self._acceptance[arm.proposer].tokens(arm.depth)
+        return 1.0 if arm == OFF else self._acceptance[arm].tokens
 
     def _replay(self, now_ns: int) -> None:
         """What drafts would have come to lately."""
@@ -296,5 +277,5 @@ class MeasuredDrafts:
             if replay is not None:
                 accepted_O = replay()
                 if len(accepted_O):
-                    acceptance.observe(np.full(len(accepted_O), self._depths[-1]), accepted_O, 0, REPLAY_MEMORY)
+                    acceptance.observe(np.full(len(accepted_O), self._most), accepted_O, 0, REPLAY_MEMORY)
         self._replay_at_ns = now_ns + round((self._clock() - now_ns) / REPLAY_SHARE)

@@ -111,10 +111,10 @@ class Contest:
             return is_late
         if self._between is not None:  # the incumbent again
             before = rate if self._before is None else self._before
-            ratios = [self._ratio(each, self._between, yields) for each in (before, rate)]
+            ratios = [_ratio(each, self._between) for each in (before, rate)]
             ratio, error = 0.5 * (ratios[0][0] + ratios[1][0]), max(ratios[0][1], ratios[1][1])
         else:
-            ratio, error = (1.0, 1.0) if self._before is None else self._ratio(self._before, rate, yields)
+            ratio, error = (1.0, 1.0) if self._before is None else _ratio(self._before, rate)
         is_clear = not CLEAR[0] < ratio < CLEAR[1]
         if self.incumbent == OFF and yields is not None:  # the time is known sooner than the tokens
             off_s = self.off_s(prefill_s) or rate.step_s
@@ -132,16 +132,6 @@ class Contest:
         if is_over:
             self._decide(ratio, error)
         return is_over
-
-    def _ratio(self, incumbent: Rate, challenger: Rate, yields: Yields | None) -> tuple[float, float]:
-        """How many times as fast the challenger is, and the error of that. Of two depths of one proposer the tokens
-        come from the same drafts, so that luck has no part in it."""
-        assert self.challenger is not None
-        is_of_one = OFF not in (self.challenger, self.incumbent) and self.challenger.proposer == self.incumbent.proposer
-        if yields is None or not is_of_one:
-            return incumbent.token_s / challenger.token_s, hypot(incumbent.error, challenger.error)
-        ratio = yields(self.challenger) / yields(self.incumbent) * incumbent.step_s / challenger.step_s
-        return ratio, hypot(incumbent.step_error, challenger.step_error)
 
     def _decide(self, ratio: float, error: float) -> None:
         """ratio: how many times as fast as the incumbent."""
@@ -161,3 +151,8 @@ class Contest:
         self._due[loser] = self.steps + pause
         self._pause[loser] = min((2 if CLEAR[0] < ratio < WIDE else 4) * pause, MOST_PAUSE)
         self.challenger = self._between = None
+
+
+def _ratio(incumbent: Rate, challenger: Rate) -> tuple[float, float]:
+    """How many times as fast the challenger is, and the error of that."""
+    return incumbent.token_s / challenger.token_s, hypot(incumbent.error, challenger.error)

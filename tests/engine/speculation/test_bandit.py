@@ -8,6 +8,7 @@ from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.drafts.replay import replay
 from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.speculation.arms import OFF
 from pipeline.engine.speculation.bandit import FIRST_STEPS, MeasuredDrafts
 from pipeline.engine.speculation.record import SpeculationCounts
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, hash_engine
@@ -92,7 +93,7 @@ def test_steps_beside_prompts_say_what_a_step_takes_without_them() -> None:
     driven = Driven(drafted_s=0.02)
     for n in range(400):
         prefill = 300 if n % 4 else 0
-        drafted = driven.policy._contests and driven.policy._contest.active.depth
+        drafted = driven.policy._contests and driven.policy._contest.active != OFF
         driven.step(num_prefill=prefill, seconds=(0.02 if drafted else 0.01) + 1e-4 * prefill)
     assert 0.8e-4 < driven.policy._prefill.token_s < 1.2e-4
     assert driven.share(50) > 0.9
