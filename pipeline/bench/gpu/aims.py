@@ -86,7 +86,11 @@ def _decoding(model: ModelFigures, kind: str, why_not: _WhyNot) -> Aim:
     worst, case = min((time.num_bytes / time.seconds / model.rates.copy_bytes_per_s, time.case) for time in times)
     look = (
         _tile_hint(model, "decode"),
-        *(["how tiles are dealt to programs: kernels/triton/attention/decode_metadata.py"] if kind == SKEWED else []),
+        *(
+            ["how tiles are partitioned over programs: kernels/triton/attention/decode_metadata.py"]
+            if kind == SKEWED
+            else []
+        ),
     )
     about = f"worst of {len(times)}: {case}"
     return _judged(name, wanted, worst, f"{worst:.1%}", worst >= DECODING_SHARE, about, look)

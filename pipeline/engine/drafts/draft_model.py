@@ -7,11 +7,11 @@ model stands still, and catches up when it is asked again, a bounded number of t
 
 Passes run one after the other, each over all sequences that draft so deep. Where a device works beside the host, a
 pass is launched before the tokens of the last one are known, and they go to the target without the host; and drafts are
-made behind those that are still being checked, for places that the device corrects (flight.py).
+made after those that are still being checked, for places that the device corrects (in_flight.py).
 
-Where a request samples, its drafts are drawn from the draft's distribution under the same options, so that rejection
+Where a request samples, its drafts are sampled from the draft's distribution under the same options, so that rejection
 sampling can accept most of them; a greedy request gets the draft's best tokens. Where tokens must not depend on drafts,
-the distribution is kept back, and drafts are drawn with the very number that the target will draw with: then they are
+the distribution is kept back, and drafts are sampled with the very number that the target will use: then they are
 accepted where they are what it draws.
 
 Shapes: S sequences of the offer, A of them drafting, K most drafts of one, V the target's vocabulary, B blocks.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.engine.drafts.policy import Offer
-from pipeline.engine.drafts.proposer import Drafts, DrawnDrafts
+from pipeline.engine.drafts.proposer import Drafts, DraftsOnDevice
 from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
 from pipeline.engine.forward.runner import Runner
 from pipeline.engine.sampling.batch import SamplingBatch
@@ -52,15 +52,16 @@ class DraftModelProposer:
         max_draft_tokens: int,
         vocab_size: int,
         catch_up_tokens: int = 512,
-        tells_law: bool = True,
+        exposes_draft_probs: bool = True,
     ) -> None:
         """vocab_size: the target's; ids from there on are never drafted. catch_up_tokens: that one step computes for
-        sequences which are behind. tells_law: for rejection sampling, where drawn tokens may depend on drafts."""
+        sequences which are behind. exposes_draft_probs: for rejection sampling, where sampled tokens may depend on
+        drafts."""
         assert max_draft_tokens >= 1
         assert catch_up_tokens >= 1
         self.runner, self.table, self.pool = runner, table, pool
         self.max_draft_tokens, self.vocab_size, self.catch_up_tokens = max_draft_tokens, vocab_size, catch_up_tokens
-        self.tells_law = tells_law
+        self.exposes_draft_probs = exposes_draft_probs
         self._num_computed = np.zeros(table.num_slots, dtype=np.int64)  # known tokens whose draft keys are in the cache
         self._num_marked = np.zeros(table.num_slots, dtype=np.int64)  # blocks of it known as filled
         self._filled_B = np.full(pool.num_blocks, -1, dtype=np.int64)  # generation in which the draft filled it
@@ -101,36 +102,36 @@ class DraftModelProposer:
     def draft(self, offer: Offer, count_S: np.ndarray, flight: StepInFlight | None = None) -> Drafts:
         table, is_ahead = self.table, self.runner.is_asynchronous
         token_id_SK = np.full((len(count_S), int(count_S.max())), PLACEHOLDER_TOKEN, dtype=np.int64)
-        drawn, q_SKV = _Drawn(token_id_SK.shape), None
+        sampled, q_SKV = _Sampled(token_id_SK.shape), None
         drafting = np.flatnonzero(count_S)
         slot_A = offer.slot_S[drafting]
         known_A, (start_A, _) = table.num_known[slot_A], self._computed(slot_A, flight)
         plan = _pass(slot_A, start_A, known_A - start_A)
         late = None if flight is None else flight.future_tokens(plan, table)
         if late is not None:
-            drawn.promised(drafting[late.sequences(plan)], late)
+            sampled.promised(drafting[late.sequences(plan)], late)
         for place in range(token_id_SK.shape[1]):
             logits_AV = self._run(plan, late)
-            token_A, q_AV = self._chosen(logits_AV, slot_A, known_A + place, drawn, drafting)
+            token_A, q_AV = self._chosen(logits_AV, slot_A, known_A + place, sampled, drafting)
             if q_AV is not None:
                 if q_SKV is None:
                     q_SKV = logits_AV.new_zeros((*token_id_SK.shape, self.vocab_size))
                 q_SKV[on_device(drafting, q_SKV.device), place] = q_AV
             if is_ahead:
                 table.token_ids[slot_A, known_A + place] = PLACEHOLDER_TOKEN
-                drawn.add(drafting, place, token_A)
+                sampled.add(drafting, place, token_A)
             else:
                 token_id_SK[drafting, place] = table.token_ids[slot_A, known_A + place] = token_A.numpy()
             deeper = np.flatnonzero(count_S[drafting] > place + 1)
             drafting, slot_A, known_A = drafting[deeper], slot_A[deeper], known_A[deeper]
             plan = _pass(slot_A, known_A + place, np.ones_like(slot_A))
             if is_ahead and len(deeper):
-                shortfall = None if flight is None else flight.rejected(plan, table)
-                late = FutureTokens(np.arange(len(deeper)), deeper, token_A, shortfall)
-        return Drafts(token_id_SK, q_SKV, drawn.drafts() if is_ahead else None)
+                rejected = None if flight is None else flight.rejected(plan, table)
+                late = FutureTokens(np.arange(len(deeper)), deeper, token_A, rejected)
+        return Drafts(token_id_SK, q_SKV, sampled.drafts() if is_ahead else None)
 
     def settled(self, slot_S: np.ndarray, accepted_S: np.ndarray, drafted_S: np.ndarray) -> None:
-        """Only now: an undone step takes blocks away, and behind a rejected draft stands another token."""
+        """Only now: an undone step takes blocks away, and after a rejected draft stands another token."""
         known_S = self.table.num_known[slot_S] - 1 - accepted_S  # before the step
         self._num_computed[slot_S] = known_S + np.minimum(accepted_S, drafted_S - 1)  # the last draft is not computed
 
@@ -152,7 +153,7 @@ class DraftModelProposer:
         return np.where(is_checked_S, known_S - 2, self._num_computed[slot_S]), is_checked_S
 
     def _run(self, plan: StepPlan, late: FutureTokens | None) -> torch.Tensor:
-        """The logits (A, V) behind each sequence that wants some."""
+        """The logits (A, V) after each sequence that wants some."""
         logits_AV = self.runner.execute(build_input(plan, self.table), late)
         missing = self.vocab_size - logits_AV.shape[1]
         if missing > 0:
@@ -160,26 +161,26 @@ class DraftModelProposer:
         return logits_AV[:, : self.vocab_size]
 
     def _chosen(
-        self, logits_AV: torch.Tensor, slot_A: np.ndarray, known_A: np.ndarray, drawn: "_Drawn", drafting: np.ndarray
+        self, logits_AV: torch.Tensor, slot_A: np.ndarray, known_A: np.ndarray, own: "_Sampled", drafting: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The draft behind the first known_A tokens of each sequence (`drawn` has the late ones of `drafting`) and,
-        where the target may know it, what it was drawn from (A, V). Where logits are not finite that is nothing at all:
-        then the target does not trust it as a law."""
+        """The draft after the first known_A tokens of each sequence (`own` has the future ones of `drafting`) and, where
+        the target may know it, what it was sampled from (A, V). Where logits are not finite that is nothing at all: then
+        the target does not trust it as a distribution."""
         is_ahead = self.runner.is_asynchronous
         if is_greedy(self.table.sampling[slot_A]).all():
             if is_ahead:
                 return self.runner.greedy(logits_AV)[0], None
             return torch.from_numpy(greedy(logits_AV).token_ids), None
-        batch, late = SamplingBatch.of(self.table, slot_A, known_A), drawn.ids(drafting)
-        is_drawn = bool((batch.options["temperature"] > 0.0).any())
-        if is_ahead and not (is_drawn and self.tells_law):
+        batch, late = SamplingBatch.of(self.table, slot_A, known_A), own.ids(drafting)
+        is_sampled = bool((batch.options["temperature"] > 0.0).any())
+        if is_ahead and not (is_sampled and self.exposes_draft_probs):
             return choose(self.runner, logits_AV, batch, late)[0], None
         q_AV = distribution(logits_AV, batch, late)
-        if not is_drawn:
+        if not is_sampled:
             return torch.from_numpy(greedy(q_AV).token_ids), None
-        stream = DRAFT if self.tells_law else PLAIN
+        stream = DRAFT if self.exposes_draft_probs else PLAIN
         token_A = draw(q_AV, on_device(uniforms(batch.seeds, batch.positions, stream), q_AV.device))
-        return token_A, q_AV if self.tells_law else None
+        return token_A, q_AV if self.exposes_draft_probs else None
 
     def _mark_filled(self, slot_S: np.ndarray, computed_S: np.ndarray) -> None:
         """Blocks that the draft has filled with confirmed tokens need not be computed by who shares them."""
@@ -195,7 +196,7 @@ def _pass(slot_A: np.ndarray, start_A: np.ndarray, count_A: np.ndarray) -> StepP
     return StepPlan(slot_A, start_A, count_A, np.ones(len(slot_A), dtype=bool))
 
 
-class _Drawn:
+class _Sampled:
     """The late tokens of the sequences that draft, pass by pass: first the one in flight, if it is, then drafts."""
 
     def __init__(self, shape_SK: tuple[int, int]) -> None:
@@ -223,5 +224,5 @@ class _Drawn:
         tokens_N = torch.cat(self._tokens)
         return FutureIds(row_L, tokens_N[on_device(row_AK1[row_L, column_L], tokens_N.device)])
 
-    def drafts(self) -> DrawnDrafts:
-        return DrawnDrafts(self._row_SK1[:, 1:], torch.cat(self._tokens))
+    def drafts(self) -> DraftsOnDevice:
+        return DraftsOnDevice(self._row_SK1[:, 1:], torch.cat(self._tokens))

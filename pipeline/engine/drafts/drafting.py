@@ -5,7 +5,7 @@
     -> policy and proposer are told
 
 Where a device works beside the host, nothing of this waits for it: drafts that a draft model makes there stay there
-(`DrawnDrafts`), and so does what the model made of them (`verify.PendingVerified`), until the step is landed
+(`DraftsOnDevice`), and so does what the model made of them (`verify.PendingVerified`), until the step is landed
 (step/overlapped.py).
 """
 
@@ -171,16 +171,16 @@ class Drafting:
 
     def with_future_drafts(self, plan: StepPlan, future: FutureTokens | None) -> FutureTokens | None:
         """The future tokens of a plan that `extend` gave: `future` and the drafts that only the device knows."""
-        drawn = None if self._step is None or self._step.drafts is None else self._step.drafts.drawn
-        if drawn is None or plan.draft_S is None:
+        device_drafts = None if self._step is None or self._step.drafts is None else self._step.drafts.device_drafts
+        if device_drafts is None or plan.draft_S is None:
             return future
         end_S = np.cumsum(plan.count_S)
         place_D = ranges(end_S - plan.draft_S, plan.draft_S)
-        is_draft_SK = np.arange(drawn.row_SK.shape[1]) < plan.draft_S[plan.samples_S][:, None]
-        row_D = drawn.row_SK[is_draft_SK]
+        is_draft_SK = np.arange(device_drafts.row_SK.shape[1]) < plan.draft_S[plan.samples_S][:, None]
+        row_D = device_drafts.row_SK[is_draft_SK]
         if future is None:
-            return FutureTokens(place_D, row_D, drawn.token_ids_N)
-        return future.with_drafts(place_D, row_D, drawn.token_ids_N)
+            return FutureTokens(place_D, row_D, device_drafts.token_ids_N)
+        return future.with_drafts(place_D, row_D, device_drafts.token_ids_N)
 
     def verify(self, logits_RV: torch.Tensor, batch: SamplingBatch | None) -> Verified:
         """What the model says to the drafts of the last `extend`. `batch`: see `verify.verify`."""
@@ -205,14 +205,16 @@ class Drafting:
         drafted_S, drafts = self._step.drafted_S, self._step.drafts
         most = int(drafted_S.max())
         of_SK1 = np.empty((len(drafted_S), most + 1), dtype=np.int64)
-        of_SK = drafts.token_id_SK if drafts.drawn is None else drafts.drawn.row_SK
+        of_SK = drafts.token_id_SK if drafts.device_drafts is None else drafts.device_drafts.row_SK
         of_SK1[:, :most] = of_SK[:, :most]
         of_SK1[np.arange(len(drafted_S)), drafted_S] = -1
         is_row_SK1 = np.arange(most + 1) <= drafted_S[:, None]
         row_R = of_SK1[is_row_SK1]
         draft_R: np.ndarray | torch.Tensor = row_R
-        if drafts.drawn is not None:
-            draft_R = torch.nn.functional.pad(drafts.drawn.token_ids_N, (0, 1), value=-1)[on_device(row_R, device)]
+        if drafts.device_drafts is not None:
+            draft_R = torch.nn.functional.pad(drafts.device_drafts.token_ids_N, (0, 1), value=-1)[
+                on_device(row_R, device)
+            ]
         if drafts.q_SKV is None:
             return draft_R, None
         row_D = np.flatnonzero(row_R >= 0)

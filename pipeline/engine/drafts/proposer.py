@@ -19,7 +19,7 @@ from pipeline.engine.drafts.policy import Offer
 from pipeline.engine.forward.in_flight import StepInFlight
 
 
-class DrawnDrafts(NamedTuple):
+class DraftsOnDevice(NamedTuple):
     """Draft k of sequence s is row row_SK[s, k] of token_ids_N, which lies on the device."""
 
     row_SK: np.ndarray  # int64
@@ -31,15 +31,15 @@ class Drafts:
     """token_id_SK: the first tokens of row s, as many as were asked for, are drafts, ids that the model has; what
     follows means nothing.
 
-    drawn: where a device draws them and the host does not know them (yet); then token_id_SK means nothing.
+    device_drafts: where a device samples them and the host does not know them (yet); then token_id_SK means nothing.
 
-    q_SKV: the probabilities that each was drawn from, with numbers of a stream of its own (see draws.py); None where
-    drafts are not drawn from a law that is known, which is always right.
+    q_SKV: the probabilities that each was sampled from, with numbers of a stream of its own (see random_numbers.py); None
+    where drafts are not sampled from a known distribution, which is always right.
     """
 
     token_id_SK: np.ndarray  # int64
     q_SKV: torch.Tensor | None = None
-    drawn: DrawnDrafts | None = None
+    device_drafts: DraftsOnDevice | None = None
 
 
 class Proposer(Protocol):
@@ -81,5 +81,5 @@ class Proposer(Protocol):
         ...
 
     def undone(self, slot_S: np.ndarray) -> None:
-        """The step of these sequences was undone: the blocks behind their computed tokens are no longer theirs."""
+        """The step of these sequences was undone: the blocks after their computed tokens are no longer theirs."""
         ...

@@ -1,4 +1,4 @@
-"""How many tokens a step with drafts gives, by what became of drafts lately. No torch.
+"""How many tokens a step with drafts gives, by what became of drafts in recent steps. No torch.
 
 Of drafts that were computed, and of those that were replayed. Sequences without any count as ones whose first fell.
 """

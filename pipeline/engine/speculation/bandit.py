@@ -257,7 +257,7 @@ class MeasuredDrafts:
             contest.begin(best, self._prefill.token_s, least)
 
     def _expected(self, contest: Contest, arm: Arm) -> float:
-        """How many times as fast as plain steps: tokens as accepted lately, in the time measured of this arm."""
+        """How many times as fast as plain steps: tokens as accepted recently, in the time measured of this arm."""
         if arm == OFF:
             return 1.0
         slowdown = contest.slowdown(arm, self._prefill.token_s)
@@ -266,11 +266,11 @@ class MeasuredDrafts:
         return self._yields(arm) / slowdown
 
     def _yields(self, arm: Arm) -> float:
-        """Tokens a step, as accepted lately."""
+        """Tokens a step, as accepted recently."""
         return 1.0 if arm == OFF else self._acceptance[arm].tokens
 
     def _replay(self, now_ns: int) -> None:
-        """What drafts would have come to lately."""
+        """What recent drafts would have come to."""
         if now_ns < self._replay_at_ns:
             return
         for replay, acceptance in zip(self._replays, self._acceptance):

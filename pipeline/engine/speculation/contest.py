@@ -22,7 +22,7 @@ FIRST_PAUSE, MOST_PAUSE = 256, 8192  # steps until the next turn
 
 
 Yields = Callable[[Arm], float]
-"""Tokens a step of an arm, as accepted lately."""
+"""Tokens a step of an arm, as accepted recently."""
 
 
 class Contest:

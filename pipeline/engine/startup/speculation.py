@@ -35,8 +35,12 @@ def make_drafting(
         else:
             assert draft is not None
             # Where tokens must not depend on drafts, there is no rejection sampling, and no need of probabilities.
-            tells_law = not resolved.deterministic
-            proposers.append(DraftModelProposer(draft, table, scheduler.pool, most, vocab_size, tells_law=tells_law))
+            exposes_draft_probs = not resolved.deterministic
+            proposers.append(
+                DraftModelProposer(
+                    draft, table, scheduler.pool, most, vocab_size, exposes_draft_probs=exposes_draft_probs
+                )
+            )
     policy: DraftPolicy = FixedDrafts(most)
     if not speculation.forced:
         policy = MeasuredDrafts([_replay_of(each, scheduler) for each in proposers], most)

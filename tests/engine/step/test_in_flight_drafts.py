@@ -181,7 +181,7 @@ def test_rows_of_every_kind_get_the_tokens_of_plain_steps(seed: int, kind: str) 
     plain = run(roomy_engine(64, None), requests, check=False)
     engine = drafting_engine(4, 0.3, num_blocks=int(rng.integers(20, 90)), max_num_seqs=8)
     (draft,) = engine.drafting.proposers  # type: ignore[union-attr]
-    draft.tells_law = False  # type: ignore[attr-defined]
+    draft.exposes_draft_probs = False  # type: ignore[attr-defined]
     proposers = {"draft": [draft], "ngram": [NgramProposer(engine.table, 4)]}
     proposers["both"] = proposers["ngram"] + [draft]
     engine.speculate(proposers[kind], Fitful(4, rng, len(proposers[kind])))

@@ -1,8 +1,8 @@
 """Drafts from what outputs have in common apart from what they copy out of their prompts, compiled by numba; no torch.
 
 What is done, and why, is told in `copy_patterns.py`, with the arrays. A symbol is a token of an output (0
-and up), `COPY` for a run of tokens that stands in the prompt as well, or `BORDER` before and behind an output. What is
-known of a copy are four tokens: the two before it in its prompt (its source), and what stands behind it there: one
+and up), `COPY` for a run of tokens that stands in the prompt as well, or `BORDER` before and after an output. What is
+known of a copy are four tokens: the two before it in its prompt (its source), and what stands after it there: one
 token that the copy does not contain, and NONE, or two tokens. NONE as the first of these: the prompt ended there.
 
 Shapes: N places among the finished outputs, E entries of the index of runs of symbols, T contexts of copies, Q copies
@@ -30,7 +30,7 @@ _32, _64 = np.uint64(32), np.uint64(64)
 @made_of_imports
 def learn(text, num_prompt, begin, symbol_N, copy_N4, end_E, known_TQ4):
     """Write down the symbols of the output of this text, a prompt and the output, whose place among the finished
-    outputs is `begin`, with a border behind it; index their runs, and remember what is known of the copies."""
+    outputs is `begin`, with a border after it; index their runs, and remember what is known of the copies."""
     num_output = len(text) - num_prompt
     count, copy_from, copy_place = 0, -1, 0
     for at in range(num_prompt, len(text)):
@@ -41,7 +41,7 @@ def learn(text, num_prompt, begin, symbol_N, copy_N4, end_E, known_TQ4):
         symbol_N[place] = BORDER
     key_L = np.empty(MAX_MATCH - MIN_MATCH + 1, dtype=np.int64)
     tail_M = np.empty(MAX_MATCH, dtype=np.int64)
-    for end in range(begin, begin + count):  # a run at the very end has nothing behind it
+    for end in range(begin, begin + count):  # a run at the very end has nothing after it
         write_tail(symbol_N, begin - 1, end - begin + 1, tail_M)  # with the border before it
         write_keys(tail_M, np.uint64(0), bits_of(len(end_E)), key_L)
         for key in key_L:
@@ -141,7 +141,7 @@ def _push(text, num_prompt, at, symbol_W, count, copy_from, copy_place):
 
 @njit
 def _find(text, num_prompt, begin, end):
-    """The first place in the prompt, behind a source, where text[begin:end] stands, at least two tokens; 0: nowhere."""
+    """The first place in the prompt, after a source, where text[begin:end] stands, at least two tokens; 0: nowhere."""
     first, second = text[begin], text[begin + 1]
     last = num_prompt - (end - begin)
     for block in range(_SOURCE, last + 1, _BLOCK):
@@ -160,7 +160,7 @@ def _find(text, num_prompt, begin, end):
 
 @njit
 def _behind(text, num_prompt, copy_4):
-    """The first place in the prompt behind this source; 0: nowhere."""
+    """The first place in the prompt after this source; 0: nowhere."""
     first, second = copy_4[0], copy_4[1]
     for block in range(0, num_prompt - _SOURCE, _BLOCK):
         until, hits = min(block + _BLOCK, num_prompt - _SOURCE), 0
@@ -181,13 +181,13 @@ def _describe(text, num_prompt, place, length, copy_4):
     copy_4[2] = text[end] if end < num_prompt else NONE
     copy_4[3] = NONE
     for at in range(place, end):
-        if text[at] == copy_4[2]:  # it goes on behind it: two tokens say where it ends
+        if text[at] == copy_4[2]:  # it goes on after it: two tokens say where it ends
             copy_4[3] = text[end + 1] if end + 1 < num_prompt else NONE
 
 
 @njit
 def _context(tail_M, number, num_contexts):
-    """The row of the table for copies behind so many symbols."""
+    """The row of the table for copies after so many symbols."""
     mixed, symbol = np.uint64(number), 0
     for m in range(number):
         symbol = NONE if m > 0 and symbol in (BORDER, NONE) else tail_M[m]  # what was before belongs to another output
@@ -211,7 +211,7 @@ def _remember(known_Q4, copy_4):
 
 @njit
 def _same_copy(text, place, before_M, instance_4, known_TQ4):
-    """What is known of copies of the source before that place, behind these symbols; else what the instance says."""
+    """What is known of copies of the source before that place, after these symbols; else what the instance says."""
     first, second = text[place - 2], text[place - 1]
     if instance_4[0] != first or instance_4[1] != second:
         for number in range(CONTEXT, 0, -1):
@@ -224,7 +224,7 @@ def _same_copy(text, place, before_M, instance_4, known_TQ4):
 
 @njit
 def _copy_of(text, num_prompt, before_M, instance_4, known_TQ4):
-    """Where a copy begins in the prompt that comes behind these symbols, and what is known of it; 0: nowhere."""
+    """Where a copy begins in the prompt that comes after these symbols, and what is known of it; 0: nowhere."""
     place = _behind(text, num_prompt, instance_4)
     if place:
         return place, instance_4

@@ -5,8 +5,8 @@ place ("Technician: Ann Lee"), then something of its own again. The next row's o
 run of tokens that occurred before foretells. So of each output its symbols are kept: its tokens, but each run of at
 least two tokens that stands in its prompt is one symbol, the same for all of them. Where the last symbols of an output
 occurred in a finished one, its drafts are what came then, each copy replaced by what the output's own prompt has in its
-place. That place is behind the same two tokens as in the finished output's prompt, or as in others' whose copies came
-behind the same symbols: forms of a prompt differ. It ends where the same token stands behind it.
+place. That place is after the same two tokens as in the finished output's prompt, or as in others' whose copies came
+after the same symbols: forms of a prompt differ. It ends where the same token stands after it.
 
 Whether a token begins a copy is not known before the next one, so for the last one both is tried.
 

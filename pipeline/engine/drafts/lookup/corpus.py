@@ -52,7 +52,7 @@ class FinishedOutputs:
         everywhere_N = np.full(len(tail_NM), len(self.tokens))
         return self.index.find(self.index.keys(tail_NM, 0), tail_NM, self.tokens, begin_N, everywhere_N)
 
-    def behind(self, end_N: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    def after(self, end_N: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens (N, num_tokens) that followed there, and how many of them belong to the same output."""
         place_NK = np.minimum(end_N[:, None] + np.arange(num_tokens), len(self.tokens) - 1)
         token_NK = self.tokens.take(place_NK)
@@ -60,5 +60,5 @@ class FinishedOutputs:
         return token_NK, np.where(outside_NK.any(axis=1), outside_NK.argmax(axis=1), num_tokens)
 
     def _index(self, tokens: np.ndarray, begin: int, end: int, end_E: np.ndarray) -> None:
-        end_N = np.arange(begin + MIN_MATCH, end)  # a run at the very end has nothing behind it
+        end_N = np.arange(begin + MIN_MATCH, end)  # a run at the very end has nothing after it
         self.index.insert(self.index.keys(tails(tokens, np.zeros_like(end_N), end_N), 0), end_N)

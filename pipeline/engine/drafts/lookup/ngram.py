@@ -131,7 +131,7 @@ class NgramProposer:
         count_S = np.where(match_S > 0, self.max_draft_tokens, 0)
         if not self.finished.is_empty:
             other_end_S, other_match_S = self.finished.find(tail_SM)
-            other_SK, other_count_S = self.finished.behind(other_end_S, self.max_draft_tokens)
+            other_SK, other_count_S = self.finished.after(other_end_S, self.max_draft_tokens)
             is_better_S = (other_match_S > match_S) & (other_count_S > 0)
             token_SK = np.where(is_better_S[:, None], other_SK, token_SK)
             count_S = np.where(is_better_S, other_count_S, count_S)
