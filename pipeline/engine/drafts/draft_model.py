@@ -163,9 +163,9 @@ class DraftModelProposer:
     def _chosen(
         self, logits_AV: torch.Tensor, slot_A: np.ndarray, known_A: np.ndarray, own: "_Sampled", drafting: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The draft after the first known_A tokens of each sequence (`own` has the future ones of `drafting`) and, where
-        the target may know it, what it was sampled from (A, V). Where logits are not finite that is nothing at all: then
-        the target does not trust it as a distribution."""
+        """The draft after the first known_A tokens of each sequence (`own` has the future ones of `drafting`). Where
+        the target may know it, also what it was sampled from (A, V); where logits are not finite that is nothing at
+        all, and the target does not trust it as a distribution."""
         is_ahead = self.runner.is_asynchronous
         if is_greedy(self.table.sampling[slot_A]).all():
             if is_ahead:

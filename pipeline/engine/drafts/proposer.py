@@ -33,8 +33,8 @@ class Drafts:
 
     device_drafts: where a device samples them and the host does not know them (yet); then token_id_SK means nothing.
 
-    q_SKV: the probabilities that each was sampled from, with numbers of a stream of its own (see random_numbers.py); None
-    where drafts are not sampled from a known distribution, which is always right.
+    q_SKV: the probabilities that each was sampled from, with numbers of a stream of its own (see random_numbers.py).
+    None where drafts are not sampled from a known distribution, which is always right.
     """
 
     token_id_SK: np.ndarray  # int64
