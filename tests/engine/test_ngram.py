@@ -205,7 +205,7 @@ def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
         query = rng.integers(0, 3, (4, 9)).astype(np.int32)
         tail_NM = tails(query.reshape(-1), np.arange(4) * 9, np.full(4, 9))
         end_N, length_N = finished.find(tail_NM)
-        token_NK, count_N = finished.behind(end_N, 4)
+        token_NK, count_N = finished.after(end_N, 4)
         for n in range(4):
             if length_N[n]:
                 said = [*query[n, 9 - length_N[n] :].tolist(), *token_NK[n, : count_N[n]].tolist()]
