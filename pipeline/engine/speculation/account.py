@@ -17,7 +17,7 @@ class Account:
     """Times in seconds."""
 
     def __init__(self) -> None:
-        self.balance_s = self._price_s = 0.0
+        self.balance_s = self._price_s = self._least_s = 0.0
         self.is_open = False
 
     def open(self, plain_step_s: float) -> None:
@@ -32,11 +32,16 @@ class Account:
         self._price_s = PRICE_STEPS * plain_step_s
 
     @property
-    def can_borrow(self) -> bool:
-        """Whether what was lost is within the grant."""
-        return self.is_open and self.balance_s > -GRANT_STEPS / PRICE_STEPS * self._price_s
-
-    @property
     def can_pay(self) -> bool:
         """Whether there is enough for another measurement."""
         return self.is_open and self.balance_s >= self._price_s
+
+    def take(self, on_credit: bool) -> bool:
+        """Whether there is enough for a measurement that begins now. on_credit: it may use up the grant once more."""
+        self._least_s = -GRANT_STEPS / PRICE_STEPS * self._price_s if on_credit else 0.0
+        return self.can_pay or (on_credit and self.is_open and self.can_go_on)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether there is enough for another step of the last measurement."""
+        return self.balance_s >= self._least_s

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome
+from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.speculation.acceptance import Acceptance
 from pipeline.engine.speculation.account import Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of
-from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, Contest
+from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, WIDE, Contest
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.engine.speculation.record import bucket_of as line_of
 from pipeline.engine.speculation.row_depth import RowDepths
@@ -36,18 +36,16 @@ FIRST_STEPS = 48  # plain ones at the start: little is known then from which to 
 SAFE = 1.5  # times as fast as the incumbent: an arm that was measured is tried on credit
 AGAIN = 1.1  # times as fast as the incumbent an arm has to be expected, to be tried before its turn
 LOSING = 0.8  # times as fast as plain steps: those are measured at once
-REPLAY_SHARE = 0.005  # of all time
+EARLY_REPLAY_SHARE, REPLAY_SHARE = 0.02, 0.005  # of all time
 REPLAY_MEMORY = 0.6  # what earlier replays count for
 FIRST_CHECK = 512  # steps of drafts before plain ones are measured again
-FIRST_OTHER, FIRST_ALONE = 256, 64  # steps before the first turn of a draft model, beside lookup and alone,
-OTHER_PAUSE = 512  # and until its next one, then four times as many
-INHERITED_CHECK = 128
-SOME_STEPS = 4  # apart from contests, in one step of so many acceptance is taken down
+FIRST_OTHER, FIRST_ALONE = 1024, 64  # steps before the first turn of a draft model, beside lookup and alone,
+OTHER_PAUSE = 2048  # and until its next one, then four times as many
+SOME_STEPS = 8  # apart from contests, in one step of so many acceptance is taken down
 WILD = 3.0  # a step is charged at most so many times what such steps take; what the machine did besides is nobody's
-IDLE = 12.0  # one that seems to take so many times as long says nothing
-UNKNOWN_COST = 0.05  # share of a step that a draft takes, as long as nothing is known of it; more text comes to be
+IDLE, IDLE_STEPS = 12.0, 4  # one that seems to take so many times as long says nothing, until so many in a row do
+UNKNOWN_COST = 0.25  # share of a step that a draft takes, as long as nothing is known of it; more text comes to be
 UNKNOWN_STEPS = 512  # known meanwhile. It counts ever less up to here.
-NEW_STEPS = 32  # a size that was seen for fewer steps is as good as unseen
 
 Replay = Callable[[], np.ndarray]
 """Of each step that drafts would have made of the last tokens, how many drafts would have been accepted."""
@@ -57,7 +55,6 @@ Replay = Callable[[], np.ndarray]
 class _Step:
     facts: StepFacts
     arm: Arm | None  # None: it says nothing
-    slot_S: np.ndarray | None = None  # of those who were asked for drafts
 
 
 class MeasuredDrafts:
@@ -78,8 +75,8 @@ class MeasuredDrafts:
         self._told_ns: int | None = None
         self._last_arm, self._same_arm = OFF, 0  # of the last steps, and how many these are
         self._acceptance = [Acceptance(max_draft_tokens) for _ in self._replays]
-        self._replay_at_ns = 0
-        self._num_steps = 0
+        self._replay_ns, self._replay_at_ns = 10**9, 0
+        self._num_steps = self._idle = 0
         # by proposer that cannot be replayed: when it is tried whatever is known of it, and the pause after that
         first = FIRST_OTHER if any(self._replays) else FIRST_ALONE
         self._next_turn, self._pause = [first] * len(self._replays), [OTHER_PAUSE] * len(self._replays)
@@ -99,7 +96,6 @@ class MeasuredDrafts:
         step = self._steps[-1]
         assert step.facts is facts
         assert step.arm is not None
-        step.slot_S = offer.slot_S
         return np.minimum(offer.count_S, self._rows.depths(offer.slot_S))
 
     def admitted(self, slot: int) -> None:
@@ -111,74 +107,68 @@ class MeasuredDrafts:
         step = self._steps.popleft()
         while step.facts is not outcome.facts:  # one that was undone
             step = self._steps.popleft()
-        num, verdict = outcome.facts.num_sequences, outcome.verdict
-        if verdict is not None and step.arm is not None:
-            self._rows.observe(verdict)
-            if self._contest.challenger is not None or self._num_steps % SOME_STEPS == 0:  # it takes some 15 us
-                acceptance = self._acceptance[step.arm]
-                acceptance.observe(verdict.drafted_D, verdict.accepted_D, num - len(verdict.slot_D))
+        facts, verdict, arm = outcome.facts, outcome.verdict, step.arm
+        num = facts.num_sequences
         if told_ns is None or not num:
             return
-        seconds = 1e-9 * (now_ns - told_ns)
+        seconds, prefill_s = 1e-9 * (now_ns - told_ns), self._prefill.token_s
         contest = self._contest = self._contest_of(num)
-        contest.steps += 1
         self._num_steps += 1
-        arm = step.arm
+        contest.ran(num, self._num_steps)
         if arm is None:
             self._counts.add_plain(num)
             return
         self._same_arm = self._same_arm + 1 if arm == self._last_arm else 0
         self._last_arm = arm
+        off_s, rate = contest.off_s(prefill_s), contest.rate(arm, prefill_s)
+        if verdict is not None:
+            self._learn(contest, arm, verdict, num, 0.0 if rate is None else rate.draft_cost(off_s))
         tokens = outcome.num_generated / num
-        if step.slot_S is not None and self._slow_count(outcome.facts):
-            tokens = min(tokens, self._rows.slow_tokens(step.slot_S, verdict))
-        own_s = max(seconds - self._prefill.token_s * outcome.facts.num_prefill, 0.0)
-        usual = contest.rate(arm, self._prefill.token_s) or contest.rate(contest.incumbent, self._prefill.token_s)
+        own_s = max(seconds - prefill_s * facts.num_prefill, 0.0)
+        usual = rate or contest.rate(contest.incumbent, prefill_s)
         if usual is not None:
             if own_s > IDLE * usual.step_s:  # nobody asked the engine for anything, or it did something else
-                contest.forget(arm)
+                self._idle += 1
+                if self._idle == IDLE_STEPS:  # no, steps take that long now
+                    contest.forget(arm)
                 self._counts.add_plain(num)
                 return
+            self._idle = 0
             own_s = min(own_s, WILD * usual.step_s)
+        drafts = 0 if verdict is None else int(verdict.drafted_D.sum())
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
             if len(window):
-                self._prefill.add(window, seconds, outcome.facts.num_prefill, num)
-            window.add(seconds, outcome.facts.num_prefill, tokens, outcome.verdict is not None)
-        self._settle(contest, arm, seconds, own_s, tokens)
-        self._count(contest, arm, outcome, own_s)
-        self._go_on(contest, outcome.facts, now_ns)
+                self._prefill.add(window, seconds, facts.num_prefill, num)
+            window.add(seconds, facts.num_prefill, tokens, drafts / num)
+        if off_s is not None:
+            self._settle(contest, arm, seconds, own_s, tokens, off_s)
+        self._count(contest, outcome, drafts, own_s, off_s)
+        self._go_on(contest, now_ns)
 
     def counters(self) -> dict[str, int]:
         return self._counts.flat()
 
     # -- parts
 
-    @staticmethod
-    def _slow_count(facts: StepFacts) -> bool:
-        """Whether the end comes with the slow rows."""
-        return facts.num_waiting == 0 and facts.num_sequences > 1
-
     def _contest_of(self, num_sequences: int) -> Contest:
-        bucket = bucket_of(num_sequences)
-        contest = self._contests.get(bucket)
-        if contest is None or (contest is not self._contest and contest.steps < NEW_STEPS < self._contest.steps):
-            contest = self._contests[bucket] = self._inherit()
+        size, last = bucket_of(num_sequences), self._contest
+        contest = self._contests.get(size)
+        if contest is None:
+            contest = self._contests[size] = Contest(size)
+        if contest is not last:
+            contest.follow(last)
         return contest
 
-    def _inherit(self) -> Contest:
-        """A size that was not seen yet begins as the last one goes on."""
-        if self._contest.steps == 0:
-            return Contest()
-        contest = Contest(self._contest)
-        contest.wait(OFF, INHERITED_CHECK)
-        return contest
+    def _learn(self, contest: Contest, arm: Arm, verdict: Verdict, num_sequences: int, cost: float) -> None:
+        """cost: of a draft, in tokens."""
+        self._rows.observe(verdict, cost)
+        if contest.challenger is not None or self._num_steps % SOME_STEPS == 0:  # it takes some 15 us
+            num_without = num_sequences - len(verdict.slot_D)
+            self._acceptance[arm].observe(verdict.drafted_D, verdict.accepted_D, num_without)
 
-    def _settle(self, contest: Contest, arm: Arm, seconds: float, own_s: float, tokens: float) -> None:
+    def _settle(self, contest: Contest, arm: Arm, seconds: float, own_s: float, tokens: float, off_s: float) -> None:
         """Charge what the step lost against the best arm known, or against plain steps."""
-        off_s = contest.off_s(self._prefill.token_s)
-        if off_s is None:
-            return
         if not self._account.is_open:
             if contest.steps < FIRST_PLAIN_STEPS:
                 return
@@ -188,24 +178,22 @@ class MeasuredDrafts:
         lost_s = 0.0 if arm == OFF == contest.incumbent else own_s - token_s * tokens
         self._account.settle(seconds, lost_s, off_s)
 
-    def _count(self, contest: Contest, arm: Arm, outcome: StepOutcome, own_s: float) -> None:
+    def _count(self, contest: Contest, outcome: StepOutcome, drafts: int, own_s: float, off_s: float | None) -> None:
         counts, num, b = self._counts, outcome.facts.num_sequences, line_of(outcome.facts.num_sequences)
         counts.on_steps[b] += contest.incumbent != OFF
         if outcome.verdict is None:
             counts.add_plain(num)
             return
-        off_s = contest.off_s(self._prefill.token_s)
         value_s = own_s if off_s is None else off_s * outcome.num_generated / num
-        drafts, accepted = int(outcome.verdict.drafted_D.sum()), int(outcome.verdict.accepted_D.sum())
+        accepted = int(outcome.verdict.accepted_D.sum())
         counts.probe_steps[b] += contest.incumbent == OFF
         counts.add_drafted(num, outcome.num_generated, drafts, accepted, own_s, value_s)
 
-    def _go_on(self, contest: Contest, facts: StepFacts, now_ns: int) -> None:
+    def _go_on(self, contest: Contest, now_ns: int) -> None:
         """End a contest, or begin one."""
         if contest.challenger is not None:
-            has_to_end = contest.challenger != OFF and self._account.balance_s < 0.0
-            yields = None if self._slow_count(facts) else self._yields
-            contest.judge(self._prefill.token_s, has_to_end, yields)
+            has_to_end = contest.challenger != OFF and not self._account.can_go_on
+            contest.judge(self._prefill.token_s, has_to_end, self._yields)
             return
         is_on = contest.incumbent != OFF
         if contest.steps % (ON_LOOK if is_on else OFF_LOOK) or (is_on and self._same_arm < ON_LOOK):
@@ -213,7 +201,7 @@ class MeasuredDrafts:
         if is_on and self._doubts(contest):
             return
         if not is_on:
-            if contest.steps < FIRST_STEPS and contest.parent is None:
+            if self._num_steps < FIRST_STEPS:
                 return
             self._replay(now_ns)
         self._challenge(contest)
@@ -225,7 +213,8 @@ class MeasuredDrafts:
         if rate is None or rate.weight < LEAST_WEIGHT:
             return True
         ratio = 0.0 if off_s is None else off_s / rate.token_s
-        is_time = contest.is_due(OFF, FIRST_CHECK) or (ratio < 1.0 and contest.is_due(OFF)) or ratio < LOSING
+        is_late = contest.is_due(OFF, FIRST_CHECK) and ratio < WIDE
+        is_time = is_late or (ratio < 1.0 and contest.is_due(OFF)) or (ratio < LOSING and contest.is_known(OFF))
         if is_time:
             contest.begin(OFF, prefill_s)
         return is_time
@@ -250,8 +239,7 @@ class MeasuredDrafts:
             enough = own * MARGIN if is_due else max(own, contest.disproved(p)) * AGAIN
             if ratio > max(least, enough):
                 best, least = p, ratio
-        is_safe = least > SAFE * own and best is not None and contest.slowdown(best, self._prefill.token_s) is not None
-        if best is not None and (self._account.can_pay or (is_safe and self._account.can_borrow)):
+        if best is not None and self._account.take(on_credit=least > SAFE * own):
             self._next_turn[best] = self._num_steps + self._pause[best]
             self._pause[best] *= 4
             contest.begin(best, self._prefill.token_s, least)
@@ -278,4 +266,7 @@ class MeasuredDrafts:
                 accepted_O = replay()
                 if len(accepted_O):
                     acceptance.observe(np.full(len(accepted_O), self._most), accepted_O, 0, REPLAY_MEMORY)
-        self._replay_at_ns = now_ns + round((self._clock() - now_ns) / REPLAY_SHARE)
+        now_after_ns = self._clock()
+        self._replay_ns = min(self._replay_ns, now_after_ns - now_ns)  # the first ones take longer
+        share = EARLY_REPLAY_SHARE if self._num_steps < UNKNOWN_STEPS else REPLAY_SHARE
+        self._replay_at_ns = now_after_ns + round(self._replay_ns / share)

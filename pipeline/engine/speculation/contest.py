@@ -16,9 +16,12 @@ CLEAR = (0.9, 1.25)  # the incumbent is not asked again outside of these ratios
 LEAST_WEIGHT, MOST_WEIGHT = 4.0, 12.0  # steps that are counted of a challenger
 MOST_ERROR = 0.04  # relative, until which more are counted
 CERTAIN = 3.0  # a ratio that is so many errors away from 1 is believed before
-MOST_STEPS = 64  # of a challenger, counted or not
+MOST_STEPS = 48  # of a challenger, counted or not
 WIDE = 1.3  # plain steps that lose by so much are not measured again soon
 FIRST_PAUSE, MOST_PAUSE = 256, 8192  # steps until the next turn
+NEXT_TRY = 32  # steps after a contest that nobody won
+OTHER_SIZE = 1.33  # a batch that is so many times as large or small is another one: its steps cannot be compared
+INHERITED_CHECK = 64  # steps until plain ones are measured at a size that goes on as another
 
 
 Yields = Callable[[Arm], float]
@@ -26,21 +29,42 @@ Yields = Callable[[Arm], float]
 
 
 class Contest:
-    """steps: that were run at this size of batch. parent: the contest whose incumbent goes on here."""
+    """size: see `arms.bucket_of`. steps: that were run at it."""
 
-    def __init__(self, parent: "Contest | None" = None) -> None:
-        self.parent = parent
-        self.incumbent: Arm = OFF if parent is None else parent.incumbent
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
+        self.incumbent: Arm = OFF
         self.challenger: Arm | None = None
-        self.steps = 0
+        self.steps = self._num_sequences = self._num_at_begin = 0
+        self._now, self._decided_at = 0, -1  # in steps at all sizes; -1: no arm was compared with another one yet
+        self._parent: Contest | None = None  # what is not known here is as there
         self._windows: dict[Arm, Window] = {}
         self._due: dict[Arm, int] = {}
         self._pause: dict[Arm, int] = {}
-        self._disproved: dict[Arm, float] = {} if parent is None else dict(parent._disproved)
+        self._disproved: dict[Arm, float] = {}
         self._before: Rate | None = None  # the incumbent's, before the challenger
         self._between: Rate | None = None  # the challenger's, while the incumbent runs again
         self._begun_at = 0
         self._hoped = 0.0
+
+    def ran(self, num_sequences: int, now: int) -> None:
+        """One more step. now: how many at all sizes."""
+        self.steps += 1
+        self._num_sequences, self._now = num_sequences, now
+
+    def follow(self, last: "Contest") -> None:
+        """Go on as at the size of the last steps where nothing was decided here, or before drafts won at that, larger
+        size."""
+        is_new = self._decided_at < 0
+        if is_new:
+            if self._parent is None:
+                self._due[OFF] = self.steps + INHERITED_CHECK
+            self._parent = last if last._decided_at >= 0 else last._parent
+            self._disproved = dict(last._disproved)
+        is_old = last.size > self.size and last._decided_at > self._decided_at and last.incumbent != OFF
+        if self.incumbent != last.incumbent and (is_new or is_old):
+            self.incumbent, self.challenger, self._between = last.incumbent, None, None
+            self._due[OFF] = self.steps + INHERITED_CHECK
 
     @property
     def active(self) -> Arm:
@@ -60,32 +84,33 @@ class Contest:
         window = self._windows.get(arm)
         return None if window is None else window.rate(prefill_s)
 
+    def is_known(self, arm: Arm) -> bool:
+        """Whether steps of the arm were timed at this size."""
+        return arm in self._windows and len(self._windows[arm]) > 0
+
     def off_s(self, prefill_s: float) -> float | None:
         """What a plain step takes here; None: nothing is known."""
         rate = self.rate(OFF, prefill_s)
         if rate is not None and rate.weight >= LEAST_WEIGHT:
             return rate.step_s
         rate, slowdown = self.rate(self.incumbent, prefill_s), None
-        if self.parent is not None:
-            slowdown = self.parent.slowdown(self.incumbent, prefill_s)
+        if self._parent is not None:
+            slowdown = self._parent.slowdown(self.incumbent, prefill_s)
         return None if rate is None or slowdown is None else rate.step_s / slowdown
 
     def slowdown(self, arm: Arm, prefill_s: float) -> float | None:
         """How many times as long as plain steps those of the arm take, here or where it was seen last."""
         rate = self.rate(arm, prefill_s)
-        if rate is not None:
+        if rate is not None and rate.weight >= LEAST_WEIGHT:
             off_s = self.off_s(prefill_s)
             return None if off_s is None else rate.step_s / off_s
-        return None if self.parent is None else self.parent.slowdown(arm, prefill_s)
+        return None if self._parent is None else self._parent.slowdown(arm, prefill_s)
 
     # -- turns
 
     def is_due(self, arm: Arm, first: int = 0) -> bool:
         """first: steps before its first turn."""
         return self.steps >= self._due.get(arm, first)
-
-    def wait(self, arm: Arm, steps: int) -> None:
-        self._due[arm] = self.steps + steps
 
     def disproved(self, arm: Arm) -> float:
         """What was expected of the arm when it lost the last time."""
@@ -96,19 +121,20 @@ class Contest:
         assert self.challenger is None
         self._hoped = expected
         self._before, self._between = self.rate(self.incumbent, prefill_s), None
-        self.challenger, self._begun_at = challenger, self.steps
+        self.challenger, self._begun_at, self._num_at_begin = challenger, self.steps, self._num_sequences
         self.window(challenger).clear()
 
-    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields | None) -> bool:
-        """After a step of the one that is active: whether the contest is over. yields: None where the tokens that were
-        counted say more."""
+    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields) -> bool:
+        """After a step of the one that is active: whether the contest is over."""
         assert self.challenger is not None
         rate = self.rate(self.active, prefill_s)
         is_late = has_to_end or self.steps - self._begun_at >= MOST_STEPS
-        if rate is None or (rate.weight < LEAST_WEIGHT and not is_late):
-            if is_late:
-                self._decide(0.0, 0.0)
-            return is_late
+        is_other_size = not 1.0 / OTHER_SIZE < self._num_sequences / self._num_at_begin < OTHER_SIZE
+        if is_other_size or rate is None or rate.weight < LEAST_WEIGHT:
+            if is_late or is_other_size:  # nobody won
+                self._due[self.challenger] = self.steps + NEXT_TRY
+                self.challenger = self._between = None
+            return is_late or is_other_size
         if self._between is not None:  # the incumbent again
             before = rate if self._before is None else self._before
             ratios = [_ratio(each, self._between) for each in (before, rate)]
@@ -116,7 +142,7 @@ class Contest:
         else:
             ratio, error = (1.0, 1.0) if self._before is None else _ratio(self._before, rate)
         is_clear = not CLEAR[0] < ratio < CLEAR[1]
-        if self.incumbent == OFF and yields is not None:  # the time is known sooner than the tokens
+        if self.incumbent == OFF:  # the time is known sooner than the tokens
             off_s = self.off_s(prefill_s) or rate.step_s
             expected, error_s = yields(self.challenger) * off_s / rate.step_s, rate.step_error
             if expected < CLEAR[0] and abs(expected - 1.0) > CERTAIN * error_s:
@@ -138,6 +164,7 @@ class Contest:
         challenger = loser = self.challenger
         assert challenger is not None
         assert loser is not None
+        self._decided_at = self._now
         least = 1.0 / MARGIN if challenger == OFF else max(MARGIN, 1.0 + error)
         if ratio > least:
             loser, self.incumbent = self.incumbent, challenger

@@ -1,64 +1,64 @@
-"""How deep each sequence drafts, by what became of its last drafts, and who is slow. No torch.
+"""How deep each sequence drafts, by what became of its last drafts. No torch.
 
-Each time that all drafts of a sequence fall it drafts half as many the next time, and at last only now and then. The
-first draft that is accepted lets it draft as many as the others again.
-
-Once no sequence waits to be admitted, a job ends with its slow rows. Then tokens count as slow rows get them.
+Where a draft after right ones is right with chance a, the k-th one is accepted with chance a**k. A sequence drafts as
+deep as that is no less than what a draft costs, in tokens: a deeper one would slow the step down by more than it gives.
+A sequence that is not worth a draft tries one now and then.
 """
+
+from math import log
 
 import numpy as np
 
 from pipeline.engine.drafts.policy import Verdict
 
-FIRST_REST = 4  # misses in a row after which a sequence rests for 2 steps, 4, and so on
-MOST_REST = 8
-LAST = 1 / 16  # share of the last step in what is known of a sequence
-SLOW = 0.25  # share of the sequences that are the slow ones
-LUCK = 0.22  # by so many standard deviations of a step they seem slower where all are alike
+REST = 8  # steps that a sequence which is not worth a draft lets pass before it tries one
+OWN, ALL = 0.7, 0.97  # what earlier drafts count for after another step: a sequence's own, and those of all
+PRIOR = 2.0  # beside a sequence's own drafts so many count that went as those of all
 
 
 class RowDepths:
     """By slot."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._missed_B = np.zeros(1, dtype=np.int64)  # times in a row that all drafts fell
-        self._rest_B = np.zeros(1, dtype=np.int64)  # steps without drafts that are left
-        self._ahead_B = np.zeros(1)  # tokens a step more than others get
-        self._spread = 0.0  # variance of tokens in a step
+        self._most = self._usual = most  # usual: of a sequence that nothing is known of
+        self._depth_B, self._rest_B = np.zeros((2, 1), dtype=np.int64)  # rest: steps without drafts that are left
+        self._right_B, self._wrong_B = np.zeros((2, 1))  # drafts; what comes after a wrong one does not count
+        self._right = self._wrong = 0.0  # the same of all sequences
 
     def admitted(self, slot: int) -> None:
         """A sequence that nothing is known of."""
-        if slot >= len(self._missed_B):
-            more_B = np.zeros(slot + 1, dtype=np.int64)
-            self._missed_B = np.concatenate([self._missed_B, more_B])
-            self._rest_B = np.concatenate([self._rest_B, more_B])
-            self._ahead_B = np.concatenate([self._ahead_B, more_B])
-        self._missed_B[slot] = self._rest_B[slot] = self._ahead_B[slot] = 0
+        for name in ("_depth_B", "_rest_B", "_right_B", "_wrong_B"):
+            state_B = getattr(self, name)
+            if slot >= len(state_B):
+                state_B = np.concatenate([state_B, np.zeros(slot + 1, state_B.dtype)])
+                setattr(self, name, state_B)
+            state_B[slot] = 0
+        self._depth_B[slot] = self._usual
 
     def depths(self, slot_S: np.ndarray) -> np.ndarray:
         """Of this step, in which they are asked."""
+        depth_S = self._depth_B[slot_S]
+        if depth_S.all():
+            return depth_S
         rest_S = self._rest_B[slot_S]
         self._rest_B[slot_S] = np.maximum(rest_S - 1, 0)
-        return np.where(rest_S > 0, 0, np.maximum(self._most >> self._missed_B[slot_S], 1))
+        return np.where(rest_S > 0, 0, np.maximum(depth_S, 1))
 
-    def observe(self, verdict: Verdict) -> None:
-        slot_D, _, accepted_D = verdict
-        missed_D = np.where(accepted_D == 0, np.minimum(self._missed_B[slot_D] + 1, 30), 0)
-        self._missed_B[slot_D] = missed_D
-        rest_D = np.minimum(2 << np.maximum(missed_D - FIRST_REST, 0), MOST_REST)
-        self._rest_B[slot_D] = np.where(missed_D >= FIRST_REST, rest_D, 0)
-
-    def slow_tokens(self, slot_S: np.ndarray, verdict: Verdict | None) -> float:
-        """Tokens that the slow ones of these got in a step, for which all of them were asked."""
-        token_S = np.ones(len(slot_S))
-        if verdict is not None:
-            token_B = np.ones(len(self._ahead_B))
-            token_B[verdict.slot_D] += verdict.accepted_D
-            token_S = token_B[slot_S]
-        mean = float(token_S.mean())
-        self._spread += LAST * (float(token_S.var()) - self._spread)
-        ahead_S = self._ahead_B[slot_S] + LAST * (token_S - mean - self._ahead_B[slot_S])
-        self._ahead_B[slot_S] = ahead_S
-        slow = float(np.sort(ahead_S)[: max(int(SLOW * len(ahead_S)), 1)].mean())
-        return mean + min(slow + LUCK * self._spread**0.5, 0.0)
+    def observe(self, verdict: Verdict, cost: float) -> None:
+        """cost: of a draft, in tokens."""
+        slot_D, drafted_D, accepted_D = verdict
+        fell_D = accepted_D < drafted_D
+        self._right = ALL * self._right + int(accepted_D.sum())
+        self._wrong = ALL * self._wrong + int(np.count_nonzero(fell_D))
+        if self._usual == self._most == int(accepted_D.min()):
+            return  # they go on as they do, and what follows takes its time
+        log_cost = log(min(max(cost, 1e-3), 0.999))
+        usual = min(max(self._right / max(self._right + self._wrong, 1.0), 1e-3), 0.999)
+        self._right_B[slot_D] = right_D = OWN * self._right_B[slot_D] + accepted_D
+        self._wrong_B[slot_D] = wrong_D = OWN * self._wrong_B[slot_D] + fell_D
+        right_D += PRIOR * usual
+        depth_D = np.minimum(log_cost / np.log(right_D / (right_D + wrong_D + PRIOR * (1.0 - usual))), self._most)
+        self._depth_B[slot_D] = depth_D = depth_D.astype(np.int64)
+        self._usual = min(int(log_cost / log(usual)), self._most)
+        if not depth_D.all():
+            self._rest_B[slot_D] = np.where(depth_D == 0, REST, 0)

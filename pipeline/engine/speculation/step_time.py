@@ -12,6 +12,7 @@ from typing import NamedTuple
 WINDOW = 32  # steps that are remembered of an arm
 OUTLIER = 2.0  # a step counts at most so many times the median of its kind: the machine was busy with something else
 EVERY, SELDOM = 4, 16  # steps after which a rate is worked out anew, which takes some 30 us; as many of a long window
+DRAFT_PRIOR = 2.0  # so many drafts squared
 _DECAY = 0.98
 _PRIOR = 0.02
 
@@ -20,7 +21,7 @@ class Sample(NamedTuple):
     seconds: float
     num_prefill: int
     tokens: float  # of each sequence
-    is_drafted: bool
+    drafts: float  # of each sequence
 
 
 class PrefillCost:
@@ -46,14 +47,18 @@ class PrefillCost:
 
 
 class Rate(NamedTuple):
-    """step_s: of a step without prompts. tokens: that a sequence gets in it. weight: how many such steps say so. The
-    relative standard errors of both."""
+    """step_s: of a step without prompts. tokens, drafts: of a sequence in it. weight: how many such steps say so. The
+    relative standard errors of the first two. draft_s: what a draft more for each sequence adds, among these steps;
+    draft_weight: the variance of drafts that says so, over all of them."""
 
     step_s: float
     tokens: float
+    drafts: float
     weight: float
     step_error: float
     tokens_error: float
+    draft_s: float
+    draft_weight: float
 
     @property
     def token_s(self) -> float:
@@ -64,6 +69,15 @@ class Rate(NamedTuple):
     def error(self) -> float:
         """The relative standard error of `token_s`."""
         return hypot(self.step_error, self.tokens_error)
+
+    def draft_cost(self, off_s: float | None) -> float:
+        """Of a draft, in tokens that come in the same time. off_s: what a plain step takes; between that and this step
+        time is taken to grow evenly, as long as the number of drafts has hardly changed."""
+        if off_s is None:
+            off_s = self.step_s / (1.0 + self.drafts)
+        even_s = max(self.step_s - off_s, 0.0) / max(self.drafts, 0.1)
+        draft_s = (self.draft_weight * self.draft_s + DRAFT_PRIOR * even_s) / (self.draft_weight + DRAFT_PRIOR)
+        return max(draft_s, 0.0) * self.tokens / self.step_s
 
 
 class Window:
@@ -81,8 +95,8 @@ class Window:
     def clear(self) -> None:
         self.__init__()
 
-    def add(self, seconds: float, num_prefill: int, tokens: float, is_drafted: bool) -> None:
-        self._samples.append(Sample(seconds, num_prefill, tokens, is_drafted))
+    def add(self, seconds: float, num_prefill: int, tokens: float, drafts: float) -> None:
+        self._samples.append(Sample(seconds, num_prefill, tokens, drafts))
         self._sum_s, self._sum_prefill = self._sum_s + seconds, self._sum_prefill + num_prefill
         self._age += 1
         if len(self._samples) > WINDOW:
@@ -101,27 +115,39 @@ class Window:
 
     def _work_out(self, prefill_token_s: float) -> Rate | None:
         """Steps with many prompt tokens say little, as these have a spread."""
-        if not self._samples:
+        num = len(self._samples)
+        if not num:
             return None
         least_s = max(min(s.seconds for s in self._samples), 1e-9)
-        total_s = weight = spread = 0.0
+        total_s = weight = spread = draft_xx = draft_xy = 0.0
         for is_drafted in (False, True):
             own = [
-                (max(s.seconds - prefill_token_s * s.num_prefill, 0.0), prefill_token_s * s.num_prefill / least_s)
+                (s.seconds - prefill_token_s * s.num_prefill, prefill_token_s * s.num_prefill / least_s, s.drafts)
                 for s in self._samples
-                if s.is_drafted == is_drafted
+                if (s.drafts > 0.0) == is_drafted
             ]
             if own:
-                most_s = OUTLIER * median(seconds for seconds, _ in own)
-                own = [(min(seconds, most_s), 1.0 / (1.0 + beside * beside)) for seconds, beside in own]
-                own_weight = sum(w for _, w in own)
-                mean_s = sum(w * seconds for seconds, w in own) / own_weight
-                spread += sum(w * (seconds - mean_s) ** 2 for seconds, w in own) * len(own) / own_weight
+                most_s = OUTLIER * median(seconds for seconds, _, _ in own)
+                own = [(min(max(s, 0.0), most_s), 1.0 / (1.0 + beside * beside), drafts) for s, beside, drafts in own]
+                own_weight = sum(w for _, w, _ in own)
+                mean_s = sum(w * seconds for seconds, w, _ in own) / own_weight
+                spread += sum(w * (seconds - mean_s) ** 2 for seconds, w, _ in own) * len(own) / own_weight
                 # Each kind counts by how often it came, and not by how many prompts came beside it.
                 total_s += mean_s * len(own)
                 weight += own_weight
-        num = len(self._samples)
+                if is_drafted:
+                    mean_drafts = sum(w * drafts for _, w, drafts in own) / own_weight
+                    draft_xx = sum(w * (drafts - mean_drafts) ** 2 for _, w, drafts in own)
+                    draft_xy = sum(w * (drafts - mean_drafts) * (seconds - mean_s) for seconds, w, drafts in own)
         step_s, tokens = max(total_s / num, 1e-9), sum(s.tokens for s in self._samples) / num
         tokens_spread = sum((s.tokens - tokens) ** 2 for s in self._samples) / num
-        errors = sqrt(spread / num / weight) / step_s, sqrt(tokens_spread / num) / tokens
-        return Rate(step_s, tokens, weight, *errors)
+        return Rate(
+            step_s,
+            tokens,
+            sum(s.drafts for s in self._samples) / num,
+            weight,
+            sqrt(spread / num / weight) / step_s,
+            sqrt(tokens_spread / num) / tokens,
+            draft_xy / draft_xx if draft_xx > 0.0 else 0.0,
+            draft_xx,
+        )
