@@ -4,8 +4,8 @@
 
 Time is taken from the end of one step to the end of the next: all that the host does is in it, this policy's own work
 too. At each size of batch (`bucket_of`) the fastest arm is found by contests (contest.py), plain steps being the first
-incumbent; a size that was not seen yet begins with the arm of the one before it. What contests lose is bounded by an
-account.
+incumbent; a size at which nothing was decided yet goes on with the arm of the one before it. What contests lose is
+bounded by an account. How deep each sequence drafts is its own (row_depth.py).
 
 While nobody drafts, a proposer that only looks up is replayed now and then over the tokens that came
 (drafts/replay.py): it drafts where that promises tokens, for the price of the look-ups. What a draft model would do is
@@ -23,29 +23,39 @@ from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.speculation.acceptance import Acceptance
 from pipeline.engine.speculation.account import Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of
-from pipeline.engine.speculation.contest import LEAST_WEIGHT, MARGIN, WIDE, Contest
+from pipeline.engine.speculation.contest import FIRST_PAUSE, LEAST_WEIGHT, MARGIN, WIDE, Contest
 from pipeline.engine.speculation.record import SpeculationCounts
 from pipeline.engine.speculation.record import bucket_of as line_of
 from pipeline.engine.speculation.row_depth import RowDepths
 from pipeline.engine.speculation.step_time import PrefillCost
 
-WARM_UP = 3  # steps after a change of arms that say nothing: caches are cold, proposers catch up
-OFF_LOOK, ON_LOOK = 16, 8  # steps between looks at whether another arm may be faster
-FIRST_PLAIN_STEPS = 12
+# Steps
+WARM_UP = 3  # after a change of arms, which say nothing: caches are cold, proposers catch up
 FIRST_STEPS = 48  # plain ones at the start: little is known then from which to draft
-SAFE = 1.5  # times as fast as the incumbent: an arm that was measured is tried on credit
-AGAIN = 1.1  # times as fast as the incumbent an arm has to be expected, to be tried before its turn
-LOSING = 0.8  # times as fast as plain steps: those are measured at once
-EARLY_REPLAY_SHARE, REPLAY_SHARE = 0.02, 0.005  # of all time
-REPLAY_MEMORY = 0.6  # what earlier replays count for
-FIRST_CHECK = 512  # steps of drafts before plain ones are measured again
-FIRST_OTHER, FIRST_ALONE = 1024, 64  # steps before the first turn of a draft model, beside lookup and alone,
+FIRST_CHARGED = 12  # of a size, before it is charged for
+OFF_LOOK, ON_LOOK = 16, 8  # between looks at whether another arm may be faster
+FIRST_CHECK = 512  # of drafts before plain ones are measured again
+FIRST_OTHER, FIRST_ALONE = 1024, 64  # before the first turn of a draft model, beside lookup and alone,
 OTHER_PAUSE = 2048  # and until its next one, then four times as many
-SOME_STEPS = 8  # apart from contests, in one step of so many acceptance is taken down
-WILD = 3.0  # a step is charged at most so many times what such steps take; what the machine did besides is nobody's
-IDLE, IDLE_STEPS = 12.0, 4  # one that seems to take so many times as long says nothing, until so many in a row do
-UNKNOWN_COST = 0.25  # share of a step that a draft takes, as long as nothing is known of it; more text comes to be
-UNKNOWN_STEPS = 512  # known meanwhile. It counts ever less up to here.
+ACCEPTANCE_EVERY = 8  # acceptance is taken down in one of so many, apart from contests
+IDLE_STEPS = 4  # in a row that seem to wait for requests: they do not, they take so long
+
+# Times as fast
+SAFE = 1.5  # as the incumbent: an arm whose times are known is tried on credit
+AGAIN = 1.1  # as the incumbent: an arm that is expected to be is tried before its turn
+LOSING = 0.8  # as plain steps: those are measured at once
+
+# Times as long as such steps take
+WILD = 3.0  # a step is charged no more: what the machine did besides is nobody's
+IDLE = 12.0  # the engine waited for requests, and the step says nothing
+
+# Shares of all time, and what earlier replays count for in the next one
+EARLY_REPLAY_SHARE, REPLAY_SHARE, REPLAY_MEMORY = 0.01, 0.005, 0.6
+
+# As long as no step with drafts was timed
+UNKNOWN_COST = 0.25  # share of a plain step that a draft takes, ever less of it until
+UNKNOWN_STEPS = 512  # steps, by when more text is known to draft from
+UNKNOWN_DRAFT = 0.3  # tokens that come in the time of a draft
 
 Replay = Callable[[], np.ndarray]
 """Of each step that drafts would have made of the last tokens, how many drafts would have been accepted."""
@@ -55,6 +65,7 @@ Replay = Callable[[], np.ndarray]
 class _Step:
     facts: StepFacts
     arm: Arm | None  # None: it says nothing
+    slot_S: np.ndarray | None = None  # of those who were asked for drafts
 
 
 class MeasuredDrafts:
@@ -96,6 +107,7 @@ class MeasuredDrafts:
         step = self._steps[-1]
         assert step.facts is facts
         assert step.arm is not None
+        step.slot_S = offer.slot_S
         return np.minimum(offer.count_S, self._rows.depths(offer.slot_S))
 
     def admitted(self, slot: int) -> None:
@@ -122,8 +134,11 @@ class MeasuredDrafts:
         self._last_arm = arm
         off_s, rate = contest.off_s(prefill_s), contest.rate(arm, prefill_s)
         if verdict is not None:
-            self._learn(contest, arm, verdict, num, 0.0 if rate is None else rate.draft_cost(off_s))
+            self._learn(contest, arm, verdict, num, UNKNOWN_DRAFT if rate is None else rate.draft_cost(off_s))
         tokens = outcome.num_generated / num
+        is_end = facts.num_waiting == 0 and num > 1
+        if is_end and step.slot_S is not None:
+            tokens = min(tokens, self._rows.slow_tokens(step.slot_S, verdict))
         own_s = max(seconds - prefill_s * facts.num_prefill, 0.0)
         usual = rate or contest.rate(contest.incumbent, prefill_s)
         if usual is not None:
@@ -134,7 +149,7 @@ class MeasuredDrafts:
                 self._counts.add_plain(num)
                 return
             self._idle = 0
-            own_s = min(own_s, WILD * usual.step_s)
+            own_s = min(own_s, (WILD if rate else IDLE) * usual.step_s)
         drafts = 0 if verdict is None else int(verdict.drafted_D.sum())
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
@@ -144,7 +159,7 @@ class MeasuredDrafts:
         if off_s is not None:
             self._settle(contest, arm, seconds, own_s, tokens, off_s)
         self._count(contest, outcome, drafts, own_s, off_s)
-        self._go_on(contest, now_ns)
+        self._go_on(contest, is_end, now_ns)
 
     def counters(self) -> dict[str, int]:
         return self._counts.flat()
@@ -163,14 +178,14 @@ class MeasuredDrafts:
     def _learn(self, contest: Contest, arm: Arm, verdict: Verdict, num_sequences: int, cost: float) -> None:
         """cost: of a draft, in tokens."""
         self._rows.observe(verdict, cost)
-        if contest.challenger is not None or self._num_steps % SOME_STEPS == 0:  # it takes some 15 us
+        if contest.challenger is not None or self._num_steps % ACCEPTANCE_EVERY == 0:  # it takes some 15 us
             num_without = num_sequences - len(verdict.slot_D)
             self._acceptance[arm].observe(verdict.drafted_D, verdict.accepted_D, num_without)
 
     def _settle(self, contest: Contest, arm: Arm, seconds: float, own_s: float, tokens: float, off_s: float) -> None:
         """Charge what the step lost against the best arm known, or against plain steps."""
         if not self._account.is_open:
-            if contest.steps < FIRST_PLAIN_STEPS:
+            if contest.steps < FIRST_CHARGED:
                 return
             self._account.open(off_s)
         best = None if arm == contest.incumbent else contest.rate(contest.incumbent, self._prefill.token_s)
@@ -189,11 +204,11 @@ class MeasuredDrafts:
         counts.probe_steps[b] += contest.incumbent == OFF
         counts.add_drafted(num, outcome.num_generated, drafts, accepted, own_s, value_s)
 
-    def _go_on(self, contest: Contest, now_ns: int) -> None:
+    def _go_on(self, contest: Contest, is_end: bool, now_ns: int) -> None:
         """End a contest, or begin one."""
         if contest.challenger is not None:
-            has_to_end = contest.challenger != OFF and not self._account.can_go_on
-            contest.judge(self._prefill.token_s, has_to_end, self._yields)
+            has_to_end = contest.active == contest.challenger != OFF and not self._account.can_go_on
+            contest.judge(self._prefill.token_s, has_to_end, None if is_end else self._yields)
             return
         is_on = contest.incumbent != OFF
         if contest.steps % (ON_LOOK if is_on else OFF_LOOK) or (is_on and self._same_arm < ON_LOOK):
@@ -214,7 +229,8 @@ class MeasuredDrafts:
             return True
         ratio = 0.0 if off_s is None else off_s / rate.token_s
         is_late = contest.is_due(OFF, FIRST_CHECK) and ratio < WIDE
-        is_time = is_late or (ratio < 1.0 and contest.is_due(OFF)) or (ratio < LOSING and contest.is_known(OFF))
+        is_slow = ratio < 1.0 and contest.since_turn(OFF) >= FIRST_PAUSE
+        is_time = is_late or is_slow or (ratio < LOSING and contest.is_known(OFF))
         if is_time:
             contest.begin(OFF, prefill_s)
         return is_time
@@ -239,7 +255,10 @@ class MeasuredDrafts:
             enough = own * MARGIN if is_due else max(own, contest.disproved(p)) * AGAIN
             if ratio > max(least, enough):
                 best, least = p, ratio
-        if best is not None and self._account.take(on_credit=least > SAFE * own):
+        if best is None:
+            return
+        is_sure = least > SAFE * own and contest.slowdown(best, self._prefill.token_s) is not None
+        if self._account.take(on_credit=is_sure):
             self._next_turn[best] = self._num_steps + self._pause[best]
             self._pause[best] *= 4
             contest.begin(best, self._prefill.token_s, least)

@@ -40,6 +40,7 @@ class Contest:
         self._parent: Contest | None = None  # what is not known here is as there
         self._windows: dict[Arm, Window] = {}
         self._due: dict[Arm, int] = {}
+        self._lost_at: dict[Arm, int] = {}
         self._pause: dict[Arm, int] = {}
         self._disproved: dict[Arm, float] = {}
         self._before: Rate | None = None  # the incumbent's, before the challenger
@@ -108,6 +109,10 @@ class Contest:
 
     # -- turns
 
+    def since_turn(self, arm: Arm) -> int:
+        """Steps since the arm lost here."""
+        return self.steps - self._lost_at.get(arm, 0)
+
     def is_due(self, arm: Arm, first: int = 0) -> bool:
         """first: steps before its first turn."""
         return self.steps >= self._due.get(arm, first)
@@ -124,8 +129,9 @@ class Contest:
         self.challenger, self._begun_at, self._num_at_begin = challenger, self.steps, self._num_sequences
         self.window(challenger).clear()
 
-    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields) -> bool:
-        """After a step of the one that is active: whether the contest is over."""
+    def judge(self, prefill_s: float, has_to_end: bool, yields: Yields | None) -> bool:
+        """After a step of the one that is active: whether the contest is over. yields: None where the tokens that were
+        counted say more."""
         assert self.challenger is not None
         rate = self.rate(self.active, prefill_s)
         is_late = has_to_end or self.steps - self._begun_at >= MOST_STEPS
@@ -142,7 +148,7 @@ class Contest:
         else:
             ratio, error = (1.0, 1.0) if self._before is None else _ratio(self._before, rate)
         is_clear = not CLEAR[0] < ratio < CLEAR[1]
-        if self.incumbent == OFF:  # the time is known sooner than the tokens
+        if self.incumbent == OFF and yields is not None:  # the time is known sooner than the tokens
             off_s = self.off_s(prefill_s) or rate.step_s
             expected, error_s = yields(self.challenger) * off_s / rate.step_s, rate.step_error
             if expected < CLEAR[0] and abs(expected - 1.0) > CERTAIN * error_s:
@@ -150,7 +156,7 @@ class Contest:
                 self._decide(min(ratio, expected), error_s)
                 return True
         is_enough = is_late or (rate.weight >= MOST_WEIGHT and error < MOST_ERROR)
-        if is_enough and self._between is None and not is_clear:
+        if is_enough and self._between is None and not is_clear and not has_to_end:
             self._between, self._begun_at = rate, self.steps
             self.window(self.incumbent).clear()
             return False
@@ -175,7 +181,7 @@ class Contest:
         else:
             self._disproved[challenger] = self._hoped
         pause = self._pause.get(loser, FIRST_PAUSE)
-        self._due[loser] = self.steps + pause
+        self._due[loser], self._lost_at[loser] = self.steps + pause, self.steps
         self._pause[loser] = min((2 if CLEAR[0] < ratio < WIDE else 4) * pause, MOST_PAUSE)
         self.challenger = self._between = None
 

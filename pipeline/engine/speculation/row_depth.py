@@ -1,8 +1,10 @@
-"""How deep each sequence drafts, by what became of its last drafts. No torch.
+"""How deep each sequence drafts, by what became of its last drafts, and who is slow. No torch.
 
 Where a draft after right ones is right with chance a, the k-th one is accepted with chance a**k. A sequence drafts as
 deep as that is no less than what a draft costs, in tokens: a deeper one would slow the step down by more than it gives.
 A sequence that is not worth a draft tries one now and then.
+
+Once no sequence waits to be admitted, a job ends with its slow rows. Then tokens count as slow rows get them.
 """
 
 from math import log
@@ -13,7 +15,11 @@ from pipeline.engine.drafts.policy import Verdict
 
 REST = 8  # steps that a sequence which is not worth a draft lets pass before it tries one
 OWN, ALL = 0.7, 0.97  # what earlier drafts count for after another step: a sequence's own, and those of all
-PRIOR = 2.0  # beside a sequence's own drafts so many count that went as those of all
+FIRST = 8.0, 2.0  # right and wrong drafts that are taken to have been before the first ones
+PRIOR = 1.0  # beside a sequence's own drafts so many count that went as those of all
+LONG = 256  # steps over which it is seen how fast a sequence is
+SLOW = 0.25  # share of the sequences that are the slow ones
+LUCK = 1.5  # so many standard errors behind the others a sequence is slow
 
 
 class RowDepths:
@@ -23,11 +29,13 @@ class RowDepths:
         self._most = self._usual = most  # usual: of a sequence that nothing is known of
         self._depth_B, self._rest_B = np.zeros((2, 1), dtype=np.int64)  # rest: steps without drafts that are left
         self._right_B, self._wrong_B = np.zeros((2, 1))  # drafts; what comes after a wrong one does not count
-        self._right = self._wrong = 0.0  # the same of all sequences
+        self._right, self._wrong = FIRST  # the same of all sequences
+        self._ahead_B, self._seen_B = np.zeros((2, 1))  # tokens a step more than others get, and steps that say so
+        self._spread = 0.0  # variance of tokens in a step
 
     def admitted(self, slot: int) -> None:
         """A sequence that nothing is known of."""
-        for name in ("_depth_B", "_rest_B", "_right_B", "_wrong_B"):
+        for name in ("_depth_B", "_rest_B", "_right_B", "_wrong_B", "_ahead_B", "_seen_B"):
             state_B = getattr(self, name)
             if slot >= len(state_B):
                 state_B = np.concatenate([state_B, np.zeros(slot + 1, state_B.dtype)])
@@ -62,3 +70,18 @@ class RowDepths:
         self._usual = min(int(log_cost / log(usual)), self._most)
         if not depth_D.all():
             self._rest_B[slot_D] = np.where(depth_D == 0, REST, 0)
+
+    def slow_tokens(self, slot_S: np.ndarray, verdict: Verdict | None) -> float:
+        """Tokens that the slow ones of these got in a step, for which all of them were asked."""
+        token_S = np.ones(len(slot_S))
+        if verdict is not None:
+            token_B = np.ones(len(self._ahead_B))
+            token_B[verdict.slot_D] += verdict.accepted_D
+            token_S = token_B[slot_S]
+        mean = float(token_S.mean())
+        self._spread += (float(token_S.var()) - self._spread) / LONG
+        self._seen_B[slot_S] = seen_S = np.minimum(self._seen_B[slot_S] + 1, LONG)
+        self._ahead_B[slot_S] = ahead_S = self._ahead_B[slot_S] + (token_S - mean - self._ahead_B[slot_S]) / seen_S
+        ahead_S = ahead_S + LUCK * (self._spread / seen_S) ** 0.5
+        slow = float(np.sort(ahead_S)[: max(int(SLOW * len(ahead_S)), 1)].mean())
+        return mean + min(slow, 0.0)

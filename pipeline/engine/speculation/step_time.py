@@ -13,6 +13,7 @@ WINDOW = 32  # steps that are remembered of an arm
 OUTLIER = 2.0  # a step counts at most so many times the median of its kind: the machine was busy with something else
 EVERY, SELDOM = 4, 16  # steps after which a rate is worked out anew, which takes some 30 us; as many of a long window
 DRAFT_PRIOR = 2.0  # so many drafts squared
+SHARED = 4.0  # what drafting takes besides its tokens is nobody's own: few drafts have no more of it than so many
 _DECAY = 0.98
 _PRIOR = 0.02
 
@@ -75,7 +76,7 @@ class Rate(NamedTuple):
         time is taken to grow evenly, as long as the number of drafts has hardly changed."""
         if off_s is None:
             off_s = self.step_s / (1.0 + self.drafts)
-        even_s = max(self.step_s - off_s, 0.0) / max(self.drafts, 0.1)
+        even_s = max(self.step_s - off_s, 0.0) / max(self.drafts, SHARED)
         draft_s = (self.draft_weight * self.draft_s + DRAFT_PRIOR * even_s) / (self.draft_weight + DRAFT_PRIOR)
         return max(draft_s, 0.0) * self.tokens / self.step_s
 

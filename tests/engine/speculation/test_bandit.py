@@ -74,8 +74,8 @@ def test_it_stops_when_drafts_do_not_pay_any_more_and_begins_again() -> None:
     driven = Driven()
     driven.share(100)
     driven.accepted = 0
-    driven.share(100)
-    assert driven.share(300) < 0.3
+    driven.share(300)
+    assert driven.share(300) < 0.1
     driven.accepted = K
     driven.share(100)
     assert driven.share(100) > 0.8
@@ -134,15 +134,28 @@ def test_a_step_that_was_undone_is_passed_over() -> None:
 
 
 def test_a_new_sequence_in_a_slot_has_no_history() -> None:
-    driven = Driven(drafted_s=0.0101)
+    driven = Driven(drafted_s=0.02)
     driven.share(FIRST_STEPS + 40)
-    driven.accepted = 0
-    for _ in range(3):
-        assert driven.step()
-    assert (driven.drafted[-1] == 1).all(), "all drafts of each fell, and again"
+    rows = driven.policy._rows
+    slot_S = np.arange(8)
+    rows.observe(Verdict(slot_S[5:6], np.array([K]), np.array([0])), 0.3)
+    rows.observe(Verdict(slot_S[5:6], np.array([K]), np.array([0])), 0.3)
+    assert rows.depths(slot_S)[5] < K
     driven.policy.admitted(5)
-    assert driven.step()
-    assert driven.drafted[-1].tolist() == [1, 1, 1, 1, 1, K, 1, 1]
+    assert rows.depths(slot_S).tolist() == [K] * 8
+
+
+def test_a_step_that_waited_for_requests_says_nothing() -> None:
+    driven = Driven()
+    driven.share(200)
+    before = driven.policy._contest.rate(0, 0.0)
+    driven.step(seconds=5.0)
+    assert driven.policy._contest.rate(0, 0.0) == before
+    for _ in range(60):
+        driven.step(seconds=0.3)
+    rate = driven.policy._contest.rate(driven.policy._contest.incumbent, 0.0)
+    assert rate is not None
+    assert rate.step_s > 0.1, "all of them take that long now"
 
 
 def test_what_was_saved_is_counted() -> None:

@@ -8,7 +8,7 @@ from pipeline.engine.speculation.acceptance import Acceptance
 from pipeline.engine.speculation.account import CAP_STEPS, EARNED_SHARE, GRANT_STEPS, Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of
 from pipeline.engine.speculation.contest import FIRST_PAUSE, Contest
-from pipeline.engine.speculation.row_depth import FIRST_REST, RowDepths
+from pipeline.engine.speculation.row_depth import REST, RowDepths
 from pipeline.engine.speculation.step_time import PrefillCost, Window
 
 
@@ -40,7 +40,7 @@ def test_a_window_takes_prompts_off_and_leaves_outliers_out() -> None:
         seconds = 0.01 + 1e-4 * num_prefill + (0.05 if n % 16 == 8 else 0.0)
         if len(window):
             cost.add(window, seconds, num_prefill, 8)
-        window.add(seconds, num_prefill, 2.0, is_drafted=True)
+        window.add(seconds, num_prefill, 2.0, 4.0)
     rate = window.rate(cost.token_s)
     assert rate is not None
     assert cost.token_s == pytest.approx(1e-4, rel=0.3)
@@ -58,17 +58,66 @@ def test_tokens_of_a_step_by_what_was_accepted() -> None:
     assert acceptance.tokens == pytest.approx(2.25, rel=0.03)
 
 
-def test_a_row_whose_drafts_fall_drafts_less_and_then_rests() -> None:
-    rows, slot_S = RowDepths(8), np.array([3])
+@pytest.mark.parametrize(("fixed_s", "draft_s"), [(0.0, 1e-3), (4e-3, 1e-3), (4e-3, 0.0)])
+def test_what_a_draft_costs_by_steps_that_have_more_and_fewer(fixed_s: float, draft_s: float) -> None:
+    """fixed_s: what drafting adds to a step whatever the number of drafts."""
+    rng, window, off_s = np.random.default_rng(0), Window(), 0.01
+    for drafts in rng.uniform(0.5, 7.5, 32):
+        seconds = off_s + fixed_s + draft_s * drafts
+        window.add(seconds * (1.0 + 0.01 * rng.standard_normal()), 0, 3.0, drafts)
+    rate = window.rate(0.0)
+    assert rate is not None
+    assert rate.draft_cost(off_s) == pytest.approx(draft_s * rate.tokens / rate.step_s, abs=0.03)
+
+
+def test_steps_that_draft_alike_share_their_time_with_plain_ones() -> None:
+    window = Window()
+    for _ in range(32):
+        window.add(0.02, 0, 4.0, 6.0)
+    rate = window.rate(0.0)
+    assert rate is not None
+    assert rate.draft_cost(0.01) == pytest.approx(0.01 / 6.0 * 4.0 / 0.02)
+    assert rate.draft_cost(None) == pytest.approx((0.02 - 0.02 / 7.0) / 6.0 * 4.0 / 0.02)
+
+
+def depths_after(rows: RowDepths, accepted: list[int], cost: float) -> list[int]:
+    """What a sequence drafts in steps in which so many of its drafts would be accepted."""
+    slot_S, seen = np.array([3]), []
+    for each in accepted:
+        (depth,) = rows.depths(slot_S).tolist()
+        seen.append(depth)
+        if depth:
+            rows.observe(Verdict(slot_S, np.array([depth]), np.array([min(each, depth)])), cost)
+    return seen
+
+
+def test_a_row_drafts_as_deep_as_is_worth_it() -> None:
+    rows = RowDepths(8)
     rows.admitted(3)
-    seen = []
-    for _ in range(FIRST_REST):
-        seen.append(int(rows.depths(slot_S)[0]))
-        rows.observe(Verdict(slot_S, np.array(seen[-1:]), np.array([0])))
-    assert seen == [8, 4, 2, 1]
-    assert [int(rows.depths(slot_S)[0]) for _ in range(3)] == [0, 0, 1]
-    rows.observe(Verdict(slot_S, np.array([1]), np.array([1])))
-    assert rows.depths(slot_S).tolist() == [8]
+    assert depths_after(rows, [8] * 20, cost=0.3)[-1] == 8
+    falling = depths_after(rows, [0] * 20, cost=0.3)
+    assert falling[:9] == sorted(falling[:9], reverse=True), "ever less"
+    assert falling.count(0) >= REST
+    resting = depths_after(rows, [8] * 2 * (REST + 1), cost=0.3)
+    assert 1 <= sum(depth > 0 for depth in resting[: REST + 1]) <= 2, "it tries now and then"
+    assert depths_after(rows, [8] * 40, cost=0.3)[-1] == 8, "and goes on with it"
+
+
+def test_rows_draft_deeper_where_drafts_cost_less() -> None:
+    depth = {}
+    for cost in (0.0, 0.1, 0.5, 1.5):
+        rows = RowDepths(8)
+        rows.admitted(3)
+        depth[cost] = np.mean(depths_after(rows, [1, 2, 1, 3] * 30, cost)[20:])
+    assert depth[0.0] == 8 > depth[0.1] > depth[0.5] > depth[1.5] > 0
+
+
+def test_a_new_row_drafts_as_the_others_do() -> None:
+    rows = RowDepths(8)
+    rows.admitted(3)
+    depths_after(rows, [0] * 60, cost=0.3)
+    rows.admitted(5)
+    assert rows.depths(np.array([5])).tolist() == [1], "what drafts are worth in this text is known"
 
 
 def test_slow_rows_are_told_from_unlucky_ones() -> None:
@@ -93,8 +142,8 @@ def contest_of(speeds: dict[Arm, float], incumbent: Arm, challenger: Arm, drift:
     def run(arm: Arm) -> None:
         nonlocal now
         now *= 1.0 + drift
-        contest.steps += 1
-        contest.window(arm).add(now / speeds[arm] * (1.0 + 0.01 * rng.standard_normal()), 0, 1.0, arm != OFF)
+        contest.ran(8, contest.steps)
+        contest.window(arm).add(now / speeds[arm] * (1.0 + 0.01 * rng.standard_normal()), 0, 1.0, float(arm != OFF))
 
     for _ in range(16):
         run(incumbent)
@@ -131,7 +180,36 @@ def test_who_loses_waits_twice_as_long_each_time() -> None:
     assert pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
 
 
-def test_a_smaller_size_knows_what_arms_took_at_the_larger_one() -> None:
-    contest = contest_of({OFF: 1.0, 0: 0.5}, OFF, 0)
-    assert Contest(contest).slowdown(0, 0.0) == pytest.approx(2.0, rel=0.1)
-    assert Contest(contest).slowdown(1, 0.0) is None
+def test_a_size_of_which_nothing_is_known_goes_on_as_the_last_one() -> None:
+    known, new = contest_of({OFF: 1.0, 0: 0.5}, OFF, 0), Contest(size=2)
+    new.follow(known)
+    assert new.slowdown(0, 0.0) == pytest.approx(2.0, rel=0.1)
+    assert new.slowdown(1, 0.0) is None
+    won = contest_of({OFF: 1.0, 0: 2.0}, OFF, 0)
+    new.follow(won)
+    assert new.incumbent == 0
+
+
+def test_what_was_decided_at_a_size_holds_until_drafts_win_at_a_larger_one() -> None:
+    small, large = contest_of({OFF: 1.0, 0: 0.5}, OFF, 0), contest_of({OFF: 1.0, 0: 2.0}, OFF, 0)
+    small.size, large.size = 2, 5
+    small.follow(large)
+    assert small.incumbent == OFF, "both at the same time"
+    large._decided_at += 1
+    small.follow(large)
+    assert small.incumbent == 0
+    large.follow(contest_of({OFF: 1.0, 0: 0.5}, OFF, 0))
+    assert large.incumbent == 0
+
+
+def test_a_batch_that_shrinks_ends_a_contest_that_nobody_won() -> None:
+    contest = Contest()
+    for num in (8, 8, 8, 8, 8, 5):
+        if num == 8:
+            contest.window(OFF).add(1.0, 0, 1.0, 0.0)
+        contest.ran(num, contest.steps)
+        if contest.steps == 4:
+            contest.begin(0, 0.0)
+    assert contest.judge(0.0, has_to_end=False, yields=None)
+    assert (contest.challenger, contest.incumbent) == (None, OFF)
+    assert contest.disproved(0) == 0.0
