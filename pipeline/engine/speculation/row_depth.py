@@ -19,7 +19,7 @@ FIRST = 8.0, 2.0  # right and wrong drafts that are taken to have been before th
 PRIOR = 1.0  # beside a sequence's own drafts so many count that went as those of all
 LONG = 256  # steps over which it is seen how fast a sequence is
 SLOW = 0.25  # share of the sequences that are the slow ones
-LUCK = 1.5  # so many standard errors behind the others a sequence is slow
+LUCK = 1.5  # standard errors that a sequence may be slower than the others by chance
 
 
 class RowDepths:
@@ -30,12 +30,12 @@ class RowDepths:
         self._depth_B, self._rest_B = np.zeros((2, 1), dtype=np.int64)  # rest: steps without drafts that are left
         self._right_B, self._wrong_B = np.zeros((2, 1))  # drafts; what comes after a wrong one does not count
         self._right, self._wrong = FIRST  # the same of all sequences
-        self._ahead_B, self._seen_B = np.zeros((2, 1))  # tokens a step more than others get, and steps that say so
+        self._speed_B, self._seen_B = np.zeros((2, 1))  # tokens a step, and how many steps say so
         self._spread = 0.0  # variance of tokens in a step
 
     def admitted(self, slot: int) -> None:
         """A sequence that nothing is known of."""
-        for name in ("_depth_B", "_rest_B", "_right_B", "_wrong_B", "_ahead_B", "_seen_B"):
+        for name in ("_depth_B", "_rest_B", "_right_B", "_wrong_B", "_speed_B", "_seen_B"):
             state_B = getattr(self, name)
             if slot >= len(state_B):
                 state_B = np.concatenate([state_B, np.zeros(slot + 1, state_B.dtype)])
@@ -75,13 +75,12 @@ class RowDepths:
         """Tokens that the slow ones of these got in a step, for which all of them were asked."""
         token_S = np.ones(len(slot_S))
         if verdict is not None:
-            token_B = np.ones(len(self._ahead_B))
+            token_B = np.ones(len(self._speed_B))
             token_B[verdict.slot_D] += verdict.accepted_D
             token_S = token_B[slot_S]
-        mean = float(token_S.mean())
-        self._spread += (float(token_S.var()) - self._spread) / LONG
         self._seen_B[slot_S] = seen_S = np.minimum(self._seen_B[slot_S] + 1, LONG)
-        self._ahead_B[slot_S] = ahead_S = self._ahead_B[slot_S] + (token_S - mean - self._ahead_B[slot_S]) / seen_S
-        ahead_S = ahead_S + LUCK * (self._spread / seen_S) ** 0.5
-        slow = float(np.sort(ahead_S)[: max(int(SLOW * len(ahead_S)), 1)].mean())
-        return mean + min(slow, 0.0)
+        self._speed_B[slot_S] = speed_S = self._speed_B[slot_S] + (token_S - self._speed_B[slot_S]) / seen_S
+        self._spread += (float(token_S.var()) - self._spread) / LONG
+        lucky_S = np.sort(speed_S + LUCK * np.sqrt(self._spread / seen_S))
+        slow = float(lucky_S[: max(int(SLOW * len(lucky_S)), 1)].mean())
+        return max(float(token_S.mean()) + min(slow - float(speed_S.mean()), 0.0), 1.0)
