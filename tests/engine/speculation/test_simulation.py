@@ -5,7 +5,7 @@ import pytest
 from tests.engine.speculation import machines
 from tests.engine.speculation.simulation import Simulation, compare, job
 
-SOME = 0.03  # lost at most in these; the grid's figures are in docs/performance.md
+SOME = 0.035  # lost at most in these, most of it the policy's own time on the machine of tiny steps
 
 
 @pytest.mark.parametrize(
