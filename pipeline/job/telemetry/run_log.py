@@ -67,7 +67,7 @@ class RunLog:
         self._retries = retries  # of this run, for storage
         self._began_ns = time.monotonic_ns()
         now = datetime.now(UTC)  # for people; the order of runs is their number's
-        self.run_id = next_run_id(store.names(RUNS), now)
+        self.run_id = next_run_id(store.folder.names(RUNS), now)
         self._begun = RunRecord(
             self.run_id,
             now.isoformat(timespec="seconds"),
@@ -154,12 +154,12 @@ def load_runs(store: PartStore) -> list[RunRecord]:
     """The records of all runs, in their order. One that says it runs and whose process is gone from this
     machine was killed."""
     runs = []
-    for name in sorted(store.names(RUNS), key=lambda name: (run_number(name), name)):
-        data = store.read(f"{RUNS}/{name}")
+    for name in sorted(store.folder.names(RUNS), key=lambda name: (run_number(name), name)):
+        data = store.folder.read(f"{RUNS}/{name}")
         if data is not None:
             raw = json.loads(data)
             if "skipped_files_in" in raw:
-                raw["skipped_files"] = json.loads(store.read(raw["skipped_files_in"]) or b"[]")
+                raw["skipped_files"] = json.loads(store.folder.read(raw["skipped_files_in"]) or b"[]")
             record = RunRecord.from_json(raw)
             if record.outcome == "running" and _is_gone(record.versions):
                 record = replace(record, outcome="killed")
