@@ -4,7 +4,7 @@ Owns the meaning and the checks of every option. Resolving options against a mac
 (`auto` values) is `engine.py`'s work.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from pipeline.errors import ConfigError
@@ -219,6 +219,10 @@ class EngineStats:
     accepted_6: int = 0
     accepted_7: int = 0
     accepted_8: int = 0
+
+    def since(self, before: "EngineStats") -> "EngineStats":
+        """What the totals grew by after `before`, a copy of them."""
+        return EngineStats(*(now - then for now, then in zip(astuple(self), astuple(before))))
 
     @property
     def drafted_by_place(self) -> list[int]:

@@ -126,10 +126,6 @@ class StepGraphs:
         """Tokens that a sequence may compute in a captured step."""
         return self._attention.max_queries
 
-    @property
-    def sizes(self) -> list[int]:
-        return self._sizes.tolist()
-
     def serves(self, step: StepInput) -> bool:
         num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)
         if num_tokens > self._sizes[-1] or num_seqs > self.max_num_seqs:

@@ -104,11 +104,6 @@ class ModelRunner:
     def max_corrected_queries(self) -> int:
         return 0 if self._graphs is None else self._graphs.max_queries
 
-    @property
-    def captured_tokens(self) -> list[int]:
-        """The numbers of tokens that captured steps are padded to, rising."""
-        return [] if self._graphs is None else self._graphs.sizes
-
     def zero_blocks(self, blocks: list[int]) -> None:
         self.kv.fill(blocks, 0.0)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, StepFacts
 from pipeline.engine.engine import Engine
@@ -148,7 +149,7 @@ class Sometimes(FixedDrafts):
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_among_plain_steps_change_no_token(seed: int) -> None:
     engine = hash_engine(160, 4, memory=1, is_asynchronous=True, max_num_batched_tokens=64)
-    engine.speculate([NgramProposer(engine.table, 4)], Sometimes(4))
+    engine.draft_as(Drafting([NgramProposer(engine.table, 4)], Sometimes(4), engine.scheduler))
     done = run(engine, requests_of(seed))
     plain = run(hash_engine(160, 4, memory=1, max_num_batched_tokens=64), requests_of(seed))
     assert [told(done[row]) for row in range(40)] == [told(plain[row]) for row in range(40)]
