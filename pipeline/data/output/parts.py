@@ -252,10 +252,7 @@ class PartStore:
         What is held does not grow with their number; when the caller stops, nothing that is being read is waited for.
         """
         names = (self.list() if progress is None else progress).parts()
-        yield from read_ahead(self._totals_of, names, self.folder.reads_at_once)
-
-    def _totals_of(self, name: PartName) -> PartTotals:
-        return self.totals_in(name, self.footer(name))
+        yield from read_ahead(lambda name: self.totals_in(name, self.footer(name)), names, self.folder.reads_at_once)
 
     def totals_in(self, name: PartName, footer: pq.FileMetaData) -> PartTotals:
         """The part's rows and tokens, of its footer. Raises OutputError where it contradicts the name or itself."""

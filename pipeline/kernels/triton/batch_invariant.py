@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, GraphShape, Linear
 from pipeline.kernels.transfer import on_device
-from pipeline.kernels.triton.attention.dispatch import checked_group, plan_key
-from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
+from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
+from pipeline.kernels.triton.attention.prefill import PrefillMetadata, rows_of
 from pipeline.kernels.triton.launch import Target
 from pipeline.kernels.triton.linear.dispatch import Scratch
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
@@ -85,30 +84,13 @@ def prepare_linear(
     return FixedLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
 
 
-class BatchInvariantAttention:
-    """`attention` of the contract for one device. Plans are kept as `PagedAttention` keeps its own."""
+class BatchInvariantAttention(PagedAttention):
+    """The prefill kernel for all sequences of a step, in one loop over their keys."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.target = Target.of(device)
-
-    def __call__(
-        self,
-        q_TND: torch.Tensor,
-        cache: LayerCache,
-        where: AttentionInput,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        key = plan_key(window)
-        if key not in where.worked_out:
-            queries = _queries_of_tile(q_TND.shape[1], cache.k_CBKD.shape[2], q_TND.shape[2])
-            every, wide = np.arange(len(where.context_len_S)), window or _NO_WINDOW
-            where.worked_out[key] = PrefillMetadata.of(where, every, queries, wide, q_TND.device)
-        metadata: PrefillMetadata = where.worked_out[key]
-        q_TND = q_TND.contiguous()
-        out_TND = torch.empty_like(q_TND)
-        prefill_launch(q_TND, cache, out_TND, metadata, scale, self.target).run()
-        return out_TND
+    def plan(self, where: AttentionInput, q_TND: torch.Tensor, num_kv_heads: int, window: int | None) -> AttentionPlan:
+        queries = _queries_of_tile(q_TND.shape[1], num_kv_heads, q_TND.shape[2])
+        every, wide = np.arange(len(where.context_len_S)), window or _NO_WINDOW
+        return AttentionPlan(None, PrefillMetadata.of(where, every, queries, wide, q_TND.device))
 
 
 class CapturedBatchInvariantAttention:
@@ -125,16 +107,11 @@ class CapturedBatchInvariantAttention:
         self._contexts_at = -(-(shape.max_seqs + 1) // 4) * 4
         self._numbers = torch.zeros(self._contexts_at + shape.max_seqs, dtype=torch.int32, device=device)
         self._table_SM = torch.zeros(shape.max_seqs, shape.max_blocks, dtype=torch.int32, device=device)
-        self.worked_out: dict[Hashable, Any] = {
-            plan_key(window): PrefillMetadata(
-                window or _NO_WINDOW,
-                self._item_I2,
-                self._numbers[: shape.max_seqs + 1],
-                self._numbers[self._contexts_at :],
-                self._table_SM,
-            )
-            for window in shape.windows
-        }
+        numbers = self._numbers[: shape.max_seqs + 1], self._numbers[self._contexts_at :]
+        self.worked_out: dict[Hashable, Any] = {}
+        for window in shape.windows:
+            metadata = PrefillMetadata(window or _NO_WINDOW, self._item_I2, *numbers, self._table_SM)
+            self.worked_out[plan_key(window)] = AttentionPlan(None, metadata)
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> None:
         """A tile finds on the device where its window begins, so a shorter context changes nothing here."""

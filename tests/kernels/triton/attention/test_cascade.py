@@ -196,7 +196,7 @@ def planned(shape: CascadeShape, groups: list[tuple[int, int]], count: int = 1) 
         first += size
     query_start_S1 = np.arange(sequences + 1, dtype=np.int32) * count
     where = AttentionInput(query_start_S1, context_S, table_SM, torch.zeros(0, dtype=torch.int64), 64)
-    return shape.plan(where, np.arange(sequences))
+    return shape.decide(where, np.arange(sequences)).plan
 
 
 def test_a_group_pays_where_it_saves_more_than_a_launch_costs() -> None:
@@ -253,7 +253,7 @@ def test_what_is_remembered_from_step_to_step_is_what_is_found_anew(seed: int) -
         count_S = np.ones(len(context_S), dtype=np.int32) + (rng.random(len(context_S)) < 0.02)
         query_start_S1 = np.append(0, np.cumsum(count_S)).astype(np.int32)
         where = AttentionInput(query_start_S1, context_S, table_SM.copy(), torch.zeros(0, dtype=torch.int64), size)
-        plan = shape.plan(where, np.arange(len(context_S)))
+        plan = shape.decide(where, np.arange(len(context_S))).plan
         found = shape.numbers(where, plan)
         before, numbers = numbers, steps.numbers(where)
         assert all(np.array_equal(a, b) for a, b in zip(numbers, found, strict=True))
