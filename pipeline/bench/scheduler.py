@@ -179,7 +179,7 @@ class _NoModel:
     """The runner of an engine: a row of made logits for each that wants one."""
 
     is_asynchronous, max_corrected_queries = False, 0
-    greedy, draw = staticmethod(reference.greedy), staticmethod(reference.draw)
+    greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
 
     def __init__(self, num_rows: int, vocab_size: int, ending: Sequence[int]) -> None:
         self.vocab_size = vocab_size

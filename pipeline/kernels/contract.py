@@ -149,7 +149,7 @@ class Kernels:
     silu_mul(gate_up_T2F) -> silu(first half) * second half.
     greedy(logits_RV) -> (token_R int64, finite_R bool): the best token of each row, of equal ones the first; a row that
       holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
-    draw(logits_RV, how_5R) -> (token_R, finite_R), as `greedy`, with sampled rows. how_5R (float64) has of each row
+    sample(logits_RV, how_5R) -> (token_R, finite_R), as `greedy`, with sampled rows. how_5R (float64) has of each row
       its temperature (0: its best token is taken), top_k (1 to V), top_p, min_p and a number u in [0, 1). With
       w = exp((logit - largest logit) / temperature), top_k keeps the k likeliest and what equals the last of them,
       min_p what has at least that w, and top_p, of what is left, the fewest likeliest whose sum reaches top_p of its
@@ -178,7 +178,7 @@ class Kernels:
     attention: Callable[[torch.Tensor, LayerCache, AttentionInput, float, int | None], torch.Tensor]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     greedy: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    draw: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    sample: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     served_by: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     decode_steps: Callable[[Sequence[LayerParts], int, float], DecodeSteps | None] | None = None

@@ -160,7 +160,7 @@ def test_a_vocabulary_of_another_size() -> None:
 
 
 class TableRunner:
-    """The law of the next token depends on the last one alone."""
+    """The distribution of the next token depends on the last one alone."""
 
     is_asynchronous, greedy = False, staticmethod(greedy)
 
@@ -183,9 +183,9 @@ class NoText:
 
 
 @pytest.mark.parametrize("renormalised", [True, False])
-def test_drawn_tokens_have_the_law_of_the_target(renormalised: bool) -> None:
-    """The joint law of three tokens, drafts included, by chi-square against exact enumeration; and a draft whose law
-    is told wrongly must be seen to fail."""
+def test_sampled_tokens_have_the_distribution_of_the_target(renormalised: bool) -> None:
+    """The joint distribution of three tokens, drafts included, by chi-square against exact enumeration; and a draft
+    whose distribution is told wrongly must be seen to fail."""
     torch.manual_seed(3)
     target_VV, draft_VV = 1.5 * torch.randn(4, 4), 1.5 * torch.randn(4, 4)
     count, temperature = 20_000, 0.8
@@ -214,8 +214,8 @@ def test_drawn_tokens_have_the_law_of_the_target(renormalised: bool) -> None:
     params = SamplingParams(max_tokens=3, temperature=temperature)
     texts = np.array([c.token_ids for c in engine.stream(Request(row, [1], params) for row in range(count))])
     p_VV = torch.softmax(target_VV.double() / temperature, dim=-1).numpy()
-    law_VVV = p_VV[1][:, None, None] * p_VV[:, :, None] * p_VV[None, :, :]
-    value = p_value(texts, law_VVV)
+    joint_VVV = p_VV[1][:, None, None] * p_VV[:, :, None] * p_VV[None, :, :]
+    value = p_value(texts, joint_VVV)
     assert 0 < engine.stats.accepted_2 < engine.stats.drafted_2
     assert (value > 1e-4) == renormalised, value
 

@@ -97,7 +97,7 @@ def test_sampling(place: Place, rows: int) -> None:
     noise_RV[1::7, -1] = float("nan")
     for ours, its in (
         (kernels.greedy(logits_RV), exact.greedy(logits_RV.cpu())),
-        (kernels.draw(noise_RV, how_5R.to(place.device)), exact.draw(noise_RV.cpu(), how_5R)),
+        (kernels.sample(noise_RV, how_5R.to(place.device)), exact.sample(noise_RV.cpu(), how_5R)),
     ):
         finite_R = ours[1].cpu()
         assert torch.equal(finite_R, its[1])

@@ -60,7 +60,7 @@ class _RecordingRunner:
     def __init__(self, runner: Runner) -> None:
         self.runner, self.vocab_size, self.is_asynchronous = runner, runner.vocab_size, runner.is_asynchronous
         self.max_corrected_queries = runner.max_corrected_queries
-        self.greedy, self.draw, self.zero_blocks = runner.greedy, runner.draw, runner.zero_blocks
+        self.greedy, self.sample, self.zero_blocks = runner.greedy, runner.sample, runner.zero_blocks
         self.last: tuple[StepInput, float] | None = None
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:

@@ -19,8 +19,16 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig, EngineStats
 from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
-from pipeline.roofline.job import Batching, JobSeconds, Moment, job_bytes, job_flops, simulate_job, tail_seconds
-from pipeline.roofline.step import Ceilings, DecoderSize, Reached, Weights
+from pipeline.roofline.cost_model import Ceilings, DecoderSize, Reached, Weights
+from pipeline.roofline.job_simulation import (
+    Batching,
+    JobSeconds,
+    Moment,
+    job_bytes,
+    job_flops,
+    simulate_job,
+    tail_seconds,
+)
 
 GAP_SEQUENCES = (1, 64, 256)
 GAP_PROMPT = 64

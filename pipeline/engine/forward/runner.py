@@ -43,7 +43,7 @@ class ModelRunner:
         self.decoder, self.kv, self.block_size = decoder, kv, block_size
         self.vocab_size = decoder.config.vocab_size
         self.is_asynchronous = decoder.device.type == "cuda"
-        self.greedy, self.draw = decoder.kernels.greedy, decoder.kernels.draw
+        self.greedy, self.sample = decoder.kernels.greedy, decoder.kernels.sample
         self._graphs: StepGraphs | None = None
         # As long as a sequence can be here, which is less than what the checkpoint claims where the cache is smaller.
         cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)

@@ -66,7 +66,7 @@ class Waits:
         monkeypatch.setattr(StepInFlight, "output", land)
         runners = [engine.runner, *(p.runner for p in engine.drafting.proposers if isinstance(p, DraftModelProposer))]  # type: ignore[union-attr]
         for runner in runners:
-            for name in ("execute", "greedy", "draw"):
+            for name in ("execute", "greedy", "sample"):
                 setattr(
                     runner, name, self._on_device(getattr(runner, name), runner is engine.runner and name == "execute")
                 )
@@ -260,7 +260,7 @@ def test_a_runner_that_corrects_nothing_is_waited_for() -> None:
 
 
 def test_penalties_of_a_draft_model_count_its_own_drafts() -> None:
-    """With the target's law the drafts are what it gives: so they are all accepted."""
+    """Drafts that have the target's distribution are all accepted."""
     engine = drafting_engine(4)
     params = [{"repetition_penalty": 3.0}, {"frequency_penalty": 2.0, "presence_penalty": 0.5}, {"min_tokens": 9}]
     requests = [
