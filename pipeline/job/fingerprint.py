@@ -87,6 +87,7 @@ def claim(
     when it holds something else.
     """
     raw = store.folder.read(JOB)
+    is_new = raw is None
     if raw is None:
         there = [name for name in store.folder.names("") if name[0] not in "_."]
         if there or SUCCESS in store.folder.names(""):
@@ -102,11 +103,9 @@ def claim(
             return first
         raw = store.folder.read(JOB)  # another run was first: then it is the one to agree with
         assert raw is not None
-        theirs = _parse(store, raw)
-        ours = ours.with_date(theirs["date"])
-    else:
-        theirs = _parse(store, raw)
-        ours = ours.with_date(theirs["date"])
+    theirs = _parse(store, raw)
+    ours = ours.with_date(theirs["date"])
+    if not is_new:
         _agree(store, theirs, ours, accept_numerics=True)  # before anything is written
         store.folder.probe()
     _agree(store, theirs, ours, accept_numerics)

@@ -22,9 +22,9 @@ from pipeline.kernels.transfer import on_device
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, rows_of
 from pipeline.kernels.triton.launch import Target
-from pipeline.kernels.triton.linear.dispatch import Scratch
+from pipeline.kernels.triton.linear.dispatch import DenseLinear, Scratch, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
-from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, serves
+from pipeline.kernels.triton.linear.int4 import serves
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _NO_WINDOW = 1 << 30
@@ -32,36 +32,25 @@ _NO_WINDOW = 1 << 30
 without the mask, whose rounding may be another's; with one there is a single loop."""
 
 
-class FixedLinear:
+class FixedLinear(DenseLinear):
     """y = x @ weight.T + bias, the weight in x's type."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, device: torch.device):
+        super().__init__(weight_NK.contiguous(), bias_N, dtype, device)
         self.target = Target.of(device)
-        self.weight_NK = weight_NK.to(device, dtype).contiguous()
-        self.bias_N = None if bias_N is None else bias_N.to(device, dtype)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         return fixed_product(x_MK, self.weight_NK, self.bias_N, self.target)
 
 
-class WidenedInt4Linear:
+class WidenedInt4Linear(TwoPathLinear):
     """A grouped 4-bit weight that is widened in each call, into a workspace that all linears share."""
 
     def __init__(self, weight: GroupIntWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch) -> None:
-        """`int4.serves` must hold."""
-        self.target, self.scratch = Target.of(device), scratch
-        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
-        self.tiled = TiledInt4.of(weight, device)
-        self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
-        self.shape_NK = weight.out_features, weight.in_features
-        scratch.reserve(*self.shape_NK)
+        super().__init__(weight, dtype, device, scratch, crossover=0)
 
-    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        if self.input_order_K is not None:
-            x_MK = x_MK[:, self.input_order_K]
-        weight_NK = self.scratch.weight(*self.shape_NK)
-        dequantize_launch(self.tiled, weight_NK).run()
-        return fixed_product(x_MK, weight_NK, self.bias_N, self.target)
+    def dense(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return fixed_product(x_MK, self.widened(), self.bias_N, self.target)
 
 
 def fixed_product(
