@@ -34,7 +34,8 @@ class AttentionInput:
     block_table_SM: np.ndarray  # int32; entries past the context are not read
     slot_mapping_T: torch.Tensor  # int64: block * B + offset, where this token's key and value are written
     block_size: int
-    worked_out: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # by a kernel, once for all layers
+    plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)
+    """A cache for this step: a kernel plans in the first layer that asks, and later layers find the plan by its key."""
 
     def rows(self, row_R: np.ndarray) -> "AttentionInput":
         """The same for some tokens of the step alone, in any order: each becomes a sequence of one query.
@@ -70,11 +71,11 @@ class GraphShape:
 class GraphAttention(Protocol):
     """What attention reads of a step, in device tensors that stay where they are.
 
-    With its `worked_out` in an `AttentionInput`, `Kernels.attention` launches the same work whatever the step, so that
+    With its `plans` in an `AttentionInput`, `Kernels.attention` launches the same work whatever the step, so that
     it can be captured once and replayed after `refill`.
     """
 
-    worked_out: dict[Hashable, Any]
+    plans: dict[Hashable, Any]
     max_queries: int
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> None:

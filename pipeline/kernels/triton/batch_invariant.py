@@ -97,10 +97,10 @@ class CapturedBatchInvariantAttention:
         self._numbers = torch.zeros(self._contexts_at + shape.max_seqs, dtype=torch.int32, device=device)
         self._table_SM = torch.zeros(shape.max_seqs, shape.max_blocks, dtype=torch.int32, device=device)
         numbers = self._numbers[: shape.max_seqs + 1], self._numbers[self._contexts_at :]
-        self.worked_out: dict[Hashable, Any] = {}
+        self.plans: dict[Hashable, Any] = {}
         for window in shape.windows:
             metadata = PrefillMetadata(window or _NO_WINDOW, self._item_I2, *numbers, self._table_SM)
-            self.worked_out[plan_key(window)] = AttentionPlan(None, metadata)
+            self.plans[plan_key(window)] = AttentionPlan(None, metadata)
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> None:
         """A tile finds on the device where its window begins, so a shorter context changes nothing here."""

@@ -29,7 +29,7 @@ class AttentionPlan:
 class PagedAttention:
     """`attention` of the contract for one device.
 
-    A step's plan is worked out once for each window and kept in `AttentionInput.worked_out` under `plan_key(window)`.
+    A step's plan is worked out once for each window and kept in `AttentionInput.plans` under `plan_key(window)`.
     Whoever captures steps in a CUDA graph allocates a `DecodeMetadata` for each window himself, refills it before each
     step and puts it there; then a call only launches, the same kernels every time.
     """
@@ -47,9 +47,9 @@ class PagedAttention:
     ) -> torch.Tensor:
         """float16, bfloat16 and float32; the cache must be contiguous, and of q's type or FP8."""
         key = plan_key(window)
-        if key not in where.worked_out:
-            where.worked_out[key] = self.plan(where, q_TND, cache.k_CBKD.shape[2], window)
-        plan: AttentionPlan = where.worked_out[key]
+        if key not in where.plans:
+            where.plans[key] = self.plan(where, q_TND, cache.k_CBKD.shape[2], window)
+        plan: AttentionPlan = where.plans[key]
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
         tensors = q_TND, cache, out_TND
@@ -103,5 +103,5 @@ def checked_group(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
 
 
 def plan_key(window: int | None) -> tuple[str, int | None]:
-    """Where in `AttentionInput.worked_out` the plan of the layers with this window lies."""
+    """Where in `AttentionInput.plans` the plan of the layers with this window lies."""
     return "triton", window
