@@ -19,7 +19,7 @@ length together, which a real job does not know: the dynamic rung is the best th
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -246,12 +246,11 @@ def _run(engine: Engine, shares: bool, drive: Drive, requests: list[Request]) ->
     engine.scheduler.enable_prefix_caching = shares
     engine.pool.forget(range(engine.pool.num_blocks))
     engine.scheduler.admission.forget_lengths()
-    before = asdict(engine.stats)
+    before = replace(engine.stats)
     began = perf_counter()
     done = list(drive(engine, requests))
     seconds = perf_counter() - began
-    after = asdict(engine.stats)
-    grew = {name: after[name] - before[name] for name in after}
+    grew = engine.stats.since(before)
     wrong = next((c for c in done if c.error is not None), None)
     if wrong is not None or len(done) != len(requests):
         raise PipelineError(
@@ -259,9 +258,9 @@ def _run(engine: Engine, shares: bool, drive: Drive, requests: list[Request]) ->
         )
     return _Run(
         seconds,
-        grew["generated_tokens"],
-        grew["prompt_tokens"] - grew["cached_tokens"],
-        grew["batch_sum"] / grew["num_steps"],
+        grew.generated_tokens,
+        grew.prompt_tokens - grew.cached_tokens,
+        grew.batch_sum / grew.num_steps,
         {c.row_id: c.token_ids for c in done},
     )
 

@@ -8,9 +8,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import PipelineError
-from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
+from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
 
 PACKAGES = ("torch", "transformers", "numba", "ray")
 READ_BYTES = 256 << 20  # larger than any cache
@@ -85,17 +83,13 @@ def said_by(command: list[str], environment: Mapping[str, str] | None = None) ->
 def machine_facts() -> dict[str, str]:
     """What a figure has to be read with: processor, cores, load, versions."""
     model, flags = processor()
-    facts = {
+    return {
         "cpu": f"{model} ({', '.join(flag for flag in VECTOR_FLAGS if flag in flags) or 'no AVX2'})",
         "cores": f"{available_cores()} of {os.cpu_count()}",
         "threads": str(torch.get_num_threads()),
         "load before": f"{os.getloadavg()[0]:.1f}",
         "python": platform.python_version(),
-    }
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            facts[name] = version(name)
-    return facts
+    } | package_versions(PACKAGES)
 
 
 def use_threads(threads: int | None) -> None:

@@ -16,7 +16,7 @@ from pipeline.demo.reports import make_report
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.roofline.job import RequestTokens
+from pipeline.roofline.job_simulation import RequestTokens
 
 SEED = 7
 SIGMA = 0.5  # of the logarithm of lognormal lengths: the longest of 48 has about 3 times the median

@@ -21,8 +21,7 @@ from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import Card, load_cards
-from pipeline.roofline.job import Batching, JobSeconds, kv_room, simulate_job
-from pipeline.roofline.step import (
+from pipeline.roofline.cost_model import (
     AWQ,
     DENSE,
     DENSE_BYTES,
@@ -35,6 +34,7 @@ from pipeline.roofline.step import (
     crossover,
     step_seconds,
 )
+from pipeline.roofline.job_simulation import Batching, JobSeconds, kv_room, simulate_job
 
 CONTEXT = 1024  # of each sequence in the table of steps
 DECODING = (1, 16, 64, 256, 1024)  # sequences that compute one token each
@@ -238,7 +238,7 @@ def _kinds(size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Ser
     value_bytes = serving.value_bytes(size)
     room = kv_room(size, cached, ceilings, kv_value_bytes=value_bytes)
     room -= int(SLACK_BYTES / size.kv_bytes_per_token(value_bytes))
-    if room >= cache_before_dense(serving.max_num_seqs, EXPECTED_TOKENS):  # as `engine.memory.dense_weights_fit`
+    if room >= cache_before_dense(serving.max_num_seqs, EXPECTED_TOKENS):  # as `dense_weights_fit`
         return [("int4 + 16 bit", replace(cached, fused_tokens=CROSSOVER_CACHED))]
     return [("int4", replace(scratch, fused_tokens=CROSSOVER_SCRATCH))]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter_ns, process_time_ns
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,11 +160,26 @@ def bench_scheduler(
     return SchedulerBench(costs, sample_costs, long_run, steps, rounds, machine)
 
 
+class _Timed:
+    """A function, and when it was last entered and left."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.entered_ns = self.left_ns = self.spent_ns = 0  # spent: of all calls
+
+    def __call__(self, *args: Any) -> Any:
+        self.entered_ns = perf_counter_ns()
+        found = self._call(*args)
+        self.left_ns = perf_counter_ns()
+        self.spent_ns += self.left_ns - self.entered_ns
+        return found
+
+
 class _NoModel:
-    """The runner of an engine: a row of made logits for each that wants one. Notes when it was called."""
+    """The runner of an engine: a row of made logits for each that wants one."""
 
     is_asynchronous, max_corrected_queries = False, 0
-    greedy, draw = staticmethod(reference.greedy), staticmethod(reference.draw)
+    greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
 
     def __init__(self, num_rows: int, vocab_size: int, ending: Sequence[int]) -> None:
         self.vocab_size = vocab_size
@@ -171,29 +187,12 @@ class _NoModel:
         # probabilities that fall as a power of the rank, as a model's roughly do: a few tokens hold most of a row
         self.logits_RV = 1.5 * torch.empty(num_rows, vocab_size).exponential_(generator=generator)
         self.logits_RV[:, list(ending)] = -1.0
-        self.entered_ns = self.left_ns = 0
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
-        self.entered_ns = perf_counter_ns()
-        logits_RV = self.logits_RV[: len(step.logit_row_R)]
-        self.left_ns = perf_counter_ns()
-        return logits_RV
+        return self.logits_RV[: len(step.logit_row_R)]
 
     def zero_blocks(self, blocks: list[int]) -> None:
         raise AssertionError("made logits are finite")
-
-
-class _TimedTokenizer:
-    """A tokenizer that adds up the time of its `decode`."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self.eos_token_ids, self.spent_ns = tokenizer, tokenizer.eos_token_ids, 0
-
-    def decode(self, ids: list[int]) -> str:
-        start_ns = perf_counter_ns()
-        text = self._tokenizer.decode(ids)
-        self.spent_ns += perf_counter_ns() - start_ns
-        return text
 
 
 class _Load:
@@ -205,30 +204,20 @@ class _Load:
         self.num_running, self.max_tokens, self.options = num_running, max_tokens, options
         self.rng = np.random.default_rng(num_running)
         self.stems = self.rng.integers(5, HOST_VOCAB, (NUM_STEMS, STEM_TOKENS))
-        self.tokenizer = _TimedTokenizer(tokenizer)
+        self.decode = _Timed(tokenizer.decode)
         self.runner = _NoModel(num_running, vocab_size, sorted(tokenizer.eos_token_ids))
         self.engine = Engine.from_parts(
             self.runner,
-            self.tokenizer,  # type: ignore[arg-type]
+            SimpleNamespace(decode=self.decode, eos_token_ids=tokenizer.eos_token_ids),  # type: ignore[arg-type]
             num_blocks=num_running * -(-MAX_MODEL_LEN // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=num_running,
             max_num_batched_tokens=num_running + CHUNK_TOKENS,
         )
-        scheduler, self.planned_ns, self.sampled_ns = self.engine.scheduler, 0, 0
-        plan, commit = scheduler.plan, scheduler.commit
-
-        def timed_plan() -> Any:
-            found = plan()
-            self.planned_ns = perf_counter_ns()
-            return found
-
-        def timed_commit(step: Any) -> Any:
-            self.sampled_ns = perf_counter_ns()
-            return commit(step)
-
-        scheduler.plan, scheduler.commit = timed_plan, timed_commit  # type: ignore[method-assign]
+        scheduler = self.engine.scheduler
+        self.plan, self.execute, self.commit = map(_Timed, (scheduler.plan, self.runner.execute, scheduler.commit))
+        scheduler.plan, self.runner.execute, scheduler.commit = self.plan, self.execute, self.commit  # type: ignore
         self.num_added = self.num_finished = self.adding_ns = 0
 
     @property
@@ -256,18 +245,18 @@ class _Load:
     def step(self) -> tuple[int, ...]:
         """Nanoseconds of `TIMES` in one step."""
         self.refill()
-        self.tokenizer.spent_ns = 0
+        self.decode.spent_ns = 0
         start_ns, start_cpu_ns = perf_counter_ns(), process_time_ns()
         completions = self.engine.step()
         end_ns, cpu_ns = perf_counter_ns(), process_time_ns() - start_cpu_ns
         assert all(completion.error is None for completion in completions)
         self.num_finished += len(completions)
-        runner, text_ns = self.runner, self.tokenizer.spent_ns
+        planned_ns, sampled_ns, text_ns = self.plan.left_ns, self.commit.entered_ns, self.decode.spent_ns
         return (
-            self.planned_ns - start_ns,
-            runner.entered_ns - self.planned_ns,
-            self.sampled_ns - runner.left_ns,
-            end_ns - self.sampled_ns - text_ns,
+            planned_ns - start_ns,
+            self.execute.entered_ns - planned_ns,
+            sampled_ns - self.execute.left_ns,
+            end_ns - sampled_ns - text_ns,
             text_ns,
             cpu_ns,
         )

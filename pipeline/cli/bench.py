@@ -267,7 +267,7 @@ def bounds_of_cards(
     cards' figures are their makers' (pipeline/roofline/hardware.yaml).
     """
     from pipeline.bench.roofline import Serving, bench_roofline
-    from pipeline.roofline.step import Reached
+    from pipeline.roofline.cost_model import Reached
 
     bandwidth, gemm, int4, fp8 = (options.pop(f"{of}_share") for of in ("bandwidth", "gemm", "int4", "fp8"))
     reached = Reached(bandwidth, bandwidth, gemm, int4, gemm, fp8, step_s=step_ms / 1e3)

@@ -130,12 +130,9 @@ class JobConfig(Section):
             "name": self.name,
             "input": {"path": shown_url(self.input.path), "on_corrupt": self.input.on_corrupt},
             "model": self.model.model_dump(exclude={"storage", "quantization"})
-            | {"path": shown_url(self.model.path), "draft": self._shown_draft()},
+            | {"path": shown_url(self.model.path), "draft": self.model.draft and shown_url(self.model.draft)},
             "engine": {"device": self.engine.device, **engine},
             "output": {"path": shown_url(self.output.path)},
             "run": self.run.model_dump(exclude=_CUT),
             "cost": self.cost.model_dump(),
         }
-
-    def _shown_draft(self) -> str | None:
-        return None if self.model.draft is None else shown_url(self.model.draft)

@@ -55,12 +55,6 @@ def from_validation(error: ValidationError, document: Document, root: type[BaseM
     return sorted(mistakes, key=lambda mistake: (_line(mistake.where), mistake.key))
 
 
-def did_you_mean(name: str, names: list[str]) -> str:
-    """`Did you mean ...?` with the nearest of `names`, or nothing."""
-    near = nearest(name, names)
-    return f"Did you mean `{near}`?" if near else ""
-
-
 def _mistake(raw: Any, document: Document, root: type[BaseModel]) -> Mistake:
     path: KeyPath = tuple(part for part in raw["loc"] if part not in UNION_TAGS)
     where, key, kind = document.where(path), dotted(path), raw["type"]
@@ -83,10 +77,8 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
         for other, field in root.model_fields.items()
         if name in getattr(_model_of(field.annotation), "model_fields", {})
     ]
-    hint = did_you_mean(name, names)
-    if homes and not hint:
-        hint = f"Did you mean `{homes[0]}`?"
-    return "unknown key", hint or f"Known here: {', '.join(names)}."
+    meant = nearest(name, names) or next(iter(homes), None)
+    return "unknown key", f"Did you mean `{meant}`?" if meant else f"Known here: {', '.join(names)}."
 
 
 def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
@@ -100,7 +92,8 @@ def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
         return str(context["error"]), ""
     if kind == "literal_error":
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
-        return f"expected one of {', '.join(choices)}; got {got}", did_you_mean(str(raw["input"]), choices)
+        meant = nearest(str(raw["input"]), choices)
+        return f"expected one of {', '.join(choices)}; got {got}", f"Did you mean `{meant}`?" if meant else ""
     if kind in _LIMITS:
         words, name = _LIMITS[kind]
         return f"expected {words} {context[name]}; got {got}", ""

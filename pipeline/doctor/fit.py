@@ -1,8 +1,8 @@
 """What a model takes in memory, how many sequences of which length fit beside it, and how fast it could be at the most:
 here and on known cards, as a job asks for it.
 
-Figures come from config.json and from the engine's own rules (`engine.memory`); no weights are read. A card's memory
-is its data sheet's (`hardware.yaml`), all of it free.
+Figures come from config.json and from the engine's own rules (`engine/startup/memory.py`); no weights are read. A
+card's memory is its data sheet's (`hardware.yaml`), all of it free.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -153,7 +153,7 @@ class _Fit:
 
 
 def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
-    """What a GPU has not, as `kernels.rounded` refuses it."""
+    """What a GPU has not, which `with_rounded_activations` refuses."""
     if activation_dtype == "int8":
         return "engine.activation_dtype: int8 is for processors"
     if activation_dtype == "fp8" and capability < LEAST_CAPABILITY:

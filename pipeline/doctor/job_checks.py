@@ -192,10 +192,10 @@ def output(setup: Setup) -> Iterator[Check]:
         return
     store, name = PartStore(setup.output, setup.output_storage), shown_url(setup.output)
     with _left_as_found(setup.output):
-        store.probe()
+        store.folder.probe()
         yield Check("output", name, "ok", "files are created, and never over another; they read back")
         try:
-            store.probe_rewrite()
+            store.folder.probe_swap()
         except OutputError as error:
             yield Check("output", "--retry-failed", "warning", str(error), "Without it, runs work all the same.")
         else:

@@ -6,15 +6,13 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipeline import __version__
 from pipeline.checkpoints.cache import cache_folder
 from pipeline.doctor.check import Check, Setup, State
 from pipeline.formatting import shown_bytes
-from pipeline.machine.host import VECTOR_FLAGS, available_cores, processor
+from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
 from pipeline.stores.filesystem import is_url
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
@@ -29,14 +27,12 @@ _ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN
 
 def versions(setup: Setup) -> Iterator[Check]:
     yield Check("versions", "pipeline", "ok", f"{__version__}, Python {platform.python_version()}")
-    for name in PACKAGES:
-        try:
-            yield Check("versions", name, "ok", version(name))
-        except PackageNotFoundError:
+    installed = package_versions((*PACKAGES, *OPTIONAL))
+    for name in (*PACKAGES, *OPTIONAL):
+        if name in installed:
+            yield Check("versions", name, "ok", installed[name])
+        elif name in PACKAGES:
             yield Check("versions", name, "failed", "not installed", f"pip install {name}")
-    for name in OPTIONAL:
-        with suppress(PackageNotFoundError):
-            yield Check("versions", name, "ok", version(name))
     there = [name for name in _ENVIRONMENT if name in os.environ]
     yield Check("versions", "environment", "ok", f"set: {', '.join(there) or 'nothing that matters here'}")
 

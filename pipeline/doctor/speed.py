@@ -11,7 +11,7 @@ from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
-from pipeline.roofline.step import Ceilings, Reached, StepTokens, step_seconds
+from pipeline.roofline.cost_model import Ceilings, Reached, StepTokens, step_seconds
 
 CONTEXT = 512  # of each sequence, where the model takes as many
 STEP_TOKENS = 8192  # of a step that computes prompts

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 
 from pipeline.engine.drafts.drafting import Drafting
-from pipeline.engine.drafts.policy import DraftPolicy
-from pipeline.engine.drafts.proposer import Proposer
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
@@ -46,7 +44,7 @@ class Engine:
 
         Raises ModelError for the checkpoint, ConfigError for options it cannot be run with.
         """
-        self._say = say or _say_nothing
+        self._say = say or (lambda text: None)
         built = build(config, self._say)
         if must_compile(built.runner.decoder.kernels):
             self._warming_up = "compiling CPU kernels (first time on this machine)"
@@ -76,7 +74,7 @@ class Engine:
         """An engine around a runner that is built already. sizes: see `_assemble`."""
         engine = cls.__new__(cls)
         engine.resolved = {}
-        engine._say = _say_nothing
+        engine._say = lambda text: None
         engine._assemble(runner, tokenizer, Place(None, torch.device("cpu")), **sizes)
         return engine
 
@@ -297,13 +295,6 @@ class Engine:
         self.pool.forget(range(self.pool.num_blocks))
         self.scheduler.admission.forget_lengths()
 
-    def speculate(self, proposers: Items[Proposer], policy: DraftPolicy) -> None:
-        """From now on compute drafts of `proposers`, made for this engine's `table`, as many as `policy` chooses.
-
-        Nothing may be running.
-        """
-        self.draft_as(Drafting(proposers, policy, self.scheduler))
-
     def draft_as(self, drafting: Drafting | None) -> None:
         """From now on compute the drafts of `drafting`, made for this engine's scheduler; None: none. Nothing may be
         running."""
@@ -333,7 +324,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("the engine is closed")
-
-
-def _say_nothing(_: str) -> None:
-    pass

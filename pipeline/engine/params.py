@@ -1,10 +1,10 @@
 """What goes into the engine and what comes out: plain frozen dataclasses, no torch.
 
 Owns the meaning and the checks of every option. Resolving options against a machine and a checkpoint
-(`auto` values) is `engine.py`'s work.
+(`auto` values) is `startup/resolve.py`'s work.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from pipeline.errors import ConfigError
@@ -94,9 +94,9 @@ class EngineConfig:
     the draft model's too (see kernels/cache.py).
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
     activation_dtype: "auto" is `dtype`; "fp8" rounds the inputs of 4-bit and fp8 linears to float8_e4m3fn, which can
-    change tokens (see `kernels/fp8.py`): for speed on NVIDIA GPUs from compute capability 8.9 on, elsewhere slower than
-    "auto" and there to see what it does to outputs. "int8" rounds those of 4-bit linears to 8-bit integers (see
-    `kernels/int8.py`): for speed on processors with AVX2.
+    change tokens (see `kernels/activations/fp8.py`): for speed on NVIDIA GPUs from compute capability 8.9 on, elsewhere
+    slower than "auto" and there to see what it does to outputs. "int8" rounds those of 4-bit linears to 8-bit integers
+    (see `kernels/activations/int8.py`): for speed on processors with AVX2.
     deterministic: a row's logits, and so its tokens, are the same to the last bit whatever else is in a step, however
     its prompt is cut, shared or computed again, and whether drafts were checked. Slower; on CPU in float32 only. See
     `kernels/triton/batch_invariant.py` and `kernels/cpu/invariant.py` for the cost. With a draft model fewer sampled
@@ -219,6 +219,10 @@ class EngineStats:
     accepted_6: int = 0
     accepted_7: int = 0
     accepted_8: int = 0
+
+    def since(self, before: "EngineStats") -> "EngineStats":
+        """What the totals grew by after `before`, a copy of them."""
+        return EngineStats(*(now - then for now, then in zip(astuple(self), astuple(before))))
 
     @property
     def drafted_by_place(self) -> list[int]:

@@ -162,11 +162,7 @@ def _check_comparable(
     folder: Path,
     other_model: ModelConfig,
 ) -> None:
-    own = Tokenizer.from_folder(str(folder))
-    try:
-        differs = own.differs_from(tokenizer)
-    finally:
-        own.close()
+    differs = Tokenizer.from_folder(str(folder)).differs_from(tokenizer)
     if differs is None and model.vocab_size != other_model.vocab_size:
         differs = f"it has {other_model.vocab_size:,} of them, not {model.vocab_size:,}"
     if differs is not None:
@@ -256,11 +252,9 @@ class _Rows:
                 raise ModelError(f"{name}: row {completion.row_id} of those read: {completion.error_message}")
             done[completion.row_id] = completion  # type: ignore[index]
             told(len(done))
-        now = engine.stats
-        prefill_us, decode_us = now.prefill_us - before.prefill_us, now.decode_us - before.decode_us
-        cached = now.cached_tokens - before.cached_tokens  # they took none of that time
+        spent = engine.stats.since(before)
         return _Outputs(
             [done[i] for i in range(len(rows))],
-            1e6 * (now.prompt_tokens - before.prompt_tokens - cached) / max(1, prefill_us),
-            1e6 * (now.generated_tokens - before.generated_tokens) / max(1, decode_us),
+            1e6 * (spent.prompt_tokens - spent.cached_tokens) / max(1, spent.prefill_us),
+            1e6 * spent.generated_tokens / max(1, spent.decode_us),
         )

@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -89,7 +88,9 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
     say(f"loading {shown_url(config.model.path)}")
     folder = resolve_model(config.model.path, config.model.storage, say)
     if config.prompt.chat is not None:
-        _check_template(folder)
+        from pipeline.tokenization.tokenizer import Tokenizer
+
+        Tokenizer.from_folder(str(folder)).check_chat_template()  # before weights are read
     from pipeline.engine.engine import Engine
 
     draft = resolve_draft(config.draft_model, config.model.storage, say)
@@ -115,17 +116,6 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
                 num_done, num_tokens = num_done + 1, num_tokens + len(completion.token_ids)
                 remaining(num_done, f"{num_tokens / (time.monotonic() - began):,.0f} tok/s out")
             yield _answer(rendered[line], values, done.pop(line))
-
-
-def _check_template(folder: Path) -> None:
-    """Before weights are read. Raises ModelError where the checkpoint has no chat template."""
-    from pipeline.tokenization.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.from_folder(str(folder))
-    try:
-        tokenizer.check_chat_template()
-    finally:
-        tokenizer.close()
 
 
 def _schema(prompts: Prompts, say: Say) -> pa.Schema:

@@ -83,7 +83,7 @@ def audit(store: PartStore, deep: bool, say: Callable[[str], None]) -> Audit:
 
 
 def _fingerprint(store: PartStore) -> str:
-    raw = store.read(JOB)
+    raw = store.folder.read(JOB)
     if raw is None:
         raise OutputError(f"{store.path}: no {JOB}, so it is not the output of a job of this program")
     try:

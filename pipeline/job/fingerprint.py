@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from pipeline.config import JobConfig
-from pipeline.data.output.parts import PartStore
+from pipeline.data.output.parts import SUCCESS, PartStore
 from pipeline.data.source import Source
 from pipeline.errors import FingerprintError, OutputError
 
@@ -86,29 +86,28 @@ def claim(
     version of this program began the output and kept none. Raises FingerprintError when its job differs, OutputError
     when it holds something else.
     """
-    raw = store.read(JOB)
+    raw = store.folder.read(JOB)
+    is_new = raw is None
     if raw is None:
-        there = [name for name in store.names("") if name[0] not in "_."]
-        if there or "_SUCCESS" in store.names(""):
+        there = [name for name in store.folder.names("") if name[0] not in "_."]
+        if there or SUCCESS in store.folder.names(""):
             raise OutputError(
-                f"output.path {store.path}: not empty ({there[0] if there else '_SUCCESS'}) and not the "
+                f"output.path {store.path}: not empty ({there[0] if there else SUCCESS}) and not the "
                 "output of a job of this program; choose a new folder"
             )
-        store.probe()
+        store.folder.probe()
         first = ours.with_date(now.isoformat())
         head = {"format": FORMAT, "job": job_name, "fingerprint": first.digest, "versions": dict(versions)}
         body = {**head, "identity": first.identity, "numerics": first.numerics, "free": first.free}
-        if store.create(JOB, json.dumps(body, indent=1, sort_keys=True).encode()):
+        if store.folder.create(JOB, json.dumps(body, indent=1, sort_keys=True).encode()):
             return first
-        raw = store.read(JOB)  # another run was first: then it is the one to agree with
+        raw = store.folder.read(JOB)  # another run was first: then it is the one to agree with
         assert raw is not None
-        theirs = _parse(store, raw)
-        ours = ours.with_date(theirs["date"])
-    else:
-        theirs = _parse(store, raw)
-        ours = ours.with_date(theirs["date"])
+    theirs = _parse(store, raw)
+    ours = ours.with_date(theirs["date"])
+    if not is_new:
         _agree(store, theirs, ours, accept_numerics=True)  # before anything is written
-        store.probe()
+        store.folder.probe()
     _agree(store, theirs, ours, accept_numerics)
     return ours
 
@@ -149,7 +148,7 @@ def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_n
             f"output.path {store.path} belongs to another job. What differs (there -> now):\n{shown(changes)}\n"
             "Choose a new output.path, or change the job back to go on with this one."
         )
-    accepted = json.loads(store.read(ACCEPTED) or b"[]")
+    accepted = json.loads(store.folder.read(ACCEPTED) or b"[]")
     if ours.numerics == theirs["numerics"] or ours.numerics in accepted:
         return
     changes = difference(theirs["numerics"], ours.numerics)
@@ -163,11 +162,11 @@ def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_n
 
 def record_numerics(store: PartStore, ours: Fingerprint) -> None:
     """Keep on record that this run's numerics were accepted, if they are not the job's first ones."""
-    raw = store.read(JOB)
+    raw = store.folder.read(JOB)
     assert raw is not None
-    accepted = json.loads(store.read(ACCEPTED) or b"[]")
+    accepted = json.loads(store.folder.read(ACCEPTED) or b"[]")
     if ours.numerics != json.loads(raw)["numerics"] and ours.numerics not in accepted:
-        store.replace(ACCEPTED, json.dumps([*accepted, ours.numerics], indent=1).encode())
+        store.folder.replace(ACCEPTED, json.dumps([*accepted, ours.numerics], indent=1).encode())
 
 
 def difference(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:

@@ -87,7 +87,7 @@ def report_of(store: PartStore) -> RunReport:
     if not runs:
         raise OutputError(f"{store.path}: no run of a job has left a record here")
     try:
-        if store.read(REPORT_JSON) is not None:
+        if store.folder.read(REPORT_JSON) is not None:
             kept = RunReport.from_json(_read(store, REPORT_JSON, ""))
             if list(kept.runs) == runs:
                 return kept
@@ -99,7 +99,7 @@ def report_of(store: PartStore) -> RunReport:
 
 
 def _read(store: PartStore, name: str, absent: str) -> dict[str, Any]:
-    data = store.read(name)
+    data = store.folder.read(name)
     if data is None:
         raise OutputError(f"{store.path}: {absent}")
     try:

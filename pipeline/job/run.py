@@ -59,7 +59,7 @@ def run_job(
             plan, store = _plan(config, accept_numerics, show, retries)
             left = _Left.of(plan, store, retry_failed)
             earlier = load_runs(store)
-            if not left.tasks and SUCCESS in store.names(""):
+            if not left.tasks and SUCCESS in store.folder.names(""):
                 wrong = what_is_wrong(store)
                 if wrong is None:
                     return _already_complete(plan, store, left.stood, earlier, show)
@@ -68,16 +68,17 @@ def run_job(
                 check_dated(store, plan.fingerprint)
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
-            store.remove(SUCCESS)  # it is of the parts as they were: some are to be made or replaced, or are damaged
+            # it is of the parts as they were: some are to be made or replaced, or are damaged
+            store.folder.remove(SUCCESS)
             phase = "telling how the run ended"
-            telemetry = Telemetry(store)
+            telemetry = Telemetry(store.folder)
             log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": plan.device}, telemetry, retries)
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             totals = left.totals(store, log, earlier, plan)
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
             reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show)
             with _recorded(log, reporter, stop):
-                store.clean_tmp()
+                store.folder.clean_tmp()
                 if not plan.windows:
                     write_empty_part(plan, store, provenance(plan))
                 totals.check_error_rate()
@@ -115,7 +116,7 @@ class _Left:
         stood = store.list(plan.fingerprint.short)
         if not retry_failed:
             return cls(tuple(what_is_left(plan, stood)), stood)
-        store.probe_rewrite()
+        store.folder.probe_swap()
         failed, whole = [], PartTotals()
         for name, totals in store.parts(stood):
             if totals.num_error_rows:
@@ -139,7 +140,7 @@ def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: li
     status = Status(run_id, "already complete", "finished", rows, rows, rows)
     show(status)
     totals = read_success(store) or store.totals(done)
-    telemetry = Telemetry(store)
+    telemetry = Telemetry(store.folder)
     report = make_report(telemetry, plan.config.name, plan.fingerprint.digest, runs, totals, rows, finished=True)
     put_status(telemetry, replace(status, phase="finished", units=totals.units, error_rows=totals.num_error_rows))
     remove_all(store)

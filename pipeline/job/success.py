@@ -9,7 +9,7 @@ from contextlib import closing
 
 from pipeline.data.output.inventory import Inventory, read_counts
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.data.output.parts import PartName, PartStore
+from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.errors import OutputError, PipelineError
 from pipeline.job.plan import JobPlan, what_is_left
 
@@ -79,4 +79,4 @@ def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
         "num_skipped_files": len(skipped),
         "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in skipped],
     }
-    store.success(json.dumps(counts, indent=1).encode())
+    store.folder.replace(SUCCESS, json.dumps(counts, indent=1).encode())

@@ -34,7 +34,8 @@ class AttentionInput:
     block_table_SM: np.ndarray  # int32; entries past the context are not read
     slot_mapping_T: torch.Tensor  # int64: block * B + offset, where this token's key and value are written
     block_size: int
-    worked_out: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # by a kernel, once for all layers
+    plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)
+    """A cache for this step: a kernel plans in the first layer that asks, and later layers find the plan by its key."""
 
     def rows(self, row_R: np.ndarray) -> "AttentionInput":
         """The same for some tokens of the step alone, in any order: each becomes a sequence of one query.
@@ -70,11 +71,11 @@ class GraphShape:
 class GraphAttention(Protocol):
     """What attention reads of a step, in device tensors that stay where they are.
 
-    With its `worked_out` in an `AttentionInput`, `Kernels.attention` launches the same work whatever the step, so that
+    With its `plans` in an `AttentionInput`, `Kernels.attention` launches the same work whatever the step, so that
     it can be captured once and replayed after `refill`.
     """
 
-    worked_out: dict[Hashable, Any]
+    plans: dict[Hashable, Any]
     max_queries: int
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> None:
@@ -149,7 +150,7 @@ class Kernels:
     silu_mul(gate_up_T2F) -> silu(first half) * second half.
     greedy(logits_RV) -> (token_R int64, finite_R bool): the best token of each row, of equal ones the first; a row that
       holds NaN or +inf, or nothing above -inf, is not finite, and its token may be any of the vocabulary's.
-    draw(logits_RV, how_5R) -> (token_R, finite_R), as `greedy`, with sampled rows. how_5R (float64) has of each row
+    sample(logits_RV, how_5R) -> (token_R, finite_R), as `greedy`, with sampled rows. how_5R (float64) has of each row
       its temperature (0: its best token is taken), top_k (1 to V), top_p, min_p and a number u in [0, 1). With
       w = exp((logit - largest logit) / temperature), top_k keeps the k likeliest and what equals the last of them,
       min_p what has at least that w, and top_p, of what is left, the fewest likeliest whose sum reaches top_p of its
@@ -178,7 +179,7 @@ class Kernels:
     attention: Callable[[torch.Tensor, LayerCache, AttentionInput, float, int | None], torch.Tensor]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     greedy: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    draw: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    sample: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     served_by: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     decode_steps: Callable[[Sequence[LayerParts], int, float], DecodeSteps | None] | None = None

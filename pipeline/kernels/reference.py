@@ -123,15 +123,15 @@ def greedy(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return token_R, torch.isfinite(best_R)
 
 
-def draw(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """By sorting; sums in float64. Equal weights are equal differences of logits here."""
     wide_RV = logits_RV.float()
     best_R, token_R = wide_RV.max(dim=-1)
     finite_R = torch.isfinite(best_R)
     temperature_R1, top_k_R1, top_p_R1, min_p_R1, u_R1 = how_5R.unsqueeze(-1)
-    is_drawn_R1 = (temperature_R1 > 0) & finite_R.unsqueeze(-1)
-    scale_R1 = torch.where(is_drawn_R1, temperature_R1, 1.0).float()
-    behind_RV = torch.where(is_drawn_R1, (best_R.unsqueeze(-1) - wide_RV) / scale_R1, 0.0)
+    is_sampled_R1 = (temperature_R1 > 0) & finite_R.unsqueeze(-1)
+    scale_R1 = torch.where(is_sampled_R1, temperature_R1, 1.0).float()
+    behind_RV = torch.where(is_sampled_R1, (best_R.unsqueeze(-1) - wide_RV) / scale_R1, 0.0)
     behind_RV, id_RV = behind_RV.sort(dim=-1, stable=True)
     w_RV = (-behind_RV).exp()
     kept_RV = (behind_RV <= behind_RV.gather(1, top_k_R1.long() - 1)) & (w_RV >= min_p_R1.float())
@@ -143,8 +143,8 @@ def draw(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, t
     positive_RV = w_RV > 0
     past_RV = positive_RV & (sum_RV > u_R1 * sum_RV[:, -1:])
     last_R = logits_RV.shape[1] - 1 - positive_RV.flip(1).byte().argmax(dim=-1)
-    drawn_R = torch.where(past_RV.any(dim=-1), past_RV.byte().argmax(dim=-1), last_R)
-    return torch.where(is_drawn_R1[:, 0], drawn_R, torch.where(finite_R, token_R, 0)), finite_R
+    sampled_R = torch.where(past_RV.any(dim=-1), past_RV.byte().argmax(dim=-1), last_R)
+    return torch.where(is_sampled_R1[:, 0], sampled_R, torch.where(finite_R, token_R, 0)), finite_R
 
 
 def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
@@ -155,9 +155,9 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         attention=attention,
         silu_mul=silu_mul,
         greedy=greedy,
-        draw=draw,
+        sample=sample,
         served_by=dict.fromkeys(
-            ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "draw"),
+            ("linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"),
             "torch (reference)",
         ),
         rounded=rounded_linears(

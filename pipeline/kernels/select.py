@@ -108,7 +108,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
             "attention": "numba",
             "silu_mul": "numba, one pass",
             "greedy": "numpy",
-            "draw": "numpy and torch",
+            "sample": "numpy and torch",
         },
     )
 

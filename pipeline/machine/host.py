@@ -1,10 +1,12 @@
-"""This machine's clock, cores and processor."""
+"""This machine: its clock, cores, processor and installed packages."""
 
 import os
 import platform
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # of a processor: what its matrix products can use
@@ -25,6 +27,15 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Of those packages that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def process_mark(pid: int) -> str:

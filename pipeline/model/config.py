@@ -16,7 +16,7 @@ from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.rope import Rope
-from pipeline.roofline.step import AWQ, DENSE, DecoderSize, Weights
+from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Weights
 from pipeline.weights.config_fields import Fields
 from pipeline.weights.formats import QuantFormat, is_int4, read_format
 

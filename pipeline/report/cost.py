@@ -21,7 +21,7 @@ from pipeline.report.drafts import Speculated
 from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
 from pipeline.report.json_record import JsonRecord
 from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
-from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, split_exactly
+from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, split_exactly, summed
 
 METHOD = (
     "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"
@@ -214,7 +214,7 @@ def build_report(
         wall_us=sum(run.wall_us for run in runs),
         write_us=sum(run.write_us for run in runs),
         phases_us=phases_us,
-        driver_us=_summed([run.driver_us for run in runs]),
+        driver_us=summed([run.driver_us for run in runs]),
         runs=tuple(runs),
         latency={f.name: Percentiles.of(getattr(stats.latency, f.name)) for f in fields(stats.latency)},
         lengths=_lengths(stats.lengths, machine_us, phases_us),
@@ -300,7 +300,7 @@ def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]
         taken_rows=sum(actor.taken_rows for actor in actors),
         convicted_rows=sum(actor.convicted_rows for actor in actors),
         actors_replaced=sum(actor.replaces is not None for actor in actors),
-        storage_retries=_summed([run.storage_retries for run in runs] + [a.storage_retries for a in actors]),
+        storage_retries=summed([run.storage_retries for run in runs] + [a.storage_retries for a in actors]),
         restart_reasons=dict(reasons.most_common(MAX_REASONS)),
         steps_out_of_memory=sum(run.stat("num_out_of_memory") for run in runs),
         telemetry_failures=sum(run.telemetry_failures for run in runs),
@@ -316,8 +316,3 @@ def _total(usd: Iterable[float | None]) -> float | None:
     """Of prices that are all known or all unknown; None also of none."""
     known = [u for u in usd if u is not None]
     return sum(known) if known else None
-
-
-def _summed(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    return {name: sum(part.get(name, 0) for part in parts) for name in names}

@@ -131,7 +131,8 @@ def fault_costs(runs: Sequence[RunRecord], delivered_generated: int, priced: boo
         if end != "row_failed" and not goes_on:
             sums[end].count += 1
             if following is not None:
-                sums[end].add(following, Computed(), 0, sum(map(_start_us, _first_actors(following))))
+                started_us = sum(_start_us(actor) for actor in following.actors if actor.replaces is None)
+                sums[end].add(following, Computed(), 0, started_us)
     return tuple(sums[kind].cost(kind, priced) for kind in FAULTS if sums[kind].count or sums[kind].tokens.all)
 
 
@@ -147,10 +148,6 @@ def _add_actor(sums: dict[str, _Sums], run: RunRecord, actor: ActorRecord) -> No
     if actor.replaces is not None:
         sums["actor_replaced"].count += 1
         sums["actor_replaced"].add(run, Computed(), 0, _start_us(actor))
-
-
-def _first_actors(run: RunRecord) -> list[ActorRecord]:
-    return [actor for actor in run.actors if actor.replaces is None]
 
 
 def _start_us(actor: ActorRecord) -> int:

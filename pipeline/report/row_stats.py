@@ -5,7 +5,7 @@ histograms with fixed buckets for that. Does not own money or machine time (`cos
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from math import ceil
 
 from pipeline.report.json_record import JsonRecord
@@ -115,12 +115,7 @@ class LengthBucket:
     generated_tokens: int = 0
 
     def __add__(self, other: "LengthBucket") -> "LengthBucket":
-        return LengthBucket(
-            self.rows + other.rows,
-            self.input_tokens + other.input_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.generated_tokens + other.generated_tokens,
-        )
+        return LengthBucket(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other))))
 
 
 def length_bucket(num_tokens: int) -> int:

@@ -51,6 +51,12 @@ def split_exactly(total: int, weights: Sequence[int]) -> list[int]:
     return parts
 
 
+def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Counters of several, added up by name."""
+    names = list(dict.fromkeys(name for part in counts for name in part))
+    return {name: sum(part.get(name, 0) for part in counts) for name in names}
+
+
 def per_second(count: int, us: int) -> float:
     """A rate; 0.0 when no time has passed."""
     return count * 1e6 / us if us > 0 else 0.0

@@ -1,1 +1,1 @@
-"""The cost model: the least time of a step (`step`) and of a whole job (`job`) on a card. No torch, no device."""
+"""The least time of a step (`cost_model`) and of a whole job (`job_simulation`) on a card. No torch, no device."""

@@ -12,7 +12,7 @@ from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
-from pipeline.roofline.step import Ceilings, Reached
+from pipeline.roofline.cost_model import Ceilings, Reached
 
 
 def test_a_bound_comes_from_the_cards_own_figures():

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.output.parts import PartName, PartStore
+from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.job.telemetry.status import Status
 from pipeline.report.run_record import ActorRecord, RunRecord, no_phases
@@ -70,15 +70,15 @@ def finished_run(**changes) -> RunRecord:
 def leave_output(root: Path, run: RunRecord, outcome: str, rows: int = 2) -> PartStore:
     """An output folder as a run leaves it."""
     store = PartStore(str(root / "out"))
-    store.probe()
+    store.folder.probe()
     schema = output_schema(pa.schema([]), {}, False)
     row = {"generated_text": "x", "num_input_tokens": 5, "num_cached_tokens": 0, "num_generated_tokens": 10}
     table = pa.Table.from_pylist([row] * rows, schema=schema)
     store.write(PartName("1a2b3c4d", 0, 0, 1, rows), table)
-    store.create("_pipeline/job.json", json.dumps({"job": "demo", "fingerprint": "1a2b3c4d" * 8}).encode())
-    store.replace("_pipeline/runs/run-1.json", json.dumps(run.to_json()).encode())
+    store.folder.create("_pipeline/job.json", json.dumps({"job": "demo", "fingerprint": "1a2b3c4d" * 8}).encode())
+    store.folder.replace("_pipeline/runs/run-1.json", json.dumps(run.to_json()).encode())
     status = Status("run-1", "generating", outcome, rows_total=3, rows_done=2, eta_s=30.0)
-    store.replace("_pipeline/status.json", json.dumps(status.to_json()).encode())
+    store.folder.replace("_pipeline/status.json", json.dumps(status.to_json()).encode())
     if outcome == "finished":
-        store.success(json.dumps({"parts": 1, "completed_rows": rows, "error_rows": 0}).encode())
+        store.folder.replace(SUCCESS, json.dumps({"parts": 1, "completed_rows": rows, "error_rows": 0}).encode())
     return store

@@ -45,11 +45,11 @@ def test_status_of_a_run_whose_process_is_gone(work, pipe):
 def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
     """Of another machine nobody can say whether the process is there."""
     store = leave_output(work, finished_run(outcome="running", versions={"host": "elsewhere", "pid": "1"}), "running")
-    status = json.loads(store.read("_pipeline/status.json"))
+    status = json.loads(store.folder.read("_pipeline/status.json"))
     now = datetime.now(UTC)
     for told_at, head in ((now, "running"), (now - timedelta(hours=3), "stale"), (None, "running")):
         told = {"told_at": told_at.isoformat()} if told_at else {}
-        store.replace("_pipeline/status.json", json.dumps(status | told).encode())
+        store.folder.replace("_pipeline/status.json", json.dumps(status | told).encode())
         out = pipe("status", "out")[1]
         assert f"out: {head}\n" in out
         assert ("Nothing was heard of it for 3 h 00 min. If its process on elsewhere is gone" in out) == (
@@ -60,12 +60,12 @@ def test_status_of_a_run_that_was_not_heard_of_for_long(work, pipe):
 def test_report_is_the_folders_or_made_anew_when_a_run_was_killed(work, pipe):
     store = leave_output(work, finished_run(), "finished")
     kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
-    store.replace("_pipeline/report.json", json.dumps(kept.to_json()).encode())
+    store.folder.replace("_pipeline/report.json", json.dumps(kept.to_json()).encode())
     code, out, _ = pipe("report", "out")
     assert code == 0
     assert out == text(kept) + "\n"
     killed = finished_run(run_id="run-2", outcome="killed", started_at="2026-01-02T00:00:00+00:00")
-    store.replace("_pipeline/runs/run-2.json", json.dumps(killed.to_json()).encode())
+    store.folder.replace("_pipeline/runs/run-2.json", json.dumps(killed.to_json()).encode())
     raw = json.loads(pipe("report", "job.yaml", "--json")[1])
     assert [run["run_id"] for run in raw["runs"]] == ["run-1", "run-2"]
     assert raw["rows"]["written"] == 2, "counted from the parts"
@@ -91,7 +91,7 @@ def test_places_without_a_job(work, pipe, command: str, place: str, expected: st
 def test_a_finished_output_without_its_parts_is_told(work, pipe):
     store = leave_output(work, finished_run(), "finished")
     kept = build_report("demo", "x", [finished_run()], PartTotals(rows=3), 3)
-    store.replace("_pipeline/report.json", json.dumps({**kept.to_json(), "outcome": "finished"}).encode())
+    store.folder.replace("_pipeline/report.json", json.dumps({**kept.to_json(), "outcome": "finished"}).encode())
     next(Path(store.path).glob("part-*")).unlink()
     assert "out: damaged\n" in pipe("status", "out")[1]
     for command in ("status", "report"):
@@ -101,7 +101,7 @@ def test_a_finished_output_without_its_parts_is_told(work, pipe):
 
 def test_an_edited_status_is_told(work, pipe):
     store = leave_output(work, finished_run(), "finished")
-    store.replace("_pipeline/status.json", b"[1]")
+    store.folder.replace("_pipeline/status.json", b"[1]")
     code, _, err = pipe("status", "out")
     assert code == 2
     assert "not one JSON object" in err

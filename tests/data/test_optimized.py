@@ -13,7 +13,7 @@ from tests.data.output.finished_units import name, result
 
 assert False, "assertions are on"
 store = PartStore(sys.argv[1])
-store.probe()
+store.folder.probe()
 store.write(name(), result(50))
 part = store.read_part(name())
 
@@ -27,8 +27,8 @@ def refused(call, *args):
 
 refused(store.write, name(1), result(49))
 refused(store.rewrite, name(), result(49), {}, part.tag)
-refused(store.read, "../secret")
-refused(PartStore("memory://optimized").read, "../secret")
+refused(store.folder.read, "../secret")
+refused(PartStore("memory://optimized").folder.read, "../secret")
 refused(lambda: replace(name(), unit=40))
 """
 

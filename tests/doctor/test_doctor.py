@@ -16,6 +16,7 @@ from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Check, Setup, diagnose, exit_code, machine_checks
 from pipeline.errors import ConfigError
+from pipeline.machine import host
 from pipeline.stores.retries import RetryPolicy
 
 SECRET = "hunter2-never-shown"
@@ -181,14 +182,14 @@ def test_full_disks(monkeypatch, tmp_path):
 
 
 def test_a_package_that_is_missing(monkeypatch):
-    version = machine_checks.version
+    version = host.version
 
     def without_ray(name: str) -> str:
         if name == "ray":
             raise PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr(machine_checks, "version", without_ray)
+    monkeypatch.setattr(host, "version", without_ray)
     assert checks("versions")["ray"].todo == "pip install ray"
 
 

@@ -14,7 +14,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Completion, Request
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.kernels.reference import draw, greedy
+from pipeline.kernels.reference import greedy, sample
 
 VOCAB = 97
 EOS = 96
@@ -48,7 +48,7 @@ class HashRunner:
     vocab_size = VOCAB
     is_asynchronous = False
     max_corrected_queries = 8
-    greedy, draw = staticmethod(greedy), staticmethod(draw)
+    greedy, sample = staticmethod(greedy), staticmethod(sample)
 
     def __init__(
         self, num_blocks: int, block_size: int, bad_token: int | None = None, memory: int | None = None

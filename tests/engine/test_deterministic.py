@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline import Engine, EngineConfig, SamplingParams
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.params import Completion
 from pipeline.errors import ConfigError
@@ -98,7 +99,7 @@ def with_right_and_wrong_drafts(folder: Path, **options: Any) -> Rows:
     with float32_engine(folder, enable_prefix_caching=False, **options) as engine:
         outputs = {n: tokens for n, (tokens, _) in enumerate(told(engine.generate(prompts(), params())))}
         proposer = Recorded(engine.table, outputs, np.random.default_rng(1), vocab_size=250)
-        engine.speculate([proposer], FixedDrafts(5))
+        engine.draft_as(Drafting([proposer], FixedDrafts(5), engine.scheduler))
         return _drafted(engine)
 
 
@@ -179,7 +180,7 @@ def test_on_gpu_kernels_captured_or_not(folder: Path, monkeypatch: pytest.Monkey
             runner._graphs.run = run
             outputs = {n: tokens for n, (tokens, _) in enumerate(expected)}
             proposer = Recorded(engine.table, outputs, np.random.default_rng(2), most=2, vocab_size=250)
-            engine.speculate([proposer], FixedDrafts(2))
+            engine.draft_as(Drafting([proposer], FixedDrafts(2), engine.scheduler))
             found = told(engine.generate(two, own))
             assert run.call_count >= 2, "steps were replayed"
             assert sum(engine.stats.drafted_by_place) > 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pipeline.engine.drafts.draft_model import NEAR, DraftModelProposer
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts
 from pipeline.engine.engine import Engine
@@ -72,7 +73,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(seed: int) -> None:
         enable_prefix_caching=bool(rng.random() < 0.8),
     )
     proposer = draft_with_itself(engine, 5, catch_up=int(rng.integers(3, 60)))
-    engine.speculate([proposer], Fitful(5, rng))
+    engine.draft_as(Drafting([proposer], Fitful(5, rng), engine.scheduler))
     requests = random_requests(rng, 40, max_len)
     done = run(engine, requests, arrivals=rng)
     for request in requests:
@@ -90,7 +91,7 @@ def test_two_proposers_in_turn(seed: int) -> None:
     rng = np.random.default_rng(50 + seed)
     engine = hash_engine(40, 4, memory=2, max_model_len=64, max_num_seqs=7, max_num_batched_tokens=50)
     proposers = [NgramProposer(engine.table, 4, 4096, 256), draft_with_itself(engine, 3, memory=1)]
-    engine.speculate(proposers, Fitful(4, rng, 2))
+    engine.draft_as(Drafting(proposers, Fitful(4, rng, 2), engine.scheduler))
     requests = random_requests(rng, 40, 64)
     done = run(engine, requests, arrivals=rng)
     for request in requests:
@@ -103,7 +104,7 @@ def test_two_proposers_in_turn(seed: int) -> None:
 def test_a_shared_prefix_is_computed_once_by_the_draft_too() -> None:
     engine = hash_engine(100, 4, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
     proposer = draft_with_itself(engine, 3)
-    engine.speculate([proposer], FixedDrafts(3))
+    engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
     head = list(range(40))
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     first = run(engine, [Request(0, [*head, 1, 2], params)])[0]
@@ -120,7 +121,7 @@ def test_catching_up_is_bounded_in_each_step() -> None:
     """Nothing is drafted for a sequence before the draft model has come near it."""
     engine = hash_engine(100, 4, max_model_len=200, max_num_seqs=3, max_num_batched_tokens=300)
     proposer = draft_with_itself(engine, 3, catch_up=20)
-    engine.speculate([proposer], FixedDrafts(3))
+    engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
     for row in range(3):
         engine.add(Request(row, [row] * 60, SamplingParams(max_tokens=30, ignore_eos=True)))
     drafted = []
@@ -150,7 +151,7 @@ def test_a_vocabulary_of_another_size() -> None:
     for runner_of, accepts_all in ((Cut, False), (Padded, True)):
         engine = hash_engine(100, 4, max_num_batched_tokens=64)
         proposer = DraftModelProposer(runner_of(100, 4), engine.table, engine.pool, 3, VOCAB)
-        engine.speculate([proposer], FixedDrafts(3))
+        engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
         done = run(engine, [Request(0, [5, 6], SamplingParams(max_tokens=40, ignore_eos=True))])[0]
         assert done.token_ids == expected_tokens([5, 6], 40, 64, False)
         drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
@@ -159,7 +160,7 @@ def test_a_vocabulary_of_another_size() -> None:
 
 
 class TableRunner:
-    """The law of the next token depends on the last one alone."""
+    """The distribution of the next token depends on the last one alone."""
 
     is_asynchronous, greedy = False, staticmethod(greedy)
 
@@ -182,9 +183,9 @@ class NoText:
 
 
 @pytest.mark.parametrize("renormalised", [True, False])
-def test_drawn_tokens_have_the_law_of_the_target(renormalised: bool) -> None:
-    """The joint law of three tokens, drafts included, by chi-square against exact enumeration; and a draft whose law
-    is told wrongly must be seen to fail."""
+def test_sampled_tokens_have_the_distribution_of_the_target(renormalised: bool) -> None:
+    """The joint distribution of three tokens, drafts included, by chi-square against exact enumeration; and a draft
+    whose distribution is told wrongly must be seen to fail."""
     torch.manual_seed(3)
     target_VV, draft_VV = 1.5 * torch.randn(4, 4), 1.5 * torch.randn(4, 4)
     count, temperature = 20_000, 0.8
@@ -209,12 +210,12 @@ def test_drawn_tokens_have_the_law_of_the_target(renormalised: bool) -> None:
             return drafts
 
         proposer.draft = draft_and_lie  # type: ignore[method-assign]
-    engine.speculate([proposer], FixedDrafts(2))
+    engine.draft_as(Drafting([proposer], FixedDrafts(2), engine.scheduler))
     params = SamplingParams(max_tokens=3, temperature=temperature)
     texts = np.array([c.token_ids for c in engine.stream(Request(row, [1], params) for row in range(count))])
     p_VV = torch.softmax(target_VV.double() / temperature, dim=-1).numpy()
-    law_VVV = p_VV[1][:, None, None] * p_VV[:, :, None] * p_VV[None, :, :]
-    value = p_value(texts, law_VVV)
+    joint_VVV = p_VV[1][:, None, None] * p_VV[:, :, None] * p_VV[None, :, :]
+    value = p_value(texts, joint_VVV)
     assert 0 < engine.stats.accepted_2 < engine.stats.drafted_2
     assert (value > 1e-4) == renormalised, value
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.compiled import select_lookup
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, StepFacts, StepOutcome
@@ -124,7 +125,7 @@ def test_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = hash_engine(120, 4, memory=1, is_asynchronous=True, max_num_batched_tokens=200)
     proposer = NgramProposer(engine.table, K)
     policy = Replaying(np.random.default_rng(0), lambda: replay(proposer, engine.table, engine.scheduler.running))
-    engine.speculate([proposer], policy)
+    engine.draft_as(Drafting([proposer], policy, engine.scheduler))
     waits = Waits(engine, monkeypatch)
     chains = [[n, *expected_tokens([n], 20, 64, False, 1), n] for n in range(6)]  # behind its end it begins again
     lengths = [8, 12, 20, 20, 5, 16, 20, 9]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, Offer, StepFacts, StepOutcome
 from pipeline.engine.engine import Engine
@@ -140,7 +141,7 @@ def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
     outputs = {row: completion.token_ids for row, completion in plain.items()}
     proposer = Recorded(engine.table, outputs, rng, error_rate=float(rng.choice([0.0, 0.1, 0.5])))
     policy = Watched(int(rng.integers(1, 6)), rng, engine.table)
-    engine.speculate([proposer], policy)
+    engine.draft_as(Drafting([proposer], policy, engine.scheduler))
     step, texts = engine.step, [r.prompt_token_ids + outputs[r.row_id] for r in requests]
 
     def step_and_check() -> list[Completion]:
@@ -170,7 +171,9 @@ def test_greedy_tokens_with_the_ngram_proposer_are_those_of_plain_steps(seed: in
     max_len = int(rng.choice([40, 64]))
     memory = int(rng.choice([1, 2]))
     engine = tight_engine(rng, max_len, memory)
-    engine.speculate([NgramProposer(engine.table, int(rng.integers(1, 7)), 4096, 256)], FixedDrafts(6))
+    engine.draft_as(
+        Drafting([NgramProposer(engine.table, int(rng.integers(1, 7)), 4096, 256)], FixedDrafts(6), engine.scheduler)
+    )
     requests = random_requests(rng, 40, max_len)
     done = run(engine, requests, arrivals=rng)
     for request in requests:
@@ -184,7 +187,9 @@ def test_accepted_drafts_save_steps_and_are_counted_by_place() -> None:
     prompts = [[row, 5, 6] for row in range(4)]
     outputs = {row: expected_tokens(prompt, 30, 64, False) for row, prompt in enumerate(prompts)}
     engine = hash_engine(100, 4, max_num_seqs=4, max_num_batched_tokens=64)
-    engine.speculate([Certain(engine.table, outputs, np.random.default_rng(0), 3)], FixedDrafts(3))
+    engine.draft_as(
+        Drafting([Certain(engine.table, outputs, np.random.default_rng(0), 3)], FixedDrafts(3), engine.scheduler)
+    )
     done = run(engine, [Request(r, p, SamplingParams(max_tokens=30, ignore_eos=True)) for r, p in enumerate(prompts)])
     assert {row: c.token_ids for row, c in done.items()} == outputs
     stats = engine.stats
@@ -207,7 +212,7 @@ def test_tokens_survive_steps_with_drafts_that_run_out_of_memory(seed: int) -> N
     engine = tight_engine(rng, 64, None)
     proposer = Recorded(engine.table, {row: c.token_ids for row, c in plain.items()}, rng)
     policy = Watched(5, rng, engine.table)
-    engine.speculate([proposer], policy)
+    engine.draft_as(Drafting([proposer], policy, engine.scheduler))
     observe = policy.observe
 
     def observe_and_check(outcome: StepOutcome) -> None:
@@ -232,7 +237,11 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
         )
         engine.scheduler.admission.expected_output = 1
         if most:
-            engine.speculate([Certain(engine.table, wrong, np.random.default_rng(1), most)], FixedDrafts(most))
+            engine.draft_as(
+                Drafting(
+                    [Certain(engine.table, wrong, np.random.default_rng(1), most)], FixedDrafts(most), engine.scheduler
+                )
+            )
         requests = [Request(r, [r, 5, 6], SamplingParams(max_tokens=30, ignore_eos=True)) for r in range(12)]
         done = run(engine, requests)
         assert all(done[r].token_ids == expected_tokens([r, 5, 6], 30, 64, False) for r in range(12))
@@ -251,7 +260,9 @@ def test_nobody_is_preempted_or_kept_waiting_for_drafts() -> None:
 def test_the_policy_is_told_what_the_step_is_made_of() -> None:
     engine = hash_engine(64, 4, max_num_batched_tokens=16)
     policy = Watched(3, np.random.default_rng(0), engine.table)
-    engine.speculate([Recorded(engine.table, {0: [], 1: []}, np.random.default_rng(0))], policy)
+    engine.draft_as(
+        Drafting([Recorded(engine.table, {0: [], 1: []}, np.random.default_rng(0))], policy, engine.scheduler)
+    )
     for row in range(2):
         engine.add(Request(row, [row] * 20, SamplingParams(max_tokens=9, ignore_eos=True)))
     for _ in range(4):
@@ -267,7 +278,7 @@ def certain_run(drafts: list[int], params: SamplingParams, most: int, bad_token:
     """The completion of the prompt [3, 1, 4], and its engine."""
     engine = hash_engine(64, 4, bad_token=bad_token, max_num_batched_tokens=64)
     proposer = Certain(engine.table, {0: drafts}, np.random.default_rng(0), most)
-    engine.speculate([proposer], FixedDrafts(most))
+    engine.draft_as(Drafting([proposer], FixedDrafts(most), engine.scheduler))
     return run(engine, [Request(0, [3, 1, 4], params)])[0], engine
 
 
@@ -304,7 +315,9 @@ def test_eos_among_accepted_drafts_ends_the_sequence() -> None:
             break
     engine = hash_engine(64, 4, max_num_batched_tokens=64)
     beyond = {0: expected_tokens([row // 90, row % 90], 40, 64, False)}
-    engine.speculate([Certain(engine.table, beyond, np.random.default_rng(0), 30)], FixedDrafts(30))
+    engine.draft_as(
+        Drafting([Certain(engine.table, beyond, np.random.default_rng(0), 30)], FixedDrafts(30), engine.scheduler)
+    )
     done = run(engine, [Request(0, [row // 90, row % 90], params)])[0]
     assert (done.token_ids, done.finish_reason) == (plain, "stop")
     assert engine.stats.num_steps < len(plain)
@@ -330,7 +343,9 @@ def test_non_finite_logits_end_a_row_only_where_it_would_have_come_to_them(most:
 def test_poisoned_blocks_of_a_broken_row_are_cleaned_and_not_shared() -> None:
     engine = hash_engine(64, 4, bad_token=77)
     outputs = {row: expected_tokens([row, 5, 6, 7, 8], 6, 64, False) for row in range(3)} | {"bad": [1] * 9}
-    engine.speculate([Recorded(engine.table, outputs, np.random.default_rng(3))], FixedDrafts(5))
+    engine.draft_as(
+        Drafting([Recorded(engine.table, outputs, np.random.default_rng(3))], FixedDrafts(5), engine.scheduler)
+    )
     good = [Request(row, [row, 5, 6, 7, 8], SamplingParams(max_tokens=6, ignore_eos=True)) for row in range(3)]
     done = run(engine, [*good, Request("bad", [1, 2, 77, 4, 5, 6], SamplingParams(max_tokens=6, ignore_eos=True))])
     assert done["bad"].error == "non_finite_logits"
@@ -340,7 +355,7 @@ def test_poisoned_blocks_of_a_broken_row_are_cleaned_and_not_shared() -> None:
 
 def test_aborting_in_the_middle_leaves_nothing_behind() -> None:
     engine = hash_engine(64, 4, memory=1)
-    engine.speculate([NgramProposer(engine.table, 4)], FixedDrafts(4))
+    engine.draft_as(Drafting([NgramProposer(engine.table, 4)], FixedDrafts(4), engine.scheduler))
     for row in range(6):
         engine.add(Request(row, [row, 5, 6], SamplingParams(max_tokens=40, ignore_eos=True)))
     for _ in range(6):
@@ -356,7 +371,7 @@ def test_a_proposer_comes_before_the_first_request() -> None:
     engine.add(Request(0, [1, 2], SamplingParams()))
     engine.step()
     with pytest.raises(AssertionError, match="unknown to the proposers"):
-        engine.speculate([NgramProposer(engine.table, 4)], FixedDrafts(4))
+        engine.draft_as(Drafting([NgramProposer(engine.table, 4)], FixedDrafts(4), engine.scheduler))
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +408,9 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
         assert sum(engine.stats.drafted_by_place[:3]) == sum(engine.stats.drafted_by_place) > 100
     with float32_engine(folder, kv_cache_memory_bytes=1 << 18, max_model_len=96) as engine:
         outputs = {row: completion.token_ids for row, completion in enumerate(plain)}
-        engine.speculate([Recorded(engine.table, outputs, rng, vocab_size=250)], FixedDrafts(5))
+        engine.draft_as(
+            Drafting([Recorded(engine.table, outputs, rng, vocab_size=250)], FixedDrafts(5), engine.scheduler)
+        )
         engine.scheduler.admission.expected_output = 1
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
         assert sum(engine.stats.accepted_by_place) > 100
@@ -436,7 +453,13 @@ def test_logits_behind_drafts_are_those_of_plain_steps(folder: Path) -> None:
 
             engine.runner.execute = execute_and_keep  # type: ignore[method-assign]
             if drafts is not None:
-                engine.speculate([Certain(engine.table, {0: drafts}, np.random.default_rng(0), 5)], FixedDrafts(5))
+                engine.draft_as(
+                    Drafting(
+                        [Certain(engine.table, {0: drafts}, np.random.default_rng(0), 5)],
+                        FixedDrafts(5),
+                        engine.scheduler,
+                    )
+                )
             done = engine.generate([[7, 8, 9, 10, 11]], SamplingParams(max_tokens=24, ignore_eos=True))[0]
             return done.token_ids, torch.cat(kept)
 

@@ -71,8 +71,8 @@ def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
     with pytest.raises(Interrupted):
         run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.0, "unit_rows": 16})
     output = PartStore(job.settings["output"]["path"], job.settings["output"]["storage"])
-    (kept,) = output.names("_pipeline/partial")
-    raw = output.read(f"_pipeline/partial/{kept}")
+    (kept,) = output.folder.names("_pipeline/partial")
+    raw = output.folder.read(f"_pipeline/partial/{kept}")
     assert raw is not None
     done = json.loads(raw)
     assert 0 < len(done) < 16
@@ -81,7 +81,7 @@ def test_rows_of_an_interrupted_run_are_taken_over_from_the_store(job, store):
     assert sorted(rows["id"].to_pylist()) == list(range(16))
     kept_tokens = sum(len(row["token_ids"]) for row in done)
     assert report.runs[1].stat("generated_tokens") == sum(rows["num_generated_tokens"].to_pylist()) - kept_tokens
-    assert output.names("_pipeline/partial") == ()
+    assert output.folder.names("_pipeline/partial") == []
 
 
 def test_fault_46_nothing_a_job_leaves_holds_its_storage_options(job, store, caplog, capfd):

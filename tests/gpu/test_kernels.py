@@ -97,7 +97,7 @@ def test_sampling(place: Place, rows: int) -> None:
     noise_RV[1::7, -1] = float("nan")
     for ours, its in (
         (kernels.greedy(logits_RV), exact.greedy(logits_RV.cpu())),
-        (kernels.draw(noise_RV, how_5R.to(place.device)), exact.draw(noise_RV.cpu(), how_5R)),
+        (kernels.sample(noise_RV, how_5R.to(place.device)), exact.sample(noise_RV.cpu(), how_5R)),
     ):
         finite_R = ours[1].cpu()
         assert torch.equal(finite_R, its[1])
@@ -114,9 +114,9 @@ def test_attention(place: Place, name: str, with_fp8: bool) -> None:
     for heads in place.heads:
         step = paged_step(counts, contexts, heads, place.dtype, place.device, with_fp8_cache=with_fp8, shared=shared)
         for window in (None, 48):
-            how = replace(step.where, worked_out={}), heads.head_dim**-0.5, window
+            how = replace(step.where, plans={}), heads.head_dim**-0.5, window
             ours = kernels.attention(step.q_TND, step.cache, *how)
-            expected = exact.attention(step.q_TND.float(), step.cache, replace(how[0], worked_out={}), *how[1:])
+            expected = exact.attention(step.q_TND.float(), step.cache, replace(how[0], plans={}), *how[1:])
             assert close(place, (ours, expected)), (heads, window)
 
 

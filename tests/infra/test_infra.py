@@ -211,7 +211,7 @@ def under_policy(monkeypatch):
 
 
 def test_the_policy_is_enough_for_input_output_and_model_and_no_more(under_policy):
-    from pipeline.data.output.parts import PartStore
+    from pipeline.data.output.parts import SUCCESS, PartStore
     from pipeline.data.source import cut_windows, open_source, read_window
     from pipeline.stores.filesystem import filesystem
     from tests.data.output.finished_units import FP, name, result
@@ -231,20 +231,20 @@ def test_the_policy_is_enough_for_input_output_and_model_and_no_more(under_polic
 
     store = PartStore(bucket.url("output/summarize"), bucket.storage)
     assert store.list(FP).num_units == 0
-    store.probe()
-    store.probe_rewrite()
-    assert store.read("_pipeline/job.json") is None
-    assert store.create("_pipeline/job.json", b"1")
-    store.replace("_pipeline/status.json", b"1")
+    store.folder.probe()
+    store.folder.probe_swap()
+    assert store.folder.read("_pipeline/job.json") is None
+    assert store.folder.create("_pipeline/job.json", b"1")
+    store.folder.replace("_pipeline/status.json", b"1")
     assert store.write(name(), result(50))
     assert not store.write(name(), result(50, seed=2))
-    assert store.has(name())
+    assert store.folder.has(str(name()))
     part = store.read_part(name())
     store.rewrite(name(), result(50, seed=3), part.metadata, part.tag)
-    store.remove("_pipeline/status.json")
-    store.clean_tmp()
-    store.success(b"{}")
-    assert store.names("_pipeline") == ("job.json",)
+    store.folder.remove("_pipeline/status.json")
+    store.folder.clean_tmp()
+    store.folder.replace(SUCCESS, b"{}")
+    assert store.folder.names("_pipeline") == ["job.json"]
     assert store.totals().rows == 50
 
     # of an empty folder s3fs looks into the one above, and does without it

@@ -99,7 +99,7 @@ def test_the_parts_are_looked_at_once_for_the_error_rate(job, monkeypatch):
             stood.add(name)
     read = PartStore.totals
     monkeypatch.setattr(PartStore, "totals", lambda self, of=None: looks.append(of) or read(self, of))
-    log = RunLog(store, {}, None, {}, Telemetry(store), RetryCounts())
+    log = RunLog(store, {}, None, {}, Telemetry(store.folder), RetryCounts())
     told = PartTotals(50, 1, {"null_prompt": 20})  # what runs that were killed have recorded may be wrong
     totals = OutputTotals(store, log, told, stood, num_rows=100, limit=0.1)
     totals.check_error_rate()

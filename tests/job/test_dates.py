@@ -6,11 +6,11 @@ from datetime import datetime
 import pytest
 
 from pipeline.checkpoints.digest import asks_for_date
-from pipeline.data.output.parts import PartStore
 from pipeline.errors import FingerprintError, OutputError
 from pipeline.job.actor.worker import Backend
 from pipeline.job.plan import make_plan
 from pipeline.job.run import run_job
+from pipeline.stores.local_folder import LocalFolder
 from tests.job.local_flow import LocalFlow
 from tests.tokenization import small_tokenizers
 
@@ -78,7 +78,7 @@ def test_the_job_file_names_the_date(job, run):
 def test_of_two_first_runs_at_midnight_the_second_takes_the_date_of_the_first(job, run, monkeypatch):
     first = run(FIRST)
     forget(job)
-    read, reads = PartStore.read, []
+    read, reads = LocalFolder.read, []
 
     def blind(store, name):
         """The first look finds nothing, as the other run has not written yet."""
@@ -88,7 +88,7 @@ def test_of_two_first_runs_at_midnight_the_second_takes_the_date_of_the_first(jo
                 return None
         return read(store, name)
 
-    monkeypatch.setattr(PartStore, "read", blind)
+    monkeypatch.setattr(LocalFolder, "read", blind)
     assert run(LATER) == first
     reads.clear()
     forget(job)

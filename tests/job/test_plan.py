@@ -114,14 +114,14 @@ def test_the_fingerprint_follows_what_the_output_depends_on(job):
 def started(tmp_path):
     """started() -> the record of a run that has just begun, as it is in the output."""
     store = PartStore(str(tmp_path / "o"))
-    store.probe()
-    telemetry = Telemetry(store)
+    store.folder.probe()
+    telemetry = Telemetry(store.folder)
 
     def start(**versions) -> RunLog:
         log = RunLog(store, {}, None, {}, telemetry, RetryCounts())
         record = log.record().to_json()
         record["versions"] |= versions
-        store.replace(f"_pipeline/runs/{log.run_id}.json", json.dumps(record).encode())
+        store.folder.replace(f"_pipeline/runs/{log.run_id}.json", json.dumps(record).encode())
         return log
 
     start.store = store
@@ -151,6 +151,6 @@ def test_runs_are_in_the_order_of_their_numbers_beyond_9999(started):
     record = started().record().to_json()
     for number in ("9999", "10000"):
         run_id = f"{number}-20260101-000000-abcd"
-        started.store.replace(f"_pipeline/runs/{run_id}.json", json.dumps(record | {"run_id": run_id}).encode())
+        started.store.folder.replace(f"_pipeline/runs/{run_id}.json", json.dumps(record | {"run_id": run_id}).encode())
     assert [run.run_id.split("-")[0] for run in load_runs(started.store)] == ["0001", "9999", "10000"]
     assert started().run_id.startswith("10001-")

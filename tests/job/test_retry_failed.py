@@ -6,9 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.output.parts import UNIT_KEY, PartStore
+from pipeline.data.output.parts import UNIT_KEY
 from pipeline.errors import EnvironmentFailed, OutputError, TooManyRowErrors
 from pipeline.stores import failpoints
+from pipeline.stores.local_folder import LocalFolder
 from tests.job.conftest import TEXTS, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -118,7 +119,7 @@ def test_a_store_that_cannot_replace_is_refused_before_anything_is_done(ill, mon
     def cannot(self):
         raise OutputError("this store has no conditional replace")
 
-    monkeypatch.setattr(PartStore, "probe_rewrite", cannot)
+    monkeypatch.setattr(LocalFolder, "probe_swap", cannot)
     before = contents(ill)
     with pytest.raises(OutputError, match="conditional replace"):
         retry(ill)

@@ -141,8 +141,8 @@ def test_each_counts_its_own_tries_however_many_are_in_a_process(store, tmp_path
     store.bucket.upload(_parquet(tmp_path), f"{tmp_path.name}/in/a.parquet")
     one, two = (PartStore(f"{url}/out", store.bucket.storage, retries) for retries in (ours, theirs))
     store.proxy.add("slow_down", "x.json", times=2)
-    one.replace("x.json", b"{}")
-    assert two.read("x.json") == b"{}"
+    one.folder.replace("x.json", b"{}")
+    assert two.folder.read("x.json") == b"{}"
     assert (ours.counted(), theirs.counted()) == ({"throttled": 2}, {})
     store.proxy.add("server_error", r"in/a\.parquet", times=1)
     assert open_source(f"{url}/in", store.bucket.storage, retries=theirs).num_rows == 1

@@ -10,7 +10,7 @@ import pytest
 from fsspec.spec import AbstractFileSystem
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.data.output.parts import NONCE_KEY, PartStore
+from pipeline.data.output.parts import NONCE_KEY, SUCCESS, PartStore
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores import failpoints
 from pipeline.stores.object_folder import ObjectFolder
@@ -62,7 +62,7 @@ def read(store: PartStore, unit: int = 0) -> pa.Table:
 def test_names_come_page_by_page(faulty, store, monkeypatch):
     for unit in range(5):
         store.write(name(unit, 5), result(5))
-    store.create("_pipeline/job.json", b"{}")
+    store.folder.create("_pipeline/job.json", b"{}")
     raw, pages = store.folder._fs.raw, []
     call = raw.call_s3
 
@@ -113,36 +113,36 @@ def test_parts_and_small_files(request, kind):
     assert store.list(FP).num_units == 0
     assert dict(store.sizes()) == {}
     assert store.totals() == PartTotals()
-    store.probe()
-    store.probe()
-    assert store.names("_pipeline/tmp") == store.names("_pipeline/partial") == ()
-    assert not store.has(name())
+    store.folder.probe()
+    store.folder.probe()
+    assert store.folder.names("_pipeline/tmp") == store.folder.names("_pipeline/partial") == []
+    assert not store.folder.has(str(name()))
     assert store.write(name(), result(50, errors=2), {"pipeline.model": "demo"})
     assert not store.write(name(), result(50, seed=2))
     assert store.write(name(1), result(50))
-    assert store.has(name())
-    assert dict(store.sizes()) == {unit: len(store.read(str(unit)) or b"") for unit in (name(), name(1))}
+    assert store.folder.has(str(name()))
+    assert dict(store.sizes()) == {unit: len(store.folder.read(str(unit)) or b"") for unit in (name(), name(1))}
     part = store.read_part(name())
     assert part.table.equals(result(50, errors=2))
     assert part.metadata == {"pipeline.model": "demo"}
     assert store.list(FP).num_units == 2
     assert store.totals() == PartTotals(100, 2, {"null_prompt": 2}, 980, 392, 294)
-    assert store.read("_pipeline/job.json") is None
-    assert [store.create("_pipeline/job.json", data) for data in (b"1", b"2")] == [True, False]
-    assert store.read("_pipeline/job.json") == b"1"
+    assert store.folder.read("_pipeline/job.json") is None
+    assert [store.folder.create("_pipeline/job.json", data) for data in (b"1", b"2")] == [True, False]
+    assert store.folder.read("_pipeline/job.json") == b"1"
     for data in (b"1", b"22"):
-        store.replace("_pipeline/runs/a.json", data)
-        assert store.read("_pipeline/runs/a.json") == data
-    assert store.names("_pipeline/runs") == ("a.json",)
-    assert "_pipeline" in store.names("")
+        store.folder.replace("_pipeline/runs/a.json", data)
+        assert store.folder.read("_pipeline/runs/a.json") == data
+    assert store.folder.names("_pipeline/runs") == ["a.json"]
+    assert "_pipeline" in store.folder.names("")
     for _ in range(2):
-        store.remove("_pipeline/runs/a.json")
-        store.success(b"{}")
-    assert store.names("_pipeline/runs") == store.names("_pipeline/tmp") == ()
-    assert store.read("_SUCCESS") == b"{}"
-    assert store.clean_tmp() == 0
+        store.folder.remove("_pipeline/runs/a.json")
+        store.folder.replace(SUCCESS, b"{}")
+    assert store.folder.names("_pipeline/runs") == store.folder.names("_pipeline/tmp") == []
+    assert store.folder.read("_SUCCESS") == b"{}"
+    assert store.folder.clean_tmp() == 0
     with pytest.raises(PipelineError, match="not a file's name"):
-        store.read("../secret")
+        store.folder.read("../secret")
 
 
 def test_foreign_and_damaged_files_are_refused(faulty, store):
@@ -177,7 +177,7 @@ def test_threads_write_the_same_part(request, kind, ready):
     made = at_once(5, lambda i: (store.write(name(), result(50, seed=i)), i))
     (winner,) = [i for won, i in made if won]
     assert read(store).equals(result(50, seed=winner))
-    assert store.names("_pipeline/tmp") == ()
+    assert store.folder.names("_pipeline/tmp") == []
 
 
 # --- faults
@@ -197,21 +197,21 @@ def test_fault_14_a_store_that_denies(faulty, store, operation):
     faulty.proxy.add("denied", store.path.rpartition("/")[2], "GET" if operation == "list" else "PUT", 100)
     expected = EnvironmentFailed if operation == "write" else OutputError
     with pytest.raises(expected, match=rf"{store.path}.*denies it .*AccessDenied.*rights to list"):
-        store.write(name(), result(50)) if operation == "write" else getattr(store, operation)()
+        {"list": store.list, "probe": store.folder.probe, "write": lambda: store.write(name(), result(50))}[operation]()
 
 
 def test_fault_14_no_bucket_and_no_credentials(faulty, monkeypatch, tmp_path):
     missing = PartStore("s3://bucket-that-is-not/out", faulty.bucket.storage)
     assert missing.list().num_units == 0
     with pytest.raises(OutputError, match=r"s3://bucket-that-is-not/out/.*no such bucket.*make it first"):
-        missing.probe()
+        missing.folder.probe()
     for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(OutputError, match="Unable to locate credentials"):
-        PartStore("s3://bucket/out", {"endpoint_url": faulty.proxy.url}).probe()
+        PartStore("s3://bucket/out", {"endpoint_url": faulty.proxy.url}).folder.probe()
 
 
 def test_fault_15_and_16_parts_are_written_through_bursts(faulty, store):
@@ -229,7 +229,7 @@ def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, st
     faulty.proxy.add("lost_put", "part-.*u0000", times=1)
     assert store.write(name(), result(50))
     faulty.proxy.add("lost_put", "job.json", times=3)
-    assert store.create("_pipeline/job.json", b"{}")
+    assert store.folder.create("_pipeline/job.json", b"{}")
     assert faulty.proxy.done["lost_put"] >= 2
     # the look at what is there may fail too
     faulty.proxy.add("lost_put", "part-.*u0001", times=1)
@@ -245,9 +245,9 @@ def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, st
 def test_fault_17_answers_lost_while_probing(faulty, store):
     for tries in (1, 2, 3):
         faulty.proxy.add("lost_put", "probe", times=tries)
-        store.probe()
+        store.folder.probe()
         faulty.proxy.add("lost_put", "probe", times=tries)
-        store.probe_rewrite()
+        store.folder.probe_swap()
 
 
 def test_fault_17_a_part_of_another_writer_is_not_ours(store):
@@ -265,7 +265,7 @@ def test_fault_19_no_upload_has_parts_and_one_begun_is_invisible(faulty, store):
     faulty.bucket.client.upload_part(**upload, UploadId=begun, PartNumber=1, Body=b"half a part")
     assert store.list(FP).num_units == 0
     assert store.write(name(), result(50))
-    store.replace("_pipeline/big", bytes(100 * 2**20))  # from here on s3fs by itself cuts into parts
+    store.folder.replace("_pipeline/big", bytes(100 * 2**20))  # from here on s3fs by itself cuts into parts
     sent = [r for r in faulty.proxy.requests if folder in r and not r.startswith("GET")]
     assert [r for r in sent if "uploads" in r or "partNumber" in r] == []
     assert faulty.bucket.client.head_object(Bucket="bucket", Key=f"{folder}/_pipeline/big")["ContentLength"] > 10**8
@@ -296,7 +296,7 @@ def test_fault_20_and_21_a_part_is_compared_with_what_was_written(faulty, store)
     assert read(store, 1).equals(result(50))
     with pytest.raises(EnvironmentFailed, match="said that it took the file, and has other bytes"):
         store.write(name(2), result(50))
-    assert not store.has(name(2))
+    assert not store.folder.has(str(name(2)))
 
 
 def test_fault_22_credentials_that_stay_expired_stop_the_job_resumably(faulty, store):
@@ -310,8 +310,8 @@ def test_fault_22_credentials_that_stay_expired_stop_the_job_resumably(faulty, s
 def test_fault_23_a_store_that_ignores_if_none_match_is_refused(faulty, store):
     faulty.proxy.add("ignore_conditions", "probe", times=100)
     with pytest.raises(OutputError, match=rf"{store.path}: this store cannot be an output: it let a second file"):
-        store.probe()
-    assert store.names("_pipeline/tmp") == ()
+        store.folder.probe()
+    assert store.folder.names("_pipeline/tmp") == []
 
 
 def test_fault_23_filesystems_without_exclusive_create_are_refused(memory, monkeypatch):
@@ -321,26 +321,26 @@ def test_fault_23_filesystems_without_exclusive_create_are_refused(memory, monke
     with monkeypatch.context() as patch:
         patch.setattr(kind, "pipe_file", AbstractFileSystem.pipe_file)  # looks, then writes
         with pytest.raises(OutputError, match=r"\(memory\) has no exclusive create.*use S3"):
-            memory.probe()
+            memory.folder.probe()
 
     def no_modes(self, path, value):
         raise AssertionError("not called")
 
     monkeypatch.setattr(kind, "pipe_file", no_modes)
     with pytest.raises(OutputError, match=r"does not know how to create a file only where none is \(TypeError\)"):
-        memory.probe()
+        memory.folder.probe()
 
 
 def test_fault_46_secrets_appear_in_no_message_and_no_file(faulty, store):
     said = []
     for fault in ("denied", "expired", "slow_down"):
         faulty.proxy.add(fault, times=1000)
-        for operation in (store.probe, store.list, lambda: store.write(name(), result(50))):
+        for operation in (store.folder.probe, store.list, lambda: store.write(name(), result(50))):
             with pytest.raises(PipelineError) as error:
                 operation()
             said.append(f"{error.value} {error.value!r}")
         faulty.proxy.calm()
-    store.probe()
+    store.folder.probe()
     store.write(name(), result(50), {"pipeline.model": "demo"})
     folder = store.path.rpartition("/")[2]
     there = [faulty.bucket.get(f"{folder}/{key}").decode("latin1") for key in faulty.bucket.tags(f"{folder}/")]
@@ -355,9 +355,9 @@ def test_fault_46_secrets_appear_in_no_message_and_no_file(faulty, store):
 @pytest.mark.parametrize("kind", ["local", "store"])
 def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kind):
     store = request.getfixturevalue(kind)
-    store.probe()
-    store.probe_rewrite()
-    assert store.names("_pipeline/tmp") == ()
+    store.folder.probe()
+    store.folder.probe_swap()
+    assert store.folder.names("_pipeline/tmp") == []
     store.write(name(), result(50, seed=1, errors=3), {"pipeline.model": "demo"})
     part, again = store.read_part(name()), store.read_part(name())
     store.rewrite(name(), result(50, seed=2), part.metadata, part.tag)
@@ -366,11 +366,11 @@ def test_a_part_is_rewritten_only_while_it_is_the_one_that_was_read(request, kin
     assert store.totals().error_rows == {}
     with pytest.raises(OutputError, match=r"was replaced or removed by another run"):
         store.rewrite(name(), result(50, seed=3), {}, again.tag)
-    store.remove(str(name()))
+    store.folder.remove(str(name()))
     with pytest.raises(OutputError, match=r"was replaced or removed by another run"):
         store.rewrite(name(), result(50, seed=3), {}, again.tag)
     assert store.list().num_units == 0
-    assert store.names("_pipeline/tmp") == ()
+    assert store.folder.names("_pipeline/tmp") == []
 
 
 @pytest.mark.parametrize("kind", ["local", "store"])
@@ -427,9 +427,9 @@ def test_fault_17_an_answer_lost_after_a_rewrite(faulty, store):
 def test_rewriting_is_refused_where_it_would_not_be_safe(faulty, store, memory):
     faulty.proxy.add("ignore_conditions", "probe", times=100)
     with pytest.raises(OutputError, match="does not heed If-Match"):
-        store.probe_rewrite()
+        store.folder.probe_swap()
     with pytest.raises(OutputError, match="known of S3 and local disks only, not of memory"):
-        memory.probe_rewrite()
+        memory.folder.probe_swap()
 
 
 @pytest.mark.parametrize("step", ["swap.serialized", "swap.synced", "swap.replaced"])
@@ -443,4 +443,4 @@ def test_fault_13_a_disk_that_fails_while_a_part_is_rewritten(local, step):
         store.rewrite(name(), result(50, seed=2), {}, part.tag)
     assert read(store).equals(result(50, seed=2 if step == "swap.replaced" else 0))
     assert Path(store.path, "_pipeline/tmp").is_dir()
-    assert store.names("_pipeline/tmp") == ()
+    assert store.folder.names("_pipeline/tmp") == []

@@ -1,7 +1,7 @@
 """Whether two contenders computed the same: greedy tokens equal, or apart from a near-tie on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -24,12 +24,7 @@ class Agreement:
     near_ties: int = 0
 
     def __add__(self, other: "Agreement") -> "Agreement":
-        return Agreement(
-            self.requests + other.requests,
-            self.equal_requests + other.equal_requests,
-            self.compared_tokens + other.compared_tokens,
-            self.near_ties + other.near_ties,
-        )
+        return Agreement(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other))))
 
     def to_text(self) -> str:
         told = f"{self.equal_requests} of {self.requests} completions equal, {self.compared_tokens:,} tokens"

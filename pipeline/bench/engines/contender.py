@@ -60,6 +60,7 @@ class _RecordingRunner:
     def __init__(self, runner: Runner) -> None:
         self.runner, self.vocab_size, self.is_asynchronous = runner, runner.vocab_size, runner.is_asynchronous
         self.max_corrected_queries = runner.max_corrected_queries
+        self.greedy, self.sample, self.zero_blocks = runner.greedy, runner.sample, runner.zero_blocks
         self.last: tuple[StepInput, float] | None = None
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
@@ -67,15 +68,6 @@ class _RecordingRunner:
         logits = self.runner.execute(step, future)
         self.last = (step, time.perf_counter() - start)
         return logits
-
-    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.runner.greedy(logits_RV)
-
-    def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.runner.draw(logits_RV, how_5R)
-
-    def zero_blocks(self, blocks: list[int]) -> None:
-        self.runner.zero_blocks(blocks)
 
     def take(self, wall_s: float) -> StepTime | None:
         if self.last is None:

@@ -165,7 +165,7 @@ def _job_hints(model: ModelFigures, job: OurJob) -> list[str]:
     if wall_s > AS_PREDICTED * job.predicted_s:
         found.append(
             f"the job takes {wall_s / job.predicted_s:.2f} times what its kernels alone should: the host, sampling and "
-            "elementwise kernels: the idle time, and draw and greedy in the section kernels"
+            "elementwise kernels: the idle time, and sample and greedy in the section kernels"
         )
     elif model.reached is not None:
         shares = {part: share for part, share in vars(model.reached).items() if part != "step_s"}

@@ -1,12 +1,11 @@
 """The device that the GPU benchmark runs on: whether it is there, what it is, and how much memory it has."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 import torch
 
 from pipeline.bench.measure import machine_facts
 from pipeline.engine.startup.memory import free_cpu_bytes
 from pipeline.errors import ConfigError
+from pipeline.machine.host import package_versions
 
 
 def memory_bytes(device: torch.device) -> float:
@@ -39,12 +38,7 @@ def find_device(name: str, quick: bool) -> torch.device:
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    facts = machine_facts()
-    for name in ("triton", "vllm"):
-        try:
-            facts[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    facts = machine_facts() | package_versions(("triton", "vllm"))
     if device.type != "cuda":
         return {"card": "none: run on the processor, to see that it works"} | facts
     card = torch.cuda.get_device_properties(device)

@@ -13,7 +13,7 @@ from pipeline.bench.gpu.kernels.tile_times import TileTimes
 from pipeline.bench.gpu.peers import PeerJobs
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.measure import facts_to_text, table
-from pipeline.roofline.step import Reached
+from pipeline.roofline.cost_model import Reached
 
 
 @dataclass(frozen=True)

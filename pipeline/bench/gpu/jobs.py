@@ -16,11 +16,19 @@ from pipeline.bench.gpu.gaps import SETTLE, STEPS, Gap, measure_gap
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.request_sets import BenchRequest, Lengths, RequestSet, run_requests
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.params import EngineConfig, EngineStats
 from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
-from pipeline.roofline.job import Batching, JobSeconds, Moment, job_bytes, job_flops, simulate_job, tail_seconds
-from pipeline.roofline.step import Ceilings, DecoderSize, Reached, Weights
+from pipeline.roofline.cost_model import Ceilings, DecoderSize, Reached, Weights
+from pipeline.roofline.job_simulation import (
+    Batching,
+    JobSeconds,
+    Moment,
+    job_bytes,
+    job_flops,
+    simulate_job,
+    tail_seconds,
+)
 
 GAP_SEQUENCES = (1, 64, 256)
 GAP_PROMPT = 64
@@ -33,7 +41,7 @@ class Round:
     wall_s: float
     token_ids: list[list[int]]
     moments: list[Moment]
-    counted: dict[str, int]  # what the engine's counters grew by
+    counted: EngineStats  # what the engine's totals grew by
 
 
 @dataclass(frozen=True)
@@ -143,7 +151,7 @@ def warm_up(engine: Engine, sets: Sequence[RequestSet]) -> None:
 def run_round(engine: Engine, requests: Sequence[BenchRequest]) -> Round:
     """Raises PipelineError when a request fails or does not get its tokens."""
     moments: list[Moment] = []
-    before, batch_sum, start = asdict(engine.stats), engine.stats.batch_sum, time.perf_counter()
+    before, batch_sum, start = replace(engine.stats), engine.stats.batch_sum, time.perf_counter()
 
     def note(step_s: float) -> None:
         nonlocal batch_sum
@@ -151,13 +159,12 @@ def run_round(engine: Engine, requests: Sequence[BenchRequest]) -> Round:
         moments.append(Moment(time.perf_counter() - start, engine.num_unfinished, sequences))
 
     token_ids = run_requests(engine, requests, True, note)
-    after = asdict(engine.stats)
-    return Round(moments[-1].at_s, token_ids, moments, {name: after[name] - before[name] for name in after})
+    return Round(moments[-1].at_s, token_ids, moments, engine.stats.since(before))
 
 
 def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits) -> OurJob:
     last, lengths, size, weights, rates = ran[-1], work.lengths(), limits.size, limits.weights, limits.rates
-    steps, cached = last.counted["num_steps"], last.counted["cached_tokens"]
+    steps, cached = last.counted.num_steps, last.counted.cached_tokens
     read = job_bytes(lengths, size, weights, steps, shared_prefix=work.shared_prefix)
     bound, predicted = (_predict(work, engine, limits, reached) for reached in (Reached(), limits.reached))
     return OurJob(
@@ -167,10 +174,10 @@ def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits)
         cached_tokens=cached,
         output_tokens=sum(n.output for n in lengths),
         num_steps=steps,
-        num_preemptions=last.counted["num_preemptions"],
-        num_out_of_memory=last.counted["num_out_of_memory"],
-        sequences=last.counted["batch_sum"] / steps,
-        kv_used=last.counted["kv_used_ppm_sum"] / steps / 1e6,
+        num_preemptions=last.counted.num_preemptions,
+        num_out_of_memory=last.counted.num_out_of_memory,
+        sequences=last.counted.batch_sum / steps,
+        kv_used=last.counted.kv_used_ppm_sum / steps / 1e6,
         tail_s=tail_seconds(last.moments),
         mfu=job_flops(lengths, size, cached) / last.wall_s / rates.gemm_flops_per_s,
         mbu=read / last.wall_s / rates.copy_bytes_per_s,

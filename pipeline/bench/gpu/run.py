@@ -35,7 +35,7 @@ from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, OutputError
 from pipeline.kernels.select import default_dtype, select_kernels
 from pipeline.model.config import DTYPES, ModelConfig, read_config
-from pipeline.roofline.step import DecoderSize, Reached, Weights
+from pipeline.roofline.cost_model import DecoderSize, Reached, Weights
 
 SECTIONS = ("correctness", "kernels", "linears", "jobs")
 TILES = "tiles"  # a section that is run where it is asked for: it takes minutes and says what could be changed

@@ -72,7 +72,7 @@ def _execute(plan: JobPlan, store: PartStore, parts_per_window: int) -> list[byt
     each block of its two operators, and the units' summaries."""
     tasks = [pickle.dumps(needed) for needed in narrowed(plan.source, plan.windows)]
     after_step, operators = _ray_operators()
-    log = RunLog(store, {}, None, {}, Telemetry(store), RetryCounts())
+    log = RunLog(store, {}, None, {}, Telemetry(store.folder), RetryCounts())
     latency = latency_of([Timing(0, 100_000 + 5000 * i, 2_000_000 + 9000 * i, 100) for i in range(512)])
     rows = RowStats(latency, {500: LengthBucket(512, 512 * 500, 0, 512 * 100)})
     summary = UnitSummary(0, 0, PartTotals(512, 1, {}, 512 * 500, 0, 512 * 100), True, rows)

@@ -98,22 +98,22 @@ def compact(
     Raises OutputError when the job is not finished, its output is not what `_SUCCESS` counts, or the new folder
     holds anything else; EnvironmentFailed when a disk or store fails.
     """
-    raw = source.read(SUCCESS)
+    raw = source.folder.read(SUCCESS)
     if raw is None:
         raise OutputError(f"{source.path}: no _SUCCESS, so the job is not finished; `pipeline run` it to its end first")
     _refuse_inside(source, target)
     counts = _counts(source, raw)
     parts = _parts(source, counts)
     plan = _claim(source, target, parts, counts["fingerprint"], hashlib.sha256(raw).hexdigest(), order, target_bytes)
-    there = set(target.names(""))
+    there = set(target.folder.names(""))
     if SUCCESS in there:
         return Compacted(target.path, order, len(parts), plan.num_files, 0, plan.rows, counts["error_rows"])
-    target.clean_tmp()
+    target.folder.clean_tmp()
     windows, made = _windows(parts), 0
     for file in range(plan.num_files):
         if plan.name(file) not in there:
             say(f"file {file + 1:,} of {plan.num_files:,}")
-            made += target.create(plan.name(file), _file(source, windows, plan, file))
+            made += target.folder.create(plan.name(file), _file(source, windows, plan, file))
     totals = _verify(source, target, plan, counts)
     done = {
         "job": counts["job"],
@@ -124,7 +124,7 @@ def compact(
         "error_rows": totals.num_error_rows,
         "errors": dict(totals.error_rows),
     }
-    target.success(json.dumps(done, indent=1).encode())
+    target.folder.replace(SUCCESS, json.dumps(done, indent=1).encode())
     return Compacted(target.path, order, len(parts), plan.num_files, made, totals.rows, totals.num_error_rows)
 
 
@@ -155,7 +155,7 @@ def _counts(source: PartStore, raw: bytes) -> dict[str, Any]:
 def _parts(source: PartStore, counts: dict[str, Any]) -> list[PartName]:
     """All parts in the order of windows and units."""
     source.list(counts["fingerprint"][:8])  # raises where the folder holds anything else
-    found = [name for name in map(PartName.parse, source.names("")) if name is not None]
+    found = [name for name in map(PartName.parse, source.folder.names("")) if name is not None]
     rows = sum(name.rows for name in found)
     if rows != counts["completed_rows"] + counts["error_rows"]:
         raise OutputError(
@@ -195,19 +195,19 @@ def _claim(
     target_bytes: int,
 ) -> FilePlan:
     """The plan in the new folder, made if there is none. Raises OutputError when it is of something else."""
-    raw = target.read(PLAN)
+    raw = target.folder.read(PLAN)
     if raw is None:
-        foreign = [name for name in target.names("") if name[0] != "." and name != "_pipeline"]
+        foreign = [name for name in target.folder.names("") if name[0] != "." and name != "_pipeline"]
         if foreign:
             raise OutputError(f"--to {target.path}: not empty ({foreign[0]}); choose a new folder")
         rows = sum(name.rows for name in parts)
         rows_per_file = max(1, int(target_bytes / max(1.0, _bytes_per_row(source, parts))))
         num_files = max(1, -(-rows // rows_per_file))
-        target.probe()
+        target.folder.probe()
         plan = FilePlan(FORMAT, fingerprint, digest, order, target_bytes, rows, max(1, -(-rows // num_files)))
-        if target.create(PLAN, json.dumps(asdict(plan), indent=1).encode()):
+        if target.folder.create(PLAN, json.dumps(asdict(plan), indent=1).encode()):
             return plan
-        raw = target.read(PLAN)  # another call was first: then its plan is the one to agree with
+        raw = target.folder.read(PLAN)  # another call was first: then its plan is the one to agree with
     try:
         plan = FilePlan(**json.loads(raw or b""))
     except (ValueError, TypeError):
@@ -231,7 +231,7 @@ def _bytes_per_row(source: PartStore, parts: list[PartName]) -> float:
     if not some:
         return 1.0
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        size = sum(len(data or b"") for data in pool.map(source.read, map(str, some)))
+        size = sum(len(data or b"") for data in pool.map(source.folder.read, map(str, some)))
     return size / sum(name.rows for name in some)
 
 
@@ -291,7 +291,7 @@ def _in_order(table: pa.Table) -> pa.Table:
 def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[str, Any]) -> PartTotals:
     """The new folder's totals, from the footers of its files, which must be what the job counted."""
     expected = {plan.name(file): plan.bounds(file) for file in range(plan.num_files)}
-    there = {name for name in target.names("") if name[0] not in "_."}
+    there = {name for name in target.folder.names("") if name[0] not in "_."}
     if there != expected.keys():
         odd = sorted(there ^ expected.keys())[0]
         raise OutputError(f"{target.path}: {odd} is {'not expected there' if odd in there else 'gone again'}")

@@ -60,7 +60,7 @@ class Inventory:
 def read_counts(store: PartStore) -> dict[str, Any] | None:
     """What `_SUCCESS` holds; None where there is none, or one that another program wrote."""
     try:
-        counts = json.loads(store.read(SUCCESS) or b"null")
+        counts = json.loads(store.folder.read(SUCCESS) or b"null")
         whole = all(isinstance(counts[name], int) for name in ("parts", "completed_rows", "error_rows"))
     except (ValueError, KeyError, TypeError):
         return None

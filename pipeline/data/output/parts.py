@@ -147,15 +147,6 @@ class PartStore:
     def path(self) -> str:
         return self.folder.shown()
 
-    def probe(self) -> None:
-        """Make the folder if need be and see that create-only writes work. Raises OutputError,
-        EnvironmentFailed."""
-        self.folder.probe()
-
-    def probe_rewrite(self) -> None:
-        """See that `rewrite` can keep its promise here. Raises OutputError where the store cannot."""
-        self.folder.probe_swap()
-
     def list(self, fingerprint8: str | None = None) -> DoneUnits:
         """What is done, from one listing. No folder: nothing is.
 
@@ -196,10 +187,6 @@ class PartStore:
         if there.num_rows != name.rows:
             raise OutputError(f"{self.folder.shown(str(name))}: holds {there.num_rows} rows, its name says {name.rows}")
         return False
-
-    def has(self, name: PartName) -> bool:
-        """Whether the part is there."""
-        return self.folder.has(str(name))
 
     def footer(self, name: PartName) -> pq.FileMetaData:
         """What a part says of itself. Raises OutputError when it is damaged or not there."""
@@ -243,40 +230,12 @@ class PartStore:
                 "left as it is. Let only one run at a time rewrite an output, then run again"
             )
 
-    def create(self, name: str, data: bytes) -> bool:
-        """Create a small file such as `_pipeline/job.json`; False where it is there already, unchanged."""
-        return self.folder.create(name, data)
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Put a small file in the place of the old one, atomically."""
-        self.folder.replace(name, data)
-
-    def read(self, name: str) -> bytes | None:
-        """A small file's bytes; None where there is none."""
-        return self.folder.read(name)
-
-    def names(self, folder: str) -> tuple[str, ...]:
-        """The files directly in a folder such as `_pipeline/runs`, sorted."""
-        return tuple(self.folder.names(folder))
-
     def sizes(self) -> Iterator[tuple[PartName, int]]:
         """Each part with its bytes, from one listing, in any order; whatever is no part is left out."""
         for file, size in self.folder.each_size():
             name = PartName.parse(file)
             if name is not None:
                 yield name, size
-
-    def remove(self, name: str) -> None:
-        """Remove a small file, if it is there."""
-        self.folder.remove(name)
-
-    def success(self, data: bytes) -> None:
-        """Write `_SUCCESS`: the last thing a job does, after its parts have been counted."""
-        self.folder.replace(SUCCESS, data)
-
-    def clean_tmp(self) -> int:
-        """Remove temporary files whose writers are gone; how many there were."""
-        return self.folder.clean_tmp()
 
     def totals(self, progress: DoneUnits | None = None) -> PartTotals:
         """Rows and tokens of these parts (None: of all that are there, by a listing). Raises as `parts`."""
@@ -293,10 +252,7 @@ class PartStore:
         What is held does not grow with their number; when the caller stops, nothing that is being read is waited for.
         """
         names = (self.list() if progress is None else progress).parts()
-        yield from read_ahead(self._totals_of, names, self.folder.reads_at_once)
-
-    def _totals_of(self, name: PartName) -> PartTotals:
-        return self.totals_in(name, self.footer(name))
+        yield from read_ahead(lambda name: self.totals_in(name, self.footer(name)), names, self.folder.reads_at_once)
 
     def totals_in(self, name: PartName, footer: pq.FileMetaData) -> PartTotals:
         """The part's rows and tokens, of its footer. Raises OutputError where it contradicts the name or itself."""

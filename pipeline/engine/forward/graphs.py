@@ -115,7 +115,7 @@ class StepGraphs:
                 np.zeros((size, 1), dtype=np.int32),
                 numbers_3P[2],
                 block_size,
-                self._attention.worked_out,
+                self._attention.plans,
             )
             hidden_PH = self._hidden_PH[:size]
             replay = capture(lambda n=numbers_3P, w=where, h=hidden_PH: _write(h, forward(n[0], n[1], w)))
@@ -125,10 +125,6 @@ class StepGraphs:
     def max_queries(self) -> int:
         """Tokens that a sequence may compute in a captured step."""
         return self._attention.max_queries
-
-    @property
-    def sizes(self) -> list[int]:
-        return self._sizes.tolist()
 
     def serves(self, step: StepInput) -> bool:
         num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)

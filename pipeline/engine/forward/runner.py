@@ -11,6 +11,7 @@ import torch
 
 from pipeline.engine.forward.graphs import Capture, SayProgress, StepGraphs
 from pipeline.engine.forward.in_flight import FutureTokens
+from pipeline.engine.sampling.on_device import SamplingKernels
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
 from pipeline.kernels.contract import AttentionInput
@@ -18,8 +19,9 @@ from pipeline.kernels.transfer import on_device
 from pipeline.model.decoder import Decoder, KVCache
 
 
-class Runner(Protocol):
-    """What the engine needs of a model: `ModelRunner`, or a test's model that proves the scheduler."""
+class Runner(SamplingKernels, Protocol):
+    """What the engine needs of a model: `ModelRunner`, or a test's model that proves the scheduler. Its sampling
+    kernels are asked only where `is_asynchronous`."""
 
     vocab_size: int
     is_asynchronous: bool
@@ -31,11 +33,6 @@ class Runner(Protocol):
         ...
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor: ...
-    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernels.greedy`; asked only where `is_asynchronous`, as `draw` is."""
-        ...
-
-    def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def zero_blocks(self, blocks: list[int]) -> None: ...
 
 
@@ -46,6 +43,7 @@ class ModelRunner:
         self.decoder, self.kv, self.block_size = decoder, kv, block_size
         self.vocab_size = decoder.config.vocab_size
         self.is_asynchronous = decoder.device.type == "cuda"
+        self.greedy, self.sample = decoder.kernels.greedy, decoder.kernels.sample
         self._graphs: StepGraphs | None = None
         # As long as a sequence can be here, which is less than what the checkpoint claims where the cache is smaller.
         cos_PD2, sin_PD2 = decoder.config.rope.tables(decoder.config.head_dim, max_model_len)
@@ -94,20 +92,9 @@ class ModelRunner:
             say=say,
         )
 
-    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.decoder.kernels.greedy(logits_RV)
-
-    def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.decoder.kernels.draw(logits_RV, how_5R)
-
     @property
     def max_corrected_queries(self) -> int:
         return 0 if self._graphs is None else self._graphs.max_queries
-
-    @property
-    def captured_tokens(self) -> list[int]:
-        """The numbers of tokens that captured steps are padded to, rising."""
-        return [] if self._graphs is None else self._graphs.sizes
 
     def zero_blocks(self, blocks: list[int]) -> None:
         self.kv.fill(blocks, 0.0)

@@ -1,8 +1,8 @@
 """The next tokens of a step's rows where a device works beside the host: nothing here waits for it.
 
 What a token depends on is known before the logits are: options, masks, and the uniform number of each row's seed and
-position. So the host queues all that after the step, and kernels choose (`Kernels.greedy`, `Kernels.draw`). A row gets
-the token that `on_host.sample` gives it for the same logits, but where its number lies within rounding of the border
+position. So the host queues all that after the step, and `Kernels.greedy` and `Kernels.sample` choose. A row gets the
+token that `on_host.sample` gives it for the same logits, but where its number lies within rounding of the border
 between two tokens. The exception is a row whose draft was sampled from a known distribution, with top_k or top_p: how
 many tokens are left to it is asked of the device.
 
@@ -27,8 +27,8 @@ from pipeline.kernels.transfer import on_device
 class SamplingKernels(Protocol):
     """Who chooses tokens on its device; see `Kernels`."""
 
-    def greedy(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def draw(self, logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def greedy(self, logits_RV: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def sample(self, logits_RV: torch.Tensor, how_5R: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class PendingOutput:
@@ -96,7 +96,7 @@ def choose(
     if len(changed) == len(batch.options):
         token_R, finite_R = _choose_changed(kernels, logits_RV, batch, changed, how_5R, future)
     else:
-        token_R, finite_R = kernels.draw(logits_RV, on_device(how_5R, logits_RV.device))
+        token_R, finite_R = kernels.sample(logits_RV, on_device(how_5R, logits_RV.device))
         if len(changed):
             on = on_device(changed, logits_RV.device)
             token_R[on], finite_R[on] = _choose_changed(kernels, logits_RV, batch, changed, how_5R, future)
@@ -112,13 +112,13 @@ def _choose_changed(
     future: FutureIds | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     z_CV = adjusted(logits_RV, batch, changed, future)
-    token_C, finite_C = kernels.draw(z_CV, on_device(np.ascontiguousarray(how_5R[:, changed]), z_CV.device))
+    token_C, finite_C = kernels.sample(z_CV, on_device(np.ascontiguousarray(how_5R[:, changed]), z_CV.device))
     # a mask or penalty may leave nothing, but never makes a broken row good
     return token_C, finite_C & torch.isfinite(logits_RV[on_rows(changed, logits_RV)].amax(dim=-1))
 
 
 def _how(batch: SamplingBatch, vocab_size: int) -> np.ndarray:
-    """See `Kernels.draw`; rounded as on the host."""
+    """See `Kernels.sample`; rounded as on the host."""
     options = batch.options
     temperature_R = np.clip(options["temperature"], 1 / LARGE, LARGE).astype(np.float32)
     top_k_R = np.where(options["top_k"] > 0, np.minimum(options["top_k"], vocab_size), vocab_size)

@@ -52,11 +52,7 @@ class LoadedModel:
     def load_draft(cls, path: str, target: Tokenizer, resolved: Resolved) -> "LoadedModel":
         """The draft model in `path`. Raises ModelError when its token ids mean other texts than the target's."""
         folder = locate_model(path)
-        own = Tokenizer.from_folder(str(folder))
-        try:
-            differs = own.differs_from(target)
-        finally:
-            own.close()
+        differs = Tokenizer.from_folder(str(folder)).differs_from(target)
         if differs is not None:
             raise ModelError(
                 f"model.draft {path}: its tokens are not those of model.path ({differs}), so it cannot draft for it; "

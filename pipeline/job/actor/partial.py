@@ -26,18 +26,18 @@ class PartialUnits:
         """Keep these rows of the unit, in the place of what was kept of it before."""
         places = unit.places()
         kept = [{**asdict(done), "row_id": places[done.row_id]} for done in completions]  # type: ignore[index]
-        self._store.replace(self._name(unit), json.dumps(kept).encode())
+        self._store.folder.replace(self._name(unit), json.dumps(kept).encode())
 
     def load(self, unit: Unit) -> list[Completion]:
         """What is kept of the unit, with the rows' indices in it as row_id."""
-        raw = self._store.read(self._name(unit))
+        raw = self._store.folder.read(self._name(unit))
         if raw is None:
             return []
         index = {place: i for i, place in enumerate(unit.places())}
         return [_completion(kept, index[tuple(kept["row_id"])]) for kept in json.loads(raw)]
 
     def remove(self, unit: Unit) -> None:
-        self._store.remove(self._name(unit))
+        self._store.folder.remove(self._name(unit))
 
     def _name(self, unit: Unit) -> str:
         return f"{FOLDER}/{self._fingerprint}-w{unit.window:05d}-u{unit.index:04d}of{unit.of:04d}.json"
@@ -45,8 +45,8 @@ class PartialUnits:
 
 def remove_all(store: PartStore) -> None:
     """Of a finished job nothing is kept."""
-    for name in store.names(FOLDER):
-        store.remove(f"{FOLDER}/{name}")
+    for name in store.folder.names(FOLDER):
+        store.folder.remove(f"{FOLDER}/{name}")
 
 
 def _completion(raw: dict[str, Any], row_id: int) -> Completion:

@@ -140,7 +140,8 @@ class Worker:
             self._record = replace(self._record, **sums)
 
     def _process(self, unit: Unit) -> UnitSummary | None:
-        if self._store.has(self._write.name(unit)):  # a task that Ray tries again may have got as far as that
+        # a task that Ray tries again may have got as far as that
+        if self._store.folder.has(str(self._write.name(unit))):
             return self._there(unit)
         requests, failed = self._tokenize(unit)
         kept = self._partial.load(unit)  # of a run that was stopped

@@ -19,7 +19,7 @@ from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.logs import RotatedLog
 from pipeline.machine.host import now_us
-from pipeline.report.run_record import Computed
+from pipeline.report.run_record import Computed, summed
 
 MAX_START_DEATHS = 3  # in a row, without a word why
 MAX_REASONS = 10  # of restarts, kept for the report
@@ -103,7 +103,7 @@ class Supervisor:
     def stats(self) -> dict[str, int]:
         """The engine's counters, summed over all processes of this actor."""
         with self._lock:
-            return _sum(self._past_stats, self._stats)
+            return summed([self._past_stats, self._stats])
 
     def deaths(self) -> Deaths:
         with self._lock:
@@ -226,7 +226,7 @@ class Supervisor:
             self._reasons += [ended.short()][: MAX_REASONS - len(self._reasons)]
             self._lost += Computed.by(self._stats).less(self._given)
             self._given = Computed()
-            self._past_stats, self._stats = _sum(self._past_stats, self._stats), {}
+            self._past_stats, self._stats = summed([self._past_stats, self._stats]), {}
             self._timeline.lost(now_us(), had_rows=self._rows.any_inside)
             self._rows.process_ended(ended)
 
@@ -241,7 +241,3 @@ class Supervisor:
 def _again(error: PipelineError) -> PipelineError:
     """A fresh exception for each thread: one raised in several threads would mix their tracebacks."""
     return type(error)(str(error))
-
-
-def _sum(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
-    return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}

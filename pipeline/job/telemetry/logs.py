@@ -59,7 +59,7 @@ class LogFolder:
             if self._uploaded.get(file.name) == version:
                 continue
             try:
-                self._store.replace(f"{self._name}/{file.name}", file.read_bytes())
+                self._store.folder.replace(f"{self._name}/{file.name}", file.read_bytes())
             except PipelineError:
                 return
             self._uploaded[file.name] = version

@@ -8,11 +8,9 @@ import os
 import platform
 import socket
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pipeline
@@ -23,7 +21,7 @@ from pipeline.job.telemetry.run_id import next_run_id, run_number
 from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.machine.host import process_mark
+from pipeline.machine.host import now_us, package_versions, process_mark
 from pipeline.report.cost import RunReport, build_report
 from pipeline.report.render import markdown
 from pipeline.report.row_stats import RowStats
@@ -41,13 +39,8 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "ray", "triton", 
 
 def versions() -> dict[str, str]:
     """What runs this, and where: enough to tell whether a run that says it runs still does."""
-    found = {"pipeline": pipeline.__version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     pid = os.getpid()
+    found = {"pipeline": pipeline.__version__, "python": platform.python_version()} | package_versions(_PACKAGES)
     return found | {"host": socket.gethostname(), "pid": str(pid), "process": process_mark(pid)}
 
 
@@ -65,9 +58,9 @@ class RunLog:
     ) -> None:
         self._telemetry = telemetry
         self._retries = retries  # of this run, for storage
-        self._began_ns = time.monotonic_ns()
+        self.began_us = now_us()
         now = datetime.now(UTC)  # for people; the order of runs is their number's
-        self.run_id = next_run_id(store.names(RUNS), now)
+        self.run_id = next_run_id(store.folder.names(RUNS), now)
         self._begun = RunRecord(
             self.run_id,
             now.isoformat(timespec="seconds"),
@@ -90,12 +83,8 @@ class RunLog:
         self._skipped_told = False
 
     @property
-    def began_us(self) -> int:
-        return self._began_ns // 1000
-
-    @property
     def wall_us(self) -> int:
-        return (time.monotonic_ns() - self._began_ns) // 1000
+        return now_us() - self.began_us
 
     def add(self, unit: UnitSummary) -> None:
         """Count a finished unit."""
@@ -154,12 +143,12 @@ def load_runs(store: PartStore) -> list[RunRecord]:
     """The records of all runs, in their order. One that says it runs and whose process is gone from this
     machine was killed."""
     runs = []
-    for name in sorted(store.names(RUNS), key=lambda name: (run_number(name), name)):
-        data = store.read(f"{RUNS}/{name}")
+    for name in sorted(store.folder.names(RUNS), key=lambda name: (run_number(name), name)):
+        data = store.folder.read(f"{RUNS}/{name}")
         if data is not None:
             raw = json.loads(data)
             if "skipped_files_in" in raw:
-                raw["skipped_files"] = json.loads(store.read(raw["skipped_files_in"]) or b"[]")
+                raw["skipped_files"] = json.loads(store.folder.read(raw["skipped_files_in"]) or b"[]")
             record = RunRecord.from_json(raw)
             if record.outcome == "running" and _is_gone(record.versions):
                 record = replace(record, outcome="killed")

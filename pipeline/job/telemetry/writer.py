@@ -7,7 +7,7 @@ counted and told. Only the newest content of a file is kept waiting.
 import threading
 import time
 
-from pipeline.data.output.parts import PartStore
+from pipeline.stores.folder import Folder
 
 
 class Telemetry:
@@ -15,8 +15,8 @@ class Telemetry:
 
     FLUSH_S = 5.0  # at the end of a run, for what still waits
 
-    def __init__(self, store: PartStore) -> None:
-        self._store = store
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
         self._changed = threading.Condition()
         self._waiting: dict[str, bytes] = {}
         self._is_writing = False
@@ -51,7 +51,7 @@ class Telemetry:
                 self._is_writing = True
             began, failure = time.monotonic(), ""
             try:
-                self._store.replace(name, data)
+                self._folder.replace(name, data)
             except Exception as error:  # whatever it is, it must not end the thread
                 failure = f"{type(error).__name__}: {error}"
             with self._changed:

@@ -59,12 +59,12 @@ def attention(
     """See `contract.Kernels.attention`: every query as a sequence of its own, by the kernel of decoding."""
     num_kv_heads, head_dim = cache.k_CBKD.shape[2:]
     key = "each query alone", num_kv_heads, head_dim
-    if key not in where.worked_out:
+    if key not in where.plans:
         alone = where.rows(np.arange(len(q_TND)))
         parallel = int(alone.context_len_S.sum()) * num_kv_heads * head_dim >= PARALLEL_ELEMENTS
         table_TM, reads = np.ascontiguousarray(alone.block_table_SM), nothing_read(len(q_TND))
-        where.worked_out[key] = _Plan(table_TM, alone.context_len_S, parallel, reads)
-    plan: _Plan = where.worked_out[key]
+        where.plans[key] = _Plan(table_TM, alone.context_len_S, parallel, reads)
+    plan: _Plan = where.plans[key]
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)
     use_threads(plan.parallel)

@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, GraphShape, Linear
 from pipeline.kernels.transfer import on_device
-from pipeline.kernels.triton.attention.dispatch import checked_group, plan_key
-from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
+from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
+from pipeline.kernels.triton.attention.prefill import PrefillMetadata, rows_of
 from pipeline.kernels.triton.launch import Target
-from pipeline.kernels.triton.linear.dispatch import Scratch
+from pipeline.kernels.triton.linear.dispatch import DenseLinear, Scratch, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
-from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, serves
+from pipeline.kernels.triton.linear.int4 import serves
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _NO_WINDOW = 1 << 30
@@ -33,36 +32,25 @@ _NO_WINDOW = 1 << 30
 without the mask, whose rounding may be another's; with one there is a single loop."""
 
 
-class FixedLinear:
+class FixedLinear(DenseLinear):
     """y = x @ weight.T + bias, the weight in x's type."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype, device: torch.device):
+        super().__init__(weight_NK.contiguous(), bias_N, dtype, device)
         self.target = Target.of(device)
-        self.weight_NK = weight_NK.to(device, dtype).contiguous()
-        self.bias_N = None if bias_N is None else bias_N.to(device, dtype)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         return fixed_product(x_MK, self.weight_NK, self.bias_N, self.target)
 
 
-class WidenedInt4Linear:
+class WidenedInt4Linear(TwoPathLinear):
     """A grouped 4-bit weight that is widened in each call, into a workspace that all linears share."""
 
     def __init__(self, weight: GroupIntWeight, dtype: torch.dtype, device: torch.device, scratch: Scratch) -> None:
-        """`int4.serves` must hold."""
-        self.target, self.scratch = Target.of(device), scratch
-        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
-        self.tiled = TiledInt4.of(weight, device)
-        self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
-        self.shape_NK = weight.out_features, weight.in_features
-        scratch.reserve(*self.shape_NK)
+        super().__init__(weight, dtype, device, scratch, crossover=0)
 
-    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        if self.input_order_K is not None:
-            x_MK = x_MK[:, self.input_order_K]
-        weight_NK = self.scratch.weight(*self.shape_NK)
-        dequantize_launch(self.tiled, weight_NK).run()
-        return fixed_product(x_MK, weight_NK, self.bias_N, self.target)
+    def dense(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return fixed_product(x_MK, self.widened(), self.bias_N, self.target)
 
 
 def fixed_product(
@@ -85,30 +73,13 @@ def prepare_linear(
     return FixedLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
 
 
-class BatchInvariantAttention:
-    """`attention` of the contract for one device. Plans are kept as `PagedAttention` keeps its own."""
+class BatchInvariantAttention(PagedAttention):
+    """The prefill kernel for all sequences of a step, in one loop over their keys."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.target = Target.of(device)
-
-    def __call__(
-        self,
-        q_TND: torch.Tensor,
-        cache: LayerCache,
-        where: AttentionInput,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        key = plan_key(window)
-        if key not in where.worked_out:
-            queries = _queries_of_tile(q_TND.shape[1], cache.k_CBKD.shape[2], q_TND.shape[2])
-            every, wide = np.arange(len(where.context_len_S)), window or _NO_WINDOW
-            where.worked_out[key] = PrefillMetadata.of(where, every, queries, wide, q_TND.device)
-        metadata: PrefillMetadata = where.worked_out[key]
-        q_TND = q_TND.contiguous()
-        out_TND = torch.empty_like(q_TND)
-        prefill_launch(q_TND, cache, out_TND, metadata, scale, self.target).run()
-        return out_TND
+    def plan(self, where: AttentionInput, q_TND: torch.Tensor, num_kv_heads: int, window: int | None) -> AttentionPlan:
+        queries = _queries_of_tile(q_TND.shape[1], num_kv_heads, q_TND.shape[2])
+        every, wide = np.arange(len(where.context_len_S)), window or _NO_WINDOW
+        return AttentionPlan(None, PrefillMetadata.of(where, every, queries, wide, q_TND.device))
 
 
 class CapturedBatchInvariantAttention:
@@ -125,16 +96,11 @@ class CapturedBatchInvariantAttention:
         self._contexts_at = -(-(shape.max_seqs + 1) // 4) * 4
         self._numbers = torch.zeros(self._contexts_at + shape.max_seqs, dtype=torch.int32, device=device)
         self._table_SM = torch.zeros(shape.max_seqs, shape.max_blocks, dtype=torch.int32, device=device)
-        self.worked_out: dict[Hashable, Any] = {
-            plan_key(window): PrefillMetadata(
-                window or _NO_WINDOW,
-                self._item_I2,
-                self._numbers[: shape.max_seqs + 1],
-                self._numbers[self._contexts_at :],
-                self._table_SM,
-            )
-            for window in shape.windows
-        }
+        numbers = self._numbers[: shape.max_seqs + 1], self._numbers[self._contexts_at :]
+        self.plans: dict[Hashable, Any] = {}
+        for window in shape.windows:
+            metadata = PrefillMetadata(window or _NO_WINDOW, self._item_I2, *numbers, self._table_SM)
+            self.plans[plan_key(window)] = AttentionPlan(None, metadata)
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> None:
         """A tile finds on the device where its window begins, so a shorter context changes nothing here."""

@@ -13,7 +13,7 @@ from pipeline.kernels.triton.elementwise import add_rms_norm, norm_rope_write, s
 from pipeline.kernels.triton.linear.dispatch import Scratch, prepare_linear
 from pipeline.kernels.triton.linear.fp8 import fp8_linears
 from pipeline.kernels.triton.sampling.argmax import greedy
-from pipeline.kernels.triton.sampling.sample import draw
+from pipeline.kernels.triton.sampling.sample import sample
 
 
 def triton_kernels(
@@ -32,7 +32,7 @@ def triton_kernels(
         attention=PagedAttention(device),
         silu_mul=silu_mul,
         greedy=greedy,
-        draw=draw,
+        sample=sample,
         served_by={
             "linear": f"cuBLAS; int4 weights: Triton for few tokens, cuBLAS for many ({widened})",
             "add_rms_norm": "Triton, one launch",
@@ -40,7 +40,7 @@ def triton_kernels(
             "attention": "Triton: paged, split over the GPU for few tokens a sequence, tiles of 128 rows for many",
             "silu_mul": "Triton, one launch",
             "greedy": "Triton, two launches",
-            "draw": "Triton, one launch",
+            "sample": "Triton, one launch",
         },
         graph_attention=CapturedAttention,
         rounded=fp8_linears(device),

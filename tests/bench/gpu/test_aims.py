@@ -18,7 +18,7 @@ from pipeline.bench.gpu.peers import PeerJob, PeerJobs
 from pipeline.bench.gpu.rates import Rates
 from pipeline.bench.gpu.report import GpuBench
 from pipeline.bench.gpu.run import SECTIONS
-from pipeline.roofline.step import AWQ, DecoderSize, Reached
+from pipeline.roofline.cost_model import AWQ, DecoderSize, Reached
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
 RATES = Rates(1e12, 1e15)

@@ -50,7 +50,7 @@ def test_every_section_runs_on_a_bare_machine(tmp_path):
     assert {check["kernel"] for check in checks} - {"linear"} == {time["kernel"] for time in model["kernels"]["times"]}
     assert {time["kernel"] for time in model["kernels"]["times"]} == {
         "add_rms_norm", "silu_mul", "norm_rope_write", "norm_rope_write, fp8", "attention", "attention, fp8", "greedy",
-        "draw",
+        "sample",
     }  # fmt: skip
     assert {(time["linear"], time["path"]) for time in model["linears"]["times"]} == {
         (linear, path) for linear in ("qkv", "o", "gate_up", "down") for path in ("16 bit", "fp8", "served")
@@ -158,7 +158,7 @@ def test_a_wrong_kernel_has_no_time(tmp_path, monkeypatch):
 
     wrong = {
         "silu_mul": doubled(kernels.silu_mul), "attention": doubled(kernels.attention), "greedy": breaks,
-        "draw": lambda logits, how: kernels.draw(logits, torch.cat([how[:4], how[4:] * 0.5])),
+        "sample": lambda logits, how: kernels.sample(logits, torch.cat([how[:4], how[4:] * 0.5])),
         "norm_rope_write": wrong_values, "prepare_linear": prepare, "rounded": {},
     }  # fmt: skip
     monkeypatch.setattr(run, "select_kernels", lambda *_: replace(kernels, **wrong))
@@ -169,7 +169,8 @@ def test_a_wrong_kernel_has_no_time(tmp_path, monkeypatch):
     assert {time.path for time in model.linears.times} == {"16 bit"}
     failed = {check.kernel: check.failure for check in found.correctness.failed}
     assert set(failed) == {
-        "linear", "silu_mul", "norm_rope_write", "norm_rope_write, fp8", "attention", "attention, fp8", "greedy", "draw"
+        "linear", "silu_mul", "norm_rope_write", "norm_rope_write, fp8", "attention", "attention, fp8", "greedy",
+        "sample",
     }  # fmt: skip
     assert failed["greedy"] == "RuntimeError: ptxas: out of registers"
     assert "FAILED greedy float32, 4 rows: RuntimeError" in found.to_text()

@@ -19,8 +19,8 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
 from pipeline.errors import PipelineError
 from pipeline.model.config import read_config
-from pipeline.roofline.job import job_flops
-from pipeline.roofline.step import Reached
+from pipeline.roofline.cost_model import Reached
+from pipeline.roofline.job_simulation import job_flops
 
 SETS = (
     RequestSet("some", 5, Lengths(3, 30), Lengths(2, 9)),

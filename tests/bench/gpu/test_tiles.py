@@ -19,7 +19,7 @@ from pipeline.bench.gpu.kernels.tile_times import (
     tile_measurements,
 )
 from pipeline.bench.gpu.rates import Stopwatch
-from pipeline.roofline.step import AWQ, DENSE, DecoderSize
+from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize
 
 pytest.importorskip("triton")
 
@@ -29,7 +29,7 @@ from pipeline.kernels.triton.kernel_set import is_interpreted
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = DecoderSize(128, 128, 1, 4, 2, 32, 70)
 SIZES = TileSizes(((2, 70),), ((1, 33),), (1,), (17,), (2,), 1e9)
-TABLES = ["prefill._tile", "decode._stages", "int4.tile_for", "fp8.tile_for", "draw"]
+TABLES = ["prefill._tile", "decode._stages", "int4.tile_for", "fp8.tile_for", "sample"]
 
 
 class ByTile:
@@ -149,7 +149,7 @@ def test_tiles_of_every_kernel_compute_the_same():
     """Each table's shipped tile, two that differ in one size, and the last, which differs in the most."""
     cases = tile_cases(SIZE, AWQ, torch.float32, DEVICE, SIZES)
     assert [case.func.__name__ for case in tile_cases(SIZE, DENSE, torch.float32, DEVICE, SIZES)] == [
-        "prefill", "decode", "decode", "prefill", "decode", "draw", "draw"
+        "prefill", "decode", "decode", "prefill", "decode", "sample", "sample"
     ]  # fmt: skip
     seen = set()
     for build in cases:
@@ -191,8 +191,8 @@ def test_a_tile_reaches_the_launch():
     fp8 = of["fp8.tile_for"].launches({"outputs": 64, "tokens": 16, "warps": 8, "stages": 3})[1]
     assert (fp8.constants["OUTPUTS"], fp8.constants["TOKENS"], fp8.num_warps, fp8.num_stages) == (64, 16, 8, 3)
     assert fp8.grid[2] == 2
-    (draw,) = of["draw"].launches({"width": 2048, "warps": 4})
-    assert (draw.constants["WIDTH"], draw.num_warps) == (2048, 4)
+    (sample,) = of["sample"].launches({"width": 2048, "warps": 4})
+    assert (sample.constants["WIDTH"], sample.num_warps) == (2048, 4)
 
 
 def test_without_a_device_for_triton_it_says_so(pipe, tmp_path, monkeypatch):

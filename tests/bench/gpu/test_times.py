@@ -8,7 +8,7 @@ from pipeline.bench.gpu.kernels.kernel_times import KernelTime, KernelTimes, _sk
 from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.rates import MIN_RUNS, WARM_UPS, Rates, Stopwatch, measure_rates
 from pipeline.bench.gpu.run import reached_of
-from pipeline.roofline.step import AWQ, DENSE, DecoderSize, Reached
+from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Reached
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
 RATES = Rates(1e9, 1e12)

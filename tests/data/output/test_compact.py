@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.data.output.compact import PLAN, Compacted, compact
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.data.output.parts import PartName, PartStore
+from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.errors import EnvironmentFailed, OutputError
 
@@ -24,7 +24,7 @@ RENAME = {"source_row": "line"}
 def finish_job(store: PartStore, windows: int = 3, rows: int = 30, units: int = 4, seed: int = 0) -> pa.Table:
     """An output as a finished job leaves it: units of a window hold its rows in any order. Returns all rows, in
     the input's order."""
-    store.probe()
+    store.folder.probe()
     schema = output_schema(pa.schema([("id", pa.int64()), ("tags", pa.list_(pa.string()))]), RENAME, False)
     draw = random.Random(seed)
     everything = []
@@ -59,7 +59,7 @@ def _succeed(store: PartStore, totals: PartTotals) -> None:
         "completed_rows": totals.rows - totals.num_error_rows, "error_rows": totals.num_error_rows,
         "num_generated_tokens": totals.num_generated_tokens,
     }  # fmt: skip
-    store.success(json.dumps(counts).encode())
+    store.folder.replace(SUCCESS, json.dumps(counts).encode())
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -72,8 +72,8 @@ def places(request, tmp_path):
 
 
 def merged(store: PartStore) -> pa.Table:
-    names = [name for name in store.names("") if name[0] not in "_."]
-    tables = [pq.read_table(pa.BufferReader(store.read(name) or b"")) for name in names]
+    names = [name for name in store.folder.names("") if name[0] not in "_."]
+    tables = [pq.read_table(pa.BufferReader(store.folder.read(name) or b"")) for name in names]
     return pa.concat_tables(tables).replace_schema_metadata(None)
 
 
@@ -87,9 +87,9 @@ def test_in_the_order_of_the_input(places):
     done = run(source, target)
     assert merged(target).equals(expected)
     assert (done.rows, done.parts, done.error_rows) == (90, 12, 7)
-    assert done.files == done.files_made == len([n for n in target.names("") if n.startswith("data-")])
+    assert done.files == done.files_made == len([n for n in target.folder.names("") if n.startswith("data-")])
     assert done.files > 3, "files that end inside a window"
-    success = json.loads(target.read("_SUCCESS") or b"")
+    success = json.loads(target.folder.read("_SUCCESS") or b"")
     assert (success["completed_rows"], success["error_rows"], success["files"]) == (83, 7, done.files)
 
 
@@ -106,18 +106,18 @@ def test_a_second_call_says_so_and_changes_nothing(places):
     source, target = places
     finish_job(source)
     run(source, target)
-    before = {name: target.read(name) for name in target.names("") if name != "_pipeline"}
+    before = {name: target.folder.read(name) for name in target.folder.names("") if name != "_pipeline"}
     done = run(source, target)
     assert done.files_made == 0
     assert "is complete already" in done.to_text()
-    assert {name: target.read(name) for name in before} == before
+    assert {name: target.folder.read(name) for name in before} == before
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_an_interrupted_call_is_gone_on_with(places, failing, monkeypatch):
     source, target = places
     expected = finish_job(source)
-    create, calls = target.create, []
+    create, calls = target.folder.create, []
 
     def full(name, data):
         if name.startswith("data-"):
@@ -126,10 +126,10 @@ def test_an_interrupted_call_is_gone_on_with(places, failing, monkeypatch):
                 raise EnvironmentFailed("disk full")
         return create(name, data)
 
-    monkeypatch.setattr(target, "create", full)
+    monkeypatch.setattr(target.folder, "create", full)
     with pytest.raises(EnvironmentFailed):
         run(source, target)
-    assert target.read("_SUCCESS") is None
+    assert target.folder.read("_SUCCESS") is None
     done = run(source, target)
     assert done.files - done.files_made == failing
     assert merged(target).equals(expected)
@@ -139,12 +139,12 @@ def test_two_calls_at_once_make_one_result(places, monkeypatch):
     """Another call writes each file just before this one does."""
     source, target = places
     expected = finish_job(source)
-    create = target.create
+    create = target.folder.create
 
     def raced(name, data):
         return create(name, data) and not name.startswith("data-")
 
-    monkeypatch.setattr(target, "create", raced)
+    monkeypatch.setattr(target.folder, "create", raced)
     done = run(source, target)
     assert done.files_made == 0
     assert merged(target).equals(expected)
@@ -161,31 +161,31 @@ def test_a_job_of_no_rows(places):
 def test_what_is_refused(places):
     source, target = places
     finish_job(source)
-    raw = source.read("_SUCCESS") or b""
-    source.remove("_SUCCESS")
+    raw = source.folder.read("_SUCCESS") or b""
+    source.folder.remove("_SUCCESS")
     with pytest.raises(OutputError, match="not finished; `pipeline run`"):
         run(source, target)
-    source.success(b"[]")
+    source.folder.replace(SUCCESS, b"[]")
     with pytest.raises(OutputError, match="not what a job of this program writes"):
         run(source, target)
-    source.success(raw.replace(b'"completed_rows": 83', b'"completed_rows": 82'))
+    source.folder.replace(SUCCESS, raw.replace(b'"completed_rows": 83', b'"completed_rows": 82'))
     with pytest.raises(OutputError, match="its parts hold 90 rows, _SUCCESS counts 89"):
         run(source, target)
-    source.success(raw)
-    target.create("other.parquet", b"x")
+    source.folder.replace(SUCCESS, raw)
+    target.folder.create("other.parquet", b"x")
     with pytest.raises(OutputError, match=r"not empty \(other.parquet\)"):
         run(source, target)
-    target.remove("other.parquet")
+    target.folder.remove("other.parquet")
     for inside in (source.path, f"{source.path}/merged"):
         with pytest.raises(OutputError, match="lies in the job's output"):
             run(source, PartStore(inside))
     run(source, target)
     with pytest.raises(OutputError, match="begun with --order input --target-size 2000; give the same"):
         run(source, target, "parts")
-    source.success(raw + b" ")
+    source.folder.replace(SUCCESS, raw + b" ")
     with pytest.raises(OutputError, match="from another state of"):
         run(source, target)
-    target.replace(PLAN, b"{}")
+    target.folder.replace(PLAN, b"{}")
     with pytest.raises(OutputError, match="not written by this version"):
         run(source, target)
 
@@ -193,11 +193,11 @@ def test_what_is_refused(places):
 def test_rows_that_are_not_what_the_job_counted_leave_no_success(places):
     source, target = places
     finish_job(source)
-    raw = (source.read("_SUCCESS") or b"").replace(b'"num_generated_tokens": ', b'"num_generated_tokens": 1')
-    source.success(raw)
+    raw = (source.folder.read("_SUCCESS") or b"").replace(b'"num_generated_tokens": ', b'"num_generated_tokens": 1')
+    source.folder.replace(SUCCESS, raw)
     with pytest.raises(OutputError, match="the job's _SUCCESS counts"):
         run(source, target)
-    assert target.read("_SUCCESS") is None
+    assert target.folder.read("_SUCCESS") is None
 
 
 def test_provenance_and_checksums_are_kept_and_the_footer_says_what_is_held(tmp_path):
@@ -215,8 +215,8 @@ def test_an_output_and_a_merged_one_read_as_one_dataset(tmp_path):
     """Nothing beside the parts is picked up by readers, and all parts have one schema."""
     source = PartStore(str(tmp_path / "out"))
     finish_job(source)
-    source.create("_pipeline/job.json", b"{}")
-    source.create("_pipeline/partial/x.parquet", b"not one")
+    source.folder.create("_pipeline/job.json", b"{}")
+    source.folder.create("_pipeline/partial/x.parquet", b"not one")
     run(source, PartStore(str(tmp_path / "merged")))
     for folder in ("out", "merged"):
         assert ds.dataset(tmp_path / folder).count_rows() == 90
@@ -243,12 +243,12 @@ def test_files_that_changed_places_are_refused(places):
     source, target = places
     finish_job(source, rows=31)
     run(source, target, size=20_000)
-    files = [name for name in target.names("") if name[0] not in "_."]
+    files = [name for name in target.folder.names("") if name[0] not in "_."]
     first, last = files[0], files[-1]
-    a, b = target.read(first), target.read(last)
+    a, b = target.folder.read(first), target.folder.read(last)
     assert first.rpartition("-")[2] != last.rpartition("-")[2], "not of as many rows"
-    target.replace(first, b or b"")
-    target.replace(last, a or b"")
-    target.remove("_SUCCESS")
+    target.folder.replace(first, b or b"")
+    target.folder.replace(last, a or b"")
+    target.folder.remove("_SUCCESS")
     with pytest.raises(OutputError, match="its name says"):
         run(source, target, size=20_000)

@@ -19,6 +19,7 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
 from pipeline.stores import failpoints
+from pipeline.stores.folder import Folder
 from pipeline.stores.local_folder import LocalFolder
 from tests.data.output.finished_units import FP, name, result
 
@@ -35,7 +36,7 @@ def parts(store: PartStore) -> list[str]:
 
 
 def leftovers(store: PartStore) -> list[str]:
-    return list(store.names("_pipeline/tmp"))
+    return list(store.folder.names("_pipeline/tmp"))
 
 
 def read(store: PartStore, part: PartName) -> pa.Table:
@@ -70,7 +71,7 @@ def test_progress_from_one_listing(store):
     assert store.list(FP).num_units == 0
     for window, unit, of, rows in ((0, 0, 2, 5), (0, 1, 2, 6), (7, 99, 100, 7)):
         assert store.write(name(unit, rows, window=window, of=of), result(rows))
-    store.create("_pipeline/job.json", b"{}")
+    store.folder.create("_pipeline/job.json", b"{}")
     progress = store.list(FP)
     assert (progress.num_units, progress.num_rows, progress.fingerprint8) == (3, 18, FP)
     assert [progress.complete(w) for w in (0, 7, 8)] == [True, False, False]
@@ -257,13 +258,13 @@ def test_a_short_write_is_not_published(store):
 
 
 def test_probe(store, tmp_path):
-    store.probe()
-    store.probe()
+    store.folder.probe()
+    store.folder.probe()
     assert leftovers(store) == []
     (tmp_path / "file").write_text("x")
     for path in ("file", "file/out"):
         with pytest.raises(OutputError, match="cannot be written"):
-            PartStore(str(tmp_path / path)).probe()
+            PartStore(str(tmp_path / path)).folder.probe()
     with pytest.raises(OutputError, match="expected a folder"):
         PartStore(str(tmp_path / "file")).list()
     with pytest.raises(OutputError, match=r"nope://bucket/out: cannot be opened.*is nope:// right"):
@@ -294,12 +295,12 @@ def failing(code: int, text: str):
 def test_fault_14_the_probe_refuses_disks_that_do_not_keep_the_promise(store, monkeypatch, fake, error, says):
     monkeypatch.setattr(os, "link", fake)
     with pytest.raises(error, match=says):
-        store.probe()
+        store.folder.probe()
 
 
 def test_a_temporary_file_that_its_writer_removes_first_is_no_failure(store, monkeypatch):
     left = store.folder.root / "_pipeline" / "tmp" / "left"
-    store.probe()
+    store.folder.probe()
     left.write_bytes(b"")
     unlink = Path.unlink
 
@@ -308,7 +309,7 @@ def test_a_temporary_file_that_its_writer_removes_first_is_no_failure(store, mon
         unlink(self, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", removed_before)
-    assert store.clean_tmp() == 0
+    assert store.folder.clean_tmp() == 0
     assert not left.exists()
 
 
@@ -358,7 +359,7 @@ def test_fault_10_killed_at_every_step_of_a_commit(tmp_path):
         assert parts(store) == [str(name(u)) for u in range(2 if late else 1)]
         assert all(read(store, PartName.parse(p)).equals(result(50, seed=1)) for p in parts(store))
         assert len(leftovers(store)) == 1
-        assert store.clean_tmp() == 1
+        assert store.folder.clean_tmp() == 1
         # the next run writes what is missing and nothing else
         made = [store.write(name(u), result(50, seed=2)) for u in range(3)]
         assert made == [False, not late, True]
@@ -395,7 +396,7 @@ def test_nothing_half_written_is_visible(store):
 
 def test_temporary_files_of_the_living_stay(store):
     removed = []
-    failpoints.install({"part.synced": lambda: removed.append(store.clean_tmp())})
+    failpoints.install({"part.synced": lambda: removed.append(store.folder.clean_tmp())})
     assert store.write(name(), result(50))
     assert removed == [0]
 
@@ -407,9 +408,9 @@ def test_a_temporary_file_deleted_by_mistake_costs_a_retry(store):
 
     failpoints.install({"part.synced": failpoints.on_hit(1, delete), "file.synced": failpoints.on_hit(1, delete)})
     assert store.write(name(), result(50))
-    store.replace("_pipeline/status.json", b"{}")
+    store.folder.replace("_pipeline/status.json", b"{}")
     assert read(store, name()).equals(result(50))
-    assert store.read("_pipeline/status.json") == b"{}"
+    assert store.folder.read("_pipeline/status.json") == b"{}"
     failpoints.install({"part.synced": delete})
     with pytest.raises(EnvironmentFailed, match="vanish"):
         store.write(name(1), result(50))
@@ -434,3 +435,14 @@ def test_failpoints_left_in_the_environment_are_nothing_without_the_second_switc
     for switch in ({}, {"PIPELINE_ALLOW_FAILPOINTS": ""}, {"PIPELINE_ALLOW_FAILPOINTS": "0"}):
         with pytest.warns(UserWarning, match="PIPELINE_FAILPOINTS is ignored"):
             assert failpoints.requested({"PIPELINE_FAILPOINTS": "part.linked=kill"} | switch) == ""
+
+
+def test_a_kind_of_folder_that_lacks_an_operation_cannot_be_made():
+    class Half(Folder):
+        reads_at_once = 1
+
+        def shown(self, name=""):
+            return name
+
+    with pytest.raises(TypeError, match="abstract method"):
+        Half()  # type: ignore[abstract]

@@ -1,4 +1,4 @@
-"""What is chosen beside the host against the host's sampler, token by token, and the law of what is drawn."""
+"""Tokens that the device samples against the host's sampler, one by one, and the distribution of what is sampled."""
 
 import math
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from pipeline.engine.sampling.random_numbers import uniforms
 from pipeline.engine.sampling.rejection import ProposalDistribution
 from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN
 from pipeline.kernels import reference
-from tests.engine.sampling.test_on_host import LOGITS, OPTIONS, batch_of, mixed_rows, plain_distribution
+from tests.engine.sampling.sampled_rows import LOGITS, OPTIONS, batch_of, mixed_rows, plain_distribution
 from tests.engine.sampling.test_verify import p_value
 
 NUM_DRAWS = 40_000
-LAWS = {name: OPTIONS[name] for name in ("plain", "hot", "top_k", "top_p", "min_p", "top_k after min_p, then top_p")}
-LAWS["cold, then top_p"] = {"temperature": 0.6, "top_p": 0.7}
+SHAPES = {name: OPTIONS[name] for name in ("plain", "hot", "top_k", "top_p", "min_p", "top_k after min_p, then top_p")}
+SHAPES["cold, then top_p"] = {"temperature": 0.6, "top_p": 0.7}
 FALSE_ALARM = 1e-4  # of all chi-square tests here together
 
 
 class OnThisDevice:
-    greedy, draw = staticmethod(reference.greedy), staticmethod(reference.draw)
+    greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
 
 
 def same(ours, expected) -> bool:
@@ -145,53 +145,55 @@ def test_rows_that_are_not_finite_are_flagged_and_touch_nobody() -> None:
     assert not sample_on_device(OnThisDevice(), capped, batch_of([penalised], output=[[1]])).output().finite.any()
 
 
-def test_drafts_of_a_known_law_are_settled_as_on_the_host() -> None:
+def test_drafts_of_a_known_distribution_are_settled_as_on_the_host() -> None:
     rng = np.random.default_rng(8)
     logits_RV, batch = mixed_rows(60, 20, seed=2)
     rows = np.sort(rng.choice(60, 40, replace=False))
     q_DV = torch.from_numpy(rng.dirichlet(np.ones(20), 40)).float()
-    law = ProposalDistribution(rows, rng.integers(0, 20, 40), q_DV)
-    settled = PendingOutput(*tokens_on_device(OnThisDevice(), logits_RV, batch, None, law)).output()
-    assert same(settled, sample(logits_RV, batch, law))
+    proposal = ProposalDistribution(rows, rng.integers(0, 20, 40), q_DV)
+    settled = PendingOutput(*tokens_on_device(OnThisDevice(), logits_RV, batch, None, proposal)).output()
+    assert same(settled, sample(logits_RV, batch, proposal))
     assert not same(settled, sample(logits_RV, batch))
 
 
-def law_of(
+def pairs_p_value(
     name: str,
-    draw: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = reference.draw,
+    own_sample: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = reference.sample,
     seeds: np.ndarray | None = None,
     positions: np.ndarray | None = None,
 ) -> float:
-    """P value of pairs of draws at neighbouring positions against the law that they be independent and as specified."""
-    params = SamplingParams(**{"temperature": 1.0, **LAWS[name]})
+    """P value of pairs of draws at neighbouring positions against independent ones of the right distribution."""
+    params = SamplingParams(**{"temperature": 1.0, **SHAPES[name]})
     p = plain_distribution(LOGITS, params)
     number = np.arange(NUM_DRAWS)
     seeds = number // 100 if seeds is None else seeds
     positions = number % 100 if positions is None else positions
     batch = batch_of([params] * NUM_DRAWS, seeds=seeds, positions=positions)
     chooser = OnThisDevice()
-    chooser.draw = draw  # type: ignore[method-assign]
+    chooser.sample = own_sample  # type: ignore[method-assign]
     ids = sample_on_device(chooser, torch.tensor(LOGITS).expand(NUM_DRAWS, -1), batch).output().token_ids
     return p_value(ids.reshape(-1, 2), np.outer(p, p))
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_the_law_of_draws(name: str) -> None:
-    """Also that what a row draws at one position says nothing of the next."""
-    assert len(LAWS) * NUM_DRAWS >= 200_000
-    assert law_of(name) > FALSE_ALARM / len(LAWS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_distribution_of_sampled_tokens(name: str) -> None:
+    """Also that what a row samples at one position says nothing of the next."""
+    assert len(SHAPES) * NUM_DRAWS >= 200_000
+    assert pairs_p_value(name) > FALSE_ALARM / len(SHAPES)
 
 
 def test_control_a_seed_that_is_used_again_at_every_position_is_told() -> None:
     number = np.arange(NUM_DRAWS)
-    assert law_of("plain", seeds=number // 2, positions=number % 2) > FALSE_ALARM / len(LAWS)
-    assert law_of("plain", seeds=number // 2, positions=np.zeros(NUM_DRAWS, dtype=np.int64)) < FALSE_ALARM / len(LAWS)
+    assert pairs_p_value("plain", seeds=number // 2, positions=number % 2) > FALSE_ALARM / len(SHAPES)
+    assert pairs_p_value("plain", seeds=number // 2, positions=np.zeros(NUM_DRAWS, dtype=np.int64)) < FALSE_ALARM / len(
+        SHAPES
+    )
 
 
 @pytest.mark.parametrize(
     "mistake", ["temperature after top_p", "min_p forgotten", "one more than top_k", "numbers that are not uniform"]
 )
-def test_control_a_wrong_law_is_told(mistake: str) -> None:
+def test_control_a_wrong_distribution_is_told(mistake: str) -> None:
     def wrong(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         how_5R = how_5R.clone()
         if mistake == "min_p forgotten":
@@ -206,11 +208,11 @@ def test_control_a_wrong_law_is_told(mistake: str) -> None:
             cut_RV = best_RV.cumsum(-1) - best_RV >= how_5R[2].unsqueeze(-1)
             logits_RV = logits_RV.masked_fill(torch.zeros_like(cut_RV).scatter_(1, id_RV, cut_RV), -math.inf)
             how_5R[2] = 1.0
-        return reference.draw(logits_RV, how_5R)
+        return reference.sample(logits_RV, how_5R)
 
     names = {"temperature after top_p": "cold, then top_p", "min_p forgotten": "min_p", "one more than top_k": "top_k"}
     name = names.get(mistake, "plain")
-    assert law_of(name, wrong) < FALSE_ALARM / len(LAWS)
+    assert pairs_p_value(name, wrong) < FALSE_ALARM / len(SHAPES)
 
 
 def test_the_numbers_are_those_of_the_host() -> None:
@@ -218,6 +220,6 @@ def test_the_numbers_are_those_of_the_host() -> None:
     batch = batch_of([SamplingParams(temperature=1.0)] * 5, seeds=[3, 3, 4, 4, 2**64 - 1], positions=[0, 1, 0, 1, 7])
     given = []
     chooser = OnThisDevice()
-    chooser.draw = lambda logits_RV, how_5R: given.append(how_5R) or reference.draw(logits_RV, how_5R)  # type: ignore
+    chooser.sample = lambda logits_RV, how_5R: given.append(how_5R) or reference.sample(logits_RV, how_5R)  # type: ignore
     sample_on_device(chooser, torch.zeros(5, 9), batch)
     assert given[0][4].tolist() == uniforms(batch.seeds, batch.positions).tolist()

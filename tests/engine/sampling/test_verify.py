@@ -1,7 +1,7 @@
-"""The law of tokens that went through verification: exact on small vocabularies, and by chi-square of many runs.
+"""The distribution of tokens that went through verification: exact on small vocabularies, by chi-square of many runs.
 
 The model of these tests is a table: logits of the next token by the two tokens before it. Whatever is drafted, the
-first tokens of a run must have the joint law that plain steps give them.
+first tokens of a run must have the joint distribution that plain steps give them.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from pipeline.engine.sampling.rejection import ProposalDistribution, accept_or_r
 from pipeline.engine.sampling.verify import verify
 from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, ranges, sampling_options
 
-V, LENGTH, MOST = 4, 3, 3  # tokens of the vocabulary, tokens whose joint law is looked at, drafts of a step
+V, LENGTH, MOST = 4, 3, 3  # tokens of the vocabulary, tokens whose joint distribution is looked at, drafts of a step
 NUM_RUNS = 7_000
 FALSE_ALARM = 1e-4  # of all chi-square tests here together
 
@@ -71,22 +71,22 @@ def logits_behind(table: torch.Tensor, token_ids: np.ndarray, slots: np.ndarray,
     return table[torch.from_numpy(before.astype(np.int64)), torch.from_numpy(last.astype(np.int64))]
 
 
-def joint_law(table: torch.Tensor, options: dict) -> np.ndarray:
+def joint_distribution(table: torch.Tensor, options: dict) -> np.ndarray:
     """Of the first LENGTH tokens, by enumeration of the plain sampler's own distributions."""
-    law = np.ones((V,) * LENGTH)
+    joint = np.ones((V,) * LENGTH)
     for tokens in itertools.product(range(V), repeat=LENGTH):
         text, slots = np.array([tokens], dtype=np.int32), np.zeros(LENGTH, dtype=np.int64)
         known = np.arange(LENGTH)
         batch = batch_of(options, text, slots, known, np.zeros(1, dtype=np.uint64))
         p = distribution(logits_behind(table, text, slots, known), batch).double().numpy()
         p /= p.sum(axis=1, keepdims=True)
-        law[tokens] = np.prod(p[known, list(tokens)])
-    return law
+        joint[tokens] = np.prod(p[known, list(tokens)])
+    return joint
 
 
 @dataclass
 class Draft:
-    """Draws drafts from `table` under `options`, or, without a table, tells no law and drafts what `guess` says."""
+    """Samples drafts from `table` under `options`; without a table, drafts what `guess` says, without one."""
 
     table: torch.Tensor | None = None
     options: dict = field(default_factory=dict)
@@ -123,13 +123,13 @@ def runs_of(table: torch.Tensor, options: dict, draft: Draft, seed: int) -> tupl
         known_R = known[row_slot] + place_R
         is_draft_R = place_R < np.repeat(count_S, count_S + 1)
         draft_R = np.where(is_draft_R, text[row_slot, known_R], -1).astype(np.int64)
-        law = None
+        proposal = None
         if draft.table is not None:
             sequence_R = np.repeat(np.arange(len(slots)), count_S + 1)
             q_DV = q_SKV[torch.from_numpy(sequence_R[is_draft_R]), torch.from_numpy(place_R[is_draft_R])]
-            law = ProposalDistribution(np.flatnonzero(is_draft_R), draft_R[is_draft_R], q_DV)
+            proposal = ProposalDistribution(np.flatnonzero(is_draft_R), draft_R[is_draft_R], q_DV)
         batch = batch_of(options, text, row_slot, known_R, seeds)
-        verified = verify(logits_behind(table, text, row_slot, known_R), batch, draft_R, law)
+        verified = verify(logits_behind(table, text, row_slot, known_R), batch, draft_R, proposal)
         assert verified.output.finite.all()
         num_accepted += int(verified.num_accepted_S.sum())
         for number in range(int(verified.num_accepted_S.max()) + 1):
@@ -141,11 +141,11 @@ def runs_of(table: torch.Tensor, options: dict, draft: Draft, seed: int) -> tupl
     return text[:, :LENGTH], num_accepted
 
 
-def p_value(texts: np.ndarray, law: np.ndarray) -> float:
+def p_value(texts: np.ndarray, expected: np.ndarray) -> float:
     """Of chi-square (Wilson and Hilferty's normal approximation); 0 when something impossible came out. Cells of less
     than five expected runs are one cell."""
-    counts = np.bincount(np.ravel_multi_index(tuple(texts.T), law.shape), minlength=law.size).astype(float)
-    mean = law.ravel() * len(texts)
+    counts = np.bincount(np.ravel_multi_index(tuple(texts.T), expected.shape), minlength=expected.size).astype(float)
+    mean = expected.ravel() * len(texts)
     if counts[mean == 0].any():
         return 0.0
     rare = (mean < 5) & (mean > 0)
@@ -168,8 +168,8 @@ DRAFTS = {
     "the target itself": lambda options: Draft(TARGET, options),
     "another model": lambda options: Draft(table_of(2), options),
     "another model without the target's options": lambda options: Draft(table_of(2)),
-    "one-hot, law told": lambda options: Draft(TARGET, {"temperature": 0.0}),
-    "one-hot, law not told": lambda options: likeliest(TARGET),
+    "one-hot, distribution told": lambda options: Draft(TARGET, {"temperature": 0.0}),
+    "one-hot, distribution not told": lambda options: likeliest(TARGET),
     "always the same": lambda options: Draft(guess=lambda text, slots, known: np.full(len(slots), 2)),
 }
 CASES = [(name, draft) for name in OPTIONS for draft in DRAFTS if name in ("plain", "top_p") or "hot" not in draft]
@@ -185,7 +185,7 @@ def test_the_joint_law_of_the_first_tokens_is_that_of_plain_steps(name: str, dra
     options = OPTIONS[name]
     drafts = Draft(DISJOINT) if draft == "disjoint supports" else DRAFTS[draft](options)
     texts, num_accepted = runs_of(TARGET, options, drafts, seed=CASES.index((name, draft)))
-    assert p_value(texts, joint_law(TARGET, options)) > FALSE_ALARM / len(CASES)
+    assert p_value(texts, joint_distribution(TARGET, options)) > FALSE_ALARM / len(CASES)
     if draft == "the target itself":
         assert num_accepted > 1.2 * NUM_RUNS
     assert (num_accepted == 0) == (draft == "disjoint supports")
@@ -214,19 +214,19 @@ def control(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_negative_control(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The same test tells each of these mistakes."""
     options = OPTIONS["top_p"]
-    law = joint_law(TARGET, options)
+    expected = joint_distribution(TARGET, options)
     control(monkeypatch, name)
     texts, _ = runs_of(TARGET, options, Draft(table_of(2)), seed=7)
-    assert p_value(texts, law) < FALSE_ALARM / len(CASES)
+    assert p_value(texts, expected) < FALSE_ALARM / len(CASES)
 
 
 GRID = 840  # a multiple of 1 to 8, so that shares of eighths come out exactly
 
 
-def exact_law(p: np.ndarray, q: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """The law of what `settle` gives, over every draft that q can give and a grid of both uniform numbers."""
+def exact_distribution(p: np.ndarray, q: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """Of what `accept_or_replace` gives, over every draft that q can give and a grid of both uniform numbers."""
     grid = (np.arange(GRID) + 0.5) / GRID
-    law = np.zeros(len(p))
+    given_V = np.zeros(len(p))
     for token in np.flatnonzero(q > 0).tolist():
         for accept, redraw in ((grid, np.zeros(GRID)), (np.full(GRID, 1 - 2.0**-53), grid)):
             numbers = {rejection.ACCEPT: accept, rejection.RESIDUAL: redraw}
@@ -245,11 +245,11 @@ def exact_law(p: np.ndarray, q: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> 
             if accept is grid:
                 stands = float((given == token).mean())
                 assert stands == pytest.approx(min(1.0, p[token] / q[token]), abs=1e-12)
-                law[token] += q[token] * stands
+                given_V[token] += q[token] * stands
             elif stands < 1:
                 redrawn = np.bincount(given, minlength=len(p)) / GRID
-                law += q[token] * (1 - stands) * redrawn
-    return law
+                given_V += q[token] * (1 - stands) * redrawn
+    return given_V
 
 
 def eighths(num: int) -> list[np.ndarray]:
@@ -260,22 +260,22 @@ def eighths(num: int) -> list[np.ndarray]:
 
 def test_the_law_of_one_token_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """By enumeration: draft like target, disjoint supports, one-hot, and all between."""
-    laws = eighths(9)
-    for p, q in itertools.product(laws, laws):
-        np.testing.assert_allclose(exact_law(p, q, monkeypatch), p, atol=1e-12)
+    distributions = eighths(9)
+    for p, q in itertools.product(distributions, distributions):
+        np.testing.assert_allclose(exact_distribution(p, q, monkeypatch), p, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["residual not normalised", "resampling from p"])
 def test_negative_control_of_the_enumeration(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     p, q = np.array([0.125, 0.5, 0.25, 0.125]), np.array([0.5, 0.25, 0.25, 0.0])
-    np.testing.assert_allclose(exact_law(p, q, monkeypatch), p, atol=1e-12)
+    np.testing.assert_allclose(exact_distribution(p, q, monkeypatch), p, atol=1e-12)
     control(monkeypatch, name)
     with pytest.raises(AssertionError):
-        np.testing.assert_allclose(exact_law(p, q, monkeypatch), p, atol=1e-3)
+        np.testing.assert_allclose(exact_distribution(p, q, monkeypatch), p, atol=1e-3)
 
 
 def test_without_a_law_tokens_are_those_of_plain_steps_one_by_one() -> None:
-    """Not only in law: the same seed gives the same tokens, whatever was drafted."""
+    """Not only in distribution: the same seed gives the same tokens, whatever was drafted."""
     for options in OPTIONS.values():
         texts = []
         for draft in (likeliest(TARGET), Draft(guess=lambda text, slots, known: known % V)):
@@ -328,30 +328,30 @@ def test_rows_that_are_not_finite_accept_nothing(value: float, temperature: floa
     logits[:, 0] = 50.0
     logits[1] = value
     q_DV = torch.full((3, 8), 0.125)
-    for law in (None, ProposalDistribution(np.arange(3), np.zeros(3, dtype=np.int64), q_DV)):
-        verified = verify(logits, batch, np.array([0, 0, 0, -1]), law)
+    for proposal in (None, ProposalDistribution(np.arange(3), np.zeros(3, dtype=np.int64), q_DV)):
+        verified = verify(logits, batch, np.array([0, 0, 0, -1]), proposal)
         assert verified.num_accepted_S.tolist() == [1]
         assert verified.output.finite.tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0])
-def test_a_law_that_cannot_have_given_the_draft_is_passed_over(broken: float) -> None:
+def test_a_distribution_that_cannot_have_given_the_draft_is_passed_over(broken: float) -> None:
     logits = TARGET[0, 0].expand(400, -1)
     batch = rows_with([SamplingParams(temperature=1.0)] * 400)
     draft_R = np.tile([1, -1], 200)
     q_DV = torch.full((200, V), 0.25)
     q_DV[:, 1] = broken
-    law = ProposalDistribution(np.arange(0, 400, 2), np.ones(200, dtype=np.int64), q_DV)
-    assert (verify(logits, batch, draft_R, law).output.token_ids == sample(logits, batch).token_ids).all()
+    proposal = ProposalDistribution(np.arange(0, 400, 2), np.ones(200, dtype=np.int64), q_DV)
+    assert (verify(logits, batch, draft_R, proposal).output.token_ids == sample(logits, batch).token_ids).all()
 
 
-def test_greedy_rows_and_rows_with_a_law_share_a_step() -> None:
+def test_greedy_rows_and_rows_with_a_proposal_share_a_step() -> None:
     logits = TARGET[0, 0].expand(6, -1)
     best = int(TARGET[0, 0].argmax())
     params = [SamplingParams()] * 2 + [SamplingParams(temperature=1.0, logprobs=1)] * 4
     draft_R = np.array([best, -1, 1, -1, 2, -1])
-    law = ProposalDistribution(np.array([0, 2, 4]), draft_R[[0, 2, 4]], torch.full((3, V), 0.25))
-    verified = verify(logits, rows_with(params), draft_R, law)
+    proposal = ProposalDistribution(np.array([0, 2, 4]), draft_R[[0, 2, 4]], torch.full((3, V), 0.25))
+    verified = verify(logits, rows_with(params), draft_R, proposal)
     assert verified.num_accepted_S[0] == 1
     assert verified.output.token_ids[:2].tolist() == [best, best]
     for row, entry in verified.output.logprobs.items():

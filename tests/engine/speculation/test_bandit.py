@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.drafts.draft_model import DraftModelProposer
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import Offer, StepFacts, StepOutcome, Verdict
 from pipeline.engine.drafts.replay import replay
@@ -190,7 +191,7 @@ def test_an_engine_gives_the_tokens_of_plain_steps(seed: int, is_asynchronous: b
     replays = [lambda: replay(lookup, engine.table, engine.scheduler.running), None]
     rng, now_ns, drafted = np.random.default_rng(seed), 0, set()
     policy = MeasuredDrafts(replays, K, clock=lambda: now_ns)
-    engine.speculate([lookup, draft], policy)
+    engine.draft_as(Drafting([lookup, draft], policy, engine.scheduler))
     select = policy.select
 
     def select_and_note(facts: StepFacts) -> int | None:
@@ -215,7 +216,7 @@ def test_an_engine_gives_the_tokens_of_plain_steps(seed: int, is_asynchronous: b
 def test_short_rows_in_reused_slots_are_told_to_the_policy() -> None:
     engine = hash_engine(60, 4, memory=2, max_num_seqs=3)
     policy = MeasuredDrafts([None], K)
-    engine.speculate([NgramProposer(engine.table, K)], policy)
+    engine.draft_as(Drafting([NgramProposer(engine.table, K)], policy, engine.scheduler))
     told: list[int] = []
     admitted = policy.admitted
     policy.admitted = lambda slot: (told.append(slot), admitted(slot))[1]  # type: ignore[method-assign]

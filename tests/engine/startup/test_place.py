@@ -164,7 +164,7 @@ def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeyp
     for index, name in ((0, "cuda:0"), (1, "cuda:1"), (3, "cuda")):
         engine = engines[index] = hash_engine(60, 4, is_asynchronous=True, bad_token=77)
         engine.place = Place(None, torch.device(name))
-        for what in ("execute", "greedy", "draw", "zero_blocks"):
+        for what in ("execute", "greedy", "sample", "zero_blocks"):
             setattr(engine.runner, what, noting_device(index, what, getattr(engine.runner, what)))
     devices.current = 2
     for engine in engines.values():
@@ -178,4 +178,4 @@ def test_each_engine_launches_on_its_own_device_and_the_caller_keeps_its(monkeyp
         engine.abort(0)
         assert devices.current == 2
     assert {(index, current) for index, _, current in launched} == {(0, 0), (1, 1), (3, 3)}
-    assert {what for _, what, _ in launched} == {"execute", "greedy", "draw", "zero_blocks"}
+    assert {what for _, what, _ in launched} == {"execute", "greedy", "sample", "zero_blocks"}

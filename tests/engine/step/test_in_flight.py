@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.forward.in_flight import FutureTokens
@@ -106,7 +107,7 @@ def test_a_request_can_be_aborted_while_its_token_is_drawn() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_wait_for_tokens(seed: int) -> None:
     engine = hash_engine(100, 4, memory=2, is_asynchronous=True, max_num_batched_tokens=64)
-    engine.speculate([NgramProposer(engine.table, 4)], FixedDrafts(4))
+    engine.draft_as(Drafting([NgramProposer(engine.table, 4)], FixedDrafts(4), engine.scheduler))
     seen = watched(engine)
     requests = random_requests(np.random.default_rng(seed), 20, 64)
     done = run(engine, requests)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeline.engine.drafts.draft_model import DraftModelProposer
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.engine import Engine
@@ -37,7 +38,7 @@ def drafting_engine(most: int = 4, wrong: float = 0.0, **options: Any) -> Engine
         return torch.where(torch.from_numpy(rng.random(len(token_R)) < wrong), 5, token_R), finite_R
 
     proposer.runner.greedy = greedy  # type: ignore[method-assign]
-    engine.speculate([proposer], FixedDrafts(most))
+    engine.draft_as(Drafting([proposer], FixedDrafts(most), engine.scheduler))
     return engine
 
 
@@ -65,7 +66,7 @@ class Waits:
         monkeypatch.setattr(StepInFlight, "output", land)
         runners = [engine.runner, *(p.runner for p in engine.drafting.proposers if isinstance(p, DraftModelProposer))]  # type: ignore[union-attr]
         for runner in runners:
-            for name in ("execute", "greedy", "draw"):
+            for name in ("execute", "greedy", "sample"):
                 setattr(
                     runner, name, self._on_device(getattr(runner, name), runner is engine.runner and name == "execute")
                 )
@@ -120,7 +121,7 @@ def test_plain_steps_of_an_engine_that_could_draft_wait_for_nothing_either(monke
 def test_looked_up_drafts_wait_for_the_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is planned while the one before it runs, and then its tokens are read, before it is launched."""
     engine = hash_engine(120, 4, memory=1, is_asynchronous=True, max_num_batched_tokens=200)
-    engine.speculate([NgramProposer(engine.table, 4)], FixedDrafts(4))
+    engine.draft_as(Drafting([NgramProposer(engine.table, 4)], FixedDrafts(4), engine.scheduler))
     waits, planned_at = Waits(engine, monkeypatch), []
     plan = engine.scheduler.plan
 
@@ -184,7 +185,7 @@ def test_rows_of_every_kind_get_the_tokens_of_plain_steps(seed: int, kind: str) 
     draft.exposes_draft_probs = False  # type: ignore[attr-defined]
     proposers = {"draft": [draft], "ngram": [NgramProposer(engine.table, 4)]}
     proposers["both"] = proposers["ngram"] + [draft]
-    engine.speculate(proposers[kind], Fitful(4, rng, len(proposers[kind])))
+    engine.draft_as(Drafting(proposers[kind], Fitful(4, rng, len(proposers[kind])), engine.scheduler))
     assert same(run(engine, requests, arrivals=rng), plain)
     if kind != "ngram":
         assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
@@ -216,7 +217,7 @@ def test_fault_49_nan_logits_among_drafts_in_flight_end_their_row_only() -> None
         engine = hash_engine(60, 4, bad_token=13, is_asynchronous=True, max_num_batched_tokens=64)
         proposer = draft_with_itself(engine, 4)
         proposer.runner.is_asynchronous = True
-        engine.speculate([proposer], FixedDrafts(4))
+        engine.draft_as(Drafting([proposer], FixedDrafts(4), engine.scheduler))
         requests = random_requests(rng, 30, 64)
         done = run(engine, requests, arrivals=rng)
         for request in requests:
@@ -259,7 +260,7 @@ def test_a_runner_that_corrects_nothing_is_waited_for() -> None:
 
 
 def test_penalties_of_a_draft_model_count_its_own_drafts() -> None:
-    """With the target's law the drafts are what it gives: so they are all accepted."""
+    """Drafts that have the target's distribution are all accepted."""
     engine = drafting_engine(4)
     params = [{"repetition_penalty": 3.0}, {"frequency_penalty": 2.0, "presence_penalty": 0.5}, {"min_tokens": 9}]
     requests = [

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, StepFacts
 from pipeline.engine.engine import Engine
@@ -85,7 +86,7 @@ def test_rows_that_are_given_up_and_come_again_draw_the_same(seed: int) -> None:
 def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: int) -> None:
     rng = np.random.default_rng(seed)
     engine = engine_of(True)
-    execute, draw, failed = engine.runner.execute, engine.runner.draw, []
+    execute, sample, failed = engine.runner.execute, engine.runner.sample, []
 
     def execute_or_fail(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         if len(step.token_id_T) > 2 and rng.random() < 0.15:
@@ -93,16 +94,16 @@ def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: 
             raise MemoryError
         return execute(step, future)
 
-    def draw_or_fail(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample_or_fail(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if len(logits_RV) > 2 and rng.random() < 0.1:
-            failed.append("draw")
+            failed.append("sample")
             raise MemoryError
-        return draw(logits_RV, how_5R)
+        return sample(logits_RV, how_5R)
 
-    engine.runner.execute, engine.runner.draw = execute_or_fail, draw_or_fail  # type: ignore[method-assign]
+    engine.runner.execute, engine.runner.sample = execute_or_fail, sample_or_fail  # type: ignore[method-assign]
     done = run(engine, requests_of(seed), arrivals=rng)
     assert [told(done[row]) for row in range(len(done))] == waiting(seed)
-    assert min(failed.count("execute"), failed.count("draw")) > 2
+    assert min(failed.count("execute"), failed.count("sample")) > 2
     assert engine.stats.num_out_of_memory == len(failed)
 
 
@@ -148,7 +149,7 @@ class Sometimes(FixedDrafts):
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_among_plain_steps_change_no_token(seed: int) -> None:
     engine = hash_engine(160, 4, memory=1, is_asynchronous=True, max_num_batched_tokens=64)
-    engine.speculate([NgramProposer(engine.table, 4)], Sometimes(4))
+    engine.draft_as(Drafting([NgramProposer(engine.table, 4)], Sometimes(4), engine.scheduler))
     done = run(engine, requests_of(seed))
     plain = run(hash_engine(160, 4, memory=1, max_num_batched_tokens=64), requests_of(seed))
     assert [told(done[row]) for row in range(40)] == [told(plain[row]) for row in range(40)]

@@ -38,7 +38,7 @@ def complete(requests, text="t") -> list[Completion]:
 
 def write(tmp_path, rename=None, logprobs=False) -> Write:
     store = PartStore(str(tmp_path / "out"))
-    store.probe()
+    store.folder.probe()
     return Write(store, "0123abcd", rename or {}, logprobs, {"pipeline.fingerprint": "0123abcd"})
 
 
@@ -215,7 +215,7 @@ def test_a_missing_or_doubled_completion_is_never_written(tmp_path):
 
 def test_finished_rows_of_a_stopped_unit_come_back_as_they_were(tmp_path):
     store = PartStore(str(tmp_path / "out"))
-    store.probe()
+    store.folder.probe()
     partial = PartialUnits(store, "0123abcd")
     unit = unit_of({"p": ["a", "bb", "ccc"]}, UnitSpec(PromptSpec(column="p")), start=5)
     done = [

@@ -28,7 +28,7 @@ def units(rows: int, unit_rows: int) -> list[bytes]:
 def start(job):
     """start(fake=...) -> a worker over a fake engine; all of a test share one output."""
     started = []
-    PartStore(str(job.output)).probe()
+    PartStore(str(job.output)).folder.probe()
 
     def start(**fake) -> Worker:
         job.fake(**fake)

@@ -94,7 +94,7 @@ def test_logs_of_old_runs_are_removed_from_a_disk(tmp_path, monkeypatch):
 def test_logs_of_an_output_in_a_store_are_uploaded_when_they_change(tmp_path, monkeypatch):
     """The folder stands in for a store, which has no paths to write to."""
     store, uploads = PartStore(str(tmp_path / "o")), []
-    store.probe()
+    store.folder.probe()
     replace = LocalFolder.replace
     monkeypatch.setattr(logs, "LocalFolder", str)
     monkeypatch.setattr(LocalFolder, "replace", lambda *a: (uploads.append(a[1]), replace(*a)))
@@ -105,7 +105,7 @@ def test_logs_of_an_output_in_a_store_are_uploaded_when_they_change(tmp_path, mo
     folder.sync()
     folder.sync()
     assert uploads == ["_pipeline/logs/0001-x/driver.log"]
-    assert store.read(uploads[0]).endswith(b"one\n")
+    assert store.folder.read(uploads[0]).endswith(b"one\n")
     folder.close()
     assert not folder.path.exists()
 

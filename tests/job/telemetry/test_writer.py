@@ -70,9 +70,9 @@ def test_writes_that_hang_hold_up_neither_the_run_nor_its_drain(job, replacing, 
 
 def test_the_newest_content_of_a_file_is_written_and_older_ones_are_passed_over(tmp_path, replacing):
     store, go_on, seen = PartStore(str(tmp_path / "o")), threading.Event(), []
-    store.probe()
+    store.folder.probe()
     replacing(lambda name: (seen.append(name), go_on.wait(10.0)))
-    telemetry = Telemetry(store)
+    telemetry = Telemetry(store.folder)
     telemetry.put("_pipeline/first", b"0")
     deadline = time.monotonic() + 10
     while not seen and time.monotonic() < deadline:
@@ -82,7 +82,7 @@ def test_the_newest_content_of_a_file_is_written_and_older_ones_are_passed_over(
     go_on.set()
     assert telemetry.close()
     assert seen == ["_pipeline/first", "_pipeline/a"]
-    assert store.read("_pipeline/a") == b"49"
+    assert store.folder.read("_pipeline/a") == b"49"
 
 
 def test_the_list_of_skipped_files_is_written_once(job, replacing):

@@ -49,12 +49,12 @@ def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
 
 def test_selection_says_who_serves_each_operation() -> None:
     kernels = select_kernels(torch.device("cpu"), torch.float32)
-    names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "draw"}
+    names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "silu_mul", "greedy", "sample"}
     assert set(kernels.served_by) == names
     assert all(
         "numba" in origin
         for operation, origin in kernels.served_by.items()
-        if operation not in ("linear", "greedy", "draw")
+        if operation not in ("linear", "greedy", "sample")
     )
 
 

@@ -131,7 +131,7 @@ def test_a_broken_key_of_all_is_seen_in_all_of_its_head(readings: list[int], mon
     for broken in (cache.k_CBKD, cache.v_CBKD):
         kept = broken[1, 3, 1].clone()
         broken[1, 3, 1, 2] = float("nan")
-        step.worked_out.clear()
+        step.plans.clear()
         out_TND = attention(torch.randn(16, 4, 8), cache, step, 0.3, None)
         assert not out_TND[:, 2:].isfinite().all(-1).any()
         assert out_TND[:, :2].isfinite().all()

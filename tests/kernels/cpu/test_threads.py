@@ -78,7 +78,7 @@ def test_the_number_of_threads_changes_no_bit(threads: None) -> None:
         q_TND = elementwise.norm_rope_write(
             qkv_TMD.clone(), angle_TD2.cos(), angle_TD2.sin(), None, 1e-6, cache, slot_T
         )
-        where.worked_out.clear()
+        where.plans.clear()
         x_TH = attention(q_TND, cache, where, 0.1, None).reshape(len(tokens), -1)
         normed_TH, residual_TH = elementwise.add_rms_norm(x_TH, torch.ones_like(x_TH), torch.ones(x_TH.shape[1]), 1e-6)
         found.append([q_TND, *cache.tensors, normed_TH, residual_TH, elementwise.silu_mul(linear(normed_TH))])

@@ -169,7 +169,16 @@ def chosen(name: str) -> dict[str, Launch]:
     }
     all_of |= over_fp8
     if name == "sm_80":
-        kept = *CASCADE, "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED, *over_fp8
+        kept = (
+            *CASCADE,
+            "decode, 1 queries",
+            "prefill",
+            "int4, 1 tokens",
+            "int4, 64 tokens",
+            "sample",
+            *FIXED,
+            *over_fp8,
+        )
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
         grouped = launches_of(GROUPS_OF_5, torch.float16, target)
         several = {f"{key}, groups of 5": grouped[key] for key in grouped if key.startswith("decode")}

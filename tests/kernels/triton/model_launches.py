@@ -15,7 +15,7 @@ from pipeline.kernels.triton.linear.fixed_order import fixed_launches
 from pipeline.kernels.triton.linear.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
 from pipeline.kernels.triton.linear.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
 from pipeline.kernels.triton.sampling.argmax import greedy_launches
-from pipeline.kernels.triton.sampling.sample import draw_launch
+from pipeline.kernels.triton.sampling.sample import sample_launch
 
 _META = torch.device("meta")
 _BLOCKS, _BLOCK, _TABLE = 1024, 64, 128
@@ -69,7 +69,7 @@ def launches_of(
     how_5T = empty(5, num_tokens, dtype=torch.float64)
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
     products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
-    sampling["draw"] = draw_launch(logits_TV, how_5T, slot_T, finite_T)
+    sampling["sample"] = sample_launch(logits_TV, how_5T, slot_T, finite_T)
     return fused | _attention(shape, q_TND, cache, target, window) | products | sampling
 
 

@@ -185,7 +185,7 @@ def test_captured_work_serves_every_step() -> None:
         captured.refill(step.where)
         where = AttentionInput(
             *(np.zeros(1, dtype=np.int32),) * 2, np.zeros((1, 1), dtype=np.int32),
-            step.where.slot_mapping_T, 64, captured.worked_out,
+            step.where.slot_mapping_T, 64, captured.plans,
         )  # fmt: skip
         padded = torch.cat([step.q_TND, torch.zeros(3, 4, 16, device=DEVICE)])
         ours = BatchInvariantAttention(DEVICE)(padded, *step.tensors[1:], where, 0.3, window)

@@ -13,7 +13,7 @@ from tests.kernels.triton.compiling import CASCADE, FIXED
 
 ROOT = Path(__file__).parents[3]
 OVER_FP8 = "norm_rope_write, fp8 cache", "decode, 1 queries, fp8 cache", "prefill, fp8 cache", "cascade, fp8 cache"
-EVERYWHERE = *CASCADE, "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "draw", *FIXED, *OVER_FP8
+EVERYWHERE = *CASCADE, "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "sample", *FIXED, *OVER_FP8
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_all_kernels_are_compiled(compiled: dict) -> None:
     kernels = {name.split(",")[0] for name in compiled["sm_90"]}
     assert kernels >= {
         "add_rms_norm", "norm_rope_write", "silu_mul", "decode", "cascade", "prefill", "int4", "dequantize",
-        "fp8 rounding", "fp8", "greedy", "draw",
+        "fp8 rounding", "fp8", "greedy", "sample",
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from pipeline.bench.gpu.rates import Rates, Stopwatch
 from pipeline.bench.measure import table
 from pipeline.kernels import reference
 from pipeline.kernels.contract import Kernels
-from pipeline.roofline.step import DecoderSize
+from pipeline.roofline.cost_model import DecoderSize
 
 EPS = 1e-5
 FP8_CACHE = ", fp8"  # after the names of kernels that read or write a cache in FP8
@@ -153,7 +153,7 @@ class _Layer:
             yield from (partial(make, tokens) for make in (self.norm, self.gate, *writes))
         for sequences, context in cases.decoding:
             yield partial(self.greedy, sequences)
-            yield from (partial(self.draw, sequences, top_p) for top_p in (1.0, 0.9))
+            yield from (partial(self.sample, sequences, top_p) for top_p in (1.0, 0.9))
             about, contexts = f"decoding, {sequences:,} at {context:,}", [context] * sequences
             yield partial(self.attention, about, [1] * sequences, contexts, kind=DECODING)
             yield partial(self.attention, about, [1] * sequences, contexts, is_fp8=True)
@@ -223,23 +223,23 @@ class _Layer:
 
         return Work("greedy", f"{rows:,} rows", float(logits_RV.nbytes), 0.0, call, compare, 0.0)
 
-    def draw(self, rows: int, top_p: float) -> Work:
+    def sample(self, rows: int, top_p: float) -> Work:
         logits_RV = 3 * torch.randn(rows, self.size.vocab, device=self.device)
         options_4 = torch.tensor([1.0, self.size.vocab, top_p, 0.0], dtype=torch.float64, device=self.device)
         u_1R = torch.rand(1, rows, device=self.device).double()
-        call = partial(self.kernels.draw, logits_RV, torch.cat([options_4.repeat(rows, 1).T, u_1R]))
+        call = partial(self.kernels.sample, logits_RV, torch.cat([options_4.repeat(rows, 1).T, u_1R]))
 
         def compare() -> Pairs:
             """The token grows with u; within SUM_ERROR of it, rounding of the sums decides which of two it is."""
             some = slice(0, SAMPLED_ROWS)
             numbers = ((u_1R + error).clamp(0, 1 - 2.0**-53)[:, some] for error in (-SUM_ERROR, SUM_ERROR))
             how = (torch.cat([options_4.repeat(u.shape[1], 1).T, u]) for u in numbers)
-            (low_R, finite_R), (high_R, _) = (reference.draw(logits_RV[some], each) for each in how)
+            (low_R, finite_R), (high_R, _) = (reference.sample(logits_RV[some], each) for each in how)
             token_R, ours_R = (each[some] for each in call())
             return [(token_R, token_R.clamp(low_R, high_R)), (ours_R, finite_R)]
 
         case = f"{rows:,} rows" if top_p == 1 else f"{rows:,} rows, top_p {top_p}"
-        return Work("draw", case, float(logits_RV.nbytes), 0.0, call, compare, 0.0)
+        return Work("sample", case, float(logits_RV.nbytes), 0.0, call, compare, 0.0)
 
     def attention(
         self,

@@ -2,8 +2,8 @@
 
 served: what the engine runs. 16 bit: torch's product (cuBLAS on a card) on weights in 16 bit, or in the type that is
 measured. fixed tile: 16 bit by the product of `engine.deterministic`. Of int4 weights also each path alone, and that
-with activations in fp8 (`kernels/fp8.py`), which computes something else and is served where it is asked for. Summed
-over a layer's linears.
+with activations in fp8 (`kernels/activations/fp8.py`), which computes something else and is served where it is asked
+for. Summed over a layer's linears.
 
 Suffixes as in `kernels/contract.py`.
 """
@@ -22,7 +22,7 @@ from pipeline.bench.gpu.rates import Rates, Stopwatch
 from pipeline.bench.measure import table
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.kernels.reference import prepare_linear, reference_kernels
-from pipeline.roofline.step import DENSE_BYTES, DecoderSize, Weights
+from pipeline.roofline.cost_model import DENSE_BYTES, DecoderSize, Weights
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 
 FULL_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)

@@ -24,8 +24,8 @@ from pipeline.kernels.triton.attention.online_softmax import stages_for
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch, rows_of
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear import fp8, int4
-from pipeline.kernels.triton.sampling.sample import draw_launch
-from pipeline.roofline.step import DecoderSize, Weights
+from pipeline.kernels.triton.sampling.sample import sample_launch
+from pipeline.roofline.cost_model import DecoderSize, Weights
 from pipeline.weights.packed import GroupIntWeight
 
 PROGRAMS = 2  # that the shipped kernels give each multiprocessor
@@ -68,7 +68,7 @@ class _Cases:
             yield from (partial(self.int4, *each, n) for n, each in product(sizes.int4_tokens, self.size.linears()))
             if self.device.type == "cpu" or self.target.capability >= fp8.LEAST_CAPABILITY:
                 yield from (partial(self.fp8, *each, n) for n, each in product(sizes.fp8_tokens, self.size.linears()))
-        yield from (partial(self.draw, rows, top_p) for rows, top_p in product(sizes.rows, (1.0, 0.9)))
+        yield from (partial(self.sample, rows, top_p) for rows, top_p in product(sizes.rows, (1.0, 0.9)))
 
     def step(self, counts: list[int], contexts: list[int], is_fp8: bool) -> tuple[PagedStep, str]:
         """With the name of its group."""
@@ -164,14 +164,14 @@ class _Cases:
         group = f"{tokens:,} tokens, {'one part' if parts == 1 else 'several parts'}"
         return TileCase("fp8.tile_for", group, name, shipped, others, launches, out_MN, self.tolerance)
 
-    def draw(self, rows: int, top_p: float) -> TileCase:
+    def sample(self, rows: int, top_p: float) -> TileCase:
         random = torch.Generator(self.device).manual_seed(rows)
         logits_RV = 3 * torch.randn(rows, self.size.vocab, device=self.device, generator=random)
         options = torch.tensor([1.0, self.size.vocab, top_p, 0.0], dtype=torch.float64, device=self.device)
         u_1R = torch.rand(1, rows, device=self.device, generator=random).double()
         how_5R = torch.cat([options.repeat(rows, 1).T, u_1R])
         token_R = torch.empty(rows, dtype=torch.int64, device=self.device)
-        launch = draw_launch(logits_RV, how_5R, token_R, torch.empty_like(token_R, dtype=torch.bool))
+        launch = sample_launch(logits_RV, how_5R, token_R, torch.empty_like(token_R, dtype=torch.bool))
         shipped = {"width": launch.constants["WIDTH"], "warps": launch.num_warps}
 
         def launches(tile: Tile) -> list[Launch]:
@@ -179,4 +179,4 @@ class _Cases:
 
         others = _others(shipped, width=(2048, 4096, 8192, 16384), warps=(4, 8, 16, 32))
         group, case = f"vocabulary {self.size.vocab:,}", f"{rows} rows, top_p {top_p:g}"
-        return TileCase("draw", group, case, shipped, others, launches, token_R, 0.0)
+        return TileCase("sample", group, case, shipped, others, launches, token_R, 0.0)

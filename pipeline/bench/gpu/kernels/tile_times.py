@@ -29,7 +29,7 @@ Tile = dict[str, int]
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Work to try tiles on, as in `KernelCases`; tokens of int4 and of fp8 linears; rows that are drawn. budget_s: of
+    """Work to try tiles on, as in `KernelCases`; tokens of int4 and of fp8 linears; rows that are sampled. budget_s: of
     all of it, up to the compilation of one tile for each piece of work."""
 
     decoding: tuple[tuple[int, int], ...]

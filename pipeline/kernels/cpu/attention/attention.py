@@ -63,9 +63,9 @@ def attention(
     contiguous."""
     (_, num_heads, head_dim), num_kv_heads = q_TND.shape, cache.k_CBKD.shape[2]
     key = (num_heads, num_kv_heads, head_dim)
-    if key not in where.worked_out:
-        where.worked_out[key] = plan_of(where, num_heads, num_kv_heads, head_dim)
-    plan = where.worked_out[key]
+    if key not in where.plans:
+        where.plans[key] = plan_of(where, num_heads, num_kv_heads, head_dim)
+    plan = where.plans[key]
     use_threads(plan.parallel)
     q_TND = q_TND.contiguous()
     out_TND = torch.empty_like(q_TND)

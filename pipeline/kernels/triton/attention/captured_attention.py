@@ -31,9 +31,9 @@ class CapturedAttention:
             )
             for window in shape.windows
         ]
-        self.worked_out: dict[Hashable, Any] = {}
+        self.plans: dict[Hashable, Any] = {}
         for metadata in self._metadata:
-            self.worked_out[plan_key(metadata.window)] = AttentionPlan(metadata, None)
+            self.plans[plan_key(metadata.window)] = AttentionPlan(metadata, None)
 
     def refill(self, where: AttentionInput, most_short: int = 0) -> None:
         for metadata in self._metadata:

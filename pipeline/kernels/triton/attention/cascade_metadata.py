@@ -98,12 +98,9 @@ class CascadeShape:
             self.most_tokens,
         ]
 
-    def plan(self, where: AttentionInput, sequences: np.ndarray) -> CascadePlan | None:
-        """The groups among the sequences at these indices that pay; None where they save too little."""
-        return self.decide(where, sequences).plan
-
     def decide(self, where: AttentionInput, sequences: np.ndarray) -> Decided:
-        """`plan`, and how long it stays valid."""
+        """The groups among the sequences at these indices that pay (None where they save too little), and how long
+        that stays so."""
         count_S = (where.query_start_S1[1:] - where.query_start_S1[:-1]).astype(np.int64)[sequences]
 
         def readings(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ class CascadeSteps:
         self._usable_S = np.zeros(0, dtype=np.int32)  # and how many of them can be shared
 
     def numbers(self, where: AttentionInput) -> list[np.ndarray]:
-        """`CascadeShape.numbers` of what `CascadeShape.plan` finds among all sequences. Not to be changed."""
+        """`CascadeShape.numbers` of what `CascadeShape.decide` finds among all sequences. Not to be changed."""
         if not self._holds(where):
             decided = self._shape.decide(where, np.arange(len(where.context_len_S)))
             self._num_decisive, self._query_start_S1 = decided.num_decisive, where.query_start_S1.copy()

@@ -29,7 +29,7 @@ class AttentionPlan:
 class PagedAttention:
     """`attention` of the contract for one device.
 
-    A step's plan is worked out once for each window and kept in `AttentionInput.worked_out` under `plan_key(window)`.
+    A step's plan is worked out once for each window and kept in `AttentionInput.plans` under `plan_key(window)`.
     Whoever captures steps in a CUDA graph allocates a `DecodeMetadata` for each window himself, refills it before each
     step and puts it there; then a call only launches, the same kernels every time.
     """
@@ -47,9 +47,9 @@ class PagedAttention:
     ) -> torch.Tensor:
         """float16, bfloat16 and float32; the cache must be contiguous, and of q's type or FP8."""
         key = plan_key(window)
-        if key not in where.worked_out:
-            where.worked_out[key] = self._plan(where, q_TND, cache.k_CBKD.shape[2], window)
-        plan: AttentionPlan = where.worked_out[key]
+        if key not in where.plans:
+            where.plans[key] = self.plan(where, q_TND, cache.k_CBKD.shape[2], window)
+        plan: AttentionPlan = where.plans[key]
         q_TND = q_TND.contiguous()
         out_TND = torch.empty_like(q_TND)
         tensors = q_TND, cache, out_TND
@@ -60,7 +60,8 @@ class PagedAttention:
                 launch.run()
         return out_TND
 
-    def _plan(self, where: AttentionInput, q_TND: torch.Tensor, num_kv_heads: int, window: int | None) -> AttentionPlan:
+    def plan(self, where: AttentionInput, q_TND: torch.Tensor, num_kv_heads: int, window: int | None) -> AttentionPlan:
+        """Of a step for the layers with this window: worked out on the host."""
         num_heads, head_dim = q_TND.shape[1:]
         group = checked_group(num_heads, num_kv_heads, head_dim)
         count_S = np.diff(where.query_start_S1)
@@ -71,7 +72,7 @@ class PagedAttention:
             cascade, shared = None, []
             if window is None:
                 shape = CascadeShape.of(int(count_S[few].sum()), num_heads, num_kv_heads, head_dim, self.target)
-                together = shape.plan(where, few)
+                together = shape.decide(where, few).plan
                 if together is not None:
                     most_tokens, most_tiles = int(where.query_start_S1[-1]), int(together.tiles_G.sum())
                     cascade = replace(shape, most_tokens=most_tokens, most_tiles=most_tiles)
@@ -102,5 +103,5 @@ def checked_group(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
 
 
 def plan_key(window: int | None) -> tuple[str, int | None]:
-    """Where in `AttentionInput.worked_out` the plan of the layers with this window lies."""
+    """Where in `AttentionInput.plans` the plan of the layers with this window lies."""
     return "triton", window

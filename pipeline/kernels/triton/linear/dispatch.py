@@ -92,9 +92,11 @@ class TwoPathLinear:
         return out_MN
 
     def dense(self, x_MK: torch.Tensor) -> torch.Tensor:
-        if self.scratch is None:
-            return F.linear(x_MK, self.kept_NK, self.bias_N)
-        return F.linear(x_MK, self._dequantized(self.scratch.weight(*self.shape_NK)), self.bias_N)
+        return F.linear(x_MK, self.widened(), self.bias_N)
+
+    def widened(self) -> torch.Tensor:
+        """The 16-bit form: kept, or written into the scratch now."""
+        return self.kept_NK if self.scratch is None else self._dequantized(self.scratch.weight(*self.shape_NK))
 
     def _dequantized(self, into_NK: torch.Tensor) -> torch.Tensor:
         dequantize_launch(self.tiled, into_NK).run()

@@ -43,7 +43,7 @@ def _best_of_parts(value_ptr, token_ptr, best_ptr, finite_ptr, num_parts, PARTS:
 def greedy(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The token with the largest logit of each row (int64), of equal ones the first, and whether the row is finite.
 
-    A row that holds NaN or +inf, or nothing above -inf, is not, and its token is 0: what `engine.sampler.greedy` says.
+    A row that holds NaN or +inf, or nothing above -inf, is not, and its token is 0: as `on_host.greedy` says of it.
     Stays on the device.
     """
     num_rows = len(logits_RV)

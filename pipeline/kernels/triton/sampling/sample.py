@@ -119,7 +119,7 @@ def _token_at(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _draw(logits_ptr, how_ptr, token_ptr, finite_ptr, stride, num_tokens, num_rows, WIDTH: tl.constexpr):
+def _sample(logits_ptr, how_ptr, token_ptr, finite_ptr, stride, num_tokens, num_rows, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     best, token = _best_of_row(logits_ptr, num_tokens, WIDTH)
@@ -158,23 +158,25 @@ def _weight_at(cut, min_p):
     return tl.where(weight >= min_p, weight, 0.0).to(tl.float64)
 
 
-def draw(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `contract.Kernels`. Stays on the device; the token of a row that is not finite is 0."""
     num_rows = len(logits_RV)
     token_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
     finite_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device)
     if num_rows:
-        draw_launch(logits_RV, how_5R, token_R, finite_R).run()
+        sample_launch(logits_RV, how_5R, token_R, finite_R).run()
     return token_R, finite_R
 
 
-def draw_launch(logits_RV: torch.Tensor, how_5R: torch.Tensor, token_R: torch.Tensor, finite_R: torch.Tensor) -> Launch:
+def sample_launch(
+    logits_RV: torch.Tensor, how_5R: torch.Tensor, token_R: torch.Tensor, finite_R: torch.Tensor
+) -> Launch:
     """float32, float16 or bfloat16 logits; rows may lie apart."""
     num_rows, num_tokens = logits_RV.shape
     assert logits_RV.stride(1) == 1
     assert how_5R.is_contiguous()
     return Launch(
-        _draw,
+        _sample,
         (num_rows,),
         (logits_RV, how_5R, token_R, finite_R, logits_RV.stride(0), num_tokens, num_rows),
         {"WIDTH": _WIDTH},

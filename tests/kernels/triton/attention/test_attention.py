@@ -159,7 +159,7 @@ def test_a_plan_that_lies_ready_is_used() -> None:
     work = DecodeMetadata.allocate(4, 4, 64, 2, 1, 16, DEVICE, Target.of(DEVICE))
     work.refill(step.where)
     work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # tells the ready plan from one made anew
-    step.where.worked_out[plan_key(None)] = AttentionPlan(work, None)
+    step.where.plans[plan_key(None)] = AttentionPlan(work, None)
     ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, None)
     shorter = replace(step.where, context_len_S=np.array([90, 20], dtype=np.int32))
     oracle = reference_attention(*step.wide, shorter, 0.3, None)

@@ -41,7 +41,7 @@ def check(step: Step, groups: int) -> None:
     oracle = reference_attention(*step.wide, step.where, 0.3, None)
     assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
     assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
-    work = step.where.worked_out[plan_key(None)].decode.cascade
+    work = step.where.plans[plan_key(None)].decode.cascade
     served = set() if work is None else set(work.tile_W3[:, 0].tolist())
     assert len(served) == groups
 
@@ -101,7 +101,7 @@ def test_more_queries_than_a_tile_holds() -> None:
     """8 query heads: 16 tokens a tile, so that sequences of 3 tokens lie across two tiles, which are cut unequally."""
     step = make_step([(390 + s, 3) for s in range(22)], (8, 1), 16, 64, torch.float32)
     check(sharing(step, [(list(range(22)), 6)]), 1)
-    work = step.where.worked_out[plan_key(None)].decode.cascade
+    work = step.where.plans[plan_key(None)].decode.cascade
     assert work.tile_W3[:, 2].tolist() == [1, 2, 2, 1, 1]
 
 
@@ -123,8 +123,8 @@ def test_a_broken_query_stays_in_its_row_and_a_broken_value_in_its_group() -> No
 def test_launches_do_not_change_from_step_to_step(with_fp8: bool, window: int | None) -> None:
     """What a CUDA graph would have recorded serves steps with one group, with none, with long contexts and with two."""
     captured = CapturedAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({None, 70}), 4, 12), DEVICE)
-    assert captured.worked_out[plan_key(70)].decode.cascade is None
-    work: DecodeMetadata = captured.worked_out[plan_key(window)].decode
+    assert captured.plans[plan_key(70)].decode.cascade is None
+    work: DecodeMetadata = captured.plans[plan_key(window)].decode
     made = [
         sharing(make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8), shared)
         for lengths, shared in (
@@ -159,7 +159,7 @@ def test_layers_with_a_window_and_the_deterministic_mode_read_each_sequence_by_i
     step = sharing(make_step(lengths, (4, 1), 16, 64, torch.float32), shared)
     ours = PagedAttention(DEVICE)(*step.tensors, step.where, 0.3, 150)
     assert float((ours.cpu() - reference_attention(*step.wide, step.where, 0.3, 150)).abs().max()) < 5e-6
-    assert step.where.worked_out[plan_key(150)].decode.cascade is None
+    assert step.where.plans[plan_key(150)].decode.cascade is None
     apart = make_step(lengths, (4, 1), 16, 64, torch.float32)
     for s in (1, 2):  # what is shared, copied to blocks that nobody shares
         for tensor, its in zip(apart.cache.tensors, step.cache.tensors):
@@ -196,7 +196,7 @@ def planned(shape: CascadeShape, groups: list[tuple[int, int]], count: int = 1) 
         first += size
     query_start_S1 = np.arange(sequences + 1, dtype=np.int32) * count
     where = AttentionInput(query_start_S1, context_S, table_SM, torch.zeros(0, dtype=torch.int64), 64)
-    return shape.plan(where, np.arange(sequences))
+    return shape.decide(where, np.arange(sequences)).plan
 
 
 def test_a_group_pays_where_it_saves_more_than_a_launch_costs() -> None:
@@ -253,7 +253,7 @@ def test_what_is_remembered_from_step_to_step_is_what_is_found_anew(seed: int) -
         count_S = np.ones(len(context_S), dtype=np.int32) + (rng.random(len(context_S)) < 0.02)
         query_start_S1 = np.append(0, np.cumsum(count_S)).astype(np.int32)
         where = AttentionInput(query_start_S1, context_S, table_SM.copy(), torch.zeros(0, dtype=torch.int64), size)
-        plan = shape.plan(where, np.arange(len(context_S)))
+        plan = shape.decide(where, np.arange(len(context_S))).plan
         found = shape.numbers(where, plan)
         before, numbers = numbers, steps.numbers(where)
         assert all(np.array_equal(a, b) for a, b in zip(numbers, found, strict=True))

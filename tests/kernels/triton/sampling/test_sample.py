@@ -1,11 +1,11 @@
-"""Drawn tokens against the oracle and against what the engine's sampler on the host draws."""
+"""Sampled tokens against the oracle and against those of the engine's sampler on the host."""
 
 import numpy as np
 import pytest
 import torch
 
 from pipeline.kernels import reference
-from pipeline.kernels.triton.sampling import sample as drawing
+from pipeline.kernels.triton.sampling import sample as kernel
 from tests.kernels.triton.problems import DEVICE, DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
@@ -29,10 +29,10 @@ def how_of(options: list[tuple[float, float, float, float]], vocabulary: int, u_
 
 
 def both(logits_RV: torch.Tensor, how_5R: torch.Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
-    ours = drawing.draw(logits_RV.to(DEVICE), how_5R.to(DEVICE))
+    ours = kernel.sample(logits_RV.to(DEVICE), how_5R.to(DEVICE))
     return [
         (token_R.cpu().numpy(), finite_R.cpu().numpy())
-        for token_R, finite_R in (ours, reference.draw(logits_RV, how_5R))
+        for token_R, finite_R in (ours, reference.sample(logits_RV, how_5R))
     ]
 
 
@@ -71,11 +71,11 @@ def test_equal_logits_everywhere() -> None:
 
 
 @pytest.mark.parametrize(("name", "num"), [("temperature", 80), ("min_p", 60), ("all", 24)])
-def test_shares_are_those_of_the_law(name: str, num: int) -> None:
-    """Numbers in even steps draw the tokens up to each as often as the law says, to half a step."""
+def test_shares_are_those_of_the_distribution(name: str, num: int) -> None:
+    """With numbers in even steps, the tokens up to each come as often as the distribution says, to half a step."""
     logits_V = torch.from_numpy(np.random.default_rng(7).normal(0, 1.5, 60)).float()
     how_5R = how_of([OPTIONS[name]] * num, 60, (np.arange(num) + 0.5) / num)
-    token_R = drawing.draw(logits_V.expand(num, -1).contiguous().to(DEVICE), how_5R.to(DEVICE))[0].cpu().numpy()
+    token_R = kernel.sample(logits_V.expand(num, -1).contiguous().to(DEVICE), how_5R.to(DEVICE))[0].cpu().numpy()
     assert (np.diff(token_R) >= 0).all()
     temperature, top_k, top_p, min_p = OPTIONS[name]
     w = np.exp((logits_V.double().numpy() - float(logits_V.max())) / temperature)
@@ -85,8 +85,8 @@ def test_shares_are_those_of_the_law(name: str, num: int) -> None:
     better = np.cumsum(w[order]) - w[order]
     w[order[better >= top_p * w.sum()]] = 0.0
     assert (w[token_R] > 0).all()
-    drawn_V = np.bincount(token_R, minlength=60).cumsum() / num
-    assert np.abs(drawn_V - w.cumsum() / w.sum()).max() <= 0.501 / num
+    sampled_V = np.bincount(token_R, minlength=60).cumsum() / num
+    assert np.abs(sampled_V - w.cumsum() / w.sum()).max() <= 0.501 / num
 
 
 @pytest.mark.parametrize("at", [0, 8191, 8192, 19_999])
@@ -106,12 +106,12 @@ def test_rows_that_are_not_finite_are_told(value: float, at: int) -> None:
 def test_rows_that_lie_apart_and_no_rows_at_all() -> None:
     options = [OPTIONS["temperature"], OPTIONS["greedy"], OPTIONS["top_p"]]
     assert agree(torch.randn(3, 60)[:, :30], options, np.array([0.2, 0.4, 0.6]))
-    token_R, finite_R = drawing.draw(torch.empty(0, 10, device=DEVICE), torch.empty(5, 0, device=DEVICE).double())
+    token_R, finite_R = kernel.sample(torch.empty(0, 10, device=DEVICE), torch.empty(5, 0, device=DEVICE).double())
     assert (len(token_R), len(finite_R)) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
-def test_tokens_that_cannot_be_are_never_drawn(name: str) -> None:
+def test_tokens_that_cannot_be_are_never_sampled(name: str) -> None:
     """Whatever the number: few tokens are left, and the number lies on the borders between them."""
     logits_RV = torch.full((12, 9000), float("-inf"))
     logits_RV[:, [5, 8191, 8192, 8999]] = torch.tensor([0.0, 1.0, 0.5, -300.0])

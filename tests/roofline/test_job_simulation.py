@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.roofline import job as job_module
-from pipeline.roofline.job import (
+from pipeline.roofline import job_simulation as job_module
+from pipeline.roofline.cost_model import AWQ, DENSE, Ceilings, DecoderSize, StepTokens, Weights, step_seconds
+from pipeline.roofline.job_simulation import (
     Batching,
     Moment,
     RequestTokens,
@@ -15,7 +16,6 @@ from pipeline.roofline.job import (
     simulate_job,
     tail_seconds,
 )
-from pipeline.roofline.step import AWQ, DENSE, Ceilings, DecoderSize, StepTokens, Weights, step_seconds
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
 CARD = Ceilings("a card", 1e9, 1e12, 1e9)

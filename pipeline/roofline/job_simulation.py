@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.roofline.step import DENSE_BYTES, Ceilings, DecoderSize, StepSeconds, StepTokens, Weights, step_seconds
+from pipeline.roofline.cost_model import (
+    DENSE_BYTES,
+    Ceilings,
+    DecoderSize,
+    StepSeconds,
+    StepTokens,
+    Weights,
+    step_seconds,
+)
 
 
 @dataclass(frozen=True)

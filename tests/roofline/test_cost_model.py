@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
 from pipeline.roofline.cards import load_cards
-from pipeline.roofline.step import (
+from pipeline.roofline.cost_model import (
     AWQ,
     DENSE,
     Ceilings,
