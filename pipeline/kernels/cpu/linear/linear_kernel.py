@@ -136,7 +136,7 @@ def _round_few(x_MK, byte_MK, scale_MB, sum_MB, block):
 @njit(inline="always")
 def _add_bf16(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block):
     num_words = words_TWL.shape[1]
-    arrays = sum_ML.reshape(-1), x_MK.reshape(-1).view(np.uint32), words_TWL[t].reshape(-1), None, None, None
+    arrays = sum_ML, x_MK, words_TWL[t], None, None, None
     for start in range(0, num_words, BF16_DEPTH):
         depth, x_at = min(BF16_DEPTH, num_words - start), first * num_words + start
         places = x_at, num_words, start * LANES, 0, 0, 0, depth
@@ -146,10 +146,7 @@ def _add_bf16(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_
 @njit(inline="always")
 def _add_bf16_int4(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block):
     num_pairs, num_blocks = x_MK.shape[1] // 2, sum_MB.shape[1]
-    arrays = (
-        sum_ML.reshape(-1), x_MK.reshape(-1).view(np.uint32), words_TWL[t].reshape(-1), scales_TBL[t].reshape(-1),
-        zeros_TBL[t].reshape(-1), sum_MB.reshape(-1),
-    )  # fmt: skip
+    arrays = sum_ML, x_MK, words_TWL[t], scales_TBL[t], zeros_TBL[t], sum_MB
     for b in range(num_blocks):
         x_at, words_at = first * num_pairs + b * block // 2, b * block // 8 * LANES
         places = x_at, num_pairs, words_at, b * LANES, first * num_blocks + b, num_blocks, block // 8
@@ -161,10 +158,7 @@ def _int8_adder(form: Form, bits: int) -> Callable[..., None]:
 
     @njit(inline="always")
     def add(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block):
-        arrays = (
-            sum_ML.reshape(-1), byte_MK.reshape(-1).view(np.int32), scale_MB.reshape(-1), sum_MB.reshape(-1),
-            words_TWL[t].reshape(-1), scales_TBL[t].reshape(-1), zeros_TBL[t].reshape(-1),
-        )  # fmt: skip
+        arrays = sum_ML, byte_MK, scale_MB, sum_MB, words_TWL[t], scales_TBL[t], zeros_TBL[t]
         add_int8_products(arrays, (first, scale_MB.shape[1], block // STEP), len(sum_ML))
 
     return add
@@ -175,12 +169,12 @@ def _widened_adder(kind: str) -> Callable[..., None]:
 
     @njit(inline="always")
     def add(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block):
-        num_inputs, x, sums = x_MK.shape[1], x_MK.reshape(-1), sum_ML.reshape(-1)
+        num_inputs = x_MK.shape[1]
         wide_DL = np.empty((_DEPTH, LANES), np.float32)
         for start in range(0, num_inputs, _DEPTH):
             depth = min(_DEPTH, num_inputs - start)
             weights = widen(words_TWL, scales_TBL, zeros_TBL, t, block, start, depth, wide_DL)
-            _add_float_products(sums, x, first * num_inputs + start, num_inputs, len(sum_ML), weights, depth)
+            _add_float_products(sum_ML, x_MK, first * num_inputs + start, num_inputs, len(sum_ML), weights, depth)
 
     return add
 

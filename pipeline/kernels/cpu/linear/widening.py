@@ -1,6 +1,6 @@
 """Weights of a tile in float32: how each narrow type is widened in compiled code, some inputs at a time.
 
-Each function widens `depth` inputs from `start` on of tile `t` into wide_DL and returns that, flat. Scales, and zero
+Each function widens `depth` inputs from `start` on of tile `t` into wide_DL and returns that. Scales, and zero
 points where the type has them, have one row for `size` inputs. Widening rounds as the weight's `dequantize` does.
 """
 
@@ -23,7 +23,7 @@ _HALF = np.uint32(16)
 
 def _float32(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
     """Nothing is widened."""
-    return words_TWL[t].reshape(-1)[start * LANES :]
+    return words_TWL[t][start:]
 
 
 def _bfloat16(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
@@ -33,7 +33,7 @@ def _bfloat16(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
         for n in range(LANES):
             low[n] = word[n] << _HALF
             high[n] = word[n] & _HIGH_HALF
-    return wide_DL.reshape(-1)
+    return wide_DL
 
 
 def _int4(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
@@ -53,7 +53,7 @@ def _int4(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
             w5[n] = (np.float32(np.int32(bits & _NIBBLES[5])) * _INVERSES[5] - z) * s
             w6[n] = (np.float32(np.int32(bits & _NIBBLES[6])) * _INVERSES[6] - z) * s
             w7[n] = (np.float32(np.int32(bits >> np.uint32(28))) - z) * s  # masked it would be negative
-    return wide_DL.reshape(-1)
+    return wide_DL
 
 
 def _int8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
@@ -68,7 +68,7 @@ def _int8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
             w1[n] = (np.float32(np.int32(bits & _BYTES[1])) * _BYTE_INVERSES[1] - z) * s
             w2[n] = (np.float32(np.int32(bits & _BYTES[2])) * _BYTE_INVERSES[2] - z) * s
             w3[n] = (np.float32(np.int32(bits >> np.uint32(24))) - z) * s
-    return wide_DL.reshape(-1)
+    return wide_DL
 
 
 def _float8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
@@ -90,7 +90,7 @@ def _float8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
             w1[n] *= s
             w2[n] *= s
             w3[n] *= s
-    return wide_DL.reshape(-1)
+    return wide_DL
 
 
 def _codebook4(words_TWL, scales_TGL, codebook_C, t, size, start, depth, wide_DL):
@@ -100,7 +100,7 @@ def _codebook4(words_TWL, scales_TGL, codebook_C, t, size, start, depth, wide_DL
         shift, out = np.uint32(4 * (d % 8)), wide_DL[d]
         for n in range(LANES):
             out[n] = codebook_C[word[n] >> shift & _NIBBLES[0]] * scale[n]
-    return wide_DL.reshape(-1)
+    return wide_DL
 
 
 WIDENINGS = {

@@ -51,7 +51,7 @@ def _add_products(typing_context, arrays, places, m, n, count, ahead, rows, vect
         if of_4_bits and num_rows > 2:
             last = builder.sub(count, INT64(1))
             row_R = [builder.select(builder.icmp_signed("<", row, last), row, last) for row in row_R]
-        words = code.after(words, words_at, n)
+        words, x = code.after(words, words_at, n), builder.bitcast(x, INT32.as_pointer())
         x_R = [code.after(x, x_at, builder.mul(row, x_row)) for row in row_R]
         if of_4_bits:
             scales, zero_points = (code.after(array, scales_at, n) for array in (scales, zero_points))

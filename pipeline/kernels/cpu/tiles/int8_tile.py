@@ -82,7 +82,7 @@ def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, 
         first = builder.add(first, m)
         block_x = builder.mul(steps, INT64(STEP // 4))
         x_row = builder.mul(num_blocks, block_x)
-        x = code.after(x, builder.mul(first, x_row), builder.mul(b, block_x))
+        x = code.after(builder.bitcast(x, INT32.as_pointer()), builder.mul(first, x_row), builder.mul(b, block_x))
         xs, x_sums = (code.after(array, builder.mul(first, num_blocks), b) for array in (xs, x_sums))
         words = code.after(words, builder.mul(b, builder.mul(steps, INT64(words_of_step * LANES))), n)
         scales, zeros = (code.after(array, builder.mul(b, INT64(LANES)), n) for array in (scales, zeros))
