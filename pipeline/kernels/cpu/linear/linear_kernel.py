@@ -65,11 +65,11 @@ def linear_kernel(kind: str) -> Dispatcher:
     return kernel()(multiply)
 
 
-def _multiply(x_MK, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, zeros_TBL, block, bias_N, out_MN, begin, end):
+def _multiply(x_MK, out_MN, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, zeros_TBL, block, bias_TL, begin, end):
     """What a kind does not have is None. byte_MK, scale_MB: rounded tokens. sum_MB: of each block of a token's inputs.
     scales_TBL, zeros_TBL: of each block of the weight's inputs, in float32; or, of "bf16_int4" and INT8_KINDS, as the
     bits of float16, and in uint8. Of "codebook4" the codebook stands for zeros. block: inputs that share a scale.
-    bias_N: float32, or of no elements."""
+    bias_TL: float32."""
     num_tokens, num_tiles = len(x_MK), len(words_TWL)
     if end < 0:
         _prepare(x_MK, byte_MK, scale_MB, sum_MB, block)
@@ -77,7 +77,7 @@ def _multiply(x_MK, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, zeros_TBL,
     for item in range(begin, end):
         t, first = item % num_tiles, item // num_tiles * TOKENS
         sum_ML = np.empty((min(TOKENS, num_tokens - first), LANES), np.float32)
-        _begin_sums(sum_ML, bias_N, t * LANES)
+        _begin_sums(sum_ML, bias_TL[t])
         _add_tile(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block)
         _write_sums(sum_ML, out_MN, first, t * LANES)
 
@@ -93,18 +93,19 @@ def _add_tile(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_
 
 
 @njit(inline="always")
-def _begin_sums(sum_ML, bias_N, first):
-    """Sums of a tile begin with its bias, which may be none. The last tile has more lanes than there are outputs."""
+def _begin_sums(sum_ML, bias_L):
     for m in range(len(sum_ML)):
-        sum_L, bias_L = sum_ML[m], bias_N[first : first + LANES]
-        sum_L[:] = np.float32(0.0)
-        for n in range(len(bias_L)):
+        sum_L = sum_ML[m]
+        for n in range(LANES):
             sum_L[n] = bias_L[n]
 
 
 @njit(inline="always")
 def _write_sums(sum_ML, out_MN, first_token, first):
-    """Views that begin at 0: then indices are seen to be no negative ones, and the loop becomes vector code."""
+    """The last tile has more lanes than there are outputs.
+
+    Views that begin at 0: then indices are seen to be no negative ones, and the loop becomes vector code.
+    """
     for m in range(len(sum_ML)):
         sum_L, out_L = sum_ML[m], out_MN[first_token + m, first : first + LANES]
         for n in range(len(out_L)):
@@ -181,7 +182,8 @@ def _widened_adder(kind: str) -> Callable[..., None]:
 
 @njit(inline="always")
 def _add_float_products(sums, x, at, x_row, count, weights, depth):
-    """sums (count, LANES) += x (count, depth) @ weights (depth, LANES), all of them flat; rows of x lie x_row apart."""
+    """sums (count, LANES) += x (count, depth) @ weights (depth, LANES); x begins at element `at`, its rows lie x_row
+    apart."""
     m = 0
     while m + 4 <= count:
         for n in range(0, LANES, 8 * _UNITS):

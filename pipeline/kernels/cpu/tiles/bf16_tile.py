@@ -26,8 +26,8 @@ def _add_products(typing_context, arrays, places, m, n, count, ahead, rows, vect
             pair x[x_at + row * x_row + d] . pair words[words_at + d * LANES + n + l]
 
     arrays: (sums, x, words, scales, zeros, totals), the last three None where there are none; places: (x_at, x_row,
-    words_at, scales_at, totals_at, totals_row, depth). Arrays are one-dimensional: sums float32, x and words 32 bits
-    wide. Indices are not checked. The order of sums is the same for all `rows` and `vectors`.
+    words_at, scales_at, totals_at, totals_row, depth). Arrays are contiguous: sums float32, words 32 bits wide, x any
+    in which a pair is 32 bits. Indices are not checked. The order of sums is the same for all `rows` and `vectors`.
 
     With `pairs_a_word` 4 (else 1) words hold weights of 4 bits, four pairs each: pair j is bits 4 j to 4 j + 3 of each
     half, plus 128; so x has 4 * depth pairs. Then that sum less (128 + zeros[scales_at + n + l]) * totals[totals_at +
