@@ -12,6 +12,7 @@ from pipeline.kernels.activations.activation_blocks import BLOCK
 from pipeline.kernels.activations.int8 import int8_block, rounded
 from pipeline.kernels.cpu.compile.processor import MULTIPLIES_PAIRS
 from pipeline.kernels.cpu.compile.threads import WHOLE, use_threads
+from pipeline.kernels.cpu.linear import linear_int8
 from pipeline.kernels.cpu.linear.linear_bf16 import bf16_linear, multiplies_pairs
 from pipeline.kernels.cpu.linear.linear_int8 import Int8Linear, multiplies_bytes
 from pipeline.kernels.cpu.linear.linear_kernel import BF16_DEPTH
@@ -169,6 +170,13 @@ def test_rows_that_lie_apart_in_memory() -> None:
     assert is_product(linear_of("bfloat16", weight)(x_MK), "bfloat16", weight, x_MK)
 
 
+def test_arrays_that_are_not_contiguous_are_refused() -> None:
+    """Tiles count elements from the first one."""
+    linear = linear_of("bfloat16", weight_of("bfloat16", (64, 64)))
+    with pytest.raises(AssertionError):
+        linear.write(np.ones((2, 128), np.float32)[:, :64], np.empty((2, 64), np.float32))
+
+
 def test_every_float8_number_is_widened_to_its_value() -> None:
     code_NK = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(4, 64)
     value_NK = torch.where((code_NK & 127) == 127, 0, code_NK).view(torch.float8_e4m3fn)
@@ -297,12 +305,15 @@ def test_bfloat16_is_read_and_written(num_tokens: int) -> None:
 
 
 @IF_BYTES
-def test_scales_of_float16_are_kept_in_16_bits() -> None:
+def test_scales_of_float16_are_kept_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x_MK = int_weight((100, 512), 128), torch.randn(7, 512)
-    narrow, wide = (linear_of("int8 by int4", weight) for _ in range(2))
-    assert narrow.scales_TBL is not None
-    assert narrow.scales_TBL.dtype == np.uint16
-    wide.scales_TBL = narrow.scales_TBL.view(np.float16).astype(np.float32)
+    narrow = linear_of("int8 by int4", weight)
+    monkeypatch.setattr(linear_int8, "narrow_scales", lambda scales_NG: scales_NG.numpy())
+    wide = linear_of("int8 by int4", weight)
+    assert [linear.scales_TBL is not None and linear.scales_TBL.dtype for linear in (narrow, wide)] == [
+        np.uint16,
+        np.float32,
+    ]
     assert torch.equal(narrow(x_MK), wide(x_MK))
 
 

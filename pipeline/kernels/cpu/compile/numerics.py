@@ -151,8 +151,12 @@ def exp(x):
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
     """`tensor` as a compiled kernel reads and writes it, without a copy."""
-    stands_for = {torch.bfloat16: torch.uint16, FP8: torch.uint8}.get(tensor.dtype)
-    return (tensor if stands_for is None else tensor.view(stands_for)).numpy()
+    dtype = tensor.dtype
+    if dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    elif dtype == FP8:
+        tensor = tensor.view(torch.uint8)
+    return tensor.numpy()
 
 
 CacheArrays = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]

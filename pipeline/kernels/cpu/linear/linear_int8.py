@@ -14,7 +14,7 @@ from pipeline.kernels.cpu.linear.round_int8 import FEW, round_to_int8
 from pipeline.kernels.cpu.linear.selection import ReorderedLinear
 from pipeline.kernels.cpu.linear.tiled_linear import Scratch, TiledLinear
 from pipeline.kernels.cpu.tiles.int8_tile import Form, forms_here
-from pipeline.kernels.cpu.tiles.weight_tiles import narrow_scales, word_tiles
+from pipeline.kernels.cpu.tiles.weight_tiles import narrow_scales, tiles, word_tiles
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 1, 2, 3)}
@@ -32,11 +32,11 @@ class Int8Linear(TiledLinear):
         shape_NK, num_blocks = (weight.out_features, weight.in_features), -(-weight.in_features // block)
         filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, num_blocks * block - weight.in_features)))
         group_B = np.arange(num_blocks) * block // weight.group_size
-        scales_NB = narrow_scales(weight.scales_NG)[:, group_B]
-        zeros_NB = weight.zeros_NG.to(torch.uint8).numpy()[:, group_B]
+        scales_TBL = tiles(narrow_scales(weight.scales_NG)[:, group_B])
+        zeros_TBL = tiles(weight.zeros_NG.to(torch.uint8).numpy()[:, group_B])
         words_TWL = word_tiles(filled_NK, _ORDER[weight.bits])
         kind = int8_kind(form, weight.bits)
-        super().__init__(kind, shape_NK, weight.bias_N, words_TWL, scales_NB, zeros_NB, block)
+        super().__init__(kind, shape_NK, weight.bias_N, words_TWL, scales_TBL, zeros_TBL, block)
         self.num_blocks = num_blocks
         self._kept: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # of few tokens, from step to step
 

@@ -65,11 +65,11 @@ def linear_kernel(kind: str) -> Dispatcher:
     return kernel()(multiply)
 
 
-def _multiply(x_MK, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, zeros_TBL, block, bias_N, out_MN, begin, end):
+def _multiply(x_MK, out_MN, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, zeros_TBL, block, bias_TL, begin, end):
     """What a kind does not have is None. byte_MK, scale_MB: rounded tokens. sum_MB: of each block of a token's inputs.
     scales_TBL, zeros_TBL: of each block of the weight's inputs, in float32; or, of "bf16_int4" and INT8_KINDS, as the
     bits of float16, and in uint8. Of "codebook4" the codebook stands for zeros. block: inputs that share a scale.
-    bias_N: float32, or of no elements."""
+    bias_TL: float32."""
     num_tokens, num_tiles = len(x_MK), len(words_TWL)
     if end < 0:
         _prepare(x_MK, byte_MK, scale_MB, sum_MB, block)
@@ -77,7 +77,7 @@ def _multiply(x_MK, byte_MK, scale_MB, sum_MB, words_TWL, scales_TBL, zeros_TBL,
     for item in range(begin, end):
         t, first = item % num_tiles, item // num_tiles * TOKENS
         sum_ML = np.empty((min(TOKENS, num_tokens - first), LANES), np.float32)
-        _begin_sums(sum_ML, bias_N, t * LANES)
+        _begin_sums(sum_ML, bias_TL[t])
         _add_tile(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block)
         _write_sums(sum_ML, out_MN, first, t * LANES)
 
@@ -93,18 +93,19 @@ def _add_tile(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_
 
 
 @njit(inline="always")
-def _begin_sums(sum_ML, bias_N, first):
-    """Sums of a tile begin with its bias, which may be none. The last tile has more lanes than there are outputs."""
+def _begin_sums(sum_ML, bias_L):
     for m in range(len(sum_ML)):
-        sum_L, bias_L = sum_ML[m], bias_N[first : first + LANES]
-        sum_L[:] = np.float32(0.0)
-        for n in range(len(bias_L)):
+        sum_L = sum_ML[m]
+        for n in range(LANES):
             sum_L[n] = bias_L[n]
 
 
 @njit(inline="always")
 def _write_sums(sum_ML, out_MN, first_token, first):
-    """Views that begin at 0: then indices are seen to be no negative ones, and the loop becomes vector code."""
+    """The last tile has more lanes than there are outputs.
+
+    Views that begin at 0: then indices are seen to be no negative ones, and the loop becomes vector code.
+    """
     for m in range(len(sum_ML)):
         sum_L, out_L = sum_ML[m], out_MN[first_token + m, first : first + LANES]
         for n in range(len(out_L)):
@@ -136,7 +137,7 @@ def _round_few(x_MK, byte_MK, scale_MB, sum_MB, block):
 @njit(inline="always")
 def _add_bf16(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block):
     num_words = words_TWL.shape[1]
-    arrays = sum_ML.reshape(-1), x_MK.reshape(-1).view(np.uint32), words_TWL[t].reshape(-1), None, None, None
+    arrays = sum_ML, x_MK, words_TWL[t], None, None, None
     for start in range(0, num_words, BF16_DEPTH):
         depth, x_at = min(BF16_DEPTH, num_words - start), first * num_words + start
         places = x_at, num_words, start * LANES, 0, 0, 0, depth
@@ -146,10 +147,7 @@ def _add_bf16(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_
 @njit(inline="always")
 def _add_bf16_int4(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block):
     num_pairs, num_blocks = x_MK.shape[1] // 2, sum_MB.shape[1]
-    arrays = (
-        sum_ML.reshape(-1), x_MK.reshape(-1).view(np.uint32), words_TWL[t].reshape(-1), scales_TBL[t].reshape(-1),
-        zeros_TBL[t].reshape(-1), sum_MB.reshape(-1),
-    )  # fmt: skip
+    arrays = sum_ML, x_MK, words_TWL[t], scales_TBL[t], zeros_TBL[t], sum_MB
     for b in range(num_blocks):
         x_at, words_at = first * num_pairs + b * block // 2, b * block // 8 * LANES
         places = x_at, num_pairs, words_at, b * LANES, first * num_blocks + b, num_blocks, block // 8
@@ -161,10 +159,7 @@ def _int8_adder(form: Form, bits: int) -> Callable[..., None]:
 
     @njit(inline="always")
     def add(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block):
-        arrays = (
-            sum_ML.reshape(-1), byte_MK.reshape(-1).view(np.int32), scale_MB.reshape(-1), sum_MB.reshape(-1),
-            words_TWL[t].reshape(-1), scales_TBL[t].reshape(-1), zeros_TBL[t].reshape(-1),
-        )  # fmt: skip
+        arrays = sum_ML, byte_MK, scale_MB, sum_MB, words_TWL[t], scales_TBL[t], zeros_TBL[t]
         add_int8_products(arrays, (first, scale_MB.shape[1], block // STEP), len(sum_ML))
 
     return add
@@ -175,19 +170,20 @@ def _widened_adder(kind: str) -> Callable[..., None]:
 
     @njit(inline="always")
     def add(sum_ML, x_MK, byte_MK, scale_MB, sum_MB, first, words_TWL, scales_TBL, zeros_TBL, t, block):
-        num_inputs, x, sums = x_MK.shape[1], x_MK.reshape(-1), sum_ML.reshape(-1)
+        num_inputs = x_MK.shape[1]
         wide_DL = np.empty((_DEPTH, LANES), np.float32)
         for start in range(0, num_inputs, _DEPTH):
             depth = min(_DEPTH, num_inputs - start)
             weights = widen(words_TWL, scales_TBL, zeros_TBL, t, block, start, depth, wide_DL)
-            _add_float_products(sums, x, first * num_inputs + start, num_inputs, len(sum_ML), weights, depth)
+            _add_float_products(sum_ML, x_MK, first * num_inputs + start, num_inputs, len(sum_ML), weights, depth)
 
     return add
 
 
 @njit(inline="always")
 def _add_float_products(sums, x, at, x_row, count, weights, depth):
-    """sums (count, LANES) += x (count, depth) @ weights (depth, LANES), all of them flat; rows of x lie x_row apart."""
+    """sums (count, LANES) += x (count, depth) @ weights (depth, LANES); x begins at element `at`, its rows lie x_row
+    apart."""
     m = 0
     while m + 4 <= count:
         for n in range(0, LANES, 8 * _UNITS):

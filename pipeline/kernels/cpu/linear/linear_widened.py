@@ -29,23 +29,20 @@ def widened_linear(weight: LinearWeight) -> TiledLinear | None:
         if weight.group_size % (32 // weight.bits):
             return None
         words_TWL = word_tiles(weight.q_NK.numpy(), tuple(range(32 // weight.bits)))
-        scales_NG, zeros_NG = weight.scales_NG.to(torch.float32).numpy(), weight.zeros_NG.to(torch.float32).numpy()
-        return TiledLinear(f"int{weight.bits}", shape_NK, bias_N, words_TWL, scales_NG, zeros_NG, weight.group_size)
+        scales_TGL, zeros_TGL = (tiles(each.to(torch.float32).numpy()) for each in (weight.scales_NG, weight.zeros_NG))
+        return TiledLinear(f"int{weight.bits}", shape_NK, bias_N, words_TWL, scales_TGL, zeros_TGL, weight.group_size)
     if isinstance(weight, CodebookWeight):
         if weight.group_size % 8:
             return None
         words_TWL = word_tiles(weight.code_NK.numpy(), tuple(range(8)))
-        linear = TiledLinear(
-            "codebook4", shape_NK, bias_N, words_TWL, weight.scales_NG.numpy(), None, weight.group_size
-        )
-        linear.zeros_TBL = weight.codebook_C.numpy()
-        return linear
+        scales_TGL, codebook_C = tiles(weight.scales_NG.numpy()), weight.codebook_C.numpy()
+        return TiledLinear("codebook4", shape_NK, bias_N, words_TWL, scales_TGL, codebook_C, weight.group_size)
     fits = weight.in_features % 4 == 0 and weight.block[1] % 4 == 0
     if not fits or float(weight.scales_RG.abs().max()) >= FLOAT8_SCALE_LIMIT:
         return None
     words_TWL = word_tiles(weight.value_NK.view(torch.uint8).numpy(), tuple(range(4)))
-    scales_NG = weight.scales_NG.numpy() * FLOAT8_EXPONENT
-    return TiledLinear("float8", shape_NK, bias_N, words_TWL, scales_NG, None, weight.block[1])
+    scales_TGL = tiles(weight.scales_NG.numpy() * FLOAT8_EXPONENT)
+    return TiledLinear("float8", shape_NK, bias_N, words_TWL, scales_TGL, None, weight.block[1])
 
 
 def float32_linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> TiledLinear:

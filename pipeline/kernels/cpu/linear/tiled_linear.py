@@ -25,14 +25,15 @@ class TiledLinear:
         shape_NK: tuple[int, int],
         bias_N: torch.Tensor | None,
         words_TWL: np.ndarray,
-        scales_NB: np.ndarray | None = None,
-        zeros_NB: np.ndarray | None = None,
+        scales_TBL: np.ndarray | None = None,
+        zeros_TBL: np.ndarray | None = None,
         block: int = 0,
     ) -> None:
         """`kind`, and what else such a weight has: see `linear_kernel`."""
-        self.kind, self.shape_NK, self.block, self.words_TWL = kind, shape_NK, block, words_TWL
-        self.bias_N = np.empty(0, np.float32) if bias_N is None else bias_N.to(torch.float32).numpy()
-        self.scales_TBL, self.zeros_TBL = (None if each is None else tiles(each) for each in (scales_NB, zeros_NB))
+        self.kind, self.shape_NK, self.block, self.scales_TBL = kind, shape_NK, block, scales_TBL
+        bias_N = torch.zeros(shape_NK[0]) if bias_N is None else bias_N.to(torch.float32)
+        bias_TL = tiles(bias_N.numpy()[:, None])[:, 0]
+        self._weight = words_TWL, scales_TBL, zeros_TBL, block, bias_TL, *WHOLE
         self._multiply = linear_kernel(kind)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -49,8 +50,7 @@ class TiledLinear:
     def write(self, x_MK: np.ndarray, out_MN: np.ndarray) -> None:
         """y to `out_MN`, on as many threads as compiled kernels run on now. Both contiguous, in float32 or, where the
         kind takes them, as bits of bfloat16."""
-        weight = self.words_TWL, self.scales_TBL, self.zeros_TBL, self.block
-        self._multiply(x_MK, *self._scratch(x_MK), *weight, self.bias_N, out_MN, *WHOLE)
+        self._multiply(x_MK, out_MN, *self._scratch(x_MK), *self._weight)
 
     def _scratch(self, x_MK: np.ndarray) -> Scratch:
         """The kernel's byte_MK, scale_MB and sum_MB."""

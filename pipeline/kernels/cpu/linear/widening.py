@@ -1,12 +1,16 @@
 """Weights of a tile in float32: how each narrow type is widened in compiled code, some inputs at a time.
 
-Each function widens `depth` inputs from `start` on of tile `t` into wide_DL and returns that, flat. Scales, and zero
-points where the type has them, have one row for `size` inputs. Widening rounds as the weight's `dequantize` does.
+Each function widens `depth` inputs from `start` on of tile `t` into wide_DL and returns that. Scales, and zero points
+where the type has them, have one row for `size` inputs. Widening rounds as the weight's `dequantize` does.
 """
+
+# pyright: reportCallIssue=false
+# It does not see what `intrinsic` makes of a function.
 
 import numpy as np
 from numba import njit
 
+from pipeline.kernels.cpu.compile.numerics import float_of_bits
 from pipeline.kernels.cpu.tiles.weight_tiles import LANES
 
 FLOAT8_EXPONENT = np.float32(2.0**120)
@@ -23,17 +27,16 @@ _HALF = np.uint32(16)
 
 def _float32(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
     """Nothing is widened."""
-    return words_TWL[t].reshape(-1)[start * LANES :]
+    return words_TWL[t][start:]
 
 
 def _bfloat16(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
-    bits_DL = wide_DL.view(np.uint32)
     for d in range(0, depth, 2):
-        word, low, high = words_TWL[t, (start + d) // 2], bits_DL[d], bits_DL[d + 1]
+        word, low, high = words_TWL[t, (start + d) // 2], wide_DL[d], wide_DL[d + 1]
         for n in range(LANES):
-            low[n] = word[n] << _HALF
-            high[n] = word[n] & _HIGH_HALF
-    return wide_DL.reshape(-1)
+            low[n] = float_of_bits(word[n] << _HALF)
+            high[n] = float_of_bits(word[n] & _HIGH_HALF)
+    return wide_DL
 
 
 def _int4(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
@@ -53,7 +56,7 @@ def _int4(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
             w5[n] = (np.float32(np.int32(bits & _NIBBLES[5])) * _INVERSES[5] - z) * s
             w6[n] = (np.float32(np.int32(bits & _NIBBLES[6])) * _INVERSES[6] - z) * s
             w7[n] = (np.float32(np.int32(bits >> np.uint32(28))) - z) * s  # masked it would be negative
-    return wide_DL.reshape(-1)
+    return wide_DL
 
 
 def _int8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
@@ -68,29 +71,23 @@ def _int8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
             w1[n] = (np.float32(np.int32(bits & _BYTES[1])) * _BYTE_INVERSES[1] - z) * s
             w2[n] = (np.float32(np.int32(bits & _BYTES[2])) * _BYTE_INVERSES[2] - z) * s
             w3[n] = (np.float32(np.int32(bits >> np.uint32(24))) - z) * s
-    return wide_DL.reshape(-1)
+    return wide_DL
 
 
 def _float8(words_TWL, scales_TGL, zeros_TGL, t, size, start, depth, wide_DL):
     """float8_e4m3fn; scales are the weight's times FLOAT8_EXPONENT. The last group may have fewer inputs."""
-    bits_DL = wide_DL.view(np.uint32)
     for d in range(0, depth, 4):
         word, scale = words_TWL[t, (start + d) // 4], scales_TGL[t, (start + d) // size]
-        b0, b1, b2, b3 = bits_DL[d], bits_DL[d + 1], bits_DL[d + 2], bits_DL[d + 3]
-        for n in range(LANES):
-            bits = word[n]
-            b0[n] = (bits & _MAGNITUDES[0]) << np.uint32(20) | (bits & _SIGNS[0]) << np.uint32(24)
-            b1[n] = (bits & _MAGNITUDES[1]) << np.uint32(12) | (bits & _SIGNS[1]) << np.uint32(16)
-            b2[n] = (bits & _MAGNITUDES[2]) << np.uint32(4) | (bits & _SIGNS[2]) << np.uint32(8)
-            b3[n] = (bits & _MAGNITUDES[3]) >> np.uint32(4) | (bits & _SIGNS[3])
         w0, w1, w2, w3 = wide_DL[d], wide_DL[d + 1], wide_DL[d + 2], wide_DL[d + 3]
         for n in range(LANES):
-            s = scale[n]
-            w0[n] *= s
-            w1[n] *= s
-            w2[n] *= s
-            w3[n] *= s
-    return wide_DL.reshape(-1)
+            bits, s = word[n], scale[n]
+            b0 = (bits & _MAGNITUDES[0]) << np.uint32(20) | (bits & _SIGNS[0]) << np.uint32(24)
+            b1 = (bits & _MAGNITUDES[1]) << np.uint32(12) | (bits & _SIGNS[1]) << np.uint32(16)
+            b2 = (bits & _MAGNITUDES[2]) << np.uint32(4) | (bits & _SIGNS[2]) << np.uint32(8)
+            b3 = (bits & _MAGNITUDES[3]) >> np.uint32(4) | (bits & _SIGNS[3])
+            w0[n], w1[n] = float_of_bits(b0) * s, float_of_bits(b1) * s
+            w2[n], w3[n] = float_of_bits(b2) * s, float_of_bits(b3) * s
+    return wide_DL
 
 
 def _codebook4(words_TWL, scales_TGL, codebook_C, t, size, start, depth, wide_DL):
@@ -100,7 +97,7 @@ def _codebook4(words_TWL, scales_TGL, codebook_C, t, size, start, depth, wide_DL
         shift, out = np.uint32(4 * (d % 8)), wide_DL[d]
         for n in range(LANES):
             out[n] = codebook_C[word[n] >> shift & _NIBBLES[0]] * scale[n]
-    return wide_DL.reshape(-1)
+    return wide_DL
 
 
 WIDENINGS = {

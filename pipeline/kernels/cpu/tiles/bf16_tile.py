@@ -26,8 +26,8 @@ def _add_products(typing_context, arrays, places, m, n, count, ahead, rows, vect
             pair x[x_at + row * x_row + d] . pair words[words_at + d * LANES + n + l]
 
     arrays: (sums, x, words, scales, zeros, totals), the last three None where there are none; places: (x_at, x_row,
-    words_at, scales_at, totals_at, totals_row, depth). Arrays are one-dimensional: sums float32, x and words 32 bits
-    wide. Indices are not checked. The order of sums is the same for all `rows` and `vectors`.
+    words_at, scales_at, totals_at, totals_row, depth). Arrays are contiguous: sums float32, words 32 bits wide, x any
+    in which a pair is 32 bits. Indices are not checked. The order of sums is the same for all `rows` and `vectors`.
 
     With `pairs_a_word` 4 (else 1) words hold weights of 4 bits, four pairs each: pair j is bits 4 j to 4 j + 3 of each
     half, plus 128; so x has 4 * depth pairs. Then that sum less (128 + zeros[scales_at + n + l]) * totals[totals_at +
@@ -51,7 +51,7 @@ def _add_products(typing_context, arrays, places, m, n, count, ahead, rows, vect
         if of_4_bits and num_rows > 2:
             last = builder.sub(count, INT64(1))
             row_R = [builder.select(builder.icmp_signed("<", row, last), row, last) for row in row_R]
-        words = code.after(words, words_at, n)
+        words, x = code.after(words, words_at, n), builder.bitcast(x, INT32.as_pointer())
         x_R = [code.after(x, x_at, builder.mul(row, x_row)) for row in row_R]
         if of_4_bits:
             scales, zero_points = (code.after(array, scales_at, n) for array in (scales, zero_points))

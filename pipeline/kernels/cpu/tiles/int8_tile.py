@@ -63,9 +63,9 @@ def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, 
             * (sum over the block's inputs of (token r's byte * output n's integer of `bits` bits)
                - zeros[b, n] * x_sums[r, b])
 
-    arrays: (sums, x, xs, x_sums, words, scales, zeros), one-dimensional: sums and xs float32; x int32, four bytes of a
-    token each; x_sums int32 within 16 bits; words uint32; scales float32 or bits of float16; zeros uint8. places:
-    (first token, blocks of a token, STEPs of a block). Indices are not checked.
+    arrays: (sums, x, xs, x_sums, words, scales, zeros), contiguous: sums and xs float32; x int8, read four at a time;
+    x_sums int32 within 16 bits; words uint32; scales float32 or bits of float16; zeros uint8. places: (first token,
+    blocks of a token, STEPs of a block). Indices are not checked.
     """
     num_rows, num_vectors, num_bits, num_lanes, has_fours = (
         each.literal_value for each in (rows, vectors, bits, lanes, in_fours)
@@ -82,7 +82,7 @@ def _add_products(typing_context, arrays, places, m, b, n, rows, vectors, bits, 
         first = builder.add(first, m)
         block_x = builder.mul(steps, INT64(STEP // 4))
         x_row = builder.mul(num_blocks, block_x)
-        x = code.after(x, builder.mul(first, x_row), builder.mul(b, block_x))
+        x = code.after(builder.bitcast(x, INT32.as_pointer()), builder.mul(first, x_row), builder.mul(b, block_x))
         xs, x_sums = (code.after(array, builder.mul(first, num_blocks), b) for array in (xs, x_sums))
         words = code.after(words, builder.mul(b, builder.mul(steps, INT64(words_of_step * LANES))), n)
         scales, zeros = (code.after(array, builder.mul(b, INT64(LANES)), n) for array in (scales, zeros))

@@ -24,7 +24,7 @@ def tile_product(
         out[out_at + r * out_row + n] += sum over d < depth of
             a[a_at + r * a_row + d * a_step] * b[b_at + d * b_row + n]
 
-    Arrays are one-dimensional. out is float32; a and b are float32, bfloat16 or FP8 codes, or both are pairs of
+    Arrays are contiguous. out is float32; a and b are float32, bfloat16 or FP8 codes, or both are pairs of
     bfloat16 in uint32 (`add_pairs`). Indices are not checked. The order of sums is the same for all `rows` and `units`.
     With `ahead` (else None) the memory so many elements after each of b is prefetched: for what comes next where the
     processor does not foresee it. All of that at once would have to be waited for.

@@ -39,7 +39,8 @@ class VectorCode:
         return self.after(self.element(self.kinds[array], self.arguments[array]), self.arguments[at])
 
     def element(self, kind, array):
-        """The address of the first element of an array."""
+        """The address of the first element of an array, which is contiguous: elements are counted from there."""
+        assert kind.layout == "C"
         return self.context.make_array(kind)(self.context, self.builder, array).data
 
     def members(self, number: int) -> list:
