@@ -50,7 +50,7 @@ WILD = 3.0  # a step is charged no more: what the machine did besides is nobody'
 IDLE = 12.0  # the engine waited for requests, and the step says nothing
 
 # Shares of all time, and what earlier replays count for in the next one
-EARLY_REPLAY_SHARE, REPLAY_SHARE, REPLAY_MEMORY = 0.01, 0.005, 0.6
+EARLY_REPLAY_SHARE, REPLAY_SHARE, REPLAY_MEMORY = 0.02, 0.005, 0.5
 
 # As long as no step with drafts was timed
 UNKNOWN_COST = 0.25  # share of a plain step that a draft takes, ever less of it until
@@ -239,11 +239,12 @@ class MeasuredDrafts:
         """Begin a contest with the arm that is expected to be the fastest, if that is faster than the incumbent, or if
         nothing is known of it."""
         own = self._expected(contest, contest.incumbent)
+        has_room = self._most + 1 > SAFE * self._yields(contest.incumbent)  # for much more than the incumbent gives
         best, least = None, 0.0
         for p, replay in enumerate(self._replays):
             if p == contest.incumbent:
                 continue
-            is_turn = replay is None and self._num_steps >= self._next_turn[p]
+            is_turn = replay is None and has_room and self._num_steps >= self._next_turn[p]
             if not self._acceptance[p].is_known:
                 if is_turn:
                     best = p

@@ -16,7 +16,7 @@ from pipeline.engine.drafts.policy import Verdict
 REST = 8  # steps that a sequence which is not worth a draft lets pass before it tries one
 OWN, ALL = 0.7, 0.97  # what earlier drafts count for after another step: a sequence's own, and those of all
 FIRST = 8.0, 2.0  # right and wrong drafts that are taken to have been before the first ones
-PRIOR = 1.0  # beside a sequence's own drafts so many count that went as those of all
+PRIOR = 2.0  # beside a sequence's own drafts so many count that went as those of all
 LONG = 256  # steps over which it is seen how fast a sequence is
 SLOW = 0.25  # share of the sequences that are the slow ones
 LUCK = 1.5  # standard errors that a sequence may be slower than the others by chance

@@ -94,13 +94,13 @@ def depths_after(rows: RowDepths, accepted: list[int], cost: float) -> list[int]
 def test_a_row_drafts_as_deep_as_is_worth_it() -> None:
     rows = RowDepths(8)
     rows.admitted(3)
-    assert depths_after(rows, [8] * 20, cost=0.3)[-1] == 8
-    falling = depths_after(rows, [0] * 20, cost=0.3)
+    assert depths_after(rows, [8] * 20, cost=0.5)[-1] == 8
+    falling = depths_after(rows, [0] * 20, cost=0.5)
     assert falling[:9] == sorted(falling[:9], reverse=True), "ever less"
     assert falling.count(0) >= REST
-    resting = depths_after(rows, [0] * 5 * (REST + 1), cost=0.3)
+    resting = depths_after(rows, [0] * 5 * (REST + 1), cost=0.5)
     assert sum(depth > 0 for depth in resting) == 5, "it tries now and then"
-    assert depths_after(rows, [8] * 40, cost=0.3)[-1] == 8, "and goes on with it"
+    assert depths_after(rows, [8] * 40, cost=0.5)[-1] == 8, "and goes on with it"
 
 
 def test_rows_draft_deeper_where_drafts_cost_less() -> None:
