@@ -1,8 +1,8 @@
 """The command line: the group of all commands, and the process's exit code.
 
-A call goes through these files in order: `main` -> a command in `jobs`, `prompts`, `doctor`, `checkpoints` or `bench`
--> what it calls -> `console` (what is printed, and the exit code of an error). `run` goes on in a fork (`guard`).
-Everything heavy is imported by the command that needs it.
+A call goes through these files in order: `main` -> a command in `jobs`, `prompts`, `doctor`, `schema`, `checkpoints`
+or `bench` -> what it calls -> `console` (what is printed, and the exit code of an error). `run` goes on
+in a fork (`guard`). Everything heavy is imported by the command that needs it.
 """
 
 import sys
@@ -10,7 +10,7 @@ import sys
 import click
 
 from pipeline import __version__
-from pipeline.cli import bench, checkpoints, doctor, jobs, prompts
+from pipeline.cli import bench, checkpoints, doctor, jobs, prompts, schema
 from pipeline.cli.console import leave_with_exit_code
 
 EPILOG = """\b
@@ -44,7 +44,7 @@ def cli() -> None:
 
 for command in (
     *(jobs.run, jobs.validate, jobs.status, jobs.report, jobs.compact, jobs.verify, prompts.generate, doctor.doctor),
-    *(checkpoints.eval_command, checkpoints.quantize_command, bench.bench),
+    *(schema.schema, checkpoints.eval_command, checkpoints.quantize_command, bench.bench),
 ):
     cli.add_command(command)
 

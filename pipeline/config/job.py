@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr
 
+from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
 from pipeline.config.jobfile import Document
 from pipeline.config.sections import (
     CostSection,
-    EngineSection,
     InputSection,
     ModelSection,
     OutputSection,
     PromptSection,
     RunSection,
-    SamplingSection,
     Section,
-    SpeculationSection,
 )
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
@@ -34,15 +32,32 @@ _CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: 
 class JobConfig(Section):
     """One job, complete and checked. `where` says which line a key came from."""
 
-    name: str = Field(default="", max_length=200)
-    input: InputSection
-    prompt: PromptSection
-    model: ModelSection
-    engine: EngineSection = EngineSection()
-    sampling: SamplingSection = SamplingSection()
-    output: OutputSection
-    run: RunSection = RunSection()
-    cost: CostSection = CostSection()
+    name: str = Field(
+        default="",
+        max_length=200,
+        description="What reports call the job. The file's name when left out.",
+        examples=["summarize"],
+        json_schema_extra={"type": ["string", "null"]},
+    )
+    input: InputSection = Field(description="What is read.", examples=[{"path": "prompts.parquet"}])
+    prompt: PromptSection = Field(
+        description="Where a row's prompt comes from: one of template, column and messages.",
+        examples=[{"template": "Summarize: {text}"}, {"column": "text"}],
+    )
+    model: ModelSection = Field(description="Which checkpoint answers.", examples=[{"path": "Qwen/Qwen3-4B"}])
+    engine: EngineSection = Field(
+        default=EngineSection(), description="How the engine computes.", examples=[{"dtype": "bfloat16"}]
+    )
+    sampling: SamplingSection = Field(
+        default=SamplingSection(),
+        description="How tokens are chosen, in vLLM's names. All but seed and logprobs may be {column: name}.",
+        examples=[{"max_tokens": 256, "temperature": 0.7}],
+    )
+    output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
+    run: RunSection = Field(default=RunSection(), description="How the work is cut and run.", examples=[{"actors": 8}])
+    cost: CostSection = Field(
+        default=CostSection(), description="What the machines cost, for the report.", examples=[{"hourly_usd": 2.5}]
+    )
     _document: Document = PrivateAttr(default_factory=lambda: Document({}))
 
     def where(self, key: str) -> str:

@@ -24,9 +24,16 @@ _KNOWN_ELSEWHERE = {
     "best_of": f"{_NOT_YET}: one completion a row",
     "swap_space": "not needed: preempted sequences are computed again",
     "prompt_logprobs": _NOT_YET,
-    "guided_json": _NOT_YET,
+    "guided_json": f"{_NOT_YET}: completions are not held to a schema; ask for JSON in the prompt and check what came",
     "logit_bias": _NOT_YET,
     "hourly_price": "named cost.hourly_usd here",
+    "speculative_config": "write model.draft for a draft model, and engine.speculation for who drafts and how much",
+    "concurrency": "named run.actors here: how many copies of the model run",
+    "batch_size": "not needed: batches are formed anew each step; engine.max_num_seqs bounds the rows at once, "
+    "run.unit_rows the rows of an output file",
+    "model_source": "named model.path here",
+    "input_path": "named input.path here",
+    "output_path": "named output.path here",
 }
 _PLANNED_VALUES: dict[KeyPath, str] = {("model", "trust"): "code from a checkpoint is never run: leave it out"}
 _EXPECTED = {
@@ -77,8 +84,10 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
         for other, field in root.model_fields.items()
         if name in getattr(_model_of(field.annotation), "model_fields", {})
     ]
-    meant = nearest(name, names) or next(iter(homes), None)
-    return "unknown key", f"Did you mean `{meant}`?" if meant else f"Known here: {', '.join(names)}."
+    meant = " or ".join(f"`{home}`" for home in homes)  # the same name elsewhere before a similar one here
+    if not meant and (similar := nearest(name, names)):
+        meant = f"`{similar}`"
+    return "unknown key", f"Did you mean {meant}?" if meant else f"Known here: {', '.join(names)}."
 
 
 def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:

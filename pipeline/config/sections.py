@@ -1,4 +1,4 @@
-"""The sections of a job file: every key with its type, range and default, and no more.
+"""The sections of a job file: every key with its type, range and default, what it means and an example.
 
 Values alone are checked here, and keys of one section against each other. Whether the columns, the model
 and the output are there is found out later, by the job.
@@ -6,26 +6,10 @@ and the output are there is found out later, by the job.
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
-from pipeline.config.values import (
-    FALSE_IS_OFF,
-    UNION_TAGS,
-    Bytes,
-    Column,
-    Columns,
-    FromColumn,
-    IntOrColumn,
-    Moment,
-    NumberOrColumn,
-    Place,
-    StringsOrColumn,
-    Switch,
-    SwitchOrColumn,
-    TokenIdsOrColumn,
-)
-from pipeline.engine.params import SamplingParams
+from pipeline.config.values import Bytes, Column, Columns, Moment, Place, Switch, false_is_off
 from pipeline.errors import ConfigError
 from pipeline.stores.filesystem import is_url
 
@@ -40,11 +24,34 @@ class Section(BaseModel):
 class InputSection(Section):
     """What is read. `columns` None keeps every column in the output, an empty list none."""
 
-    path: Place
-    columns: Columns | None = None
-    on_corrupt: Literal["fail", "skip"] = "fail"
-    storage: dict[str, Any] = Field(default={}, repr=False)
-    limit: int | None = Field(default=None, ge=1)
+    path: Place = Field(
+        description="Parquet to read: a file, a folder (with its subfolders) or a glob, local or any fsspec url.",
+        examples=["jobs/data", "s3://bucket/tickets/*.parquet"],
+    )
+    columns: Columns | None = Field(
+        default=None,
+        description="Input columns kept beside each completion. All when left out, none for an empty list.",
+        examples=[["ticket_id"]],
+    )
+    on_corrupt: Literal["fail", "skip"] = Field(
+        default="fail",
+        description="Of damaged files: stop the job, or leave them out and list them; damaged row groups "
+        "become error rows.",
+        examples=["skip"],
+    )
+    storage: dict[str, Any] = Field(
+        default={},
+        repr=False,
+        description="fsspec options of the url, such as a profile or an endpoint; left out, the environment's. "
+        "Never shown.",
+        examples=[{"profile": "research"}],
+    )
+    limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only the first so many rows. All when left out.",
+        examples=[100],
+    )
 
 
 class ChatSection(Section):
@@ -53,10 +60,27 @@ class ChatSection(Section):
     `date` is what a template that asks for the date is told; null: the local time of the output's first run.
     """
 
-    system: str | None = None
-    add_generation_prompt: Switch = True
-    template_kwargs: dict[str, Any] = {}
-    date: Moment | None = None
+    system: str | None = Field(
+        default=None,
+        description="The system message, before the prompt.",
+        examples=["Answer with one word."],
+    )
+    add_generation_prompt: Switch = Field(
+        default=True,
+        description="End the chat where the assistant's turn begins.",
+        examples=[False],
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="What this model's chat template knows besides.",
+        examples=[{"enable_thinking": False}],
+    )
+    date: Moment | None = Field(
+        default=None,
+        description="The date that a chat template is told, without a time zone. Left out, the local time of "
+        "the output's first run.",
+        examples=["2026-11-23", "2026-11-23 14:05"],
+    )
 
 
 class PromptSection(Section):
@@ -65,13 +89,45 @@ class PromptSection(Section):
     `chat` None sends the text as it is; `messages` always goes through the chat template.
     """
 
-    template: str | None = Field(default=None, min_length=1)
-    column: Column | None = None
-    messages: Column | None = None
-    chat: ChatSection | None = None
-    max_bytes: Bytes = 8 * 2**20
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": [key], "properties": {key: {"type": "string"}}}
+                for key in ("template", "column", "messages")
+            ]
+        }
+    )
 
-    @field_validator("chat", mode="before")
+    template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Text with {column} for the columns of each row; {{ and }} stand for braces. Or give "
+        "`column`, or `messages`.",
+        examples=["Summarize: {text}"],
+    )
+    column: Column | None = Field(
+        default=None,
+        description="A column of text that is the prompt as it is.",
+        examples=["text"],
+    )
+    messages: Column | None = Field(
+        default=None,
+        description="A column of chats: lists of role and content, or their JSON.",
+        examples=["turns"],
+    )
+    chat: ChatSection | None = Field(
+        default=None,
+        description="Put the prompt through the model's chat template, as the user's turn. Left out, "
+        "`template` and `column` are sent as plain text.",
+        examples=[{"system": "Answer with one word."}, True],
+    )
+    max_bytes: Bytes = Field(
+        default=8 * 2**20,
+        description="Prompts of more bytes (UTF-8) become error rows before they are tokenized. 8 MiB when left out.",
+        examples=["64 KiB"],
+    )
+
+    @field_validator("chat", mode="before", json_schema_input_type=ChatSection | bool | None)
     @classmethod
     def _chat_switch(cls, value: object) -> object:
         return {True: {}, False: None}[value] if isinstance(value, bool) else value
@@ -117,11 +173,34 @@ class ModelSection(Section):
     the linears of a 16- or 32-bit checkpoint smaller while it is loaded; the draft model stays as it is.
     """
 
-    path: Place
-    storage: dict[str, Any] = Field(default={}, repr=False)
-    draft: Place | None = None
-    quantization: Literal["none", "int8", "int4-rtn", "nf4"] = "none"
-    trust: Literal["never"] = "never"
+    path: Place = Field(
+        description="The checkpoint: a folder, an fsspec url, a Hugging Face id, or an embedded one such as "
+        "demo:target-awq.",
+        examples=["Qwen/Qwen3-4B", "models/Llama-3.1-8B-Instruct"],
+    )
+    storage: dict[str, Any] = Field(
+        default={},
+        repr=False,
+        description="fsspec options of the url, such as a profile or an endpoint; left out, the environment's. "
+        "Never shown.",
+        examples=[{"profile": "research"}],
+    )
+    draft: Place | None = Field(
+        default=None,
+        description="A smaller model with the same tokens, which proposes some where that is faster.",
+        examples=["models/Qwen3-0.6B"],
+    )
+    quantization: Literal["none", "int8", "int4-rtn", "nf4"] = Field(
+        default="none",
+        description="Makes the linears of a 16- or 32-bit checkpoint smaller while it is loaded. A checkpoint "
+        "that is quantized needs none.",
+        examples=["int8"],
+    )
+    trust: Literal["never"] = Field(
+        default="never",
+        description="Code from a checkpoint is never run.",
+        examples=["never"],
+    )
 
     @field_validator("path", "draft")
     @classmethod
@@ -138,92 +217,26 @@ class ModelSection(Section):
         return storage
 
 
-class SpeculationSection(Section):
-    """Who drafts (null: whoever is there), and how many tokens at most for a row in a step; only where it pays unless
-    `forced`."""
-
-    proposer: Literal["ngram", "draft"] | None = None
-    max_draft_tokens: int = Field(default=6, ge=1, le=32)
-    forced: Switch = False
-
-
-def _kind_of_speculation(value: object) -> str:
-    return UNION_TAGS[isinstance(value, dict | SpeculationSection)]
-
-
-Speculation = Annotated[
-    Annotated[Literal["off", "auto"], Tag(UNION_TAGS[0])] | Annotated[SpeculationSection, Tag(UNION_TAGS[1])],
-    Discriminator(_kind_of_speculation),
-]
-
-
-class EngineSection(Section):
-    """How the engine is built; `auto` and null are resolved from the checkpoint and the machine."""
-
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    max_model_len: int | None = Field(default=None, ge=1)
-    max_num_seqs: int | None = Field(default=None, ge=1)
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    block_size: int | None = Field(default=None, ge=1)
-    enable_prefix_caching: Switch = True
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    kv_cache_memory_bytes: Bytes | None = None
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    activation_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
-    deterministic: Switch = False
-    speculation: Annotated[Speculation, FALSE_IS_OFF] = "auto"
-    seed: int = Field(default=0, ge=0, lt=2**63)
-
-
-class SamplingSection(Section):
-    """SamplingParams' fields; all but `seed` and `logprobs` may be `{column: name}`, each row's own value."""
-
-    max_tokens: IntOrColumn = 16
-    min_tokens: IntOrColumn = 0
-    temperature: NumberOrColumn = 0.0
-    top_k: IntOrColumn = 0
-    top_p: NumberOrColumn = 1.0
-    min_p: NumberOrColumn = 0.0
-    repetition_penalty: NumberOrColumn = 1.0
-    presence_penalty: NumberOrColumn = 0.0
-    frequency_penalty: NumberOrColumn = 0.0
-    stop: StringsOrColumn = ()
-    stop_token_ids: TokenIdsOrColumn = ()
-    ignore_eos: SwitchOrColumn = False
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    logprobs: int | None = None
-
-    @field_validator("*")
-    @classmethod
-    def _in_range(cls, value: Any, info: Any) -> Any:
-        """Each value alone against SamplingParams' own checks, so that all mistakes are seen at once."""
-        if not isinstance(value, FromColumn):
-            name = info.field_name
-            given = {name: value}
-            if name == "min_tokens":
-                given["max_tokens"] = max(value, 16)
-            try:
-                SamplingParams(**given)
-            except ConfigError as error:
-                raise ValueError(f"{error.problem(f'sampling.{name} = {value!r}')}; got {value!r}") from None
-        return value
-
-    @model_validator(mode="after")
-    def _min_under_max(self) -> "SamplingSection":
-        low, high = self.min_tokens, self.max_tokens
-        if isinstance(low, int) and isinstance(high, int) and low > high:
-            raise ValueError(f"min_tokens {low} is more than max_tokens {high}")
-        return self
-
-
 class OutputSection(Section):
     """Where the parts go. `rename` gives result columns another name."""
 
-    path: Place
-    rename: dict[str, str] = {}
-    storage: dict[str, Any] = Field(default={}, repr=False)
+    path: Place = Field(
+        description="The folder that results go to, local or any fsspec url: part-*.parquet, _SUCCESS and _pipeline/.",
+        examples=["out/summarize", "s3://bucket/labels"],
+    )
+    rename: dict[str, str] = Field(
+        default={},
+        description="Other names for result columns, old to new.",
+        examples=[{"generated_text": "label"}],
+        json_schema_extra={"additionalProperties": {"type": "string", "minLength": 1}},
+    )
+    storage: dict[str, Any] = Field(
+        default={},
+        repr=False,
+        description="fsspec options of the url, such as a profile or an endpoint; left out, the environment's. "
+        "Never shown.",
+        examples=[{"profile": "research"}],
+    )
 
     @field_validator("rename")
     @classmethod
@@ -238,24 +251,109 @@ class OutputSection(Section):
 class RunSection(Section):
     """How the work is cut and run. `gpus_per_actor` null means 0 on cpu and 1 on cuda."""
 
-    actors: int = Field(default=1, ge=1, le=100_000)
-    cpus_per_actor: float | None = Field(default=None, gt=0)
-    gpus_per_actor: float | None = Field(default=None, ge=0)
-    window_rows: int = Field(default=65_536, ge=1)
-    window_bytes: Bytes = 256 * 2**20
-    unit_tokens: int = Field(default=100_000, ge=1)
-    unit_rows: int = Field(default=512, ge=1)
-    units_in_flight: int = Field(default=4, ge=1)
-    max_error_rate: float = Field(default=0.01, ge=0, le=1)
-    drain_s: float = Field(default=30.0, ge=0, le=86_400)
-    step_timeout_s: float = Field(default=300.0, gt=0, le=86_400)
-    load_timeout_s: float = Field(default=3600.0, gt=0, le=604_800)
-    progress_timeout_s: float = Field(default=1800.0, gt=0, le=604_800)
-    spot_notice: Annotated[Literal["off", "aws", "gcp", "azure"], FALSE_IS_OFF] = "off"
-    ray_address: str | None = None
+    actors: int = Field(
+        default=1,
+        ge=1,
+        le=100_000,
+        description="Engines at once, each a copy of the model.",
+        examples=[8],
+    )
+    cpus_per_actor: float | None = Field(
+        default=None,
+        gt=0,
+        description="Processors that an engine reserves. Its share of the machine's when left out.",
+        examples=[4],
+    )
+    gpus_per_actor: float | None = Field(
+        default=None,
+        ge=0,
+        description="GPUs that an engine reserves. 0 on cpu and 1 on cuda when left out.",
+        examples=[1],
+    )
+    window_rows: int = Field(
+        default=65_536,
+        ge=1,
+        description="The most rows that are read and sorted into units at a time.",
+        examples=[65536],
+    )
+    window_bytes: Bytes = Field(
+        default=256 * 2**20,
+        description="About the most bytes that are read at a time. 256 MiB when left out.",
+        examples=["64 MiB"],
+    )
+    unit_tokens: int = Field(
+        default=100_000,
+        ge=1,
+        description="About the most tokens of a unit of work.",
+        examples=[50000],
+    )
+    unit_rows: int = Field(
+        default=512,
+        ge=1,
+        description="The most rows of a unit of work, which is a part file; a kill loses the units in flight.",
+        examples=[256],
+    )
+    units_in_flight: int = Field(
+        default=4,
+        ge=1,
+        description="Units that an engine works on at once.",
+        examples=[8],
+    )
+    max_error_rate: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="A larger share of error rows stops the job, resumably. From 0 to 1.",
+        examples=[0.001],
+    )
+    drain_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=86_400,
+        description="After a stop signal or a spot notice: seconds to finish what is open.",
+        examples=[60],
+    )
+    step_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        le=86_400,
+        description="An engine that ends no step for so many seconds is started again.",
+        examples=[600],
+    )
+    load_timeout_s: float = Field(
+        default=3600.0,
+        gt=0,
+        le=604_800,
+        description="An engine that says nothing for so many seconds while it loads is started again.",
+        examples=[7200],
+    )
+    progress_timeout_s: float = Field(
+        default=1800.0,
+        gt=0,
+        le=604_800,
+        description="A run in which nothing moves for so many seconds ends with exit code 3.",
+        examples=[3600],
+    )
+    spot_notice: Annotated[
+        Literal["off", "aws", "gcp", "azure"], false_is_off(Literal["off", "aws", "gcp", "azure"])
+    ] = Field(
+        default="off",
+        description="Whose metadata service is asked whether a spot machine is about to go.",
+        examples=["aws"],
+    )
+    ray_address: str | None = Field(
+        default=None,
+        description="A Ray cluster to run on. Ray is started on this machine when left out.",
+        examples=["auto"],
+    )
 
 
 class CostSection(Section):
     """`hourly_usd` is what one actor's machine (or its share of one) costs for an hour; null: unpriced."""
 
-    hourly_usd: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    hourly_usd: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="What one actor's machine, or its share of one, costs for an hour, in US dollars. Unpriced "
+        "when left out.",
+        examples=[2.5],
+    )

@@ -2,22 +2,27 @@
 
 pydantic is strict here (no text is taken for a number); these types add what people write all the same:
 `off` and `yes` for switches, `8 GiB` for sizes, one text where a list is meant, `{column: name}` for each
-row's own value.
+row's own value. Each also says in JSON Schema what it takes, which pydantic cannot see in a function.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 _SWITCH = {"on": True, "yes": True, "off": False, "no": False}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+
+# For editors: as much of the above as a pattern can say. None refuses what is accepted.
+_SWITCH_PATTERN = "^([oO][nN]|[oO][fF][fF]|[yY][eE][sS]|[nN][oO])$"
+_SIZE_PATTERN = r"^\s*[0-9][0-9_]*(\.[0-9]+)?\s*(([kKmMgGtT][iI]?)?[bB])?\s*$"  # many editors read 8_000 as text
+_MOMENT_PATTERN = r"^[0-9]{4}-?(W?[0-9]{2})[^Zz+]*$"
 
 
 UNION_TAGS = ("<word>", "<options>")  # in the place of an error where a key takes either; no key is called so
@@ -87,9 +92,12 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _or_column(
-    is_right: Callable[[Any], bool], expected: str, prepare: Callable[[Any], Any] = lambda value: value
-) -> tuple[PlainValidator, PlainSerializer]:
-    """A value that `is_right` once it is prepared, or {column: name}."""
+    is_right: Callable[[Any], bool],
+    expected: str,
+    schema: dict[str, Any],
+    prepare: Callable[[Any], Any] = lambda value: value,
+) -> tuple[PlainValidator, PlainSerializer, WithJsonSchema]:
+    """A value that `is_right` once it is prepared, or {column: name}; `schema` is the value's JSON Schema."""
 
     def validate(value: Any) -> Any:
         if isinstance(value, dict):
@@ -103,7 +111,7 @@ def _or_column(
             raise _refuse(f"{expected}, or {{column: name}}")
         return value
 
-    return PlainValidator(validate), PlainSerializer(_plain)
+    return PlainValidator(validate), PlainSerializer(_plain), WithJsonSchema({"anyOf": [schema, _COLUMN_SCHEMA]})
 
 
 def _is_int(value: object) -> bool:
@@ -114,29 +122,59 @@ def _plain(value: object) -> object:
     return {"column": value.column} if isinstance(value, FromColumn) else value
 
 
-FALSE_IS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
-Switch = Annotated[bool, BeforeValidator(_switch)]
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
-Moment = Annotated[str, BeforeValidator(_moment)]  # a local wall time in ISO form
+def false_is_off(written: Any) -> BeforeValidator:
+    """Takes `false` for `off`; `written` is the type of what the key takes besides."""
+    return BeforeValidator(
+        lambda value: "off" if value is False else value, json_schema_input_type=written | Literal[False]
+    )
+
+
+_TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
+_COLUMN_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "description": "Each row's own value, from this column of the input.",
+    "properties": {"column": {**_TEXT_SCHEMA, "description": "The column's name.", "examples": ["budget"]}},
+    "required": ["column"],
+    "additionalProperties": False,
+}
+_SWITCH_SCHEMA = {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": _SWITCH_PATTERN}]}
+_BYTES_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE_PATTERN}]}
+_COLUMNS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "uniqueItems": True}]}
+_STRINGS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA}]}
+_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+Switch = Annotated[bool, BeforeValidator(_switch), WithJsonSchema(_SWITCH_SCHEMA)]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), WithJsonSchema(_BYTES_SCHEMA)]
+# A local wall time in ISO form.
+Moment = Annotated[str, BeforeValidator(_moment), WithJsonSchema({"type": "string", "pattern": _MOMENT_PATTERN})]
 Place = Annotated[str, Field(min_length=1), AfterValidator(_no_login)]  # a path or an fsspec url
 Column = Annotated[str, Field(min_length=1)]
-Columns = Annotated[tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct)]
+Columns = Annotated[
+    tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct), WithJsonSchema(_COLUMNS_SCHEMA)
+]
 
-IntOrColumn = Annotated[int | FromColumn, *_or_column(_is_int, "an integer")]
+IntOrColumn = Annotated[int | FromColumn, *_or_column(_is_int, "an integer", {"type": "integer"})]
 NumberOrColumn = Annotated[
     float | FromColumn,
-    *_or_column(lambda v: isinstance(v, float), "a number", lambda v: float(v) if _is_int(v) else v),
+    *_or_column(
+        lambda v: isinstance(v, float), "a number", {"type": "number"}, lambda v: float(v) if _is_int(v) else v
+    ),
 ]
-SwitchOrColumn = Annotated[bool | FromColumn, *_or_column(lambda v: isinstance(v, bool), "true or false", _switch)]
+SwitchOrColumn = Annotated[
+    bool | FromColumn, *_or_column(lambda v: isinstance(v, bool), "true or false", _SWITCH_SCHEMA, _switch)
+]
 StringsOrColumn = Annotated[
     tuple[str, ...] | FromColumn,
     *_or_column(
         lambda v: isinstance(v, tuple) and all(isinstance(item, str) for item in v),
         "a list of texts (quote numbers)",
+        _STRINGS_SCHEMA,
         _listed,
     ),
 ]
 TokenIdsOrColumn = Annotated[
     tuple[int, ...] | FromColumn,
-    *_or_column(lambda v: isinstance(v, tuple) and all(map(_is_int, v)), "a list of token ids", _listed),
+    *_or_column(
+        lambda v: isinstance(v, tuple) and all(map(_is_int, v)), "a list of token ids", _TOKEN_IDS_SCHEMA, _listed
+    ),
 ]

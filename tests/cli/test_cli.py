@@ -25,7 +25,8 @@ def test_help_teaches_with_examples(pipe):
     assert "pipeline run jobs/summarize.yaml" in out
     assert "75  interrupted" in out
     benchmarks = ("bench engine", "bench job", "bench scheduler", "bench ladder", "bench plan")
-    for command in ("run", "validate", "generate", "status", "report", "verify", "compact", "doctor", *benchmarks):
+    jobs = ("run", "validate", "status", "report", "verify", "compact")
+    for command in (*jobs, "generate", "doctor", "schema", *benchmarks):
         code, out, _ = pipe(*command.split(), "--help")
         assert code == 0
         assert f"Examples:\n    pipeline {command}" in out

@@ -1,0 +1,256 @@
+"""The sections of a job file that the engine gets: engine, with its speculation, and sampling.
+
+Keys, types and ranges as in `sections.py`; the ranges of sampling are SamplingParams' own.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from pipeline.config.sections import Section
+from pipeline.config.values import (
+    UNION_TAGS,
+    Bytes,
+    FromColumn,
+    IntOrColumn,
+    NumberOrColumn,
+    StringsOrColumn,
+    Switch,
+    SwitchOrColumn,
+    TokenIdsOrColumn,
+    false_is_off,
+)
+from pipeline.engine.params import SamplingParams
+from pipeline.errors import ConfigError
+
+
+class SpeculationSection(Section):
+    """Who drafts (null: whoever is there), and how many tokens at most for a row in a step; only where it pays unless
+    `forced`."""
+
+    proposer: Literal["ngram", "draft"] | None = Field(
+        default=None,
+        description="Who drafts: lookup in the texts (ngram) or the draft model. Both when left out.",
+        examples=["ngram"],
+    )
+    max_draft_tokens: int = Field(
+        default=6,
+        ge=1,
+        le=32,
+        description="The most tokens drafted for a row in one step.",
+        examples=[12],
+    )
+    forced: Switch = Field(
+        default=False,
+        description="Draft in every step, to measure; otherwise only where it pays.",
+        examples=[True],
+    )
+
+
+def _kind_of_speculation(value: object) -> str:
+    return UNION_TAGS[isinstance(value, dict | SpeculationSection)]
+
+
+Speculation = Annotated[
+    Annotated[Literal["off", "auto"], Tag(UNION_TAGS[0])] | Annotated[SpeculationSection, Tag(UNION_TAGS[1])],
+    Discriminator(_kind_of_speculation),
+]
+
+
+class EngineSection(Section):
+    """How the engine is built; `auto` and null are resolved from the checkpoint and the machine."""
+
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
+        description="Where the model runs: auto, cpu, cuda or cuda:N.",
+        examples=["cuda"],
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto",
+        description="The type that is computed in; auto: what fits the checkpoint and the device.",
+        examples=["bfloat16"],
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most tokens of a prompt and its completion together. The model's own context when left out.",
+        examples=[4096],
+    )
+    max_num_seqs: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most rows that are computed at once. Chosen for the machine when left out.",
+        examples=[256],
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most tokens computed in one step. Chosen for the machine when left out.",
+        examples=[8192],
+    )
+    block_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of one block of the KV cache. Chosen for the device when left out.",
+        examples=[16],
+    )
+    enable_prefix_caching: Switch = Field(
+        default=True,
+        description="Compute a beginning that prompts share only once.",
+        examples=[False],
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="The share of a GPU's memory that the engine may use, from 0 to 1.",
+        examples=[0.85],
+    )
+    kv_cache_memory_bytes: Bytes | None = Field(
+        default=None,
+        description="Size of the KV cache in bytes. What is left of the memory when left out; on CPU at most a "
+        "quarter of it.",
+        examples=["8 GiB"],
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="fp8 stores keys and values in 8 bits, about half the memory of 16 bit. It can change tokens.",
+        examples=["fp8"],
+    )
+    activation_dtype: Literal["auto", "fp8", "int8"] = Field(
+        default="auto",
+        description="Rounds the inputs of quantized linears, for speed: int8 on processors, fp8 on GPUs. It "
+        "can change tokens.",
+        examples=["int8"],
+    )
+    kernels: Literal["auto", "cpu", "triton", "reference"] = Field(
+        default="auto",
+        description="Which kernels compute: cpu (numba, oneDNN), triton (GPUs) or reference (plain torch, slow).",
+        examples=["reference"],
+    )
+    deterministic: Switch = Field(
+        default=False,
+        description="A row's tokens never depend on what it is computed with. Slower; on CPU in float32 only.",
+        examples=[True],
+    )
+    speculation: Annotated[Speculation, false_is_off(Literal["off", "auto"] | SpeculationSection)] = Field(
+        default="auto",
+        description="Speculative decoding: off, auto (where a draft model is given and it pays), or who drafts "
+        "and how much.",
+        examples=["off", {"proposer": "ngram"}],
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="The job's seed where sampling.seed is left out.",
+        examples=[7],
+    )
+
+
+class SamplingSection(Section):
+    """SamplingParams' fields; all but `seed` and `logprobs` may be `{column: name}`, each row's own value."""
+
+    max_tokens: IntOrColumn = Field(
+        default=16,
+        description="The most tokens of a completion.",
+        examples=[256, {"column": "budget"}],
+        json_schema_extra={"minimum": 1},
+    )
+    min_tokens: IntOrColumn = Field(
+        default=0,
+        description="Nothing stops a completion before so many tokens.",
+        examples=[2],
+        json_schema_extra={"minimum": 0},
+    )
+    temperature: NumberOrColumn = Field(
+        default=0.0,
+        description="0 takes the likeliest token each time; more makes sampling more even.",
+        examples=[0.7],
+        json_schema_extra={"minimum": 0},
+    )
+    top_k: IntOrColumn = Field(
+        default=0,
+        description="Sample among the k likeliest tokens. 0 is off.",
+        examples=[20],
+        json_schema_extra={"minimum": 0},
+    )
+    top_p: NumberOrColumn = Field(
+        default=1.0,
+        description="Sample among the likeliest tokens that together have this probability. 1 is off.",
+        examples=[0.95],
+        json_schema_extra={"exclusiveMinimum": 0, "maximum": 1},
+    )
+    min_p: NumberOrColumn = Field(
+        default=0.0,
+        description="Leave out tokens below this share of the likeliest one's probability. 0 is off.",
+        examples=[0.05],
+        json_schema_extra={"minimum": 0, "maximum": 1},
+    )
+    repetition_penalty: NumberOrColumn = Field(
+        default=1.0,
+        description="Above 1, tokens of the prompt and the completion become less likely again. 1 is off.",
+        examples=[1.1],
+        json_schema_extra={"exclusiveMinimum": 0},
+    )
+    presence_penalty: NumberOrColumn = Field(
+        default=0.0,
+        description="Taken from the logits of tokens that the completion has. 0 is off.",
+        examples=[0.5],
+    )
+    frequency_penalty: NumberOrColumn = Field(
+        default=0.0,
+        description="Taken from the logits of the completion's tokens, for each time they are there. 0 is off.",
+        examples=[0.5],
+    )
+    stop: StringsOrColumn = Field(
+        default=(),
+        description="Texts that end a completion, just before them.",
+        examples=[["\n"], "END"],
+    )
+    stop_token_ids: TokenIdsOrColumn = Field(
+        default=(),
+        description="Token ids that end a completion.",
+        examples=[[151645]],
+    )
+    ignore_eos: SwitchOrColumn = Field(
+        default=False,
+        description="Go on after the model's end-of-sequence token.",
+        examples=[True],
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="With the row's place it fixes the row's random numbers. engine.seed when left out.",
+        examples=[7],
+    )
+    logprobs: int | None = Field(
+        default=None,
+        description="Log-probabilities: 0 of the chosen token, n also of the n likeliest. None when left out.",
+        examples=[5],
+        json_schema_extra={"minimum": 0, "maximum": 100},
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _in_range(cls, value: Any, info: Any) -> Any:
+        """Each value alone against SamplingParams' own checks, so that all mistakes are seen at once."""
+        if not isinstance(value, FromColumn):
+            name = info.field_name
+            given = {name: value}
+            if name == "min_tokens":
+                given["max_tokens"] = max(value, 16)
+            try:
+                SamplingParams(**given)
+            except ConfigError as error:
+                raise ValueError(f"{error.problem(f'sampling.{name} = {value!r}')}; got {value!r}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _min_under_max(self) -> "SamplingSection":
+        low, high = self.min_tokens, self.max_tokens
+        if isinstance(low, int) and isinstance(high, int) and low > high:
+            raise ValueError(f"min_tokens {low} is more than max_tokens {high}")
+        return self

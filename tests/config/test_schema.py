@@ -1,0 +1,75 @@
+"""The job file's JSON Schema: fresh, valid, complete, and of one opinion with the job file's own checks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from pipeline.config.jobfile import parse, read
+from pipeline.config.schema import FILE_NAME, job_schema, schema_text
+
+ROOT = Path(__file__).parents[2]
+JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
+SCHEMA = Draft202012Validator(job_schema())
+MINIMAL = "input: {path: data}\nprompt: {column: text}\nmodel: {path: demo}\noutput: {path: out}\n"
+
+
+def test_the_committed_schema_is_fresh():
+    committed = (ROOT / "jobs" / FILE_NAME).read_text(encoding="utf-8")
+    assert committed == schema_text() + "\n", "run `pipeline schema > jobs/job.schema.json`"
+
+
+def test_the_schema_is_valid():
+    Draft202012Validator.check_schema(job_schema())
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
+def test_our_job_files_are_valid_and_name_the_schema(path: Path):
+    assert path.read_text().startswith(f"# yaml-language-server: $schema={FILE_NAME}\n")
+    SCHEMA.validate(read(path).data)
+
+
+def test_the_readmes_job_file_is_valid():
+    text = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("## A job file\n\n```yaml\n")[2].partition("```")[0]
+    )
+    SCHEMA.validate(parse(text, "README.md").data)
+
+
+def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
+    schema = job_schema()
+    for section in (schema, *schema["$defs"].values()):
+        assert section["additionalProperties"] is False
+        for name, key in section["properties"].items():
+            assert key.get("description"), name
+            assert key.get("examples"), name
+            assert "default" in key or name in section["required"], name
+            for example in key["examples"]:
+                SCHEMA.evolve(schema={**key, "$defs": schema["$defs"]}).validate(json.loads(json.dumps(example)))
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["engine: {speculation: false}", "engine: {speculation: {proposer: ngram}}", "sampling: {stop: END}",
+     "sampling: {max_tokens: {column: b}}", "engine: {enable_prefix_caching: off}", "run: {window_bytes: 1 MiB}",
+     "run: {spot_notice: false}", "name:"],
+)  # fmt: skip
+def test_short_forms_are_taken(more: str):
+    SCHEMA.validate(parse(MINIMAL + more, "job").data)
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["model2: {}", "engine: {max_num_seq: 3}", "sampling: {max_tokens: true}", "sampling: {max_tokens: 0}",
+     "sampling: {max_tokens: {columns: b}}", "sampling: {seed: {column: b}}", "sampling: {stop: ['']}",
+     "engine: {device: gpu}", "engine: {speculation: ngram}", "engine: {speculation: {max_draft_tokens: 99}}",
+     "engine: {gpu_memory_utilization: 90}", "run: {window_bytes: lots}", "run: [actors]", "name: 5"],
+)  # fmt: skip
+def test_wrong_job_files_are_refused(more: str):
+    assert not SCHEMA.is_valid(parse(MINIMAL + more, "job").data)
+
+
+def test_exactly_one_source_of_prompts():
+    for prompt in ("{}", "{column: a, template: 'x {b}'}"):
+        assert not SCHEMA.is_valid(parse(MINIMAL.replace("{column: text}", prompt), "job").data)
