@@ -25,7 +25,6 @@ from pipeline.engine.speculation.account import Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of
 from pipeline.engine.speculation.contest import FIRST_PAUSE, LEAST_WEIGHT, MARGIN, WIDE, Contest
 from pipeline.engine.speculation.record import SpeculationCounts
-from pipeline.engine.speculation.record import bucket_of as line_of
 from pipeline.engine.speculation.row_depth import RowDepths
 from pipeline.engine.speculation.step_time import PrefillCost
 
@@ -128,7 +127,7 @@ class MeasuredDrafts:
         self._num_steps += 1
         contest.ran(num, self._num_steps)
         if arm is None:
-            self._counts.add_plain(num)
+            self._count_plain(num)
             return
         self._same_arm = self._same_arm + 1 if arm == self._last_arm else 0
         self._last_arm = arm
@@ -146,11 +145,12 @@ class MeasuredDrafts:
                 self._idle += 1
                 if self._idle == IDLE_STEPS:  # no, steps take that long now
                     contest.forget(arm)
-                self._counts.add_plain(num)
+                self._count_plain(num)
                 return
             self._idle = 0
             own_s = min(own_s, (WILD if rate else IDLE) * usual.step_s)
         drafts = 0 if verdict is None else int(verdict.drafted_D.sum())
+        self._count(contest, outcome, drafts, own_s, off_s)
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
             if len(window):
@@ -158,7 +158,6 @@ class MeasuredDrafts:
             window.add(seconds, facts.num_prefill, tokens, drafts / num)
         if off_s is not None:
             self._settle(contest, arm, seconds, own_s, tokens, off_s)
-        self._count(contest, outcome, drafts, own_s, off_s)
         self._go_on(contest, is_end, now_ns)
 
     def counters(self) -> dict[str, int]:
@@ -194,15 +193,25 @@ class MeasuredDrafts:
         self._account.settle(seconds, lost_s, off_s)
 
     def _count(self, contest: Contest, outcome: StepOutcome, drafts: int, own_s: float, off_s: float | None) -> None:
-        counts, num, b = self._counts, outcome.facts.num_sequences, line_of(outcome.facts.num_sequences)
-        counts.on_steps[b] += contest.incumbent != OFF
-        if outcome.verdict is None:
-            counts.add_plain(num)
+        num, verdict = outcome.facts.num_sequences, outcome.verdict
+        counts = self._counts.of(num)
+        counts.on_steps += contest.incumbent != OFF
+        if verdict is None:
+            self._count_plain(num)
             return
-        value_s = own_s if off_s is None else off_s * outcome.num_generated / num
-        accepted = int(outcome.verdict.accepted_D.sum())
-        counts.probe_steps[b] += contest.incumbent == OFF
-        counts.add_drafted(num, outcome.num_generated, drafts, accepted, own_s, value_s)
+        counts.drafted_steps += 1
+        counts.probe_steps += contest.incumbent == OFF
+        counts.drafted_sequences += num
+        counts.drafted_step_tokens += outcome.num_generated
+        counts.draft_tokens += drafts
+        counts.accepted_tokens += int(verdict.accepted_D.sum())
+        counts.spent_us += round(own_s * 1e6)
+        counts.plain_us += round((own_s if off_s is None else off_s * outcome.num_generated / num) * 1e6)
+
+    def _count_plain(self, num_sequences: int) -> None:
+        counts = self._counts.of(num_sequences)
+        counts.plain_steps += 1
+        counts.plain_sequences += num_sequences
 
     def _go_on(self, contest: Contest, is_end: bool, now_ns: int) -> None:
         """End a contest, or begin one."""
