@@ -25,7 +25,6 @@ from pipeline.engine.speculation.account import Account
 from pipeline.engine.speculation.arms import OFF, Arm, bucket_of
 from pipeline.engine.speculation.contest import FIRST_PAUSE, LEAST_WEIGHT, MARGIN, WIDE, Contest
 from pipeline.engine.speculation.record import SpeculationCounts
-from pipeline.engine.speculation.record import bucket_of as line_of
 from pipeline.engine.speculation.row_depth import RowDepths
 from pipeline.engine.speculation.step_time import PrefillCost
 
@@ -37,6 +36,7 @@ OFF_LOOK, ON_LOOK = 16, 8  # between looks at whether another arm may be faster
 FIRST_CHECK = 512  # of drafts before plain ones are measured again
 FIRST_OTHER, FIRST_ALONE = 1024, 64  # before the first turn of a draft model, beside lookup and alone,
 OTHER_PAUSE = 2048  # and until its next one, then four times as many
+SETTLED, SETTLED_EVERY = 64, 2  # of the same arm, from when only one of so many is looked at closely
 ACCEPTANCE_EVERY = 8  # acceptance is taken down in one of so many, apart from contests
 IDLE_STEPS = 4  # in a row that seem to wait for requests: they do not, they take so long
 
@@ -88,6 +88,7 @@ class MeasuredDrafts:
         self._acceptance = [Acceptance(max_draft_tokens) for _ in self._replays]
         self._replay_ns, self._replay_at_ns = 10**9, 0
         self._num_steps = self._idle = 0
+        self._unsettled_s = 0.0
         # by proposer that cannot be replayed: when it is tried whatever is known of it, and the pause after that
         first = FIRST_OTHER if any(self._replays) else FIRST_ALONE
         self._next_turn, self._pause = [first] * len(self._replays), [OTHER_PAUSE] * len(self._replays)
@@ -128,7 +129,7 @@ class MeasuredDrafts:
         self._num_steps += 1
         contest.ran(num, self._num_steps)
         if arm is None:
-            self._counts.add_plain(num)
+            self._count_plain(num)
             return
         self._same_arm = self._same_arm + 1 if arm == self._last_arm else 0
         self._last_arm = arm
@@ -146,19 +147,22 @@ class MeasuredDrafts:
                 self._idle += 1
                 if self._idle == IDLE_STEPS:  # no, steps take that long now
                     contest.forget(arm)
-                self._counts.add_plain(num)
+                self._count_plain(num)
                 return
             self._idle = 0
             own_s = min(own_s, (WILD if rate else IDLE) * usual.step_s)
         drafts = 0 if verdict is None else int(verdict.drafted_D.sum())
+        self._count(contest, outcome, drafts, own_s, off_s)
+        self._unsettled_s += seconds
+        if self._same_arm > SETTLED and contest.challenger is None and contest.steps % SETTLED_EVERY:
+            return
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
             if len(window):
                 self._prefill.add(window, seconds, facts.num_prefill, num)
             window.add(seconds, facts.num_prefill, tokens, drafts / num)
         if off_s is not None:
-            self._settle(contest, arm, seconds, own_s, tokens, off_s)
-        self._count(contest, outcome, drafts, own_s, off_s)
+            self._settle(contest, arm, own_s * self._unsettled_s / seconds, tokens * self._unsettled_s / seconds, off_s)
         self._go_on(contest, is_end, now_ns)
 
     def counters(self) -> dict[str, int]:
@@ -182,7 +186,7 @@ class MeasuredDrafts:
             num_without = num_sequences - len(verdict.slot_D)
             self._acceptance[arm].observe(verdict.drafted_D, verdict.accepted_D, num_without)
 
-    def _settle(self, contest: Contest, arm: Arm, seconds: float, own_s: float, tokens: float, off_s: float) -> None:
+    def _settle(self, contest: Contest, arm: Arm, own_s: float, tokens: float, off_s: float) -> None:
         """Charge what the step lost against the best arm known, or against plain steps."""
         if not self._account.is_open:
             if contest.steps < FIRST_CHARGED:
@@ -191,18 +195,29 @@ class MeasuredDrafts:
         best = None if arm == contest.incumbent else contest.rate(contest.incumbent, self._prefill.token_s)
         token_s = off_s if best is None else best.token_s
         lost_s = 0.0 if arm == OFF == contest.incumbent else own_s - token_s * tokens
-        self._account.settle(seconds, lost_s, off_s)
+        self._account.settle(self._unsettled_s, lost_s, off_s)
+        self._unsettled_s = 0.0
 
     def _count(self, contest: Contest, outcome: StepOutcome, drafts: int, own_s: float, off_s: float | None) -> None:
-        counts, num, b = self._counts, outcome.facts.num_sequences, line_of(outcome.facts.num_sequences)
-        counts.on_steps[b] += contest.incumbent != OFF
-        if outcome.verdict is None:
-            counts.add_plain(num)
+        num, verdict = outcome.facts.num_sequences, outcome.verdict
+        counts = self._counts.of(num)
+        counts.on_steps += contest.incumbent != OFF
+        if verdict is None:
+            self._count_plain(num)
             return
-        value_s = own_s if off_s is None else off_s * outcome.num_generated / num
-        accepted = int(outcome.verdict.accepted_D.sum())
-        counts.probe_steps[b] += contest.incumbent == OFF
-        counts.add_drafted(num, outcome.num_generated, drafts, accepted, own_s, value_s)
+        counts.drafted_steps += 1
+        counts.probe_steps += contest.incumbent == OFF
+        counts.drafted_sequences += num
+        counts.drafted_step_tokens += outcome.num_generated
+        counts.draft_tokens += drafts
+        counts.accepted_tokens += int(verdict.accepted_D.sum())
+        counts.spent_us += round(own_s * 1e6)
+        counts.plain_us += round((own_s if off_s is None else off_s * outcome.num_generated / num) * 1e6)
+
+    def _count_plain(self, num_sequences: int) -> None:
+        counts = self._counts.of(num_sequences)
+        counts.plain_steps += 1
+        counts.plain_sequences += num_sequences
 
     def _go_on(self, contest: Contest, is_end: bool, now_ns: int) -> None:
         """End a contest, or begin one."""

@@ -1,100 +1,33 @@
-"""What the controller did, counted for the report by running batch size. Integers only, so that sums are exact."""
+"""What the policy did, counted for the report by the number of running sequences. Integers only: sums are exact."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-
-import numpy as np
+from dataclasses import dataclass, fields
 
 NUM_BUCKETS = 16  # bucket b holds batches of 2**b to 2**(b + 1) - 1 sequences; the last one all larger ones
 
 PREFIX = "speculation."  # of the names of `flat`
 
 
-def _zeros() -> np.ndarray:
-    return np.zeros(NUM_BUCKETS, dtype=np.int64)
+@dataclass
+class BucketCounts:
+    """Totals of one bucket. Times in microseconds.
 
-
-@dataclass(frozen=True)
-class SpeculationCounts:
-    """Totals by batch bucket, (NUM_BUCKETS,) int64 each. Times in microseconds. Adds up over engines.
-
-    Steps are plain or drafted. spent_us: time of drafted steps, and of proposing in all. plain_us: time that plain
-    steps would have taken for the tokens of drafted steps, by the measured cost table; so plain_us - spent_us is what
-    speculation saved, an estimate.
+    Steps are plain or drafted. spent_us: what drafted steps took, proposing too. plain_us: what plain steps would have
+    taken for the same tokens, by those that were timed; so plain_us - spent_us is what drafts saved, an estimate.
     """
 
-    plain_steps: np.ndarray = field(default_factory=_zeros)
-    drafted_steps: np.ndarray = field(default_factory=_zeros)
-    probe_steps: np.ndarray = field(default_factory=_zeros)  # of the drafted ones: made to learn, while off
-    on_steps: np.ndarray = field(default_factory=_zeros)  # of all: the controller was on
-    plain_sequences: np.ndarray = field(default_factory=_zeros)  # summed over plain steps, each gives one token
-    drafted_sequences: np.ndarray = field(default_factory=_zeros)  # summed over drafted steps
-    drafted_step_tokens: np.ndarray = field(default_factory=_zeros)  # generated in drafted steps
-    draft_tokens: np.ndarray = field(default_factory=_zeros)
-    accepted_tokens: np.ndarray = field(default_factory=_zeros)
-    spent_us: np.ndarray = field(default_factory=_zeros)
-    plain_us: np.ndarray = field(default_factory=_zeros)
-
-    def add_plain(self, num_sequences: int, num_steps: int = 1) -> None:
-        """Plain steps of so many sequences each."""
-        b = bucket_of(num_sequences)
-        self.plain_steps[b] += num_steps
-        self.plain_sequences[b] += num_steps * num_sequences
-
-    def add_drafted(
-        self, num_sequences: int, num_generated: int, num_drafts: int, num_accepted: int, step_s: float, value_s: float
-    ) -> None:
-        """A step with drafts took step_s without proposing; plain ones would have taken value_s for its tokens."""
-        b = bucket_of(num_sequences)
-        self.drafted_steps[b] += 1
-        self.drafted_sequences[b] += num_sequences
-        self.drafted_step_tokens[b] += num_generated
-        self.draft_tokens[b] += num_drafts
-        self.accepted_tokens[b] += num_accepted
-        self.spent_us[b] += round(step_s * 1e6)
-        self.plain_us[b] += round(value_s * 1e6)
-
-    def flat(self) -> dict[str, int]:
-        """What is not 0 by name, to travel and add up with other totals."""
-        return {
-            f"{PREFIX}{f.name}.{b}": int(getattr(self, f.name)[b])
-            for f in fields(self)
-            for b in np.flatnonzero(getattr(self, f.name)).tolist()
-        }
-
-    @classmethod
-    def from_flat(cls, totals: Mapping[str, int]) -> "SpeculationCounts":
-        """From what `flat` gave; other names among them do not matter."""
-        counts = cls()
-        for name, count in totals.items():
-            if name.startswith(PREFIX):
-                of, _, b = name.removeprefix(PREFIX).partition(".")
-                getattr(counts, of)[int(b)] = count
-        return counts
-
-    def copy(self) -> "SpeculationCounts":
-        return SpeculationCounts(*(getattr(self, f.name).copy() for f in fields(self)))
-
-    def lines(self) -> Iterator["BucketLine"]:
-        """One line for each batch bucket in which there was a step, small batches first."""
-        for b in np.flatnonzero(self.plain_steps + self.drafted_steps).tolist():
-            sequences = int(self.drafted_sequences[b])
-            yield BucketLine(
-                batch=_batches(b),
-                plain_steps=int(self.plain_steps[b]),
-                drafted_steps=int(self.drafted_steps[b]),
-                probe_steps=int(self.probe_steps[b]),
-                on_steps=int(self.on_steps[b]),
-                draft_tokens=int(self.draft_tokens[b]),
-                accepted_tokens=int(self.accepted_tokens[b]),
-                tokens_per_sequence_step=int(self.drafted_step_tokens[b]) / sequences if sequences else 1.0,
-                saved_s=int(self.plain_us[b] - self.spent_us[b]) / 1e6,
-            )
-
-    @property
-    def saved_s(self) -> float:
-        """Estimated seconds that speculation saved in all; below 0 when it cost."""
-        return int((self.plain_us - self.spent_us).sum()) / 1e6
+    plain_steps: int = 0
+    drafted_steps: int = 0
+    probe_steps: int = 0  # of the drafted ones: made to learn, while off
+    on_steps: int = 0  # of all: drafts were on
+    plain_sequences: int = 0  # summed over plain steps, each gives one token
+    drafted_sequences: int = 0  # summed over drafted steps
+    drafted_step_tokens: int = 0  # generated in drafted steps
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    spent_us: int = 0
+    plain_us: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,8 +45,56 @@ class BucketLine:
     saved_s: float
 
 
-def bucket_of(num_sequences: int) -> int:
-    return min(max(num_sequences, 1).bit_length() - 1, NUM_BUCKETS - 1)
+class SpeculationCounts:
+    """By bucket."""
+
+    def __init__(self) -> None:
+        self.buckets: defaultdict[int, BucketCounts] = defaultdict(BucketCounts)
+
+    def of(self, num_sequences: int) -> BucketCounts:
+        return self.buckets[min(max(num_sequences, 1).bit_length() - 1, NUM_BUCKETS - 1)]
+
+    def flat(self) -> dict[str, int]:
+        """What is not 0 by name, to travel and add up with other totals."""
+        return {
+            f"{PREFIX}{f.name}.{b}": count
+            for f in fields(BucketCounts)
+            for b, counts in self.buckets.items()
+            if (count := getattr(counts, f.name))
+        }
+
+    @classmethod
+    def from_flat(cls, totals: Mapping[str, int]) -> "SpeculationCounts":
+        """From what `flat` gave; other names among them do not matter."""
+        counts = cls()
+        for name, count in totals.items():
+            if name.startswith(PREFIX):
+                of, _, b = name.removeprefix(PREFIX).partition(".")
+                setattr(counts.buckets[int(b)], of, count)
+        return counts
+
+    def lines(self) -> Iterator[BucketLine]:
+        """One line for each bucket in which there was a step, small batches first."""
+        for b, of in sorted(self.buckets.items()):
+            if of.plain_steps + of.drafted_steps:
+                yield BucketLine(
+                    batch=_batches(b),
+                    plain_steps=of.plain_steps,
+                    drafted_steps=of.drafted_steps,
+                    probe_steps=of.probe_steps,
+                    on_steps=of.on_steps,
+                    draft_tokens=of.draft_tokens,
+                    accepted_tokens=of.accepted_tokens,
+                    tokens_per_sequence_step=of.drafted_step_tokens / of.drafted_sequences
+                    if of.drafted_sequences
+                    else 1.0,
+                    saved_s=(of.plain_us - of.spent_us) / 1e6,
+                )
+
+    @property
+    def saved_s(self) -> float:
+        """Estimated seconds that drafts saved in all; below 0 when they cost."""
+        return sum(of.plain_us - of.spent_us for of in self.buckets.values()) / 1e6
 
 
 def _batches(b: int) -> str:

@@ -176,3 +176,27 @@ def test_a_suspect_can_be_aborted() -> None:
     assert not engine.has_unfinished
     assert engine.step() == []
     assert run(engine, [Request("next", [1], SamplingParams(max_tokens=3, ignore_eos=True))])["next"].error is None  # type: ignore[call-overload]
+
+
+def test_memory_that_runs_out_between_steps_is_blamed_on_no_step() -> None:
+    """In planning, right after a step that was undone: that one is not undone a second time."""
+    engine = hash_engine(60, 4, max_num_seqs=4)
+    failing = [True]
+    fail_where(engine, lambda step: bool(failing) and failing.pop())
+    for row in range(3):
+        engine.add(Request(row, [row, 5, 7], SamplingParams(max_tokens=6, ignore_eos=True)))
+    engine.step()
+    assert engine.stats.num_out_of_memory == 1
+    plan = engine.scheduler.plan
+
+    def out_of_memory() -> None:
+        raise MemoryError
+
+    engine.scheduler.plan = out_of_memory  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert engine.stats.num_out_of_memory == 1
+    engine.scheduler.plan = plan  # type: ignore[method-assign]
+    done = run(engine, [])
+    assert all(completion.error is None for completion in done.values())
+    engine.pool.check()
