@@ -36,7 +36,8 @@ OFF_LOOK, ON_LOOK = 16, 8  # between looks at whether another arm may be faster
 FIRST_CHECK = 512  # of drafts before plain ones are measured again
 FIRST_OTHER, FIRST_ALONE = 1024, 64  # before the first turn of a draft model, beside lookup and alone,
 OTHER_PAUSE = 2048  # and until its next one, then four times as many
-SETTLED, SETTLED_EVERY = 64, 2  # of the same arm, from when only one of so many is looked at closely
+SETTLED = 64  # of the same arm, from when only one of so many is looked at closely:
+PLAIN_EVERY, DRAFTED_EVERY = 4, 2
 ACCEPTANCE_EVERY = 8  # acceptance is taken down in one of so many, apart from contests
 IDLE_STEPS = 4  # in a row that seem to wait for requests: they do not, they take so long
 
@@ -133,6 +134,12 @@ class MeasuredDrafts:
             return
         self._same_arm = self._same_arm + 1 if arm == self._last_arm else 0
         self._last_arm = arm
+        every = PLAIN_EVERY if arm == OFF else DRAFTED_EVERY
+        is_skipped = self._same_arm > SETTLED and contest.challenger is None and contest.steps % every > 0
+        if is_skipped and arm == OFF:
+            self._count_plain(num)
+            self._unsettled_s += seconds
+            return
         off_s, rate = contest.off_s(prefill_s), contest.rate(arm, prefill_s)
         if verdict is not None:
             self._learn(contest, arm, verdict, num, UNKNOWN_DRAFT if rate is None else rate.draft_cost(off_s))
@@ -154,7 +161,7 @@ class MeasuredDrafts:
         drafts = 0 if verdict is None else int(verdict.drafted_D.sum())
         self._count(contest, outcome, drafts, own_s, off_s)
         self._unsettled_s += seconds
-        if self._same_arm > SETTLED and contest.challenger is None and contest.steps % SETTLED_EVERY:
+        if is_skipped:
             return
         if self._same_arm >= WARM_UP:
             window = contest.window(arm)
