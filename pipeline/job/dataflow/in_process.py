@@ -1,0 +1,106 @@
+"""The dataflow of a small job, without Ray: readers and workers are threads of the driver's own process.
+
+Ray starts in some seconds and brings nothing where one engine computes one window: the engine has a process of its own
+either way, and its supervisor starts it again. `graph.py` is the same flow for everything larger, with the same calls.
+"""
+
+import queue
+import threading
+import traceback
+
+from pipeline.errors import PipelineError
+from pipeline.job.actor.ledger import Ledger, Order
+from pipeline.job.actor.worker import Worker
+from pipeline.job.dataflow.reading import read_units
+from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.machine.host import now_us
+from pipeline.stores import failpoints
+
+
+class InProcessDataflow:
+    """One execution; made and used by the driver's main thread. Its calls are those of `graph.Dataflow`."""
+
+    session_logs = None  # Ray's
+
+    def __init__(self, spec: FlowSpec, run_began_us: int) -> None:
+        """`run_began_us`: of this process's clock. Raises what the model's folder or the store is refused for."""
+        failpoints.install_requested(spec.failpoints)
+        self._spec = spec
+        self._ledger = Ledger(spec.actors)
+        self._ledger.begin(now_us() - run_began_us)
+        self._finished: queue.SimpleQueue[UnitSummary | PipelineError | EndOfUnits] = queue.SimpleQueue()
+        # Units that are read and wait: as many as are worked on, so that memory does not grow with the window's units.
+        self._ready: queue.Queue[bytes | None] = queue.Queue(spec.actors * spec.units_in_flight)
+        self._stopping = threading.Event()
+        self._workers: list[Worker] = []
+        for _ in range(spec.actors):
+            entry = self._ledger.register(b"")
+            assert entry is not None
+            self._workers.append(Worker(spec.work, entry[0], now_us() - entry[1]))
+        threading.Thread(target=self._run, daemon=True, name="dataflow").start()
+
+    def next(self, timeout_s: float) -> UnitSummary | None:
+        """The next finished unit, or None when none came in time. Raises EndOfUnits after the last one, and what ended
+        the reading."""
+        try:
+            item = self._finished.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(item, UnitSummary):
+            return item
+        raise item
+
+    def actors(self, end: bool = False) -> list[ActorState]:
+        """What the workers say now."""
+        for worker in self._workers:
+            self._ledger.report(worker.state())
+        return self._ledger.states(end)
+
+    def order(self, order: Order) -> None:
+        """Say to all workers."""
+        if order >= Order.ADMIT_NO_MORE:
+            self._stopping.set()
+        if order >= Order.GIVE_UP:
+            for worker in self._workers:
+                worker.interrupt()
+
+    def close(self) -> None:
+        """End everything that runs, finished or not."""
+        self._stopping.set()
+        for worker in self._workers:
+            worker.close()
+
+    def _run(self) -> None:
+        """Read the units in this thread, and hand them to the workers' threads."""
+        threads = [
+            threading.Thread(target=self._work, args=(worker,), daemon=True, name="unit")
+            for worker in self._workers
+            for _ in range(self._spec.units_in_flight)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for task in self._spec.tasks:
+                for unit in read_units(task, self._spec.source, self._spec.units, self._spec.work.output):
+                    self._ready.put(unit.to_bytes())
+        except PipelineError as error:
+            self._finished.put(error)
+            return
+        except Exception:
+            self._finished.put(PipelineError(traceback.format_exc()))
+            return
+        for _ in threads:
+            self._ready.put(None)
+        for thread in threads:
+            thread.join()
+        self._finished.put(EndOfUnits())
+
+    def _work(self, worker: Worker) -> None:
+        while (data := self._ready.get()) is not None:
+            summary = None if self._stopping.is_set() else worker.process(data)
+            if summary is None:
+                threading.Event().wait()  # admitted no more, or given up: the driver ends us
+            else:
+                self._finished.put(summary)
