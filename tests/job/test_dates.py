@@ -11,6 +11,7 @@ from pipeline.job.actor.worker import Backend
 from pipeline.job.plan import make_plan
 from pipeline.job.run import run_job
 from pipeline.stores.local_folder import LocalFolder
+from tests.job.conftest import Started
 from tests.tokenization import small_tokenizers
 
 pytestmark = pytest.mark.usefixtures("without_ray")

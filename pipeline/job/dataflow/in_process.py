@@ -34,6 +34,7 @@ class InProcessDataflow:
         # Units that are read and wait: as many as are worked on, so that memory does not grow with the window's units.
         self._ready: queue.Queue[bytes | None] = queue.Queue(spec.actors * spec.units_in_flight)
         self._stopping = threading.Event()
+        self._has_left = False  # units that are not computed, since the run stops
         self._workers: list[Worker] = []
         for _ in range(spec.actors):
             entry = self._ledger.register(b"")
@@ -84,6 +85,9 @@ class InProcessDataflow:
         try:
             for task in self._spec.tasks:
                 for unit in read_units(task, self._spec.source, self._spec.units, self._spec.work.output):
+                    if self._stopping.is_set():
+                        self._has_left = True
+                        break
                     self._ready.put(unit.to_bytes())
         except PipelineError as error:
             self._finished.put(error)
@@ -95,12 +99,13 @@ class InProcessDataflow:
             self._ready.put(None)
         for thread in threads:
             thread.join()
-        self._finished.put(EndOfUnits())
+        if not self._has_left:
+            self._finished.put(EndOfUnits())
 
     def _work(self, worker: Worker) -> None:
         while (data := self._ready.get()) is not None:
             summary = None if self._stopping.is_set() else worker.process(data)
             if summary is None:
-                threading.Event().wait()  # admitted no more, or given up: the driver ends us
+                self._has_left = True
             else:
                 self._finished.put(summary)
