@@ -82,25 +82,27 @@ class InProcessDataflow:
         ]
         for thread in threads:
             thread.start()
+        ended: PipelineError | EndOfUnits = EndOfUnits()
         try:
-            for task in self._spec.tasks:
-                for unit in read_units(task, self._spec.source, self._spec.units, self._spec.work.output):
-                    if self._stopping.is_set():
-                        self._has_left = True
-                        break
-                    self._ready.put(unit.to_bytes())
+            self._read()
         except PipelineError as error:
-            self._finished.put(error)
-            return
+            ended = error
         except Exception:
-            self._finished.put(PipelineError(traceback.format_exc()))
-            return
+            ended = PipelineError(traceback.format_exc())
         for _ in threads:
             self._ready.put(None)
         for thread in threads:
             thread.join()
-        if not self._has_left:
-            self._finished.put(EndOfUnits())
+        if not self._has_left or not isinstance(ended, EndOfUnits):
+            self._finished.put(ended)
+
+    def _read(self) -> None:
+        for task in self._spec.tasks:
+            for unit in read_units(task, self._spec.source, self._spec.units, self._spec.work.output):
+                if self._stopping.is_set():
+                    self._has_left = True
+                    return
+                self._ready.put(unit.to_bytes())
 
     def _work(self, worker: Worker) -> None:
         while (data := self._ready.get()) is not None:
