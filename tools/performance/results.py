@@ -1,7 +1,7 @@
 """Results files: what `pipeline bench ... --json` printed, and figures that the log had before.
 
-A file is one JSON object. `bench`, `command`, `machine` and `date` have to be there; the rest is what the benchmark says,
-or the part of it that is known. `what` names the work in words, `commit` is the commit that first reported the figures.
+A file is one JSON object. `bench`, `command`, `machine` and `date` have to be there. The rest is what the benchmark
+says, or the part of it that is known. `what` names the work in words, `commit` the commit that first reported it.
 """
 
 import json
@@ -22,7 +22,7 @@ class ResultError(ValueError):
 
 @dataclass(frozen=True)
 class Figure:
-    """A median with its spread. median is None where the log has only the bounds; low is None where there was one run."""
+    """A median with its spread. median is None where only the bounds are known; low is None where there was one run."""
 
     median: float | None
     low: float | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from tools.performance.results import Figure, Result, newest, step_ms
 
-WAYS = {"lookup, forced": "lookup, forced", "auto": "auto"}
+WAYS = ("lookup, forced", "auto")
 END = "<!-- end of table -->"
 STEP_PARTS = ("plan", "build", "sample", "handle", "detokenize")
 
@@ -22,8 +22,14 @@ def link(text: str, result: Result) -> str:
     return f"[{text}](performance/results/{result.name}.json)"
 
 
-def day(result: Result) -> str:
-    return result.date[:10]
+def latest(results: Sequence[Result], bench: str) -> list[Result]:
+    """Of one benchmark, newest first: the last result of each work on each machine and with each set of contenders."""
+    found = {}
+    for result in results:
+        if result.bench == bench:
+            contenders = tuple(speed["name"] for speed in result.data.get("speeds", ()))
+            found[result.what, result.place, contenders, tuple(result.data.get("peers", ()))] = result
+    return sorted(found.values(), key=lambda result: result.date, reverse=True)
 
 
 def aims(results: Sequence[Result], told: Sequence[dict[str, Any]]) -> str:
@@ -47,31 +53,34 @@ def aims(results: Sequence[Result], told: Sequence[dict[str, Any]]) -> str:
 
 
 def engine(results: Sequence[Result]) -> str:
-    """This engine against each other one, newest first."""
+    """How many times as fast as each other one this engine is, on all requests and on one alone."""
+    found = latest(results, "engine")
+    others = sorted({speed["name"].split(",")[0] for result in found for speed in result.data["speeds"][1:]})
 
-    def text(told: dict[str, Any], key: str, digits: int = 2, unit: str = "") -> str:
-        return Figure.of(told[key]).to_text(digits, unit) if told.get(key) is not None else ""
+    def cell(result: Result, other: str) -> str:
+        for speed in result.data["speeds"][1:]:
+            if speed["name"].split(",")[0] == other:
+                alone = Figure.of(speed["single_faster"]).to_text(2, "x") if speed.get("single_faster") else ""
+                return Figure.of(speed["faster"]).to_text(2, "x") + (f"; alone {alone}" if alone else "")
+        return ""
 
     rows = []
-    for result in reversed([each for each in results if each.bench == "engine"]):
-        ours, *others = result.data["speeds"]
-        for other in others:
-            speeds = [text(told, "tokens_per_s", 1) for told in (ours, other)]
-            ratios = [link(text(other, "faster", 2, "x"), result), text(other, "single_faster", 2, "x")]
-            rows.append([result.what, result.place, other["name"], *speeds, *ratios])
-    head = ["work", "machine, type", "against", "tokens/s", "its tokens/s", "this engine is", "one request alone"]
-    return markdown(head, rows)
+    for result in found:
+        ours = result.data["speeds"][0].get("tokens_per_s")
+        speed = f"{Figure.of(ours).cautious:,.1f}" if ours else ""
+        rows.append([link(result.what, result), result.place, speed, *(cell(result, other) for other in others)])
+    return markdown(["work", "machine, type", "tokens/s", *others], rows)
 
 
 def job(results: Sequence[Result]) -> str:
-    """A whole job, Parquet to Parquet, against the engine alone and against peers, newest first."""
+    """A whole job, Parquet to Parquet, against the engine alone and against peers."""
 
     def seconds(told: list[dict[str, Any]] | None, key: str) -> str:
         values = [run[key] for run in told or () if run.get(key) is not None]
         return f"{Figure.of(values).cautious:,.1f}" if values else ""
 
     rows = []
-    for result in reversed([each for each in results if each.bench == "job"]):
+    for result in latest(results, "job"):
         data = result.data
         work = [seconds(data.get(side), "work_s") for side in ("job", "engine")]
         ratio = link(Figure.of(data["job_by_engine"]).to_text(2, "x"), result)
@@ -119,7 +128,7 @@ def step(results: Sequence[Result]) -> str:
     rows = []
     for (machine, sequences), (result, cost) in sorted(found.items()):
         parts = (f"{cost[f'{part}_us']:,.0f}" if f"{part}_us" in cost else "" for part in STEP_PARTS)
-        rows.append([machine, f"{sequences:,}", link(f"{step_ms(cost).to_text(2)}", result), *parts, day(result)])
+        rows.append([machine, f"{sequences:,}", link(f"{step_ms(cost).to_text(2)}", result), *parts, result.date[:10]])
     return markdown(["machine", "rows", "step, ms", *(f"{part}, us" for part in STEP_PARTS), "date"], rows)
 
 
@@ -140,7 +149,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "job": job,
     "speculation": speculation,
     "ladder": ladder,
-    "step": step,
+    "scheduler": step,
     "plan": plan,
 }
 
