@@ -46,6 +46,11 @@ class Figure:
         assert value is not None
         return value
 
+    def meets(self, aim: float, lower_is_better: bool = False) -> bool:
+        if lower_is_better:
+            return (self.high if self.median is None and self.high is not None else self.cautious) <= aim
+        return self.cautious >= aim
+
     def to_text(self, digits: int = 2, unit: str = "") -> str:
         """`1.16x (1.15 to 1.18)`; a share is shown in percent."""
         scale = 100 if unit == "%" else 1

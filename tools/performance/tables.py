@@ -42,7 +42,7 @@ def aims(results: Sequence[Result], told: Sequence[dict[str, Any]]) -> str:
             name, _, key = reference.partition("#")
             figure = by_name[name].figure(key)
             text = figure.to_text(aim.get("digits", 2), aim["unit"])
-            met = figure.cautious <= aim["aim"] if aim.get("lower_is_better") else figure.cautious >= aim["aim"]
+            met = figure.meets(aim["aim"], aim.get("lower_is_better", False))
             yield link(f"**{text}**" if met else text, by_name[name])
 
     rows = []
@@ -54,7 +54,7 @@ def aims(results: Sequence[Result], told: Sequence[dict[str, Any]]) -> str:
 
 def engine(results: Sequence[Result]) -> str:
     """How many times as fast as each other one this engine is, on all requests and on one alone."""
-    found = latest(results, "engine")
+    found = [result for result in latest(results, "engine") if len(result.data["speeds"]) > 1]
     others = sorted({speed["name"].split(",")[0] for result in found for speed in result.data["speeds"][1:]})
 
     def cell(result: Result, other: str) -> str:
