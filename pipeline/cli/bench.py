@@ -1,5 +1,6 @@
 """The commands of `pipeline bench`: options, and which benchmark they go to."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import click
 
 from pipeline.cli.console import answers, json_flag, print_json, print_result, say
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.machine.host import wall_time
 
 
 @click.group()
@@ -85,10 +87,12 @@ def _bench_options(**defaults: Any) -> Callable[[Callable[..., Any]], Callable[.
 
 
 def _print_bench(told: Any, as_json: bool) -> None:
-    """A table for people and JSON as the last line; with --json that line alone."""
+    """A table for people and JSON as the last line; with --json that line alone. The line says what was typed and when,
+    so that it can be kept as a results file (tools/performance)."""
     if not as_json:
         print_result(told.to_text() + "\n")
-    print_json(told.to_json())
+    command = shlex.join(["pipeline", *sys.argv[1:]])
+    print_json({"command": command, "date": f"{wall_time():%Y-%m-%d %H:%M}"} | told.to_json())
 
 
 @bench.command("engine")
