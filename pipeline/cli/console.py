@@ -21,6 +21,14 @@ from pipeline.formatting import printable_json, printable_lines
 json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON object, and nothing else.")
 
 
+def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--verbose` and `--log-level` of commands that run a job."""
+    level = click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info",
+                         show_default=True, help="The least that is kept in the job's logs.")  # fmt: skip
+    verbose = click.option("-v", "--verbose", is_flag=True, help="Show the driver's log as it is written, too.")
+    return verbose(level(command))
+
+
 def set_option(example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--set`, where a command's other flags stand for a job file."""
     text = f"Any other key of a job file: {example}. May be repeated."

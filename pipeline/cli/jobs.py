@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say, stdout_is_claimed
+from pipeline.cli.console import (
+    answers,
+    json_flag,
+    logging_options,
+    print_answer,
+    print_json,
+    print_result,
+    say,
+    stdout_is_claimed,
+)
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
+    from pipeline.job.telemetry.logs import Level
 
 
 def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,9 +47,18 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
               help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
 @click.option("--retry-failed", is_flag=True,
               help="Compute the error rows of what is written again; each part is replaced whole.")  # fmt: skip
+@logging_options
 @json_flag
 @answers
-def run(job: str, accept_numerics: bool, retry_failed: bool, as_json: bool, **overlays: Any) -> None:
+def run(
+    job: str,
+    accept_numerics: bool,
+    retry_failed: bool,
+    verbose: bool,
+    log_level: "Level",
+    as_json: bool,
+    **overlays: Any,
+) -> None:
     """Run a job, or go on with it where it stopped.
 
     \b
@@ -52,14 +71,20 @@ def run(job: str, accept_numerics: bool, retry_failed: bool, as_json: bool, **ov
 
     Parts appear in output.path as they are finished, _SUCCESS when all are there, and the report in
     output.path/_pipeline/report.md. Ctrl-C once lets finished work be written; then the same command goes on.
+    Logs of the driver and of each engine are kept in output.path/_pipeline/logs; `pipeline logs` shows them.
     """
     from pipeline.config import load_job
 
-    run_and_report(load_job(job, **overlays), as_json, accept_numerics, retry_failed)
+    run_and_report(load_job(job, **overlays), as_json, verbose, log_level, accept_numerics, retry_failed)
 
 
 def run_and_report(
-    config: "JobConfig", as_json: bool, accept_numerics: bool = False, retry_failed: bool = False
+    config: "JobConfig",
+    as_json: bool,
+    verbose: bool,
+    log_level: "Level",
+    accept_numerics: bool = False,
+    retry_failed: bool = False,
 ) -> None:
     """Run a job and print its report; in a fork, but where a fork's results would be lost."""
     from pipeline.cli.guard import guarded
@@ -68,10 +93,14 @@ def run_and_report(
 
     with guarded() if stdout_is_claimed() else nullcontext():
         from pipeline.job.run import run_job
+        from pipeline.job.telemetry.logs import LogOptions
         from pipeline.report.render import text
 
-        with progress_for() as progress:
-            report = run_job(config, accept_numerics=accept_numerics, retry_failed=retry_failed, progress=progress)
+        with progress_for(with_log=verbose) as progress:
+            logs = LogOptions(log_level, progress.line if verbose else None)
+            report = run_job(
+                config, accept_numerics=accept_numerics, retry_failed=retry_failed, progress=progress, logs=logs
+            )
         if as_json:
             return print_json(report.to_json())
         output = shown_url(config.output.path).rstrip("/")
@@ -120,12 +149,12 @@ def status(place: str, as_json: bool) -> None:
       pipeline status out/summarize
       pipeline status jobs/summarize.yaml
     """
-    from pipeline.cli.progress import status_line
-    from pipeline.job.read_output import doubt_of, open_output, status_of
+    from pipeline.job.following import Following
+    from pipeline.job.read_output import open_output
+    from pipeline.job.telemetry.status import status_line
 
-    store = open_output(place)
-    now = status_of(store)
-    doubt = doubt_of(store, now)
+    seen = Following(store := open_output(place))
+    now, doubt = seen.status, seen.doubt
     if as_json:
         print_json({**now.to_json(), "output": store.path, "stale": doubt})
         return

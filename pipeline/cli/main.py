@@ -10,7 +10,7 @@ import sys
 import click
 
 from pipeline import __version__
-from pipeline.cli import bench, checkpoints, doctor, jobs, prompts, schema
+from pipeline.cli import bench, checkpoints, doctor, jobs, logs, prompts, schema
 from pipeline.cli.console import leave_with_exit_code
 
 EPILOG = """\b
@@ -43,7 +43,17 @@ def cli() -> None:
 
 
 for command in (
-    *(jobs.run, jobs.validate, jobs.status, jobs.report, jobs.compact, jobs.verify, prompts.generate, doctor.doctor),
+    *(
+        jobs.run,
+        jobs.validate,
+        jobs.status,
+        jobs.report,
+        jobs.compact,
+        jobs.verify,
+        logs.logs,
+        prompts.generate,
+        doctor.doctor,
+    ),
     *(schema.schema, checkpoints.eval_command, checkpoints.quantize_command, bench.bench),
 ):
     cli.add_command(command)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pipeline.cli.console import answers, print_json, print_result, say, set_option
+from pipeline.cli.console import answers, logging_options, print_json, print_result, say, set_option
 from pipeline.cli.jobs import run_and_report
 from pipeline.errors import ConfigError, TooManyRowErrors
 
@@ -46,6 +46,7 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--stop", multiple=True, metavar="TEXT", help="End a completion before this text. May be repeated.")
 @_generate_flags
 @set_option("engine.max_num_seqs=8")
+@logging_options
 @click.option("as_json", "--json", is_flag=True, help="Print one JSON object a line, one for each prompt.")
 @answers
 def generate(
@@ -59,6 +60,8 @@ def generate(
     limit: int | None,
     stop: tuple[str, ...],
     sets: tuple[str, ...],
+    verbose: bool,
+    log_level: Any,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -94,7 +97,7 @@ def generate(
         flags |= {"name": (Path(output).name, "--output"), **prompt_of_dataset(place, prompt)}
         if limit is not None:
             flags["input.limit"] = (limit, "--limit")
-        return run_and_report(job_from_flags(flags, sets), as_json)
+        return run_and_report(job_from_flags(flags, sets), as_json, verbose, log_level)
     saved = None if output is None else Saved(output, overwrite)
     prompts = read_prompts(place, prompt, limit)
     flags |= {"input.path": (place or "-", "--input"), "output.path": (output or "-", "--output"), **prompts.key}

@@ -25,7 +25,7 @@ def test_help_teaches_with_examples(pipe):
     assert "pipeline run jobs/summarize.yaml" in out
     assert "75  interrupted" in out
     benchmarks = ("bench engine", "bench job", "bench scheduler", "bench ladder", "bench plan")
-    jobs = ("run", "validate", "status", "report", "verify", "compact")
+    jobs = ("run", "validate", "status", "report", "verify", "compact", "logs")
     for command in (*jobs, "generate", "doctor", "schema", *benchmarks):
         code, out, _ = pipe(*command.split(), "--help")
         assert code == 0
@@ -47,7 +47,7 @@ def test_help_imports_nothing_heavy():
 def test_run_prints_the_report(work, pipe, job_that):
     seen = {}
 
-    def run_job(config, *, accept_numerics, retry_failed, progress):
+    def run_job(config, *, accept_numerics, retry_failed, progress, logs):
         seen.update(config=config, accept_numerics=accept_numerics, retry_failed=retry_failed)
         progress(Status(phase="generating", rows_total=3, rows_done=1))
         print("noise of a library")
