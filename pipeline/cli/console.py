@@ -123,6 +123,11 @@ def stdout_is_claimed() -> bool:
     return click.get_current_context().obj is not None
 
 
+def results_stream() -> TextIO:
+    """Where results go, for what draws them by itself."""
+    return click.get_current_context().obj or sys.stdout
+
+
 def print_result(text: str) -> None:
     """Print a result for people."""
     _print_result(printable_lines(text))

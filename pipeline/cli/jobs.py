@@ -14,6 +14,7 @@ from pipeline.cli.console import (
     print_answer,
     print_json,
     print_result,
+    results_stream,
     say,
     stdout_is_claimed,
 )
@@ -22,6 +23,7 @@ from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
     from pipeline.job.telemetry.logs import Level
+    from pipeline.job.telemetry.status import Status
 
 
 def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,15 +141,20 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.option("-w", "--watch", is_flag=True, help="Go on until the run ends; with --json an object at each change.")
 @json_flag
 @answers
-def status(place: str, as_json: bool) -> None:
+def status(place: str, watch: bool, as_json: bool) -> None:
     """Say how far a job is, from its output folder.
 
     \b
     Examples:
       pipeline status out/summarize
-      pipeline status jobs/summarize.yaml
+      pipeline status jobs/summarize.yaml --watch
+      pipeline status s3://bucket/labels --watch --json
+
+    --watch draws rows, tokens and each engine actor on a terminal and prints lines elsewhere. It leaves with the run's
+    exit code.
     """
     from pipeline.job.following import Following
     from pipeline.job.read_output import open_output
@@ -155,9 +162,25 @@ def status(place: str, as_json: bool) -> None:
 
     seen = Following(store := open_output(place))
     now, doubt = seen.status, seen.doubt
+
+    def as_object(status: "Status", doubt: str | None) -> None:
+        print_json({**status.to_json(), "output": store.path, "stale": doubt})
+
+    if watch:
+        from pipeline.cli.watch import watch_json, watch_lines, watch_live
+
+        stream = results_stream()
+        if as_json:
+            watch_json(seen, as_object)
+        elif stream.isatty():
+            watch_live(seen, place, stream)
+        else:
+            watch_lines(seen, stream)
+            if seen.doubt:
+                say(seen.doubt)
+        sys.exit(seen.exit_code)
     if as_json:
-        print_json({**now.to_json(), "output": store.path, "stale": doubt})
-        return
+        return as_object(now, doubt)
     believed = now.outcome if doubt is None else "stale" if now.outcome == "running" else "damaged"
     print_result(f"{place}: {believed}")
     print_result(f"  {status_line(now)}")

@@ -161,7 +161,7 @@ def test_the_level_debug_tells_of_units_and_counters_and_the_driver_shows_its_li
     assert "info    running: " in driver
     run(job.rows(TEXTS), output={"path": str(job.folder / "other")}, logs=LogOptions())
     (other,) = (job.folder / "other" / "_pipeline" / "logs").iterdir()
-    assert "debug" not in (other / "driver.log").read_text() + (other / "engine-0.log").read_text()
+    assert " debug " not in (other / "driver.log").read_text() + (other / "engine-0.log").read_text()
 
 
 def test_what_rays_processes_wrote_to_their_error_files_is_copied(tmp_path):
