@@ -133,6 +133,11 @@ def print_result(text: str) -> None:
     _print_result(printable_lines(text))
 
 
+def print_lines(text: str) -> None:
+    """Print a text of this program's own, which another program reads, as it is."""
+    _print_result(text)
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """Print a result as one line of JSON."""
     _print_result(printable_json(json.dumps(value, ensure_ascii=False, allow_nan=False)))

@@ -8,11 +8,20 @@ from pipeline.cli.console import answers, json_flag, print_json, print_result, s
 
 
 @click.command()
-@click.argument("job", metavar="JOB.yaml")
-@click.option("source", "--input", required=True, metavar="PATH", help="Parquet to read: a file, a folder or a glob.")
+@click.argument("job", metavar="JOB.yaml", type=click.Path())
+@click.option(
+    "source",
+    "--input",
+    required=True,
+    type=click.Path(),
+    metavar="PATH",
+    help="Parquet to read: a file, a folder or a glob.",
+)
 @click.option("--model", default="demo:target-awq", show_default=True,
               help="A folder, an fsspec url, a Hugging Face id, or demo:target-awq.")  # fmt: skip
-@click.option("--output", metavar="PATH", help="Where the job's results are to go; out/NAME when left out.")
+@click.option(
+    "--output", type=click.Path(), metavar="PATH", help="Where the job's results are to go; out/NAME when left out."
+)
 @json_flag
 @answers
 def init(job: str, source: str, model: str, output: str | None, as_json: bool) -> None:

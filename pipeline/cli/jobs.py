@@ -18,6 +18,7 @@ from pipeline.cli.console import (
     say,
     stdout_is_claimed,
 )
+from pipeline.cli.options import Renamed
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
         [
             click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
                          help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
-            click.option("overlays", "--config", metavar="FILE", multiple=True,
+            click.option("overlays", "--config", metavar="FILE", type=click.Path(), multiple=True,
                          help="Lay a file of the same form over the job file: configs/h100.yaml."),
             click.option("--limit", type=click.IntRange(min=1), metavar="N",
                          help="Only the first N rows. Another N is another job, with an output of its own."),
@@ -43,7 +44,7 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("job", metavar="JOB.yaml")
+@click.argument("job", metavar="JOB.yaml", type=click.Path())
 @_overlays
 @click.option("--accept-numerics", is_flag=True,
               help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
@@ -110,7 +111,7 @@ def run_and_report(
 
 
 @click.command()
-@click.argument("job", metavar="JOB.yaml")
+@click.argument("job", metavar="JOB.yaml", type=click.Path())
 @_overlays
 @json_flag
 @answers
@@ -140,7 +141,7 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @click.option("-w", "--watch", is_flag=True, help="Go on until the run ends; with --json an object at each change.")
 @json_flag
 @answers
@@ -190,7 +191,7 @@ def status(place: str, watch: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @json_flag
 @answers
 def report(place: str, as_json: bool) -> None:
@@ -216,20 +217,21 @@ def report(place: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml")
-@click.option("--to", required=True, metavar="DIR", help="A new folder, or an fsspec url.")
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@click.option("--output", cls=Renamed, old="--to", required=True, type=click.Path(), metavar="PATH",
+              help="A new folder, or an fsspec url.")  # fmt: skip
 @click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
               help="input: rows in the order of (source_file, source_row).")  # fmt: skip
 @click.option("--target-size", default="256MB", show_default=True, metavar="SIZE", help="About how large a file is.")
 @json_flag
 @answers
-def compact(place: str, to: str, order: Literal["parts", "input"], target_size: str, as_json: bool) -> None:
+def compact(place: str, output: str, order: Literal["parts", "input"], target_size: str, as_json: bool) -> None:
     """Merge the parts of a finished job into a few large files in a new folder.
 
     \b
     Examples:
-      pipeline compact out/summarize --to out/summaries
-      pipeline compact my.yaml --to s3://bucket/labels --order input --target-size 1GB
+      pipeline compact out/summarize --output out/summaries
+      pipeline compact my.yaml --output s3://bucket/labels --order input --target-size 1GB
 
     The job's output is read and left as it is; nothing is replaced anywhere. Rows are counted against the job's
     _SUCCESS, and the new folder gets its own when all are there. After an interruption the same command goes on.
@@ -245,13 +247,13 @@ def compact(place: str, to: str, order: Literal["parts", "input"], target_size: 
     size = parse_bytes(target_size)
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
-    storage = output_of(place)[1] if is_url(to) else {}
-    done = merge(open_output(place), PartStore(to, storage), order, size, say)
+    storage = output_of(place)[1] if is_url(output) else {}
+    done = merge(open_output(place), PartStore(output, storage), order, size, say)
     print_answer(done, as_json)
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @click.option("--deep", is_flag=True, help="Read every page of every part, and see that each row is there once.")
 @json_flag
 @answers

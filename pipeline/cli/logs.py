@@ -9,7 +9,7 @@ from pipeline.errors import ConfigError
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is written, until the run ends.")
 @click.option("--actor", "actors", multiple=True, metavar="N",
               help="Only this engine's log, or the driver's: 0, driver. May be repeated.")  # fmt: skip

@@ -2,6 +2,8 @@
 
 import click
 
+from pipeline.cli.console import print_lines
+
 
 @click.command()
 def schema() -> None:
@@ -20,4 +22,4 @@ def schema() -> None:
     """
     from pipeline.config.schema import schema_text
 
-    click.echo(schema_text())
+    print_lines(schema_text())
