@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline.formatting import duration
-from pipeline.report.json_record import JsonRecord
+from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Status(JsonRecord):
     elapsed_s: float = 0.0
     warning: str = ""
     told_at: str = ""
+    schema_version: int = SCHEMA_VERSION
 
 
 def status_line(status: Status) -> str:
