@@ -7,6 +7,7 @@ whatever names and messages are in it (`formatting.py`).
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
-from pipeline.formatting import printable_json, printable_lines
+from pipeline.formatting import fitted, printable_json, printable_lines
 
 json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON object, and nothing else.")
 
@@ -129,8 +130,12 @@ def results_stream() -> TextIO:
 
 
 def print_result(text: str) -> None:
-    """Print a result for people."""
-    _print_result(printable_lines(text))
+    """Print a result for people: on a terminal no wider than that."""
+    text = printable_lines(text)
+    stream = results_stream()
+    if stream.isatty():
+        text = fitted(text, max(40, shutil.get_terminal_size().columns))
+    _print_result(text)
 
 
 def print_lines(text: str) -> None:

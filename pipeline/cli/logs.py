@@ -4,8 +4,9 @@ import sys
 
 import click
 
-from pipeline.cli.console import answers, print_json, print_result, say
+from pipeline.cli.console import answers, print_json, print_lines, say
 from pipeline.errors import ConfigError
+from pipeline.formatting import printable_lines
 
 
 @click.command()
@@ -45,7 +46,7 @@ def logs(
             if as_json:
                 print_json({"run_id": run_id, **line.to_json()})
             else:
-                print_result(line.text if len(actors) == 1 else f"{line.log:<10} {line.text}")
+                print_lines(printable_lines(line.text if len(actors) == 1 else f"{line.log:<10} {line.text}"))
         tail = None
         if following is None:
             return

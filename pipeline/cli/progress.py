@@ -96,7 +96,7 @@ class LiveProgress:
 
     def line(self, text: str) -> None:
         """Show a line of the log, above the bar."""
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(text, markup=False, highlight=False)
 
     def __call__(self, status: Status) -> None:
         from rich.markup import escape

@@ -110,7 +110,7 @@ def drawing(seen: Following, place: str, rates: ActorRates, height: int) -> Grou
     lines = [head, bar, Text(rows), Text(f"{tokens}; {speed}")]
     if run is not None and run.actors:
         most = max(1, height - HEAD_LINES)
-        lines.append(_actors(run, rates, most))
+        lines.append(_actors(run, rates, most, not seen.is_over))
         if len(run.actors) > most:
             lines.append(Text(f"and {len(run.actors) - most:,} more actors", style="dim"))
     for note in (status.warning, seen.doubt):
@@ -119,7 +119,7 @@ def drawing(seen: Following, place: str, rates: ActorRates, height: int) -> Grou
     return Group(*lines)
 
 
-def _actors(run: RunRecord, rates: ActorRates, most: int) -> Table:
+def _actors(run: RunRecord, rates: ActorRates, most: int, goes_on: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("actor")
     table.add_column("does", no_wrap=True, min_width=max(map(len, _DOING.values())))
@@ -129,5 +129,5 @@ def _actors(run: RunRecord, rates: ActorRates, most: int) -> Table:
         doing, prompt_per_s, generated_per_s = rates.of(actor)
         rates_per_s = round(prompt_per_s), round(generated_per_s)
         counts = (actor.units, actor.rows, actor.error_rows, *rates_per_s, actor.restarts)
-        table.add_row(str(actor.actor), doing, *(f"{count:,}" for count in counts))
+        table.add_row(str(actor.actor), doing if goes_on else "", *(f"{count:,}" for count in counts))
     return table

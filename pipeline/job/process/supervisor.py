@@ -142,7 +142,8 @@ class Supervisor:
                     ended = child.bury()
                     if not self._closed:
                         idle = "" if self._rows.any_inside else ", with no rows in it"  # so Ray ends it with the run
-                        self._note(f"process {child.process.pid} ended{idle}: {ended}", "warning")
+                        level: Level = "info" if idle and ended.killed else "warning"
+                        self._note(f"process {child.process.pid} ended{idle}: {ended}", level)
                 if self._closed:
                     break
                 start_deaths = 0 if child.ready else start_deaths + 1
@@ -199,8 +200,9 @@ class Supervisor:
             match message:
                 case Loading(now_us=now, what=what):
                     self._timeline.enter("load", now)
+                    if what != self.loading:
+                        self._note(f"loading: {what}")
                     self.loading = what
-                    self._note(f"loading: {what}")
                 case Ready(now_us=now, resolved=resolved):
                     self._timeline.enter(None, now)
                     self.resolved = resolved
