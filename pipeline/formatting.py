@@ -6,6 +6,7 @@ leaves the program; what is written as data stays what it is.
 """
 
 import re
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ SAY_EVERY_S = 5.0  # between two lines of progress
 
 # Any character that may have to be spelled out; `str.isprintable` decides.
 _SUSPECT = re.compile(r"[^ -~]")
+_FIRST_COLUMN = re.compile(r" *(\||\S+ ) +(?=\S)")  # of a line with two or more: a label, or the mark of a quotation
 
 
 def printable(text: str) -> str:
@@ -30,6 +32,28 @@ def printable_lines(text: str) -> str:
 def printable_json(text: str) -> str:
     """JSON without line breaks that means the same, and shows no such characters: they are JSON's own escapes."""
     return _SUSPECT.sub(lambda match: match[0] if match[0].isprintable() else _json_escape(match[0]), text)
+
+
+def fitted(text: str, width: int) -> str:
+    """A text of our own for a terminal of so many columns: longer lines go on under their second column, a word that is
+    longer stays whole, and bars that do not fit are left out."""
+    return "\n".join(line if len(line) <= width else _wrapped(line, width) for line in text.split("\n"))
+
+
+def _wrapped(line: str, width: int) -> str:
+    line = line.rstrip("█ ")
+    body, first = line.lstrip(), _FIRST_COLUMN.match(line)
+    margin = len(line) - len(body)
+    return textwrap.fill(
+        body,
+        width,
+        initial_indent=" " * margin,
+        subsequent_indent=" " * min(len(first[0]) if first else margin, width // 2),
+        replace_whitespace=False,
+        expand_tabs=False,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def duration(seconds: float) -> str:

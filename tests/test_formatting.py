@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.formatting import printable, printable_json, printable_lines
+from pipeline.formatting import fitted, printable, printable_json, printable_lines
 
 EVIL = "evil\x1b[31mRED\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\r\n\tx"
 
@@ -29,3 +29,18 @@ def test_json_means_the_same(text: str):
     shown = printable_json(json.dumps({text: text}, ensure_ascii=False))
     assert shown.isprintable()
     assert json.loads(shown) == {text: text}
+
+
+def test_a_text_fits_a_terminal():
+    text = (
+        "summarize: finished\n\n  Drafts      in 16 of 200 steps; 1,906 of 2,920 draft tokens accepted\n"
+        "    up to 128      109   13.3 s  █████████\n    | site Minsol; tech Vami Lova\n"
+        "  one-long-word-that-does-not-fit-anywhere-at-all"
+    )
+    assert fitted(text, 200) == text
+    assert fitted(text, 40) == (
+        "summarize: finished\n\n  Drafts      in 16 of 200 steps; 1,906\n              of 2,920 draft tokens\n"
+        "              accepted\n    up to 128      109   13.3 s\n    | site Minsol; tech Vami Lova\n"
+        "  one-long-word-that-does-not-fit-anywhere-at-all"
+    )
+    assert "    | site Minsol; tech Vami\n      Lova" in fitted(text, 30)

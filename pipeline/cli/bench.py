@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from pipeline.cli.console import answers, json_flag, print_json, print_result, say
+from pipeline.cli.options import Renamed
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.machine.host import wall_time
 
@@ -292,7 +293,8 @@ def bounds_of_cards(
 @click.option("--quick", is_flag=True, help="An eighth of the requests, fewer sizes: some five minutes on a card.")
 @click.option("--max-num-seqs", type=click.IntRange(min=1), help="Of this engine; else its own choice.")
 @_bench_options(peers=(), folder=None)
-@click.option("--out", metavar="FILE", help="JSON of what is known so far, replaced as sections end.")
+@click.option("out", "--output", cls=Renamed, old="--out", metavar="FILE",
+              help="JSON of what is known so far, replaced as sections end.")  # fmt: skip
 @json_flag
 @answers
 def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
@@ -300,7 +302,7 @@ def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options:
 
     \b
     Examples:
-      pipeline bench gpu --out gpu.json
+      pipeline bench gpu --output gpu.json
       pipeline bench gpu --quick
       pipeline bench gpu --sections jobs --requests summaries --peer vllm=/envs/vllm/bin/python
       pipeline bench gpu --sections tiles --model llama-8b-awq

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say, set_option
+from pipeline.cli.options import Renamed
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callab
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N",
               help="Most tokens of an output; 64, or the job's, when left out.")  # fmt: skip
 @click.option("--device", help="auto, cpu, cuda or cuda:N.")
-@click.option("--dtype", help="auto, bfloat16, float16 or float32.")
+@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+              help="Of what is computed with.")  # fmt: skip
 @json_flag
 @answers
 def eval_command(
@@ -152,7 +154,8 @@ def eval_command(
 
 @click.command("quantize")
 @click.argument("model", metavar="MODEL")
-@click.option("--out", required=True, metavar="DIR", help="A new folder for the checkpoint.")
+@click.option("--output", cls=Renamed, old="--out", required=True, type=click.Path(), metavar="DIR",
+              help="A new folder for the checkpoint.")  # fmt: skip
 @click.option("--method", type=click.Choice(["awq", "gptq", "rtn", "int8", "fp8"]), default="awq", show_default=True,
               help="awq, gptq: int4, calibrated on texts; rtn, int8, fp8: to the nearest.")  # fmt: skip
 @click.option("--group-size", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
@@ -163,13 +166,13 @@ def eval_command(
               help="Rows to calibrate with, chosen from all of them by --seed.")  # fmt: skip
 @click.option("--max-length", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
               help="Tokens of a text; longer ones are cut.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Which rows are chosen.")
 @click.option("--device", default="cpu", show_default=True, help="Where gptq computes: cpu, cuda or cuda:N.")
 @json_flag
 @answers
 def quantize_command(
     model: str,
-    out: str,
+    output: str,
     method: Any,
     group_size: str,
     act_order: bool,
@@ -184,9 +187,9 @@ def quantize_command(
 
     \b
     Examples:
-      pipeline quantize Qwen/Qwen3-4B --out models/qwen-awq --job my.yaml
-      pipeline quantize models/base --out models/base-gptq --method gptq --calibration texts.parquet --column text
-      pipeline quantize models/base --out models/base-int8 --method int8
+      pipeline quantize Qwen/Qwen3-4B --output models/qwen-awq --job my.yaml
+      pipeline quantize models/base --output models/base-gptq --method gptq --calibration texts.parquet --column text
+      pipeline quantize models/base --output models/base-int8 --method int8
 
     Calibrate on texts like those of the job: --job takes its input, rendered as the job sends it. What is made is a
     folder that other engines read too: AutoAWQ (gemm) of awq, GPTQ of gptq, compressed-tensors of the others.
@@ -226,14 +229,14 @@ def quantize_command(
         token_ids = read.token_ids
         left_out = "".join(f", {code} {count:,}" for code, count in read.left_out.items())
         say(f"calibrating with {len(token_ids):,} rows, {read.num_tokens:,} tokens{left_out}")
-    target = Path(out).expanduser()
+    target = Path(output).expanduser()
     quantize(source, target, recipe, token_ids, torch.device(device), say)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     before = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     rows = f"--job {texts.job}" if texts.job is not None else "--data heldout.parquet --column text"
-    measure = f"pipeline eval {out} --against {model} {rows}"
+    measure = f"pipeline eval {output} --against {model} {rows}"
     if as_json:
-        print_json({"output": out, "method": method, "bytes": size, "bytes_before": before, "measure_with": measure})
+        print_json({"output": output, "method": method, "bytes": size, "bytes_before": before, "measure_with": measure})
     else:
-        print_result(f"{out}: {size / 1e6:,.1f} MB of weights, {size / before:.0%} of {before / 1e6:,.1f} MB")
+        print_result(f"{output}: {size / 1e6:,.1f} MB of weights, {size / before:.0%} of {before / 1e6:,.1f} MB")
         print_result(f"What it lost:  {measure}")

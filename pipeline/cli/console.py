@@ -7,6 +7,7 @@ whatever names and messages are in it (`formatting.py`).
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,9 +17,17 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
-from pipeline.formatting import printable_json, printable_lines
+from pipeline.formatting import fitted, printable_json, printable_lines
 
 json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON object, and nothing else.")
+
+
+def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--verbose` and `--log-level` of commands that run a job."""
+    level = click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info",
+                         show_default=True, help="The least that is kept in the job's logs.")  # fmt: skip
+    verbose = click.option("-v", "--verbose", is_flag=True, help="Show the driver's log as it is written, too.")
+    return verbose(level(command))
 
 
 def set_option(example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -115,9 +124,23 @@ def stdout_is_claimed() -> bool:
     return click.get_current_context().obj is not None
 
 
+def results_stream() -> TextIO:
+    """Where results go, for what draws them by itself."""
+    return click.get_current_context().obj or sys.stdout
+
+
 def print_result(text: str) -> None:
-    """Print a result for people."""
-    _print_result(printable_lines(text))
+    """Print a result for people: on a terminal no wider than that."""
+    text = printable_lines(text)
+    stream = results_stream()
+    if stream.isatty():
+        text = fitted(text, max(40, shutil.get_terminal_size().columns))
+    _print_result(text)
+
+
+def print_lines(text: str) -> None:
+    """Print a text of this program's own, which another program reads, as it is."""
+    _print_result(text)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

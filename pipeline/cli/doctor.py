@@ -8,10 +8,14 @@ from pipeline.cli.console import answers, json_flag, print_json, print_result
 
 
 @click.command()
-@click.argument("job", metavar="[JOB.yaml]", required=False)
-@click.option("--model", metavar="PATH", help="A checkpoint's folder, an fsspec url or a Hugging Face id.")
-@click.option("--input", "source", metavar="PATH", help="Parquet to read.")
-@click.option("--output", metavar="PATH", help="Where results are to go; files are created there and removed.")
+@click.argument("job", metavar="[JOB.yaml]", type=click.Path(), required=False)
+@click.option(
+    "--model", type=click.Path(), metavar="PATH", help="A checkpoint's folder, an fsspec url or a Hugging Face id."
+)
+@click.option("--input", "source", type=click.Path(), metavar="PATH", help="Parquet to read.")
+@click.option(
+    "--output", type=click.Path(), metavar="PATH", help="Where results are to go; files are created there and removed."
+)
 @json_flag
 @answers
 def doctor(job: str | None, model: str | None, source: str | None, output: str | None, as_json: bool) -> None:

@@ -7,11 +7,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipeline.cli.console import answers, json_flag, print_answer, print_json, print_result, say, stdout_is_claimed
+from pipeline.cli.console import (
+    answers,
+    json_flag,
+    logging_options,
+    print_answer,
+    print_json,
+    print_result,
+    results_stream,
+    say,
+    stdout_is_claimed,
+)
+from pipeline.cli.options import Renamed
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
+    from pipeline.job.telemetry.logs import Level
+    from pipeline.job.telemetry.status import Status
 
 
 def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,7 +33,7 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
         [
             click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
                          help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
-            click.option("overlays", "--config", metavar="FILE", multiple=True,
+            click.option("overlays", "--config", metavar="FILE", type=click.Path(), multiple=True,
                          help="Lay a file of the same form over the job file: configs/h100.yaml."),
             click.option("--limit", type=click.IntRange(min=1), metavar="N",
                          help="Only the first N rows. Another N is another job, with an output of its own."),
@@ -31,15 +44,24 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("job", metavar="JOB.yaml")
+@click.argument("job", metavar="JOB.yaml", type=click.Path())
 @_overlays
 @click.option("--accept-numerics", is_flag=True,
               help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
 @click.option("--retry-failed", is_flag=True,
               help="Compute the error rows of what is written again; each part is replaced whole.")  # fmt: skip
+@logging_options
 @json_flag
 @answers
-def run(job: str, accept_numerics: bool, retry_failed: bool, as_json: bool, **overlays: Any) -> None:
+def run(
+    job: str,
+    accept_numerics: bool,
+    retry_failed: bool,
+    verbose: bool,
+    log_level: "Level",
+    as_json: bool,
+    **overlays: Any,
+) -> None:
     """Run a job, or go on with it where it stopped.
 
     \b
@@ -52,14 +74,20 @@ def run(job: str, accept_numerics: bool, retry_failed: bool, as_json: bool, **ov
 
     Parts appear in output.path as they are finished, _SUCCESS when all are there, and the report in
     output.path/_pipeline/report.md. Ctrl-C once lets finished work be written; then the same command goes on.
+    Logs of the driver and of each engine are kept in output.path/_pipeline/logs; `pipeline logs` shows them.
     """
     from pipeline.config import load_job
 
-    run_and_report(load_job(job, **overlays), as_json, accept_numerics, retry_failed)
+    run_and_report(load_job(job, **overlays), as_json, verbose, log_level, accept_numerics, retry_failed)
 
 
 def run_and_report(
-    config: "JobConfig", as_json: bool, accept_numerics: bool = False, retry_failed: bool = False
+    config: "JobConfig",
+    as_json: bool,
+    verbose: bool,
+    log_level: "Level",
+    accept_numerics: bool = False,
+    retry_failed: bool = False,
 ) -> None:
     """Run a job and print its report; in a fork, but where a fork's results would be lost."""
     from pipeline.cli.guard import guarded
@@ -68,10 +96,14 @@ def run_and_report(
 
     with guarded() if stdout_is_claimed() else nullcontext():
         from pipeline.job.run import run_job
+        from pipeline.job.telemetry.logs import LogOptions
         from pipeline.report.render import text
 
-        with progress_for() as progress:
-            report = run_job(config, accept_numerics=accept_numerics, retry_failed=retry_failed, progress=progress)
+        with progress_for(with_log=verbose) as progress:
+            logs = LogOptions(log_level, progress.line if verbose else None)
+            report = run_job(
+                config, accept_numerics=accept_numerics, retry_failed=retry_failed, progress=progress, logs=logs
+            )
         if as_json:
             return print_json(report.to_json())
         output = shown_url(config.output.path).rstrip("/")
@@ -79,7 +111,7 @@ def run_and_report(
 
 
 @click.command()
-@click.argument("job", metavar="JOB.yaml")
+@click.argument("job", metavar="JOB.yaml", type=click.Path())
 @_overlays
 @json_flag
 @answers
@@ -109,26 +141,47 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@click.option("-w", "--watch", is_flag=True, help="Go on until the run ends; with --json an object at each change.")
 @json_flag
 @answers
-def status(place: str, as_json: bool) -> None:
+def status(place: str, watch: bool, as_json: bool) -> None:
     """Say how far a job is, from its output folder.
 
     \b
     Examples:
       pipeline status out/summarize
-      pipeline status jobs/summarize.yaml
-    """
-    from pipeline.cli.progress import status_line
-    from pipeline.job.read_output import doubt_of, open_output, status_of
+      pipeline status jobs/summarize.yaml --watch
+      pipeline status s3://bucket/labels --watch --json
 
-    store = open_output(place)
-    now = status_of(store)
-    doubt = doubt_of(store, now)
+    --watch draws rows, tokens and each engine actor on a terminal and prints lines elsewhere. It leaves with the run's
+    exit code.
+    """
+    from pipeline.job.following import Following
+    from pipeline.job.read_output import open_output
+    from pipeline.job.telemetry.status import status_line
+
+    seen = Following(store := open_output(place))
+    now, doubt = seen.status, seen.doubt
+
+    def as_object(status: "Status", doubt: str | None) -> None:
+        print_json({**status.to_json(), "output": store.path, "stale": doubt})
+
+    if watch:
+        from pipeline.cli.watch import watch_json, watch_lines, watch_live
+
+        stream = results_stream()
+        if as_json:
+            watch_json(seen, as_object)
+        elif stream.isatty():
+            watch_live(seen, place, stream)
+        else:
+            watch_lines(seen, stream)
+            if seen.doubt:
+                say(seen.doubt)
+        sys.exit(seen.exit_code)
     if as_json:
-        print_json({**now.to_json(), "output": store.path, "stale": doubt})
-        return
+        return as_object(now, doubt)
     believed = now.outcome if doubt is None else "stale" if now.outcome == "running" else "damaged"
     print_result(f"{place}: {believed}")
     print_result(f"  {status_line(now)}")
@@ -138,7 +191,7 @@ def status(place: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @json_flag
 @answers
 def report(place: str, as_json: bool) -> None:
@@ -164,20 +217,21 @@ def report(place: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml")
-@click.option("--to", required=True, metavar="DIR", help="A new folder, or an fsspec url.")
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@click.option("--output", cls=Renamed, old="--to", required=True, type=click.Path(), metavar="PATH",
+              help="A new folder, or an fsspec url.")  # fmt: skip
 @click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
               help="input: rows in the order of (source_file, source_row).")  # fmt: skip
 @click.option("--target-size", default="256MB", show_default=True, metavar="SIZE", help="About how large a file is.")
 @json_flag
 @answers
-def compact(place: str, to: str, order: Literal["parts", "input"], target_size: str, as_json: bool) -> None:
+def compact(place: str, output: str, order: Literal["parts", "input"], target_size: str, as_json: bool) -> None:
     """Merge the parts of a finished job into a few large files in a new folder.
 
     \b
     Examples:
-      pipeline compact out/summarize --to out/summaries
-      pipeline compact my.yaml --to s3://bucket/labels --order input --target-size 1GB
+      pipeline compact out/summarize --output out/summaries
+      pipeline compact my.yaml --output s3://bucket/labels --order input --target-size 1GB
 
     The job's output is read and left as it is; nothing is replaced anywhere. Rows are counted against the job's
     _SUCCESS, and the new folder gets its own when all are there. After an interruption the same command goes on.
@@ -193,13 +247,13 @@ def compact(place: str, to: str, order: Literal["parts", "input"], target_size: 
     size = parse_bytes(target_size)
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
-    storage = output_of(place)[1] if is_url(to) else {}
-    done = merge(open_output(place), PartStore(to, storage), order, size, say)
+    storage = output_of(place)[1] if is_url(output) else {}
+    done = merge(open_output(place), PartStore(output, storage), order, size, say)
     print_answer(done, as_json)
 
 
 @click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml")
+@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
 @click.option("--deep", is_flag=True, help="Read every page of every part, and see that each row is there once.")
 @json_flag
 @answers

@@ -10,11 +10,12 @@ import sys
 import click
 
 from pipeline import __version__
-from pipeline.cli import bench, checkpoints, doctor, jobs, prompts, schema
+from pipeline.cli import bench, checkpoints, completion, doctor, init, jobs, logs, prompts, schema
 from pipeline.cli.console import leave_with_exit_code
 
 EPILOG = """\b
 Start here:
+  pipeline init my.yaml --input data         write a job file for a dataset
   pipeline validate jobs/summarize.yaml      what the job is; nothing is run
   pipeline run jobs/summarize.yaml           run it, or go on where it stopped
   pipeline report out/summarize              what it cost
@@ -42,10 +43,12 @@ def cli() -> None:
     """
 
 
-for command in (
-    *(jobs.run, jobs.validate, jobs.status, jobs.report, jobs.compact, jobs.verify, prompts.generate, doctor.doctor),
-    *(schema.schema, checkpoints.eval_command, checkpoints.quantize_command, bench.bench),
-):
+COMMANDS = (
+    *(init.init, jobs.run, jobs.validate, jobs.status, logs.logs, jobs.report, jobs.compact, jobs.verify),
+    *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),
+    *(bench.bench, completion.completion),
+)
+for command in COMMANDS:
     cli.add_command(command)
 
 

@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TextIO
 
-from pipeline.formatting import duration, printable
-
-if TYPE_CHECKING:
-    from pipeline.job.telemetry.status import Status
+from pipeline.formatting import printable
+from pipeline.job.telemetry.status import Status, counts, status_line, work
 
 PLAIN_EVERY_S = 5.0
 STILL_EVERY_S = 30.0
@@ -29,7 +27,10 @@ class PlainProgress:
         every_s: float = PLAIN_EVERY_S,
         still_every_s: float = STILL_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
+        with_log: bool = False,
     ) -> None:
+        """with_log: lines of the log are shown too, which say the same of a run once it has begun."""
+        self._with_log = with_log
         self._stream, self._every_s, self._still_every_s, self._clock = stream, every_s, still_every_s, clock
         self._said_at = 0.0
         self._said: Status | None = None
@@ -43,16 +44,22 @@ class PlainProgress:
         if self._unsaid is not None:
             self._say(self._unsaid)
 
-    def __call__(self, status: "Status") -> None:
+    def __call__(self, status: Status) -> None:
+        if self._with_log and status.run_id and status.outcome == "running":
+            return
         last = self._said
-        wait_s = self._every_s if last is None or _work(status) != _work(last) else self._still_every_s
+        wait_s = self._every_s if last is None or work(status) != work(last) else self._still_every_s
         is_new = last is None or (status.phase, status.warning) != (last.phase, last.warning)
         if is_new or self._clock() >= self._said_at + wait_s:
             self._say(status)
         else:
             self._unsaid = status
 
-    def _say(self, status: "Status") -> None:
+    def line(self, text: str) -> None:
+        """Show a line of the log."""
+        print(text, file=self._stream, flush=True)
+
+    def _say(self, status: Status) -> None:
         if status.warning and (self._said is None or status.warning != self._said.warning):
             print(printable(f"warning: {status.warning}"), file=self._stream)
         print(printable(status_line(status)), file=self._stream, flush=True)
@@ -87,7 +94,11 @@ class LiveProgress:
         with suppress(OSError):  # the terminal may be gone
             self._bar.stop()
 
-    def __call__(self, status: "Status") -> None:
+    def line(self, text: str) -> None:
+        """Show a line of the log, above the bar."""
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def __call__(self, status: Status) -> None:
         from rich.markup import escape
 
         if status.warning != self._warning:
@@ -96,39 +107,12 @@ class LiveProgress:
         self._bar.update(
             self._task,
             description=escape(printable(status.phase)),
-            total=status.rows_total if any(_work(status)) else None,  # None: a bar that moves
+            total=status.rows_total if any(work(status)) else None,  # None: a bar that moves
             completed=status.rows_done,
-            line=_counts(status),
+            line=counts(status),
         )
 
 
-def progress_for(stream: Any = None) -> PlainProgress | LiveProgress:
-    """The drawing that fits where standard error goes."""
-    stream = stream or sys.stderr
-    return LiveProgress() if stream.isatty() else PlainProgress(stream)
-
-
-def status_line(status: "Status") -> str:
-    """A status in one line of text."""
-    if not any(_work(status)):
-        elapsed = f" ({duration(status.elapsed_s)})" if status.elapsed_s >= 1 else ""
-        return f"{status.phase}{elapsed}"
-    share = 100 * status.rows_done / max(1, status.rows_total)
-    return f"{status.phase}: {share:.1f} %, {_counts(status)}"
-
-
-def _work(status: "Status") -> tuple[int, ...]:
-    """What moves when anything does."""
-    return status.rows_done, status.error_rows, status.input_tokens, status.generated_tokens
-
-
-def _counts(status: "Status") -> str:
-    if not any(_work(status)):
-        return ""
-    counts = f"{status.rows_done:,}/{status.rows_total:,} rows"
-    if status.error_rows:
-        counts += f" ({status.error_rows:,} errors)"
-    if status.outcome != "running" or status.rows_done >= status.rows_total:
-        return counts
-    counts += f", {status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"
-    return counts if status.eta_s is None else f"{counts}, {duration(status.eta_s)} left"
+def progress_for(with_log: bool = False) -> PlainProgress | LiveProgress:
+    """The drawing that fits where standard error goes. with_log: lines of the log are shown as well."""
+    return LiveProgress() if sys.stderr.isatty() else PlainProgress(sys.stderr, with_log=with_log)

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from pipeline.cli.console import answers, print_json, print_result, say, set_option
+from pipeline.cli.console import answers, logging_options, print_json, print_result, say, set_option
 from pipeline.cli.jobs import run_and_report
+from pipeline.cli.options import Grouped
 from pipeline.errors import ConfigError, TooManyRowErrors
 
 # flag, key of a job file, type, help
@@ -20,10 +21,23 @@ _GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--min-p", "sampling.min_p", float, "Only tokens at least this likely, relative to the likeliest."),
     ("--repetition-penalty", "sampling.repetition_penalty", float, "Above 1: what was said becomes less likely."),
     ("--seed", "sampling.seed", int, "Of the random numbers; the same seed gives the same ones."),
-    ("--quantization", "model.quantization", str, "int8, int4-rtn or nf4: quantize a 16-bit model on loading it."),
+    (
+        "--quantization",
+        "model.quantization",
+        click.Choice(["none", "int8", "int4-rtn", "nf4"]),
+        "Quantize a 16-bit model on loading it.",
+    ),
     ("--device", "engine.device", str, "auto, cpu, cuda or cuda:N."),
-    ("--dtype", "engine.dtype", str, "auto, bfloat16, float16 or float32."),
+    ("--dtype", "engine.dtype", click.Choice(["auto", "bfloat16", "float16", "float32"]), "Of what is computed with."),
 )
+
+
+_GROUPS = {
+    "Prompts": ("place", "prompt", "chat", "system", "limit"),
+    "Output": ("output", "overwrite"),
+    "Model": ("model", "quantization", "device", "dtype"),
+    "Sampling": ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed"),
+}
 
 
 def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,20 +46,23 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command()
+@click.command(cls=Grouped, groups=_GROUPS)
 @click.option("--model", default="demo:target-awq", show_default=True,
               help="A folder, a Hugging Face id, or demo:target-awq.")  # fmt: skip
-@click.option("place", "--input", metavar="PATH",
+@click.option("place", "--input", type=click.Path(allow_dash=True), metavar="PATH",
               help="A text file (a prompt a line), a .jsonl file, - for standard input; or Parquet.")  # fmt: skip
 @click.option("--prompt", "-p", help='The prompt, or a template over the input: "Summarize: {text}".')
 @click.option("--chat", is_flag=True, help="Send prompts through the model's chat template.")
 @click.option("--system", help="A system message; implies --chat.")
-@click.option("--output", metavar="PATH", help="A new .jsonl or .parquet file; of Parquet input, a folder.")
+@click.option(
+    "--output", type=click.Path(), metavar="PATH", help="A new .jsonl or .parquet file; of Parquet input, a folder."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the file of --output if it is there.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End a completion before this text. May be repeated.")
 @_generate_flags
 @set_option("engine.max_num_seqs=8")
+@logging_options
 @click.option("as_json", "--json", is_flag=True, help="Print one JSON object a line, one for each prompt.")
 @answers
 def generate(
@@ -59,6 +76,8 @@ def generate(
     limit: int | None,
     stop: tuple[str, ...],
     sets: tuple[str, ...],
+    verbose: bool,
+    log_level: Any,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -94,7 +113,7 @@ def generate(
         flags |= {"name": (Path(output).name, "--output"), **prompt_of_dataset(place, prompt)}
         if limit is not None:
             flags["input.limit"] = (limit, "--limit")
-        return run_and_report(job_from_flags(flags, sets), as_json)
+        return run_and_report(job_from_flags(flags, sets), as_json, verbose, log_level)
     saved = None if output is None else Saved(output, overwrite)
     prompts = read_prompts(place, prompt, limit)
     flags |= {"input.path": (place or "-", "--input"), "output.path": (output or "-", "--output"), **prompts.key}

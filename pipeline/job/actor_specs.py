@@ -8,6 +8,7 @@ from pipeline.job.actor.tokenize import chat_of
 from pipeline.job.actor.worker import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask
 from pipeline.job.plan import JobPlan
+from pipeline.job.telemetry.logs import Level
 from pipeline.job.telemetry.run_log import versions
 from pipeline.machine.host import available_cores
 from pipeline.stores import failpoints
@@ -15,7 +16,12 @@ from pipeline.stores.filesystem import is_url
 
 
 def flow_spec(
-    plan: JobPlan, tasks: tuple[WindowTask, ...], backend: Backend, run_id: str, retry_failed: bool = False
+    plan: JobPlan,
+    tasks: tuple[WindowTask, ...],
+    backend: Backend,
+    run_id: str,
+    retry_failed: bool = False,
+    log_level: Level = "info",
 ) -> FlowSpec:
     """What each actor gets: its share of the machine's cores unless the job says so, and a GPU where it uses
     one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
@@ -40,6 +46,7 @@ def flow_spec(
         metadata=provenance(plan),
         fingerprint=plan.fingerprint.short,
         run_id=run_id,
+        log_level=log_level,
         retry_failed=retry_failed,
     )
     spot, in_flight = Spot(run.spot_notice, run.drain_s), run.units_in_flight

@@ -16,6 +16,7 @@ from pipeline.job.fingerprint import JOB
 from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import RunReport, build_report
+from pipeline.report.run_record import RunRecord
 from pipeline.stores.filesystem import is_url
 
 SILENT_S = 120.0  # a run writes its status each few seconds
@@ -49,14 +50,14 @@ def status_of(store: PartStore) -> Status:
         raise OutputError(f"{store.path}/{STATUS}: not written by this version ({error})") from None
 
 
-def doubt_of(store: PartStore, now: Status) -> str | None:
+def doubt_of(store: PartStore, now: Status, run: RunRecord | None) -> str | None:
     """Why a status is not to be believed, in one line: one that says `running`, when its process on this machine is
-    gone or nothing was heard of it for long; one that says `finished`, when its parts are not what it left."""
+    gone or nothing was heard of it for long; one that says `finished`, when its parts are not what it left. `run`: the
+    record of the status's run."""
     if now.outcome == "finished":
         return damage_of(store)
     if now.outcome != "running":
         return None
-    run = next((run for run in load_runs(store) if run.run_id == now.run_id), None)
     if run is not None and run.outcome == "killed":
         pid = run.versions.get("pid", "unknown")
         return f"Its process, {pid} on this machine, is gone. `pipeline run` goes on from what is written."

@@ -3,16 +3,17 @@
 All of it is written beside the run (`telemetry/writer.py`): a disk or store that fails or hangs holds nothing up.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from pipeline.data.output.parts import PartStore
 from pipeline.job.plan import JobPlan
-from pipeline.job.telemetry.logs import DRIVER, LogFolder, RotatedLog
+from pipeline.job.telemetry.logs import DRIVER, Level, LogFolder, LogOptions
 from pipeline.job.telemetry.pace import Pace
 from pipeline.job.telemetry.run_log import RunLog, make_report, put_status
-from pipeline.job.telemetry.status import Status
+from pipeline.job.telemetry.status import Status, status_line, work
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.totals import OutputTotals
 from pipeline.report.cost import RunReport
@@ -21,6 +22,7 @@ from pipeline.stores.filesystem import is_url
 
 TICK_S = 1.0
 STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
+LOG_S = 10.0  # between lines that say how far it is in the driver's log
 WRITING_SHARE = 0.05  # of the time, at most, in which a status or record is being written
 
 Show = Callable[[Status], None]
@@ -38,6 +40,7 @@ class RunReporter:
         earlier: list[RunRecord],
         telemetry: Telemetry,
         show: Show,
+        logs: LogOptions,
     ) -> None:
         """`earlier`: the records of the job's runs before this one. `show`: called with each status."""
         self._plan, self._log, self._totals, self._earlier = plan, log, totals, earlier
@@ -50,17 +53,21 @@ class RunReporter:
         self._pace = Pace()
         self.logs = LogFolder(store, log.run_id)
         self.logs.prune()
-        self._driver_log = RotatedLog(self.logs.path / DRIVER)
+        self._driver_log = self.logs.log(DRIVER, logs.level)
+        self._show_line, self._logged, self._logged_at = logs.show, "", 0.0
         self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them written before")
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, level: Level = "info") -> None:
         """Add a line to the driver's log."""
-        self._driver_log.line(text)
+        for line in self._driver_log.line(text, level):
+            if self._show_line is not None:
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    self._show_line(line)
 
     def warn(self, text: str) -> None:
         """Tell what went wrong without ending the run."""
         self._warning = text
-        self.note(f"warning: {text}")
+        self.note(text, "warning")
 
     def say(self, phase: str) -> None:
         """A phase begins, or the run has ended: show and write it at once."""
@@ -77,11 +84,19 @@ class RunReporter:
         """Show how far the run is in a phase; status and record are written as often as the output allows."""
         self.phase, now = phase, time.monotonic()
         self._updated_at = now
+        status = self.status()
+        self._log_progress(status)
         if now < self._wrote_at + max(self._write_every_s, self._telemetry.last_write_s / WRITING_SHARE):
-            return self._show(self.status())
+            return self._show(status)
         self._wrote_at = now
         self._log.save()
         self.say(phase)
+
+    def _log_progress(self, status: Status) -> None:
+        line, now = status_line(status), time.monotonic()
+        if any(work(status)) and line != self._logged and now >= self._logged_at + LOG_S:
+            self._logged, self._logged_at = line, now
+            self.note(line)
 
     def counted(self, done: int, parts: int) -> None:
         """`update`, about once a second, while the output is counted."""
@@ -93,6 +108,7 @@ class RunReporter:
         log, plan = self._log, self._plan
         finished = log.outcome == "finished"
         self.note(f"ended: {log.outcome}")
+        self.phase = log.outcome
         log.save()
         runs, held = [*self._earlier, log.record()], self._totals.now()
         self.report = make_report(

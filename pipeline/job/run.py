@@ -24,6 +24,7 @@ from pipeline.job.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.reporter import RunReporter, Show, close_telemetry, harmless
 from pipeline.job.stop import Stopped, StopSignals
 from pipeline.job.success import read_success, verify, write_empty_part, write_success
+from pipeline.job.telemetry.logs import LogOptions
 from pipeline.job.telemetry.run_log import RunLog, load_runs, make_report, put_status, totals_so_far, versions
 from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.writer import Telemetry
@@ -42,6 +43,7 @@ def run_job(
     retry_failed: bool = False,
     progress: Show | None = None,
     backend: Backend | None = None,
+    logs: LogOptions | None = None,
 ) -> RunReport:
     """Run a job, or go on with it, until its output is complete; of a finished job only the report is made
     again.
@@ -55,7 +57,7 @@ def run_job(
     with StopSignals() as stop:
         phase = "planning"
         try:
-            began, retries = time.monotonic_ns(), RetryCounts()
+            began, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
             plan, store = _plan(config, accept_numerics, show, retries)
             left = _Left.of(plan, store, retry_failed)
             earlier = load_runs(store)
@@ -76,7 +78,7 @@ def run_job(
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             totals = left.totals(store, log, earlier, plan)
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
-            reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show)
+            reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show, logs)
             with _recorded(log, reporter, stop):
                 store.folder.clean_tmp()
                 if not plan.windows:
@@ -84,7 +86,8 @@ def run_job(
                 totals.check_error_rate()
                 if left.tasks:
                     plan = _with_types_of_parts(plan, store, left.stood)
-                    spec = flow_spec(plan, left.tasks, backend or Backend(), log.run_id, retry_failed=left.has_failed)
+                    engine = backend or Backend()
+                    spec = flow_spec(plan, left.tasks, engine, log.run_id, left.has_failed, logs.level)
                     Watch(config.run, log, totals, reporter, stop, plan.num_rows).compute(spec)
                 _publish(plan, store, log, totals, reporter)
             return reporter.report
@@ -173,11 +176,11 @@ def _recorded(log: RunLog, reporter: RunReporter, stop: StopSignals) -> Iterator
         raise _interrupted(stop, reporter.phase) from None
     except EnvironmentFailed as error:
         log.outcome = "failed"
-        reporter.note(str(error))
+        reporter.note(str(error), "warning")
         raise EnvironmentFailed(f"{error}\nThe logs of this run: {reporter.logs.shown()}") from error
     except BaseException as error:
         log.outcome = "failed"
-        reporter.note("".join(traceback.format_exception(error)))
+        reporter.note("".join(traceback.format_exception(error)), "warning")
         raise
     finally:
         reporter.end()

@@ -95,9 +95,11 @@ class Watch:
         if summary is None:
             return
         if summary.failure_kind is not None:
-            self.reporter.note(f"unit {summary.unit} of window {summary.window}: {summary.failure_message}")
+            self.reporter.note(f"unit {summary.unit} of window {summary.window}: {summary.failure_message}", "warning")
             raise error_named(summary.failure_kind, summary.failure_message)
         self.log.add(summary)
+        rows, errors = summary.totals.rows, summary.totals.num_error_rows
+        self.reporter.note(f"unit {summary.unit} of window {summary.window}: {rows:,} rows, {errors} errors", "debug")
         self.totals.check_error_rate()
 
     def _look(self, flow: "Dataflow | InProcessDataflow") -> None:

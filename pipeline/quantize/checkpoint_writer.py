@@ -27,7 +27,7 @@ class CheckpointWriter:
         """Raises OutputError when there is something in `out`, or another recipe's beginnings beside it."""
         self.out, self.partial = out, out.with_name(out.name + ".partial")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise OutputError(f"--out {out}: is there and not empty; nothing is replaced, name a new folder")
+            raise OutputError(f"--output {out}: is there and not empty; nothing is replaced, name a new folder")
         began = self.partial / RECIPE
         try:
             if not began.exists():

@@ -19,7 +19,7 @@ from typing import Any
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.drafts import Speculated
 from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
-from pipeline.report.json_record import JsonRecord
+from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
 from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, split_exactly, summed
 
@@ -165,6 +165,7 @@ class RunReport(JsonRecord):
     examples: Mapping[str, tuple[ErrorExample, ...]] = field(default_factory=dict)
     faults: tuple[FaultCost, ...] = ()
     speculated: Speculated | None = None
+    schema_version: int = SCHEMA_VERSION
 
     @property
     def input_tokens_per_s(self) -> float:

@@ -10,6 +10,8 @@ from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
+SCHEMA_VERSION = 1  # of the records that a run leaves: grows when a key goes or means something else
+
 
 class JsonRecord:
     """Gives a dataclass both ways."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline.report.json_record import JsonRecord
+from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.row_stats import RowStats
 
 # The phases of an actor's time. They do not overlap and together are all of it, from the start of the actor's
@@ -186,6 +186,7 @@ class RunRecord(JsonRecord):
     error_rows: dict[str, int] = field(default_factory=dict)  # of `rows_written`, by code
     error_input_tokens: int = 0
     telemetry_failures: int = 0  # writes of status, record and report that failed
+    schema_version: int = SCHEMA_VERSION
 
     @property
     def machine_us(self) -> int:

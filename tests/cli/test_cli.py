@@ -25,8 +25,8 @@ def test_help_teaches_with_examples(pipe):
     assert "pipeline run jobs/summarize.yaml" in out
     assert "75  interrupted" in out
     benchmarks = ("bench engine", "bench job", "bench scheduler", "bench ladder", "bench plan")
-    jobs = ("run", "validate", "status", "report", "verify", "compact")
-    for command in (*jobs, "generate", "doctor", "schema", *benchmarks):
+    jobs = ("run", "validate", "status", "report", "verify", "compact", "logs")
+    for command in (*jobs, "generate", "doctor", "init", "completion", "schema", *benchmarks):
         code, out, _ = pipe(*command.split(), "--help")
         assert code == 0
         assert f"Examples:\n    pipeline {command}" in out
@@ -47,7 +47,7 @@ def test_help_imports_nothing_heavy():
 def test_run_prints_the_report(work, pipe, job_that):
     seen = {}
 
-    def run_job(config, *, accept_numerics, retry_failed, progress):
+    def run_job(config, *, accept_numerics, retry_failed, progress, logs):
         seen.update(config=config, accept_numerics=accept_numerics, retry_failed=retry_failed)
         progress(Status(phase="generating", rows_total=3, rows_done=1))
         print("noise of a library")
@@ -140,7 +140,7 @@ def test_json_keeps_stdout_clean_of_what_libraries_and_children_print(work):
 
 def test_a_reader_that_has_enough_ends_the_command_quietly(work):
     script = Path(sys.executable).with_name("pipeline")
-    for arguments in ("--help", "validate job.yaml"):
+    for arguments in ("--help", "schema", "completion bash", "validate job.yaml"):
         line = f"set -o pipefail; {script} {arguments} | true"
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, check=False)
         assert done.stderr == ""
@@ -170,8 +170,8 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
             (["validate"], "s3://bucket/out: 3 rows are there"),
             (["status"], "job.yaml: finished"),
             (["report"], "3 of 3: 2 completed, 1 errors"),
-            (["compact", "--to", "merged", "--order", "input"], "1 parts, 3 rows (1 error rows) in 1 files"),
-            (["compact", "--to", bucket.url("merged")], "1 parts, 3 rows (1 error rows) in 1 files"),
+            (["compact", "--output", "merged", "--order", "input"], "1 parts, 3 rows (1 error rows) in 1 files"),
+            (["compact", "--output", bucket.url("merged")], "1 parts, 3 rows (1 error rows) in 1 files"),
             (["run"], "3 of 3: 2 completed, 1 errors"),
         ]:
             code, out, err = pipe(command[0], "job.yaml", *command[1:])

@@ -4,9 +4,9 @@ import sys
 from dataclasses import replace
 from io import StringIO
 
-from pipeline.cli.progress import PlainProgress, progress_for, status_line
+from pipeline.cli.progress import PlainProgress, progress_for
 from pipeline.formatting import duration
-from pipeline.job.telemetry.status import Status
+from pipeline.job.telemetry.status import Status, status_line
 from tests.cli.conftest import EVIL
 
 

@@ -8,6 +8,8 @@ from jsonschema import Draft202012Validator
 
 from pipeline.config.jobfile import parse, read
 from pipeline.config.schema import FILE_NAME, job_schema, schema_text
+from tests.cli import conftest as cli_cases
+from tests.config import test_config
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
@@ -73,3 +75,49 @@ def test_wrong_job_files_are_refused(more: str):
 def test_exactly_one_source_of_prompts():
     for prompt in ("{}", "{column: a, template: 'x {b}'}"):
         assert not SCHEMA.is_valid(parse(MINIMAL.replace("{column: text}", prompt), "job").data)
+
+
+def cases(test) -> list:
+    """The cases that a test of the job file's own checks is given."""
+    return list(next(mark for mark in test.pytestmark if mark.name == "parametrize").args[1])
+
+
+REFUSED = {
+    **{MINIMAL + more: expected for more, expected in cases(test_config.test_refused)},
+    **{
+        MINIMAL.replace(before, after): expected
+        for before, after, expected in cases(test_config.test_refused_in_the_required_sections)
+    },
+}
+# What is refused for reasons that no schema sees: keys that must agree with each other, and what a text means.
+BEYOND_A_SCHEMA = (
+    "min_tokens 20 is more than max_tokens 16",
+    "got nan",  # JSON has no such number
+    "names no column",
+    "only plain column names",
+    "prompt.template: ",  # no template at all
+    "expected demo, demo:target",
+    "no embedded model",
+    "holds no user or password",
+    "the same new name",
+)
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_the_schema_refuses_what_the_job_file_refuses(text: str):
+    beyond = any(reason in REFUSED[text] for reason in BEYOND_A_SCHEMA)
+    assert SCHEMA.is_valid(parse(text, "job").data) == beyond
+
+
+def test_each_exception_is_still_one():
+    assert [reason for reason in BEYOND_A_SCHEMA if not any(reason in expected for expected in REFUSED.values())] == []
+
+
+@pytest.mark.parametrize("text", [cli_cases.JOB, cli_cases.JOB.replace("max_tokens: 9", "max_tokens: {column: b}")])
+def test_the_job_of_the_command_lines_tests_is_valid(text: str):
+    SCHEMA.validate(parse(text, "job").data)
+
+
+@pytest.mark.parametrize("wrong", ["max_tokens: 0", "max_tokens: nine", "tokens: 9"])
+def test_the_job_of_the_command_lines_tests_is_refused_once_it_is_wrong(wrong: str):
+    assert not SCHEMA.is_valid(parse(cli_cases.JOB.replace("max_tokens: 9", wrong), "job").data)

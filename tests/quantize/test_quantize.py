@@ -41,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(pipe, base: Path, out: Path, method: str, *arguments: str) -> str:
-    code, text, err = pipe("quantize", str(base), "--out", str(out), "--method", method, *arguments)
+    code, text, err = pipe("quantize", str(base), "--output", str(out), "--method", method, *arguments)
     assert code == 0, err
     return text + err
 
@@ -169,12 +169,12 @@ def test_a_killed_run_goes_on_and_comes_to_the_same_bytes(pipe, base, data, tmp_
 
     monkeypatch.setattr(CheckpointWriter, "write", write_or_die)
     out = tmp_path / "out"
-    code, _, _ = pipe("quantize", str(base), "--out", str(out), "--method", "gptq", *given)
+    code, _, _ = pipe("quantize", str(base), "--output", str(out), "--method", "gptq", *given)
     assert code == 75
     assert not out.exists()
     monkeypatch.setattr(CheckpointWriter, "write", write)
     (tmp_path / "out.partial" / ".model-00003-of-00004.safetensors").write_bytes(b"half")
-    code, _, err = pipe("quantize", str(base), "--out", str(out), "--method", "gptq", *given, "--seed", "1")
+    code, _, err = pipe("quantize", str(base), "--output", str(out), "--method", "gptq", *given, "--seed", "1")
     assert (code, "which differs in texts; remove the folder" in err) == (2, True)
     assert "2 of 3 layers are there" in made(pipe, base, out, "gptq", *given)
     for folder in ("whole", "out"):
@@ -216,14 +216,14 @@ def test_layers_see_what_transformers_layers_see(tmp_path, name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["BASE", "--out", "OUT", "--method", "gptq"], "give either --calibration PATH"),
-        (["BASE", "--out", "OUT", "--method", "rtn", "--job", "j.yaml"], "looks at no texts"),
-        (["BASE", "--out", "OUT", "--method", "rtn", "--act-order"], "only gptq has an order"),
-        (["BASE", "--out", "OUT", "--method", "rtn"], "= 64 does not divide into groups of 128; --group-size 64"),
-        (["BASE", "--out", "OUT", "--group-size", "32", "--calibration", "DATA"], "divide by 64, which awq needs"),
-        (["BASE", "--out", "FULL", "--method", "int8"], "is there and not empty"),
-        (["demo:target-awq", "--out", "OUT", "--method", "int8"], "is quantized already (awq in config.json)"),
-        (["BASE", "--out", "MINE", "--method", "int8"], "is in the way and not this program's"),
+        (["BASE", "--output", "OUT", "--method", "gptq"], "give either --calibration PATH"),
+        (["BASE", "--output", "OUT", "--method", "rtn", "--job", "j.yaml"], "looks at no texts"),
+        (["BASE", "--output", "OUT", "--method", "rtn", "--act-order"], "only gptq has an order"),
+        (["BASE", "--output", "OUT", "--method", "rtn"], "= 64 does not divide into groups of 128; --group-size 64"),
+        (["BASE", "--output", "OUT", "--group-size", "32", "--calibration", "DATA"], "divide by 64, which awq needs"),
+        (["BASE", "--output", "FULL", "--method", "int8"], "is there and not empty"),
+        (["demo:target-awq", "--output", "OUT", "--method", "int8"], "is quantized already (awq in config.json)"),
+        (["BASE", "--output", "MINE", "--method", "int8"], "is in the way and not this program's"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_made_is_refused_with_the_reason(pipe, base, data, tmp_path, arguments, message):
@@ -246,7 +246,7 @@ def test_what_cannot_be_made_is_refused_with_the_reason(pipe, base, data, tmp_pa
 
 def test_without_autoawq_the_command_that_installs_it_is_named(pipe, base, tmp_path, monkeypatch):
     monkeypatch.setattr(awq, "find_spec", lambda _: None)
-    code, _, err = pipe("quantize", str(base), "--out", str(tmp_path / "out"), "--job", "jobs/summarize.yaml")
+    code, _, err = pipe("quantize", str(base), "--output", str(tmp_path / "out"), "--job", "jobs/summarize.yaml")
     assert code == 2
     assert "pip install" in err
     assert "autoawq==0.2.9" in err

@@ -131,7 +131,7 @@ class _Kept:
             there.write_text(json.dumps(self.bench.to_json(), allow_nan=False))
             os.replace(there, self._path)
         except OSError as error:
-            raise OutputError(f"--out {self._path}: cannot be written ({error})") from None
+            raise OutputError(f"--output {self._path}: cannot be written ({error})") from None
 
     def model(self, figures: ModelFigures) -> None:
         """Put these figures in the place of the same model's earlier ones."""

@@ -134,7 +134,9 @@ def _refuse_inside(source: PartStore, target: PartStore) -> None:
     if not (is_url(a) or is_url(b)):
         a, b = str(Path(a).resolve()), str(Path(b).resolve())
     if f"{b}/".startswith(f"{a}/"):
-        raise OutputError(f"--to {target.path}: lies in the job's output {source.path}; choose a folder outside of it")
+        raise OutputError(
+            f"--output {target.path}: lies in the job's output {source.path}; choose a folder outside of it"
+        )
 
 
 def _counts(source: PartStore, raw: bytes) -> dict[str, Any]:
@@ -199,7 +201,7 @@ def _claim(
     if raw is None:
         foreign = [name for name in target.folder.names("") if name[0] != "." and name != "_pipeline"]
         if foreign:
-            raise OutputError(f"--to {target.path}: not empty ({foreign[0]}); choose a new folder")
+            raise OutputError(f"--output {target.path}: not empty ({foreign[0]}); choose a new folder")
         rows = sum(name.rows for name in parts)
         rows_per_file = max(1, int(target_bytes / max(1.0, _bytes_per_row(source, parts))))
         num_files = max(1, -(-rows // rows_per_file))
@@ -220,7 +222,7 @@ def _claim(
             if same_job
             else f"was begun from another state of {source.path}, or from another job"
         )
-        raise OutputError(f"--to {target.path}: {what}, or choose another folder")
+        raise OutputError(f"--output {target.path}: {what}, or choose another folder")
     return plan
 
 
@@ -311,6 +313,6 @@ def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[s
         raise OutputError(
             f"{target.path}: holds (rows, error rows, generated tokens) {found}, the job's _SUCCESS counts "
             f"{(plan.rows, counts['error_rows'], counts['num_generated_tokens'])}; was {source.path} changed "
-            "meanwhile? Choose another --to and compact again"
+            "meanwhile? Choose another --output and compact again"
         )
     return totals

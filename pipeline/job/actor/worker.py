@@ -29,13 +29,11 @@ from pipeline.job.actor.write import Write
 from pipeline.job.process.main import load_factory
 from pipeline.job.process.supervisor import Launch, Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.job.telemetry.logs import LogFolder, RotatedLog, engine_log
+from pipeline.job.telemetry.logs import Level, LogFolder, engine_log
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.run_record import ActorRecord
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
-
-LOG_SYNC_S = 3.0  # between looks for log lines that an output in a store does not have yet
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class WorkSpec:
     output: str
     fingerprint: str
     run_id: str  # whose logs the actor writes to
+    log_level: Level = "info"
     seed: int = 0
     chat: Chat | None = None
     draft: str | None = None
@@ -99,9 +98,7 @@ class Worker:
         store = self._store = PartStore(spec.output, spec.storage, self._retries)
         engine = spec.here(self._retries)
         logs = LogFolder(store, spec.run_id)
-        self._log = RotatedLog(logs.path / engine_log(actor))
-        if not logs.is_local:
-            threading.Thread(target=self._upload, args=(logs,), daemon=True, name="upload logs").start()
+        self._log = logs.log(engine_log(actor), spec.log_level)
         # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
         threads = {f"{library}_NUM_THREADS": str(engine.num_threads) for library in ("OMP", "MKL", "NUMBA")}
         launch = Launch(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads)
@@ -121,6 +118,8 @@ class Worker:
         """
         unit = Unit.from_bytes(data)
         self._add(open_units=1)
+        began = time.monotonic()
+        self._log.line(f"unit {unit.index} of window {unit.window}: {unit.num_rows:,} rows", "debug")
         try:
             summary = self._process(unit)
         except PipelineError as error:
@@ -129,6 +128,7 @@ class Worker:
             return UnitSummary(unit.window, unit.index, failure_kind="", failure_message=traceback.format_exc())
         finally:
             self._add(open_units=-1)
+            self._log.line(f"unit {unit.index} of window {unit.window}: {time.monotonic() - began:.1f} s", "debug")
         if summary is not None:
             self._add(units=1, rows=summary.totals.rows, error_rows=summary.totals.num_error_rows)
         return summary
@@ -217,8 +217,3 @@ class Worker:
     def close(self) -> None:
         self._supervisor.close()
         self._log.close()
-
-    def _upload(self, logs: LogFolder) -> None:
-        while True:
-            time.sleep(LOG_SYNC_S)
-            logs.sync()

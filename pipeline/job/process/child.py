@@ -99,7 +99,7 @@ class _Output:
             for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
                 self._tail = (self._tail + line)[-LAST_WORDS_BYTES:]
                 if self._log is not None:
-                    self._log.line(line.decode(errors="backslashreplace"))
+                    self._log.line(line.decode(errors="backslashreplace"), "print")
 
 
 class Child:

@@ -17,13 +17,14 @@ from pipeline.job.process.child import Child, Ended, Launch
 from pipeline.job.process.messages import Add, Crashed, Finished, Loading, Ready, StartFailed, Worked
 from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.process.timeline import Timeline
-from pipeline.job.telemetry.logs import RotatedLog
+from pipeline.job.telemetry.logs import Level, RotatedLog
 from pipeline.machine.host import now_us
 from pipeline.report.run_record import Computed, summed
 
 MAX_START_DEATHS = 3  # in a row, without a word why
 MAX_REASONS = 10  # of restarts, kept for the report
 POLL_S = 0.25
+COUNTERS_US = 10_000_000  # between two lines of the engine's counters in a log of level debug
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Supervisor:
         self._failure: PipelineError | None = None
         self._interrupted = False
         self._closed = False
+        self._counted_us = 0
         self._timeline = Timeline(now_us() if birth_us is None else birth_us)
         self._past_stats: dict[str, int] = {}  # of processes that ended
         self._stats: dict[str, int] = {}  # of the one that runs
@@ -140,7 +142,8 @@ class Supervisor:
                     ended = child.bury()
                     if not self._closed:
                         idle = "" if self._rows.any_inside else ", with no rows in it"  # so Ray ends it with the run
-                        self._note(f"process {child.process.pid} ended{idle}: {ended}")
+                        level: Level = "info" if idle and ended.killed else "warning"
+                        self._note(f"process {child.process.pid} ended{idle}: {ended}", level)
                 if self._closed:
                     break
                 start_deaths = 0 if child.ready else start_deaths + 1
@@ -156,9 +159,14 @@ class Supervisor:
         except Exception:
             self._fail(PipelineError(f"The engine's supervisor failed.\n{traceback.format_exc()}"))
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, level: Level = "info") -> None:
         if self._log is not None:
-            self._log.line(text)
+            self._log.line(text, level)
+
+    def _note_counters(self, now: int, stats: dict[str, int]) -> None:
+        if now - self._counted_us >= COUNTERS_US:
+            self._counted_us = now
+            self._note(", ".join(f"{name} {count:,}" for name, count in stats.items() if count), "debug")
 
     def _attend(self, child: Child) -> None:
         """Read what the process says until it ends."""
@@ -192,12 +200,15 @@ class Supervisor:
             match message:
                 case Loading(now_us=now, what=what):
                     self._timeline.enter("load", now)
+                    if what != self.loading:
+                        self._note(f"loading: {what}")
                     self.loading = what
                 case Ready(now_us=now, resolved=resolved):
                     self._timeline.enter(None, now)
                     self.resolved = resolved
                     self.loading = ""
                     child.ready = True
+                    self._note(f"ready: {', '.join(f'{name} {value}' for name, value in resolved.items())}")
                     self._admit()
                 case StartFailed(kind=kind, message=text):
                     raise error_named(kind, text if kind else f"The engine could not be built.\n{text}")
@@ -208,6 +219,7 @@ class Supervisor:
                 case Worked(now_us=now, busy_us=busy_us, idle_us=idle_us, stats=stats):
                     self._timeline.progress(now, busy_us, idle_us, stats)
                     self._stats = stats
+                    self._note_counters(now, stats)
                 case Crashed():
                     child.crash = message
 

@@ -1,7 +1,8 @@
 """The logs of a run, `_pipeline/logs/<run id>/`: `driver.log`, `engine-<actor>.log` and, after a failure, `ray.log`.
 
-Each line carries its time. Files are rotated, so that their size is bounded, and written by a thread, so that a slow
-disk holds nothing up. Of an output in a store they are written to a temporary folder and uploaded by `sync`.
+Each line carries its time and level. Files are rotated and logs of old runs removed, so that their size is bounded;
+they are written by a thread, so that a slow disk holds nothing up. Of an output in a store they are written to a
+temporary folder and uploaded as they grow. `log_reader` reads them back.
 """
 
 import logging
@@ -10,7 +11,12 @@ import queue
 import shutil
 import tempfile
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import PipelineError
@@ -21,12 +27,26 @@ from pipeline.stores.local_folder import LocalFolder
 LOGS = "_pipeline/logs"
 DRIVER = "driver.log"
 RAY = "ray.log"
-MAX_BYTES = 5 * 2**20  # of a file, before it is rotated
+MAX_BYTES = 5 * 2**20  # of a file on a disk, before it is rotated
+STORE_MAX_BYTES = 2**20  # of one in a store, to which a file goes whole each time
 NUM_BACKUPS = 2
-MAX_RUNS = 20  # earlier ones whose logs are kept on a disk
+MAX_RUNS = 20  # earlier ones whose logs are kept
+SYNC_S = 3.0  # between looks for lines that a store does not have yet
+SYNC_SHARE = 0.05  # of the time, at most, in which logs are being uploaded
 MAX_WAITING = 10_000  # lines; more are dropped and counted
 CLOSE_S = 2.0
 RAY_TAIL_BYTES = 64 * 2**10
+
+Level = Literal["debug", "info", "warning", "print"]
+LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "print")  # `print`: what a process printed, always kept
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """level: lines below it are not kept. show: called with each line of the driver's log, by any thread."""
+
+    level: Level = "info"
+    show: Callable[[str], None] | None = None
 
 
 def engine_log(actor: int) -> str:
@@ -39,72 +59,99 @@ class LogFolder:
     def __init__(self, store: PartStore, run_id: str) -> None:
         self._store, self._name = store, f"{LOGS}/{run_id}"
         self._uploaded: dict[str, tuple[int, int]] = {}
-        self.is_local = isinstance(store.folder, LocalFolder)
+        self._uploading = threading.Lock()
+        self._closed = False
+        self._is_local = isinstance(store.folder, LocalFolder)
         if isinstance(store.folder, LocalFolder):
             self.path = store.folder.path(self._name)
         else:
             self.path = Path(tempfile.mkdtemp(prefix=f"pipeline-logs-{run_id}-"))
+            threading.Thread(target=self._keep_uploading, daemon=True, name="upload logs").start()
 
     def shown(self, name: str = "") -> str:
         """A log as messages name it."""
         return self._store.folder.shown(f"{self._name}/{name}" if name else self._name)
 
-    def sync(self) -> None:
-        """Upload what has changed, where the output is in a store. A failure is passed by: these are only logs."""
-        if self.is_local:
-            return
-        for file in sorted(self.path.iterdir()):
-            status = file.stat()
-            version = (status.st_size, status.st_mtime_ns)
-            if self._uploaded.get(file.name) == version:
-                continue
-            try:
-                self._store.folder.replace(f"{self._name}/{file.name}", file.read_bytes())
-            except PipelineError:
-                return
-            self._uploaded[file.name] = version
+    def log(self, name: str, level: Level) -> "RotatedLog":
+        """One of the run's logs, with lines of this level and above."""
+        return RotatedLog(self.path / name, level, MAX_BYTES if self._is_local else STORE_MAX_BYTES)
 
     def close(self) -> None:
-        """`sync`, and remove the temporary folder."""
-        self.sync()
-        if not self.is_local:
-            shutil.rmtree(self.path, ignore_errors=True)
+        """Upload what is left, where the output is in a store, and remove the temporary folder."""
+        if self._is_local:
+            return
+        self._sync()
+        self._closed = True
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def prune(self) -> None:
-        """Remove the logs of the oldest runs on a disk."""
-        if not self.is_local:
-            return
-        try:
-            runs = sorted((run for run in self.path.parent.iterdir() if run.is_dir()), key=lambda r: run_number(r.name))
-        except OSError:
-            return
-        for run in runs[: -MAX_RUNS or None]:
-            shutil.rmtree(run, ignore_errors=True)
+        """Remove the logs of the oldest runs; of a store in a thread. A failure is passed by: these are only logs."""
+        if self._is_local:
+            self._prune()
+        else:
+            threading.Thread(target=self._prune, daemon=True, name="prune logs").start()
+
+    def _prune(self) -> None:
+        folder = self._store.folder
+        with suppress(PipelineError, OSError):
+            for run in sorted(folder.names(LOGS), key=lambda name: (run_number(name), name))[: -MAX_RUNS or None]:
+                if isinstance(folder, LocalFolder):
+                    shutil.rmtree(folder.path(f"{LOGS}/{run}"), ignore_errors=True)
+                    continue
+                for name in folder.names(f"{LOGS}/{run}"):
+                    folder.remove(f"{LOGS}/{run}/{name}")
+
+    def _keep_uploading(self) -> None:
+        took_s = 0.0
+        while not self._closed:
+            time.sleep(max(SYNC_S, took_s / SYNC_SHARE))
+            began = time.monotonic()
+            self._sync()
+            took_s = time.monotonic() - began
+
+    def _sync(self) -> None:
+        """Upload what has changed, until that fails: the next look tries again."""
+        with self._uploading, suppress(PipelineError, OSError):
+            for file in sorted(self.path.iterdir()):
+                status = file.stat()
+                version = (status.st_size, status.st_mtime_ns)
+                if self._uploaded.get(file.name) != version:
+                    self._store.folder.replace(f"{self._name}/{file.name}", file.read_bytes())
+                    self._uploaded[file.name] = version
 
 
 class RotatedLog:
     """One log file. Thread-safe; `line` never blocks and never raises."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_WAITING)
+    def __init__(self, path: Path, level: Level = "info", max_bytes: int = MAX_BYTES) -> None:
+        """level: lines below it are not kept. max_bytes: of the file, before it is rotated."""
+        self._path, self._least, self._max_bytes = path, LEVELS.index(level), max_bytes
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self.dropped = 0
         self._thread = threading.Thread(target=self._write, daemon=True, name=f"log {path.name}")
         self._thread.start()
 
-    def line(self, text: str) -> None:
-        """Add a line, with the time of now; of a text of several lines each gets one."""
-        for one in text.splitlines():
-            record = logging.LogRecord("pipeline", logging.INFO, "", 0, "%s", (printable_lines(one),), None)
+    def keeps(self, level: Level) -> bool:
+        return LEVELS.index(level) >= self._least
+
+    def line(self, text: str, level: Level = "info") -> list[str]:
+        """Add a line, with the time of now; of a text of several lines each gets one. The lines as they are kept."""
+        if not self.keeps(level):
+            return []
+        now = time.time()
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d} {level:<7} "
+        lines = [head + printable_lines(one) for one in text.splitlines()]
+        for line in lines:
             try:
-                self._lines.put_nowait(record)
+                self._lines.put_nowait(line)
             except queue.Full:
                 self.dropped += 1
+        return lines
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Write what waits, for so long at most."""
         if self.dropped:
-            self.line(f"{self.dropped} lines before this one could not be kept")
+            self.line(f"{self.dropped} lines before this one could not be kept", "warning")
         try:
             self._lines.put_nowait(None)
         except queue.Full:
@@ -113,14 +160,13 @@ class RotatedLog:
 
     def _write(self) -> None:
         handler: _Rotated | None = None
-        while (record := self._lines.get()) is not None:
+        while (line := self._lines.get()) is not None:
             try:
                 if handler is None:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
-                    handler = _Rotated(self._path, maxBytes=MAX_BYTES, backupCount=NUM_BACKUPS, encoding="utf-8",
+                    handler = _Rotated(self._path, maxBytes=self._max_bytes, backupCount=NUM_BACKUPS, encoding="utf-8",
                                        errors="backslashreplace")  # fmt: skip
-                    handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(message)s", "%Y-%m-%d %H:%M:%S"))
-                handler.emit(record)
+                handler.emit(logging.LogRecord("", logging.INFO, "", 0, "%s", (line,), None))
             except OSError:
                 self.dropped += 1
         if handler is not None:

@@ -142,18 +142,23 @@ class RunLog:
 def load_runs(store: PartStore) -> list[RunRecord]:
     """The records of all runs, in their order. One that says it runs and whose process is gone from this
     machine was killed."""
-    runs = []
-    for name in sorted(store.folder.names(RUNS), key=lambda name: (run_number(name), name)):
-        data = store.folder.read(f"{RUNS}/{name}")
-        if data is not None:
-            raw = json.loads(data)
-            if "skipped_files_in" in raw:
-                raw["skipped_files"] = json.loads(store.folder.read(raw["skipped_files_in"]) or b"[]")
-            record = RunRecord.from_json(raw)
-            if record.outcome == "running" and _is_gone(record.versions):
-                record = replace(record, outcome="killed")
-            runs.append(record)
-    return runs
+    names = sorted(store.folder.names(RUNS), key=lambda name: (run_number(name), name))
+    runs = (load_run(store, name.removesuffix(".json")) for name in names)
+    return [run for run in runs if run is not None]
+
+
+def load_run(store: PartStore, run_id: str) -> RunRecord | None:
+    """The record of one run, as in `load_runs`; None where there is none."""
+    data = store.folder.read(f"{RUNS}/{run_id}.json") if run_id else None
+    if data is None:
+        return None
+    raw = json.loads(data)
+    if "skipped_files_in" in raw:
+        raw["skipped_files"] = json.loads(store.folder.read(raw["skipped_files_in"]) or b"[]")
+    record = RunRecord.from_json(raw)
+    if record.outcome == "running" and _is_gone(record.versions):
+        record = replace(record, outcome="killed")
+    return record
 
 
 def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: DoneUnits) -> PartTotals:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from pipeline.report.json_record import JsonRecord
+from pipeline.formatting import duration
+from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 
 
 @dataclass(frozen=True)
@@ -29,3 +30,31 @@ class Status(JsonRecord):
     elapsed_s: float = 0.0
     warning: str = ""
     told_at: str = ""
+    schema_version: int = SCHEMA_VERSION
+
+
+def status_line(status: Status) -> str:
+    """A status in one line of text."""
+    if not any(work(status)):
+        elapsed = f" ({duration(status.elapsed_s)})" if status.elapsed_s >= 1 else ""
+        return f"{status.phase}{elapsed}"
+    share = 100 * status.rows_done / max(1, status.rows_total)
+    return f"{status.phase}: {share:.1f} %, {counts(status)}"
+
+
+def work(status: Status) -> tuple[int, ...]:
+    """What moves when anything does."""
+    return status.rows_done, status.error_rows, status.input_tokens, status.generated_tokens
+
+
+def counts(status: Status) -> str:
+    """Rows, and while it goes on rates and the time left."""
+    if not any(work(status)):
+        return ""
+    counts = f"{status.rows_done:,}/{status.rows_total:,} rows"
+    if status.error_rows:
+        counts += f" ({status.error_rows:,} errors)"
+    if status.outcome != "running" or status.rows_done >= status.rows_total:
+        return counts
+    counts += f", {status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"
+    return counts if status.eta_s is None else f"{counts}, {duration(status.eta_s)} left"

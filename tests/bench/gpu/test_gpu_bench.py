@@ -34,7 +34,7 @@ SMOKE = ("--device", "cpu", "--quick", "--model", "tiny-awq")
 
 
 def test_every_section_runs_on_a_bare_machine(tmp_path):
-    command = [sys.executable, "-c", BARE, "bench", "gpu", *SMOKE, "--folder", str(tmp_path), "--out", "kept.json"]
+    command = [sys.executable, "-c", BARE, "bench", "gpu", *SMOKE, "--folder", str(tmp_path), "--output", "kept.json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert ran.returncode == 0, ran.stderr
@@ -85,7 +85,7 @@ def test_without_a_card_it_says_so(pipe, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("a card is here")
     out = tmp_path / "out.json"
-    code, stdout, stderr = pipe("bench", "gpu", "--out", str(out))
+    code, stdout, stderr = pipe("bench", "gpu", "--output", str(out))
     assert code == 2
     assert stdout == ""
     assert "needs an NVIDIA GPU" in stderr
@@ -112,7 +112,7 @@ def test_what_makes_no_sense_is_refused(options, why):
 def test_a_model_that_is_not_there_and_a_file_that_cannot_be_written(tmp_path):
     with pytest.raises(ModelError):
         bench_gpu(("/no/such/model",), "cpu", quick=True)
-    with pytest.raises(OutputError, match=r"--out .*cannot be written"):
+    with pytest.raises(OutputError, match=r"--output .*cannot be written"):
         bench_gpu(("tiny",), "cpu", quick=True, out=str(tmp_path / "no" / "such" / "folder"))
 
 
@@ -125,7 +125,7 @@ def test_what_fails_costs_nothing_else(pipe, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "kernel_cases", lambda *_: iter([lambda: good, breaks, lambda: good]))
     out = tmp_path / "kept.json"
     code, stdout, _ = pipe(
-        "bench", "gpu", *SMOKE, "--sections", "kernels,linears", "--folder", str(tmp_path), "--out", str(out)
+        "bench", "gpu", *SMOKE, "--sections", "kernels,linears", "--folder", str(tmp_path), "--output", str(out)
     )
     assert code == 70
     told = json.loads(stdout.splitlines()[-1])

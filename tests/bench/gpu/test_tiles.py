@@ -198,7 +198,7 @@ def test_a_tile_reaches_the_launch():
 def test_without_a_device_for_triton_it_says_so(pipe, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.kernels.triton.kernel_set.is_interpreted", lambda: False)
     out = tmp_path / "kept.json"
-    smoke = ("--device", "cpu", "--quick", "--model", "tiny-awq", "--folder", str(tmp_path), "--out", str(out))
+    smoke = ("--device", "cpu", "--quick", "--model", "tiny-awq", "--folder", str(tmp_path), "--output", str(out))
     code, stdout, _ = pipe("bench", "gpu", *smoke, "--sections", "tiles")
     assert code == 0
     assert "Tiles were not tried: Triton has no device here" in stdout

@@ -229,14 +229,14 @@ def test_the_command(tmp_path: Path, monkeypatch, pipe):
     monkeypatch.chdir(tmp_path)
     finish_job(PartStore("out"))
     assert "Examples:\n    pipeline compact" in pipe("compact", "--help")[1]
-    asked = ("compact", "out", "--to", "merged", "--order", "input", "--target-size", "2kB")
+    asked = ("compact", "out", "--output", "merged", "--order", "input", "--target-size", "2kB")
     code, out, err = pipe(*asked, "--json")
     assert code == 0, err
     assert json.loads(out)["rows"] == 90
     assert "file 1 of " in err
     assert "is complete already" in pipe(*asked)[1]
-    assert pipe("compact", "out", "--to", "m2", "--target-size", "huge")[0] == 2
-    assert pipe("compact", "nowhere", "--to", "m2")[0] == 2
+    assert pipe("compact", "out", "--output", "m2", "--target-size", "huge")[0] == 2
+    assert pipe("compact", "nowhere", "--output", "m2")[0] == 2
 
 
 def test_files_that_changed_places_are_refused(places):

@@ -2,17 +2,26 @@
 
 import json
 import threading
+import time
 
 import pytest
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import EnvironmentFailed
 from pipeline.job.telemetry import logs
-from pipeline.job.telemetry.logs import LogFolder, RotatedLog, collect_ray_logs
+from pipeline.job.telemetry.logs import LogFolder, LogOptions, RotatedLog, collect_ray_logs
 from pipeline.stores.local_folder import LocalFolder
+from tests.faults.store import FaultyStore
 from tests.job.conftest import TEXTS, run, runs
 
 pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+def wait_until(holds, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def log_of(job, name: str, number: int = -1) -> str:
@@ -23,7 +32,7 @@ def test_the_driver_notes_its_phases_with_their_time(job):
     run(job.rows(TEXTS))
     lines = log_of(job, "driver.log").splitlines()
     assert all(line[:4] == "2026" or line[:2] == "20" for line in lines)
-    told = [line.split(" ", 2)[2] for line in lines]
+    told = [line[24:].split(maxsplit=1)[1] for line in lines]
     assert told[0].startswith(f"run {runs(job)[0]['run_id']}: 50 rows")
     phases = ("loading the model", "verifying", "publishing", "ended: finished")
     assert [phase for phase in told if phase in phases] == list(phases)
@@ -53,9 +62,8 @@ def test_a_failure_of_the_environment_names_the_logs(job):
     assert "ended 3 times while it loaded" in log_of(job, "driver.log")
 
 
-def test_a_log_is_rotated_and_its_control_characters_are_spelled_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs, "MAX_BYTES", 2000)
-    log = RotatedLog(tmp_path / "x" / "a.log")
+def test_a_log_is_rotated_and_its_control_characters_are_spelled_out(tmp_path):
+    log = RotatedLog(tmp_path / "x" / "a.log", max_bytes=2000)
     for number in range(500):
         log.line(f"line {number} \x1b[31m")
     log.close()
@@ -90,23 +98,69 @@ def test_logs_of_old_runs_are_removed_from_a_disk(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "_pipeline" / "logs").iterdir()} == {"9999-x", "10000-x"}
 
 
-def test_logs_of_an_output_in_a_store_are_uploaded_when_they_change(tmp_path, monkeypatch):
+def test_logs_of_an_output_in_a_store_are_uploaded_as_they_grow(tmp_path, monkeypatch):
     """The folder stands in for a store, which has no paths to write to."""
     store, uploads = PartStore(str(tmp_path / "o")), []
     store.folder.probe()
     replace = LocalFolder.replace
     monkeypatch.setattr(logs, "LocalFolder", str)
+    monkeypatch.setattr(logs, "SYNC_S", 0.05)
     monkeypatch.setattr(LocalFolder, "replace", lambda *a: (uploads.append(a[1]), replace(*a)))
     folder = LogFolder(store, "0001-x")
-    log = RotatedLog(folder.path / "driver.log")
-    log.line("one")
+    log = folder.log("driver.log", "info")
+    place = "_pipeline/logs/0001-x/driver.log"
+    for number, line in enumerate(("one", "two"), 1):
+        log.line(line)
+        wait_until(lambda line=line: (store.folder.read(place) or b"").endswith(f"{line}\n".encode()))
+        assert uploads == [place] * number
+    time.sleep(0.3)
+    assert len(uploads) == 2, "what did not change is not uploaded again"
+    log.line("three")
     log.close()
-    folder.sync()
-    folder.sync()
-    assert uploads == ["_pipeline/logs/0001-x/driver.log"]
-    assert store.folder.read(uploads[0]).endswith(b"one\n")
     folder.close()
+    assert store.folder.read(place).endswith(b"three\n")
     assert not folder.path.exists()
+
+
+def test_logs_of_old_runs_are_removed_from_a_store(monkeypatch):
+    monkeypatch.setattr(logs, "MAX_RUNS", 2)
+    with FaultyStore() as faulty:
+        bucket = faulty.bucket
+        for run in ("0001-x", "9999-x", "10000-x"):
+            for name in ("driver.log", "engine-0.log.1"):
+                bucket.put(f"out/_pipeline/logs/{run}/{name}", b"a line\n")
+        folder = LogFolder(PartStore(bucket.url("out"), dict(bucket.storage)), "10001-x")
+        folder.prune()
+        wait_until(lambda: len(bucket.tags()) == 4)
+        folder.close()
+        assert {key.split("/")[3] for key in bucket.tags()} == {"9999-x", "10000-x"}
+
+
+def test_a_log_keeps_lines_of_its_level_and_all_that_was_printed(tmp_path):
+    log = RotatedLog(tmp_path / "a.log", "warning")
+    told = [log.line(f"{level} line", level) for level in logs.LEVELS]
+    log.close()
+    assert [len(lines) for lines in told] == [0, 0, 1, 1]
+    kept = (tmp_path / "a.log").read_text().splitlines()
+    assert kept == [*told[2], *told[3]]
+    assert [line[24:] for line in kept] == ["warning warning line", "print   print line"]
+
+
+def test_the_level_debug_tells_of_units_and_counters_and_the_driver_shows_its_lines(job, monkeypatch):
+    shown = []
+    monkeypatch.setattr("pipeline.job.process.supervisor.COUNTERS_US", 0)
+    job.fake(step_s=0.1)
+    run(job.rows(TEXTS), logs=LogOptions("debug", shown.append))
+    driver, engine = log_of(job, "driver.log"), log_of(job, "engine-0.log")
+    assert driver.splitlines() == shown
+    assert "debug   unit 0 of window 0: 8 rows, 0 errors" in driver
+    assert "debug   unit 0 of window 0: 8 rows" in engine
+    assert "info    loading: warming up" in engine
+    assert "debug   num_steps" in engine
+    assert "info    running: " in driver
+    run(job.rows(TEXTS), output={"path": str(job.folder / "other")}, logs=LogOptions())
+    (other,) = (job.folder / "other" / "_pipeline" / "logs").iterdir()
+    assert " debug " not in (other / "driver.log").read_text() + (other / "engine-0.log").read_text()
 
 
 def test_what_rays_processes_wrote_to_their_error_files_is_copied(tmp_path):

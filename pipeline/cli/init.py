@@ -1,0 +1,54 @@
+"""The command that writes a first job file: init."""
+
+from pathlib import Path
+
+import click
+
+from pipeline.cli.console import answers, json_flag, print_json, print_result, say
+
+
+@click.command()
+@click.argument("job", metavar="JOB.yaml", type=click.Path())
+@click.option(
+    "source",
+    "--input",
+    required=True,
+    type=click.Path(),
+    metavar="PATH",
+    help="Parquet to read: a file, a folder or a glob.",
+)
+@click.option("--model", default="demo:target-awq", show_default=True,
+              help="A folder, an fsspec url, a Hugging Face id, or demo:target-awq.")  # fmt: skip
+@click.option(
+    "--output", type=click.Path(), metavar="PATH", help="Where the job's results are to go; out/NAME when left out."
+)
+@json_flag
+@answers
+def init(job: str, source: str, model: str, output: str | None, as_json: bool) -> None:
+    """Write a commented job file for a dataset and a model, after looking at both.
+
+    \b
+    Examples:
+      pipeline init my.yaml --input data/tickets --model Qwen/Qwen3-4B
+      pipeline init my.yaml --input 's3://bucket/tickets/*.parquet' --output s3://bucket/labels
+
+    The first rows say which column is the prompt and how long prompts are, the model's small files whether it chats
+    and how much it takes. No weights are loaded. A file that is there is never replaced.
+    """
+    from pipeline.config import load_job
+    from pipeline.errors import ConfigError
+    from pipeline.starter import job_text, look, write_job
+
+    if Path(job).suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{job}: a job file's name ends in .yaml")
+    if Path(job).exists():
+        raise ConfigError(f"{job}: is there already, and is not replaced; give another name")
+    name = Path(job).stem
+    seen = look(source, model, say)
+    wrote_schema = write_job(job, job_text(name, source, model, output or f"out/{name}", seen))
+    load_job(job)
+    if as_json:
+        return print_json({"job": job, "prompt": seen.prompt, "kind": seen.kind, "wrote_schema": wrote_schema})
+    print_result(f"{job} is written; look at its prompt, then:")
+    print_result(f"  pipeline validate {job}")
+    print_result(f"  pipeline run {job} --limit 20 --set output.path=out/{name}-try")

@@ -1,0 +1,35 @@
+"""What click's options lack: an older name that is taken and not shown, and headings in a long help text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+
+class Renamed(click.Option):
+    """An option that is also taken by the name it had before, `old`, which no help text and no shell shows."""
+
+    def __init__(self, *args: Any, old: str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._old = old
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        super().add_to_parser(parser, ctx)
+        parser.add_option(self, [self._old], dest=self.name, action="store", nargs=1)
+
+
+class Grouped(click.Command):
+    """A command whose options stand under headings, in this order; `groups`: heading -> names of parameters. What is in
+    none of them stands under Other."""
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shown = {param.name: record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))}
+        for heading, names in self._groups.items():
+            with formatter.section(heading):
+                formatter.write_dl([shown.pop(name) for name in names])
+        with formatter.section("Other"):
+            formatter.write_dl(list(shown.values()))

@@ -1,0 +1,164 @@
+"""What there is to know of a dataset and a model before there is a job: columns, which of them is the prompt, whether
+the model chats, how many tokens the prompts of the first rows have.
+
+A model's small files are looked at, and of a Hugging Face id fetched; its weights are not.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
+from pipeline.config import job_from_flags
+from pipeline.data.columns import is_text
+from pipeline.data.source import Source, cut_windows, open_source, read_window
+from pipeline.errors import InputError, ModelError
+from pipeline.job.samples import read_samples
+from pipeline.model.config import read_config
+from pipeline.tokenization.tokenizer import Tokenizer
+
+LOOKED_AT_ROWS = 200
+_WINDOW_BYTES = 16 << 20
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
+# Names that people give to the text a model is to read, the likeliest first.
+_PROMPT_NAMES = ("messages", "conversation", "turns", "prompt", "instruction", "question", "text", "content", "body",
+                 "document", "input", "report")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Look:
+    """`lengths`: tokens of the prompts of the first rows, sorted; empty where the model could not be looked at, and
+    then `why_not` says why. `max_position`: the longest sequence that the model takes."""
+
+    columns: Mapping[str, str]  # name -> type
+    num_rows: int
+    num_files: int
+    prompt: str  # the column
+    kind: Literal["messages", "column", "template"]
+    keep: tuple[str, ...] = ()  # columns that tell rows apart
+    has_chat: bool = False
+    lengths: tuple[int, ...] = ()
+    max_position: int | None = None
+    why_not: str = ""
+    left_out: Mapping[str, int] = field(default_factory=dict)  # rows without a prompt, by RowError code
+
+
+def look(place: str, model: str, say: Callable[[str], None]) -> Look:
+    """Look at both. Raises InputError where there is no dataset or no text in it, ModelError where the model is one
+    that cannot be run."""
+    source = open_source(place)
+    rows = _first_rows(source)
+    prompt, kind = _prompt_of(source, rows)
+    keep = tuple(name for name in source.schema.names if name != prompt and _tells_rows_apart(name, rows))
+    columns = {f.name: str(f.type) for f in source.schema}
+    seen = Look(columns, source.num_rows, len(source.files), prompt, kind, keep)
+    say(f"{place}: {source.num_rows:,} rows in {len(source.files):,} files; the prompt is in {prompt!r}")
+    folder, why_not = _small_files_of(model)
+    if folder is None:
+        say(f"{model}: not looked at: {why_not}")
+        return Look(**{**vars(seen), "has_chat": kind == "messages", "why_not": why_not})
+    max_position = read_config(folder).max_position
+    tokenizer = Tokenizer.from_folder(str(folder))
+    try:
+        has_chat = tokenizer.has_chat_template
+        if kind == "messages":
+            tokenizer.check_chat_template()
+        read = read_samples(_job(place, model, prompt, kind, has_chat), tokenizer, max_tokens=1 << 40)
+    finally:
+        tokenizer.close()
+    lengths = tuple(sorted(map(len, read.token_ids)))
+    found = {"has_chat": has_chat, "lengths": lengths, "max_position": max_position, "left_out": read.left_out}
+    return Look(**{**vars(seen), **found})
+
+
+def _first_rows(source: Source) -> pa.Table:
+    windows = cut_windows(source, LOOKED_AT_ROWS, _WINDOW_BYTES, LOOKED_AT_ROWS)
+    if not windows:
+        raise InputError(f"{source.root}: has no rows")
+    return read_window(source, windows[0], source.schema.names)
+
+
+def _prompt_of(source: Source, rows: pa.Table) -> tuple[str, Literal["messages", "column", "template"]]:
+    """The column that is the prompt: a chat, or else a text; of several the one with a usual name, or the longest."""
+
+    def rank(name: str) -> tuple[int, float]:
+        known = _PROMPT_NAMES.index(name.lower()) if name.lower() in _PROMPT_NAMES else len(_PROMPT_NAMES)
+        return known, -_mean_length(rows, name)
+
+    chats = [name for name in source.schema.names if _is_chat(rows, name)]
+    if chats:
+        return min(chats, key=rank), "messages"
+    texts = [f.name for f in source.schema if is_text(f.type) and f.name not in source.partitions]
+    if not texts:
+        raise InputError(f"{source.root}: no column is text or a chat: {', '.join(source.schema.names)}")
+    prompt = min(texts, key=rank)
+    return prompt, "column" if prompt.lower() == "prompt" or not prompt.isidentifier() else "template"
+
+
+def _is_chat(rows: pa.Table, name: str) -> bool:
+    """Whether the column holds lists of role and content, or their JSON."""
+    kind = rows.schema.field(name).type
+    if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
+        return {"role", "content"} <= {f.name for f in kind.value_type}
+    values = [value for value in rows[name].to_pylist() if value is not None] if pa.types.is_string(kind) else []
+    return bool(values) and all(_is_chat_json(value) for value in values)
+
+
+def _is_chat_json(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        turns: Any = json.loads(text)
+    except ValueError:
+        return False
+    return bool(turns) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns)
+
+
+def _mean_length(rows: pa.Table, name: str) -> float:
+    values = [value for value in rows[name].to_pylist() if value is not None]
+    return sum(len(str(value)) for value in values) / max(1, len(values))
+
+
+def _tells_rows_apart(name: str, rows: pa.Table) -> bool:
+    """Whether a column is an identifier, by its name and by its values."""
+    if not name.lower().endswith(("id", "key", "uuid", "url")):
+        return False
+    values = rows[name].to_pylist()
+    return len(set(map(str, values))) == len(values)
+
+
+def _small_files_of(model: str) -> tuple[Path | None, str]:
+    """A folder with the model's configuration and tokenizer; None and why where it is not at hand."""
+    kind = model_kind(model)
+    if kind == "url":
+        return None, "its files are copied to this machine when the job runs"
+    if kind == "id":
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(model, allow_patterns=_SMALL_FILES)), ""
+        except Exception as error:  # the network's, the hub's or the cache's: a job file can be written all the same
+            return None, f"Hugging Face has it not or cannot be reached ({type(error).__name__})"
+    folder = locate_model(model)
+    if reason := why_no_checkpoint(str(folder)):
+        raise ModelError(f"{model}: {reason}")
+    return folder, ""
+
+
+def _job(place: str, model: str, prompt: str, kind: str, has_chat: bool) -> Any:
+    """The first rows as the job will send them, for their lengths."""
+    key = "prompt.messages" if kind == "messages" else "prompt.column"
+    flags: dict[str, tuple[Any, str]] = {
+        "input.path": (place, "--input"),
+        "input.limit": (LOOKED_AT_ROWS, "--input"),
+        "model.path": (model, "--model"),
+        "output.path": ("-", "--output"),
+        key: (prompt, "--input"),
+    }
+    if has_chat:
+        flags["prompt.chat"] = ({}, "--model")
+    return job_from_flags(flags)

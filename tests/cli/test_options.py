@@ -1,0 +1,71 @@
+"""Options: one word for one thing, headings in long help texts, completion."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from pipeline.cli.main import cli
+
+
+def commands(group: click.Group = cli):
+    for command in group.commands.values():
+        yield from commands(command) if isinstance(command, click.Group) else (command,)
+
+
+def test_what_is_written_goes_to_output_everywhere():
+    names = {name for command in commands() for option in command.params for name in option.opts}
+    assert "--output" in names
+    assert not {"--out", "--to", "--out-dir", "--output-path"} & names
+
+
+@pytest.mark.parametrize(
+    ("command", "old"), [("compact", "--to"), ("quantize", "--out"), ("bench gpu", "--out")]
+)  # fmt: skip
+def test_names_of_before_are_still_taken_and_not_shown(pipe, monkeypatch, command, old):
+    group: click.Command = cli
+    for word in command.split():
+        group = group.commands[word]  # type: ignore[attr-defined]
+    seen = {}
+    monkeypatch.setattr(group, "callback", lambda **options: seen.update(options))
+    place = [] if command == "bench gpu" else ["x"]
+    assert pipe(*command.split(), *place, old, "here")[0] == 0
+    assert "here" in (seen.get("output"), seen.get("out"))
+    assert old + " " not in pipe(*command.split(), "--help")[1]
+
+
+def test_the_options_of_generate_stand_under_headings(pipe):
+    out = pipe("generate", "--help")[1]
+    headings = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Prompts", "Output", "Model", "Sampling", "Other"]
+    options = {name for option in cli.commands["generate"].params for name in option.opts if name.startswith("--")}
+    assert all(name in out for name in options)
+    assert [len(line) for line in out.splitlines() if len(line) > 100] == []
+    assert out.index("Sampling:") < out.index("--temperature") < out.index("Other:") < out.rindex("--json")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_what_the_shell_takes(pipe, shell):
+    code, out, _ = pipe("completion", shell)
+    assert code == 0
+    assert f"_PIPELINE_COMPLETE={shell}_complete" in out
+
+
+def test_a_shell_completes_commands_options_and_values():
+    script = Path(sys.executable).with_name("pipeline")
+    source = subprocess.run([script, "completion", "bash"], capture_output=True, text=True, timeout=60, check=True)
+    for words, expected in (
+        ("stat", "status"),
+        ("generate --temp", "--temperature"),
+        ("generate --dtype bf", "bfloat16"),
+    ):
+        lines = (
+            f"{source.stdout}\nCOMP_WORDS=(pipeline {words}); COMP_CWORD={len(words.split())}\n"
+            '_pipeline_completion pipeline; echo "${COMPREPLY[@]}"'
+        )
+        env = os.environ | {"PATH": f"{script.parent}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, timeout=60, check=True, env=env)
+        assert done.stdout.split() == [expected], done.stderr

@@ -1,0 +1,97 @@
+"""Logs read back: in the order of time, what was added since, through rotation, from a disk and from a store."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.output.parts import PartStore
+from pipeline.errors import OutputError
+from pipeline.job.telemetry.log_reader import LogReader, logged_run
+from pipeline.job.telemetry.logs import LogFolder
+from tests.faults.store import FaultyStore
+
+
+def line(second: int, text: str) -> str:
+    return f"2026-11-23 12:00:{second:02}.000 info    {text}\n"
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    place = tmp_path / "_pipeline" / "logs" / "0001-x"
+    place.mkdir(parents=True)
+    return place
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return PartStore(str(tmp_path)).folder
+
+
+def told(reader: LogReader) -> list[tuple[str, str]]:
+    return [(each.log, each.text.rpartition(" ")[2]) for each in reader.new_lines()]
+
+
+def test_lines_of_all_logs_come_in_the_order_of_time_the_rotated_ones_first(run_folder, folder):
+    (run_folder / "driver.log").write_text(line(3, "c") + line(6, "f"))
+    (run_folder / "driver.log.1").write_text(line(2, "b"))
+    (run_folder / "driver.log.2").write_text(line(1, "a"))
+    (run_folder / "engine-0.log").write_text(line(4, "d") + line(5, "e"))
+    (run_folder / "ray.log").write_text("--- worker.err\n")
+    assert told(LogReader(folder, "0001-x")) == [
+        ("driver", "a"), ("driver", "b"), ("driver", "c"), ("engine-0", "d"), ("engine-0", "e"), ("driver", "f"),
+        ("ray", "worker.err"),
+    ]  # fmt: skip
+    assert told(LogReader(folder, "0001-x", ["engine-0"])) == [("engine-0", "d"), ("engine-0", "e")]
+
+
+def test_each_whole_line_is_told_once(run_folder, folder):
+    log, reader = run_folder / "driver.log", LogReader(folder, "0001-x")
+    assert told(reader) == []
+    log.write_text(line(1, "a") + "2026-11-23 12:00:02.000 info    b")
+    assert told(reader) == [("driver", "a")]
+    assert told(reader) == []
+    with log.open("a") as file:
+        file.write("bb\n" + line(3, "c"))
+    (run_folder / "engine-7.log").write_text(line(2, "new"))
+    assert told(reader) == [("driver", "bbb"), ("engine-7", "new"), ("driver", "c")]
+
+
+def test_no_line_is_lost_when_a_file_is_rotated(run_folder, folder):
+    log, reader = run_folder / "driver.log", LogReader(folder, "0001-x")
+    log.write_text(line(1, "a"))
+    assert told(reader) == [("driver", "a")]
+    with log.open("a") as file:
+        file.write(line(2, "b"))
+    log.rename(run_folder / "driver.log.1")
+    assert told(reader) == [], "just being moved"
+    log.write_text(line(3, "c") + line(4, "longer than the old file was before"))
+    assert [text for _, text in told(reader)] == ["b", "c", "before"]
+    assert told(reader) == []
+
+
+def test_from_a_store_too(tmp_path):
+    with FaultyStore() as faulty:
+        store = PartStore(faulty.bucket.url("out"), dict(faulty.bucket.storage))
+        with pytest.raises(OutputError, match="no run has left logs"):
+            logged_run(store.folder)
+        logs = LogFolder(store, "0001-x")
+        log = logs.log("driver.log", "info")
+        log.line("text " * 20_000 + "one")
+        log.line("two")
+        log.close()
+        logs.close()
+        reader = LogReader(store.folder, logged_run(store.folder))
+        assert told(reader) == [("driver", "one"), ("driver", "two")]
+        assert told(reader) == []
+        faulty.bucket.put("out/_pipeline/logs/0001-x/driver.log", b"x")
+        assert told(reader) == []
+
+
+def test_which_run_is_meant(tmp_path, folder):
+    for name in ("0001-x", "0002-y", "10000-z"):
+        (tmp_path / "_pipeline" / "logs" / name).mkdir(parents=True)
+    assert [logged_run(folder, wanted) for wanted in (None, "2", "0001", "0002-y")] == [
+        "10000-z", "0002-y", "0001-x", "0002-y"
+    ]  # fmt: skip
+    with pytest.raises(OutputError, match="no logs of a run 7; there are 0001-x, 0002-y, 10000-z"):
+        logged_run(folder, "7")

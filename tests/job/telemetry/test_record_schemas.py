@@ -1,0 +1,55 @@
+"""The schemas of status, run records and report: fresh, valid, and true of what real runs leave."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from pipeline.job.telemetry.record_schemas import RECORDS, record_schema, record_schema_text
+from pipeline.job.telemetry.status import Status
+from pipeline.report.cost import RunReport
+from pipeline.report.run_record import RunRecord
+from tests.job.conftest import TEXTS, run
+
+ROOT = Path(__file__).parents[3]
+
+
+def validator(name: str, **changes) -> Draft202012Validator:
+    return Draft202012Validator({**record_schema(name), **changes})
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_committed_schemas_are_fresh_and_valid(name, pipe):
+    committed = (ROOT / "schemas" / f"{name}.schema.json").read_text(encoding="utf-8")
+    assert committed == record_schema_text(name) + "\n", f"run `pipeline schema {name} > schemas/{name}.schema.json`"
+    assert pipe("schema", name) == (0, committed, "")
+    Draft202012Validator.check_schema(record_schema(name))
+
+
+def test_what_runs_leave_is_as_the_schemas_say(job, without_ray):
+    """Of a run with error rows, restarts and a file that was left out."""
+    job.rows(["fine", "poison", None, *TEXTS])
+    (job.folder / "in" / "broken.parquet").write_bytes(b"PAR1 no more")
+    run(job.fake(crash="poison"), input={"on_corrupt": "skip"}, cost={"hourly_usd": 1.0})
+    place = job.output / "_pipeline"
+    (record,) = (place / "runs").iterdir()
+    left = {"status": place / "status.json", "run": record, "report": place / "report.json"}
+    for name, path in left.items():
+        raw = json.loads(path.read_text())
+        assert raw["schema_version"] == 1
+        validator(name).validate(raw)
+        keys = set(record_schema(name)["properties"])
+        assert keys <= set(raw), "each key that a schema names is there"
+        for key in sorted(keys - {"warning"}):
+            wrong = {**raw, key: [None] if not isinstance(raw[key], list) else "text"}
+            assert key in ("resolved", "config_free") or not validator(name).is_valid(wrong), (name, key)
+
+
+def test_records_of_before_there_were_versions_are_read():
+    for kind, needed in ((Status, {}), (RunRecord, {"run_id": "1", "started_at": "x"})):
+        assert kind.from_json(needed).schema_version == 1
+    status = Status.from_json({**replace(Status(), phase="x").to_json(), "schema_version": 2, "of_later": 1})
+    assert (status.schema_version, status.phase) == (2, "x")
+    assert "schema_version" in RunReport.__dataclass_fields__

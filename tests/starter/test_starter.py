@@ -1,0 +1,132 @@
+"""`pipeline init`: what it finds in datasets and models, and that what it writes is a job."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from pipeline.config import load_job
+from pipeline.config.schema import FILE_NAME, job_schema
+from pipeline.demo import demo_model
+from pipeline.errors import InputError, ModelError
+from pipeline.job.validate import examine
+from pipeline.starter import look
+
+CHAT = [{"role": "user", "content": "Why?"}]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def data(**columns) -> None:
+    pq.write_table(pa.table(columns), "data.parquet")
+
+
+def model_without_chat(folder: Path) -> str:
+    """The embedded model's small files, without a chat template and with few positions."""
+    folder.mkdir()
+    for file in demo_model("target").glob("*.json"):
+        raw = json.loads(file.read_text())
+        if file.name == "tokenizer_config.json":
+            raw.pop("chat_template", None)
+        if file.name == "config.json":
+            raw["max_position_embeddings"] = 64
+        (folder / file.name).write_text(json.dumps(raw))
+    return str(folder)
+
+
+DATASETS = {
+    "a text and an id": ({"id": [1, 2], "text": ["one", "two"]}, "text", "template", ("id",)),
+    "ids that repeat": ({"id": [1, 1], "text": ["one", "two"]}, "text", "template", ()),
+    "the longest text": ({"a": ["x", "y"], "b": ["longer", "longest"]}, "b", "template", ()),
+    "the usual name": ({"prompt": ["x"], "b": ["longer"]}, "prompt", "column", ()),
+    "an odd name": ({"my: {text} \x1b[2J\U0001f600": ["x"]}, "my: {text} \x1b[2J\U0001f600", "column", ()),
+    "a name that is not text": ({"null": ["x"]}, "null", "template", ()),
+    "chats": ({"id": ["a"], "turns": [CHAT]}, "turns", "messages", ("id",)),
+    "chats as JSON": ({"conversation": [json.dumps(CHAT)], "text": ["x"]}, "conversation", "messages", ()),
+    "JSON that is no chat": ({"conversation": ["[1]"]}, "conversation", "template", ()),
+    "a null": ({"text": [None, "x"]}, "text", "template", ()),
+}
+
+
+@pytest.mark.parametrize("named", DATASETS)
+def test_what_is_written_is_a_job_that_fits_the_dataset(here, pipe, named):
+    columns, prompt, kind, keep = DATASETS[named]
+    data(**columns)
+    code, out, err = pipe("init", "jobs/my.yaml", "--input", "data.parquet", "--output", "out/x")
+    assert code == 0, err
+    assert "pipeline validate jobs/my.yaml" in out
+    seen = look("data.parquet", "demo:target-awq", print)
+    assert (seen.prompt, seen.kind, seen.keep, seen.has_chat) == (prompt, kind, keep, True)
+    assert len(seen.lengths) == sum(value is not None for value in columns[prompt])
+    text = Path("jobs/my.yaml").read_text()
+    assert text.startswith(f"# yaml-language-server: $schema={FILE_NAME}\n")
+    assert json.loads(Path("jobs", FILE_NAME).read_text()) == job_schema()
+    assert all(line.isprintable() and len(line) <= 120 for line in text.splitlines())
+    Draft202012Validator(job_schema()).validate(yaml.safe_load(text))
+    config = load_job("jobs/my.yaml")
+    assert examine(config).mistakes == []
+    assert config.prompt.spec().columns == (prompt,)
+    assert (config.output.path, config.name) == ("out/x", "my")
+    assert config.prompt.chat is not None
+
+
+def test_nothing_is_replaced(here, pipe):
+    data(text=["x"])
+    Path("my.yaml").write_text("mine")
+    Path(FILE_NAME).write_text("mine too")
+    code, _, err = pipe("init", "my.yaml", "--input", "data.parquet")
+    assert code == 2
+    assert "my.yaml: is there already" in err
+    assert pipe("init", "other.yaml", "--input", "data.parquet")[0] == 0
+    assert (Path("my.yaml").read_text(), Path(FILE_NAME).read_text()) == ("mine", "mine too")
+    assert "ends in .yaml" in pipe("init", "job.txt", "--input", "data.parquet")[2]
+
+
+def test_limits_follow_the_prompts_and_the_model(here, pipe):
+    data(text=["a b c d e f g h " * 4, "short"])
+    model = model_without_chat(here / "model")
+    assert pipe("init", "small.yaml", "--input", "data.parquet", "--model", model)[0] == 0
+    config, text = load_job("small.yaml"), Path("small.yaml").read_text()
+    assert config.prompt.chat is None
+    assert config.sampling.max_tokens == 16, "a quarter of what the model takes"
+    assert "prompt_too_long" in text
+    assert pipe("init", "large.yaml", "--input", "data.parquet")[0] == 0
+    text = Path("large.yaml").read_text()
+    assert load_job("large.yaml").sampling.max_tokens == 256
+    assert "#   max_model_len: 512 " in text
+    Path("with-limit.yaml").write_text(text.replace("# engine:\n#   max", "engine:\n  max"))
+    assert load_job("with-limit.yaml").engine.max_model_len == 512
+
+
+def test_a_model_that_is_not_at_hand_is_no_hindrance(here, pipe, monkeypatch):
+    data(text=["x"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for model in ("nobody/none", "s3://bucket/model"):
+        name = f"{model[:2]}.yaml"
+        assert pipe("init", name, "--input", "data.parquet", "--model", model)[0] == 0
+        assert "It was not looked at" in Path(name).read_text()
+        assert load_job(name).model.path == model
+
+
+def test_what_cannot_be_a_job(here):
+    data(number=[1])
+    with pytest.raises(InputError, match="no column is text or a chat: number"):
+        look("data.parquet", "demo", print)
+    data(text=pa.array([], pa.string()))
+    with pytest.raises(InputError, match="has no rows"):
+        look("data.parquet", "demo", print)
+    data(text=["x"])
+    (here / "empty").mkdir()
+    with pytest.raises(ModelError, match="an empty folder"):
+        look("data.parquet", str(here / "empty"), print)
+    data(messages=[CHAT])
+    with pytest.raises(ModelError, match="has no chat template"):
+        look("data.parquet", model_without_chat(here / "model"), print)
