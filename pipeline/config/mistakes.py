@@ -140,7 +140,7 @@ def _example(path: KeyPath) -> str:
         ("prompt",): 'Write `prompt: {column: prompt}` or `prompt: {template: "Summarize: {text}"}`.',
         ("model",): "Write `model: {path: demo}`, a folder, or a Hugging Face id.",
         ("output",): "Write `output: {path: out/my-job}`.",
-        ("input", "path"): "A Parquet file, a folder of them, or a glob.",
+        ("input", "path"): "A Parquet or .jsonl file, a folder of them, or a glob.",
         ("model", "path"): "A folder, a Hugging Face id, or `demo`.",
         ("output", "path"): "The folder that the results go to.",
     }

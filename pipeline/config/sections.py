@@ -25,8 +25,9 @@ class InputSection(Section):
     """What is read. `columns` None keeps every column in the output, an empty list none."""
 
     path: Place = Field(
-        description="Parquet to read: a file, a folder (with its subfolders) or a glob, local or any fsspec url.",
-        examples=["jobs/data", "s3://bucket/tickets/*.parquet"],
+        description="Parquet or JSON Lines (.jsonl, .ndjson, .json; also .gz, .zst) to read: a file, a folder (with "
+        "its subfolders) or a glob, local or any fsspec url. One format in a job.",
+        examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz"],
     )
     columns: Columns | None = Field(
         default=None,
@@ -35,8 +36,8 @@ class InputSection(Section):
     )
     on_corrupt: Literal["fail", "skip"] = Field(
         default="fail",
-        description="Of damaged files: stop the job, or leave them out and list them; damaged row groups "
-        "become error rows.",
+        description="Of damaged files: stop the job, or leave them out and list them; damaged row groups, and "
+        "lines that are no JSON objects, become error rows.",
         examples=["skip"],
     )
     storage: dict[str, Any] = Field(
