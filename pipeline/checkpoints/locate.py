@@ -69,6 +69,20 @@ def resolve_model(
     return folder.resolve()
 
 
+def folder_here(path: str) -> Path | None:
+    """The folder of `path` where it is on this machine already; nothing is downloaded. A url's copy counts as not
+    there: which one it is, only the store can say."""
+    kind = model_kind(path)
+    if kind in ("embedded", "folder"):
+        return locate_model(path)
+    if kind != "id":
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, "tokenizer.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def locate_model(name: str) -> Path:
     """The folder of a model that is not at a url. A Hugging Face id is downloaded once, without pickles and code.
 

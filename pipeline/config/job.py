@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr
 
+from pipeline.checkpoints.chat_template import read_template
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
 from pipeline.config.jobfile import Document
 from pipeline.config.sections import (
@@ -99,21 +100,26 @@ class JobConfig(Section):
         most, run = self.sampling_params().max_tokens, self.run
         return UnitSpec(self.prompt.spec(), kept, self.sampling_columns(), most, run.unit_tokens, run.unit_rows)
 
+    def chat_template(self) -> str | None:
+        """What is in the file of `prompt.chat.template`, where there is one. Raises ConfigError."""
+        chat = self.prompt.chat
+        return None if chat is None or chat.template is None else read_template(chat.template)
+
     @property
     def seed(self) -> int:
         """The job's seed: `sampling.seed` where given, else `engine.seed`."""
         return self.engine.seed if self.sampling.seed is None else self.sampling.seed
 
     def identity(self) -> dict[str, Any]:
-        """What makes two jobs different jobs; the files' and the model's digests are added by the job, and the date
-        that a chat template is told, where it asks.
+        """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
+        `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
         Paths are not in it: data copied elsewhere is the same data.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed"})
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
-            "prompt": self.prompt.model_dump(mode="json", exclude={"chat": {"date"}}),
+            "prompt": self.prompt.model_dump(mode="json", exclude={"chat": {"date", "template"}}),
             "sampling": sampling,
             "seed": self.seed,
             "max_model_len": self.engine.max_model_len,

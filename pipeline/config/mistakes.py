@@ -32,6 +32,10 @@ _KNOWN_ELSEWHERE = {
     "batch_size": "not needed: batches are formed anew each step; engine.max_num_seqs bounds the rows at once, "
     "run.unit_rows the rows of an output file",
     "model_source": "named model.path here",
+    "chat_template": "named prompt.chat.template here: a file",
+    "chat_template_kwargs": "named prompt.chat.template_kwargs here",
+    "args": "named template_kwargs here",
+    "enable_thinking": "write prompt.chat.template_kwargs: {enable_thinking: false}",
     "input_path": "named input.path here",
     "output_path": "named output.path here",
 }

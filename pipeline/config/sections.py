@@ -56,7 +56,7 @@ class InputSection(Section):
 
 
 class ChatSection(Section):
-    """How a prompt becomes a chat for the model's own template.
+    """How a prompt becomes a chat for a template.
 
     `date` is what a template that asks for the date is told; null: the local time of the output's first run.
     """
@@ -66,6 +66,12 @@ class ChatSection(Section):
         description="The system message, before the prompt.",
         examples=["Answer with one word."],
     )
+    template: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="A file with a chat template (Jinja) that is taken instead of the model's own. The model's when "
+        "left out.",
+        examples=["templates/llama3-tools.jinja"],
+    )
     add_generation_prompt: Switch = Field(
         default=True,
         description="End the chat where the assistant's turn begins.",
@@ -73,7 +79,7 @@ class ChatSection(Section):
     )
     template_kwargs: dict[str, Any] = Field(
         default={},
-        description="What this model's chat template knows besides.",
+        description="What the chat template knows besides.",
         examples=[{"enable_thinking": False}],
     )
     date: Moment | None = Field(

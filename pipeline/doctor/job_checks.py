@@ -162,7 +162,7 @@ def _tokenizer(folder: Path, setup: Setup) -> Iterator[Check]:
     from pipeline.model.config import read_config
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(str(folder))
+    tokenizer = Tokenizer.from_folder(str(folder), setup.job and setup.job.chat_template())
     known, rows = tokenizer.vocab_size, read_config(folder).vocab_size
     if known > rows:
         todo = "Prompts that use the tokens above become error rows: does this tokenizer belong to the model?"

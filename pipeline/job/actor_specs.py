@@ -33,6 +33,7 @@ def flow_spec(
         params=config.sampling_params(),
         seed=config.seed,
         chat=chat_of(config, plan.fingerprint.date),
+        chat_template=plan.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
         storage=dict(config.output.storage),
         rename=dict(config.output.rename),

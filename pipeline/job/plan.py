@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.checkpoints.digest import asks_for_date, model_digest
+from pipeline.checkpoints.chat_template import asks_for_date, folder_asks_for_date
+from pipeline.checkpoints.digest import model_digest
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import DoneUnits, PartName
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
+from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import Fingerprint, fingerprint
 from pipeline.stores.retries import RetryCounts
@@ -35,6 +37,7 @@ class JobPlan:
     draft: Path | None
     fingerprint: Fingerprint
     device: str  # "cpu" or "cuda", or with an index
+    chat_template: str | None = None  # that of prompt.chat.template
 
     @property
     def num_rows(self) -> int:
@@ -70,8 +73,10 @@ def make_plan(
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     model = resolve_model(config.model.path, config.model.storage, say, retries)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
-    ours = fingerprint(config, source, model_digest(model), device.partition(":")[0], asks_for_date(model))
-    return JobPlan(config, source, windows, units, schema, model, draft, ours, device)
+    template = chat_template(config, model)
+    dated = folder_asks_for_date(model) if template is None else asks_for_date(template)
+    ours = fingerprint(config, source, model_digest(model), device.partition(":")[0], dated, template)
+    return JobPlan(config, source, windows, units, schema, model, draft, ours, device, template)
 
 
 def what_is_left(plan: JobPlan, stood: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:

@@ -41,7 +41,8 @@ LOG_SYNC_S = 3.0  # between looks for log lines that an output in a store does n
 @dataclass(frozen=True)
 class Backend:
     """What computes: `module:callable` of the engine (called in its own process, with an EngineConfig and a function
-    to say what it does while it loads) and of the tokenizer (called with the model's folder). Tests name fakes here."""
+    to say what it does while it loads) and of the tokenizer (called with the model's folder and a chat template, or
+    None for its own). Tests name fakes here."""
 
     engine: str = "pipeline.engine.engine:Engine"
     tokenizer: str = "pipeline.tokenization.tokenizer:Tokenizer.from_folder"
@@ -64,6 +65,7 @@ class WorkSpec:
     run_id: str  # whose logs the actor writes to
     seed: int = 0
     chat: Chat | None = None
+    chat_template: str | None = None  # instead of the checkpoint's own
     draft: str | None = None
     model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the output
@@ -107,7 +109,7 @@ class Worker:
         launch = Launch(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads)
         self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
         # While the engine's process starts:
-        tokenizer = load_factory(spec.backend.tokenizer)(engine.model)
+        tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
         self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
         self._retry_failed = spec.retry_failed
         self._partial = PartialUnits(store, spec.fingerprint)
