@@ -119,13 +119,18 @@ class JobConfig(Section):
         sampling = self.sampling.model_dump(mode="json", exclude={"seed"})
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
-            "prompt": self.prompt.model_dump(mode="json", exclude={"chat": {"date", "template"}}),
+            "prompt": self._prompt_identity(),
             "sampling": sampling,
             "seed": self.seed,
             "max_model_len": self.engine.max_model_len,
             "rename": dict(self.output.rename),
             "cut": self.run.model_dump(include=_CUT),
         }
+
+    def _prompt_identity(self) -> dict[str, Any]:
+        """`defaults` only where there are some: outputs of jobs from before they were there go on."""
+        prompt = self.prompt.model_dump(mode="json", exclude={"chat": {"date", "template"}})
+        return prompt if prompt["defaults"] else {k: v for k, v in prompt.items() if k != "defaults"}
 
     def numerics(self) -> dict[str, Any]:
         """What may change a token by rounding, as configured; the job replaces `auto` by what it became.

@@ -108,9 +108,10 @@ class PromptSection(Section):
     template: str | None = Field(
         default=None,
         min_length=1,
-        description="Text with {column} for the columns of each row; {{ and }} stand for braces. Or give "
-        "`column`, or `messages`.",
-        examples=["Summarize: {text}"],
+        description="Text with {column} for the columns of each row, {column.field} for a field of a struct or of JSON "
+        "text, {column:.2f} for a number or date in a form; {{ and }} stand for braces. Or give `column`, or "
+        "`messages`.",
+        examples=["Summarize: {text}", "{author.name} ({score:.1f}): {text}"],
     )
     column: Column | None = Field(
         default=None,
@@ -127,6 +128,12 @@ class PromptSection(Section):
         description="Put the prompt through the model's chat template, as the user's turn. Left out, "
         "`template` and `column` are sent as plain text.",
         examples=[{"system": "Answer with one word."}, True],
+    )
+    defaults: dict[str, str] = Field(
+        default={},
+        description="Texts that stand for nulls: by what the template names, or by the column. A null without one "
+        "makes the row an error row.",
+        examples=[{"title": "(untitled)", "author.name": "unknown"}],
     )
     max_bytes: Bytes = Field(
         default=8 * 2**20,
@@ -164,13 +171,18 @@ class PromptSection(Section):
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
             raise ValueError(f"expected exactly one of template, column, messages; got {found}")
+        if self.defaults:
+            try:
+                self.spec()
+            except ConfigError as error:
+                raise ValueError(f"defaults: {error.problem('prompt.defaults')}") from None
         return self
 
     def spec(self) -> "PromptSpec":
         """How rows become prompts."""
         from pipeline.data.prompts import PromptSpec
 
-        return PromptSpec(self.column, self.template, self.messages, self.max_bytes)
+        return PromptSpec(self.column, self.template, self.messages, self.max_bytes, self.defaults)
 
 
 class ModelSection(Section):

@@ -201,9 +201,11 @@ def test_refused(mistakes, more: str, expected: str):
     ("before", "after", "expected"),
     [
         ("column: text", "template: plain words", "names no column"),
-        ("column: text", "template: 'x {text.__class__}'", "only plain column names"),
-        ("column: text", "template: 'x {text!r}'", "only plain column names"),
+        ("column: text", "template: 'x {text[0]}'", "no indices, conversions"),
+        ("column: text", "template: 'x {text!r}'", "no indices, conversions"),
         ("column: text", "template: 'x {'", "prompt.template: "),
+        ("column: text", "column: text, defaults: {txt: x}", "prompt: defaults: 'txt' is not in the prompt"),
+        ("column: text", "messages: text, defaults: {text: x}", "messages does not"),
         ("{column: text}", "{}", "expected exactly one of template, column, messages; got none of them"),
         ("path: demo", "path: demo:large", "expected demo, demo:target, demo:target-awq"),
         ("path: demo", "path: demo, draft: demo:small", "model.draft: no embedded model 'demo:small'"),
@@ -280,6 +282,7 @@ IDENTITY = [
     ("prompt:", "run: {window_bytes: 5}\nprompt:"),
     ("prompt:", "run: {unit_tokens: 5}\nprompt:"),
     ("prompt:", "run: {unit_rows: 5}\nprompt:"),
+    ("column: text", "column: text, defaults: {text: none}"),
 ]
 NUMERICS = [
     ("prompt:", "engine: {dtype: float32}\nprompt:"),
