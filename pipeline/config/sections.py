@@ -26,8 +26,9 @@ class InputSection(Section):
 
     path: Place = Field(
         description="Parquet or JSON Lines (.jsonl, .ndjson, .json; also .gz, .zst) to read: a file, a folder (with "
-        "its subfolders) or a glob, local or any fsspec url. One format in a job.",
-        examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz"],
+        "its subfolders) or a glob, local or any fsspec url. One format in a job. Relative paths are below the working "
+        "directory; ${NAME} and ${NAME:-default} are environment variables, here and in the other paths.",
+        examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "${DATA:-data}/in"],
     )
     columns: Columns | None = Field(
         default=None,
@@ -215,6 +216,12 @@ class ModelSection(Section):
         "that is quantized needs none.",
         examples=["int8"],
     )
+    revision: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Of a Hugging Face id: the branch, tag or commit. The main branch when left out. The draft model's "
+        "is always the main one.",
+        examples=["v1.1", "1cfa9a7208912126459214e8b04321603b3df60c"],
+    )
     trust: Literal["never"] = Field(
         default="never",
         description="Code from a checkpoint is never run.",
@@ -227,6 +234,14 @@ class ModelSection(Section):
         if path is not None and path.startswith("demo:") and path not in EMBEDDED_MODELS:
             raise ValueError(f"no embedded model {path!r}: expected {', '.join(EMBEDDED_MODELS)}")
         return path
+
+    @field_validator("revision")
+    @classmethod
+    def _of_an_id(cls, revision: str | None, info: Any) -> str | None:
+        path = info.data.get("path", "owner/name")
+        if revision is not None and (is_url(path) or path in EMBEDDED_MODELS):
+            raise ValueError("only a Hugging Face id has revisions; leave it out")
+        return revision
 
     @field_validator("storage")
     @classmethod

@@ -86,7 +86,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
             raise ConfigError(f"sampling.{option}: the input has no column {column!r}")
     units = make_units(prompts.table, unit_spec, window=0)
     say(f"loading {shown_url(config.model.path)}")
-    folder = resolve_model(config.model.path, config.model.storage, say)
+    folder = resolve_model(config.model.path, config.model.storage, say, revision=config.model.revision)
     template = chat_template(config, folder)  # before weights are read
     from pipeline.engine.engine import Engine
 

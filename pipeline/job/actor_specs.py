@@ -26,6 +26,7 @@ def flow_spec(
         backend=backend,
         model=config.model.path,
         model_storage=dict(config.model.storage),
+        revision=config.model.revision,
         draft=config.model.draft,
         engine=config.engine_config(str(plan.model), plan.draft and str(plan.draft), max(1, int(cpus))),
         step_timeout_s=run.step_timeout_s,

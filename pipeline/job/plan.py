@@ -71,7 +71,7 @@ def make_plan(
     kept_schema = pa.schema([source.kept.field(name) for name in kept])
     schema = output_schema(kept_schema, config.output.rename, config.sampling.logprobs is not None)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
-    model = resolve_model(config.model.path, config.model.storage, say, retries)
+    model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
     template = chat_template(config, model)
     dated = folder_asks_for_date(model) if template is None else asks_for_date(template)

@@ -4,6 +4,7 @@ Owns `pipeline validate`. Reads footers, a few rows and the tokenizer; loads no 
 found is reported, with the line of the job file that leads to it.
 """
 
+import os
 import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -96,7 +97,12 @@ class _Examination:
 
     def _model(self) -> None:
         model = self.config.model
+        self.facts["paths_below"] = os.getcwd()
         self.facts["model"] = self._checkpoint("model.path", model.path, model.storage)
+        if model.revision is not None:
+            self.facts["model"]["revision"] = model.revision
+            if model_kind(model.path) == "folder":
+                self._mistake("model.revision", f"{model.path} is a folder; only a Hugging Face id has revisions")
         if model.draft is not None:
             self.facts["draft model"] = self._checkpoint("model.draft", model.draft, model.storage)
 
@@ -165,7 +171,7 @@ class _Examination:
         config, tokenize, chat = self.config, None, self.config.prompt.chat
         key = "model.path" if chat is None else "prompt.chat" if chat.template is None else "prompt.chat.template"
         with self._noting(key):
-            folder = folder_here(config.model.path)
+            folder = folder_here(config.model.path, config.model.revision)
             if folder is not None:
                 template = chat_template(config, folder)
                 from pipeline.tokenization.tokenizer import Tokenizer
@@ -224,16 +230,18 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     given = {"max_tokens", *config.sampling.model_fields_set}
     sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
     there = facts["output"]["rows_there"]
+    revision = "" if config.model.revision is None else f"; revision {config.model.revision}"
     usd = config.cost.hourly_usd
     skipped = source["skipped_files"]
     more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
     names = ", ".join(f"{f['file']} ({f['reason']})" for f in skipped[:_MAX_SKIPPED_SHOWN])
     return [
+        ("Paths", f"relative ones are below {facts['paths_below']}, the working directory"),
         ("Input", f"{shown_url(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
         *([("Skipped", f"{_plural(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
         ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
-        ("Model", f"{facts['model']['path']} ({facts['model']['kind']})"),
+        ("Model", f"{facts['model']['path']} ({facts['model']['kind']}{revision})"),
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
         ("Sampling", ", ".join(sampling)),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),

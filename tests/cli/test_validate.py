@@ -16,6 +16,7 @@ def test_validate_says_what_the_job_is(work, pipe):
     assert "demo: valid" in out
     assert "data: 1 file, 3 rows" in out
     assert "max_tokens 9" in out
+    assert f"  Paths     relative ones are below {work}, the working directory\n" in out
     assert "First prompt (a.parquet row 0, 21 bytes, 17 tokens)" in out
     assert "| Sum up:\n    | one \\x1b[31mred\n" in out, "control characters of the data never reach the terminal"
     assert "\x1b" not in out
@@ -77,6 +78,8 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
         ("model.path=data", "data: has no config.json; give the folder of"),
         ("model.path=owner/name", None),
         ("model.draft=demo:draft", None),
+        ("model={path: job.yaml, revision: v1}", "job.yaml: a file; this program reads"),
+        ("model={path: data, revision: v1}", "model.revision: data is a folder; only a Hugging Face id"),
         ("model.draft=./nowhere", "--set: model.draft: ./nowhere: no such folder, and not a Hugging Face id"),
         ("model.draft=data", "data: has no config.json; give the folder of"),
         ("model.storage={anon: true}", "model.storage: only a url takes options; found anon"),

@@ -211,6 +211,7 @@ def test_refused(mistakes, more: str, expected: str):
         ("path: demo", "path: demo, draft: demo:small", "model.draft: no embedded model 'demo:small'"),
         ("path: demo", "path: demo, trust: always", "code from a checkpoint is never run"),
         ("path: data", "path: data, columns: [a, a]", "'a' is named twice"),
+        ("path: demo", "path: 's3://b/m', revision: x", "model.revision: only a Hugging Face id has revisions"),
         ("path: data", "path: data, limit: 0", "expected at least 1"),
         ("path: data", "path: 's3://user:hunter2@bucket/x'", "input.path: a bucket's url holds no user or password"),
         ("path: demo", "path: 's3://user:hunter2@bucket'", "model.path: a bucket's url holds no user or password"),
@@ -298,6 +299,7 @@ FREE = [
     ("prompt:", "run: {actors: 3, max_error_rate: 0.5, drain_s: 3, units_in_flight: 2}\nprompt:"),
     ("prompt:", "engine: {max_num_seqs: 3, block_size: 16, enable_prefix_caching: off, speculation: off}\nprompt:"),
     ("path: demo", "path: demo, draft: demo:draft"),
+    ("path: demo", "path: owner/name, revision: v1"),
     ("prompt:", "engine: {speculation: {proposer: draft, max_draft_tokens: 3}}\nprompt:"),
     ("prompt:", "cost: {hourly_usd: 3}\nprompt:"),
 ]

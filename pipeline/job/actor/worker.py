@@ -66,6 +66,7 @@ class WorkSpec:
     seed: int = 0
     chat: Chat | None = None
     chat_template: str | None = None  # instead of the checkpoint's own
+    revision: str | None = None  # of the model
     draft: str | None = None
     model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the output
@@ -79,12 +80,13 @@ class WorkSpec:
     def here(self, retries: RetryCounts) -> EngineConfig:
         """`engine`, with the folders of its models on this machine; they are downloaded where they are missing."""
 
-        def folder(found: str, path: str, key: str) -> str:
+        def folder(found: str, path: str, key: str, revision: str | None = None) -> str:
             if Path(found).is_dir():
                 return found
-            return str(resolve_model(path, storage_for(path, self.model_storage), None, retries, key))
+            storage = storage_for(path, self.model_storage)
+            return str(resolve_model(path, storage, None, retries, key, revision))
 
-        model, draft = folder(self.engine.model, self.model, "model.path"), None
+        model, draft = folder(self.engine.model, self.model, "model.path", self.revision), None
         if self.engine.draft is not None and self.draft is not None:
             draft = folder(self.engine.draft, self.draft, "model.draft")
         return replace(self.engine, model=model, draft=draft)
