@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value, dotted, merge
 
-PLACES: tuple[KeyPath, ...] = (
+PLACES: tuple[tuple[str, ...], ...] = (
     ("input", "path"),
     ("output", "path"),
     ("model", "path"),
@@ -37,16 +37,16 @@ def expanded(document: Document, environ: Mapping[str, str]) -> Document:
         filled = _VARIABLE.sub(lambda found: environ.get(found[1]) or found[3] or "", text)
         data: Value = filled
         for step in reversed(place):
-            data = {str(step): data}
+            data = {step: data}
         assert isinstance(data, dict)
-        origins = {place[:length]: document.where(place[:length]) for length in range(1, len(place) + 1)}
+        origins: dict[KeyPath, str] = {place[:n]: document.where(place[:n]) for n in range(1, len(place) + 1)}
         document = merge(document, Document(data, origins))
     if mistakes:
         raise JobFileError(mistakes)
     return document
 
 
-def _value(document: Document, place: KeyPath) -> object:
+def _value(document: Document, place: tuple[str, ...]) -> object:
     value: object = document.data
     for step in place:
         value = value.get(step) if isinstance(value, dict) else None

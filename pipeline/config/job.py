@@ -85,6 +85,7 @@ class JobConfig(Section):
     def sampling_params(self) -> SamplingParams:
         """The values that are the same for every row; those from a column are left at their defaults."""
         constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
+        del constant["defaults"]
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
             constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
         return SamplingParams(**constant)
@@ -116,7 +117,7 @@ class JobConfig(Section):
 
         Paths are not in it: data copied elsewhere is the same data.
         """
-        sampling = self.sampling.model_dump(mode="json", exclude={"seed"})
+        sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults"})
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
             "prompt": self._prompt_identity(),

@@ -36,6 +36,7 @@ _KNOWN_ELSEWHERE = {
     "chat_template_kwargs": "named prompt.chat.template_kwargs here",
     "args": "named template_kwargs here",
     "enable_thinking": "write prompt.chat.template_kwargs: {enable_thinking: false}",
+    "generation_config": "write sampling.defaults: model to take the model's generation_config.json",
     "model_revision": "named model.revision here",
     "input_path": "named input.path here",
     "output_path": "named output.path here",

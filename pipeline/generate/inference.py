@@ -18,6 +18,7 @@ from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
+from pipeline.job.sampling_defaults import with_model_defaults
 from pipeline.machine.host import wall_time
 from pipeline.stores.redaction import shown_url
 
@@ -88,6 +89,7 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
     say(f"loading {shown_url(config.model.path)}")
     folder = resolve_model(config.model.path, config.model.storage, say, revision=config.model.revision)
     template = chat_template(config, folder)  # before weights are read
+    config = with_model_defaults(config, folder, say)
     from pipeline.engine.engine import Engine
 
     draft = resolve_draft(config.draft_model, config.model.storage, say)

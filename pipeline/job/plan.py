@@ -20,6 +20,7 @@ from pipeline.data.units import UnitSpec
 from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import Fingerprint, fingerprint
+from pipeline.job.sampling_defaults import with_model_defaults
 from pipeline.stores.retries import RetryCounts
 
 
@@ -62,6 +63,8 @@ def make_plan(
 ) -> JobPlan:
     """Read footers and model files. `device`: what `engine.device` became. `say`: told of a model's download.
     `retries`: counts requests to stores that are tried again. Raises UserError's kinds."""
+    model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
+    config = with_model_defaults(config, model, say)
     source = open_source(config.input.path, config.input.storage, config.input.on_corrupt, retries)
     everything = (*source.schema.names, *source.conflicts)  # a column that cannot be kept is refused, not left out
     kept = everything if config.input.columns is None else tuple(config.input.columns)
@@ -71,7 +74,6 @@ def make_plan(
     kept_schema = pa.schema([source.kept.field(name) for name in kept])
     schema = output_schema(kept_schema, config.output.rename, config.sampling.logprobs is not None)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
-    model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
     template = chat_template(config, model)
     dated = folder_asks_for_date(model) if template is None else asks_for_date(template)

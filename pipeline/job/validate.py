@@ -22,6 +22,7 @@ from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.formatting import printable, shown_bytes
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
 from pipeline.job.prompt_preview import MAX_PROMPT_CHARS, first_prompt, prompt_tokens
+from pipeline.job.sampling_defaults import shown, taken, values_of, with_model_defaults
 from pipeline.machine.host import wall_time
 from pipeline.report.figures import money
 from pipeline.stores.filesystem import filesystem, is_url
@@ -70,6 +71,7 @@ class _Examination:
 
     def run(self) -> None:
         self._model()
+        self._sampling()
         with self._noting("input.path"):
             given = self.config.input
             source = open_source(given.path, given.storage, given.on_corrupt)
@@ -105,6 +107,18 @@ class _Examination:
                 self._mistake("model.revision", f"{model.path} is a folder; only a Hugging Face id has revisions")
         if model.draft is not None:
             self.facts["draft model"] = self._checkpoint("model.draft", model.draft, model.storage)
+
+    def _sampling(self) -> None:
+        """Which of the model's own sampling values are taken, and which are not."""
+        self.facts["model_sampling"] = {"taken": {}, "not_taken": {}}
+        with self._noting("sampling.defaults"):
+            folder = folder_here(self.config.model.path, self.config.model.revision)
+            if folder is not None:
+                values = values_of(folder)
+                used = taken(self.config, values)
+                left = {name: value for name, value in values.items() if name not in used}
+                self.facts["model_sampling"] = {"taken": used, "not_taken": left}
+                self.config = with_model_defaults(self.config, folder)
 
     def _checkpoint(self, key: str, path: str, storage: Mapping[str, Any]) -> dict[str, str]:
         """What there is to tell of the checkpoint that `key` names."""
@@ -227,7 +241,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         rows = f"the first {source['rows_to_do']:,} of {rows}"
     size = f"{_plural(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
     chat = "a chat" if config.prompt.chat is not None else "text"
-    given = {"max_tokens", *config.sampling.model_fields_set}
+    given = {"max_tokens", *config.sampling.model_fields_set} - {"defaults"}
     sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
     there = facts["output"]["rows_there"]
     revision = "" if config.model.revision is None else f"; revision {config.model.revision}"
@@ -244,10 +258,24 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         ("Model", f"{facts['model']['path']} ({facts['model']['kind']}{revision})"),
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
         ("Sampling", ", ".join(sampling)),
+        *_own_sampling(facts["model_sampling"], config),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
         ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
     ]
+
+
+def _own_sampling(found: dict[str, dict[str, Any]], config: JobConfig) -> list[tuple[str, str]]:
+    """The line of the model's own sampling values, where it has some that matter here."""
+    wants = config.sampling.defaults == "model"
+    left = {k: v for k, v in found["not_taken"].items() if v != getattr(config.sampling, k)}
+    if not wants and not left:
+        return []
+    told = [f"taken of the model's generation_config.json: {shown(found['taken']) or 'nothing'}"] if wants else []
+    if left:
+        advice = "the job gives its own" if wants else "sampling.defaults: model takes them"
+        told.append(f"not taken of the model's generation_config.json: {shown(left)} ({advice})")
+    return [("", "; ".join(told))]
 
 
 def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:

@@ -190,3 +190,23 @@ def test_a_model_that_is_not_here_yet_leaves_prompts_untemplated(work, pipe):
     assert code == 0
     assert "First prompt (a.parquet row 0, 21 bytes)" in out
     assert "The tokenizer is not on this machine yet" in out
+
+
+def test_the_models_own_sampling_is_taken_only_where_asked_and_always_told(work, pipe):
+    from pipeline.demo import demo_model
+
+    shutil.copytree(demo_model("target"), work / "own")
+    values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
+    (work / "own" / "generation_config.json").write_text(json.dumps(values))
+    own, take = ["--set", "model.path=own"], ["--set", "sampling.defaults=model"]
+    out = pipe("validate", "job.yaml", *own)[1]
+    not_taken = "not taken of the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (sampling.def"
+    assert not_taken in out
+    out = pipe("validate", "job.yaml", *own, *take, "--set", "sampling.top_k=5")[1]
+    assert "  taken of the model's generation_config.json: temperature 0.6, top_p 0.95; not taken of" in out
+    assert "top_k 20 (the job gives its own)" in out
+    assert "generation_config" not in pipe("validate", "job.yaml")[1], "greedy as here: nothing to tell"
+    (work / "own" / "generation_config.json").write_text('{"temperature": -1}')
+    code, _, err = pipe("validate", "job.yaml", *own, *take)
+    assert code == 2
+    assert "generation_config.json: temperature: " in err
