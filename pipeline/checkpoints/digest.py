@@ -1,12 +1,8 @@
 """What tells one model from another without reading all its weights: a digest of each file that the output depends
 on."""
 
-import contextlib
 import hashlib
-import json
 from pathlib import Path
-
-from pipeline.checkpoints.file_checks import checked_file
 
 FULL_BYTES = 16 * 2**20  # files up to this size are hashed whole
 SAMPLE_BYTES = 64 * 2**10
@@ -16,7 +12,6 @@ NUM_SAMPLES = 16
 BESIDE_WEIGHTS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
                   "merges.txt", "chat_template.*")  # fmt: skip
 _IDENTITY = ("config.json", *BESIDE_WEIGHTS, "*.safetensors", "*.safetensors.index.json")
-_CHAT_TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*.jinja")
 
 
 def model_digest(folder: Path) -> dict[str, str]:
@@ -28,23 +23,6 @@ def model_digest(folder: Path) -> dict[str, str]:
     """
     files = {file.name: file for pattern in _IDENTITY for file in folder.glob(pattern) if file.is_file()}
     return {name: file_digest(file) for name, file in sorted(files.items())}
-
-
-def asks_for_date(folder: Path) -> bool:
-    """Whether the model's chat template can ask for the date, which it can by one name alone.
-
-    Raises ModelError for files that are no model's.
-    """
-    files = {file for pattern in _CHAT_TEMPLATES for file in folder.glob(pattern) if file.exists()}
-    return any("strftime_now" in _text_of(checked_file(file, FULL_BYTES)) for file in files)
-
-
-def _text_of(file: Path) -> str:
-    """Of JSON without its escapes, which could hide a name."""
-    text = file.read_text(errors="replace")
-    with contextlib.suppress(ValueError, RecursionError):  # not JSON: refused by who loads it
-        return json.dumps(json.loads(text), ensure_ascii=False)
-    return text
 
 
 def file_digest(path: Path) -> str:

@@ -50,31 +50,48 @@ def resolve_model(
     say: Callable[[str], None] | None = None,
     retries: RetryCounts | None = None,
     key: str = "model.path",
+    revision: str | None = None,
 ) -> Path:
     """The local folder of a checkpoint. A url is downloaded once per machine (`cache`); a Hugging Face id is fetched
     into its own cache, or only looked up there with HF_HUB_OFFLINE=1.
 
     storage: fsspec options of a url. say: told what is being downloaded. retries: counts requests to a store that are
-    tried again. key: of the job file, for messages. Raises ModelError, and EnvironmentFailed when a store or the disk
-    fails.
+    tried again. key: of the job file, for messages. revision: of a Hugging Face id. Raises ModelError, and
+    EnvironmentFailed when a store or the disk fails.
     """
     if is_url(path):
         folder = fetch_model(path, storage or {}, cache_folder(), say or (lambda text: None), retries, key)
     elif storage:
         raise ModelError(f"model.storage: only a url takes options, found {', '.join(sorted(storage))}")
     else:
-        folder = locate_model(path)
+        folder = locate_model(path, revision)
     if reason := why_no_checkpoint(str(folder)):
         raise ModelError(f"{key} {shown_url(path)}: {reason}")
     return folder.resolve()
 
 
-def locate_model(name: str) -> Path:
+def folder_here(path: str, revision: str | None = None) -> Path | None:
+    """The folder of `path` where it is on this machine already; nothing is downloaded. A url's copy counts as not
+    there: which one it is, only the store can say."""
+    kind = model_kind(path)
+    if kind in ("embedded", "folder"):
+        return locate_model(path)
+    if kind != "id":
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, "tokenizer.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def locate_model(name: str, revision: str | None = None) -> Path:
     """The folder of a model that is not at a url. A Hugging Face id is downloaded once, without pickles and code.
 
     Raises ModelError saying what was tried.
     """
     kind = model_kind(name)
+    if revision is not None and kind != "id":
+        raise ModelError(f"model.revision {revision}: only a Hugging Face id has revisions, and {name} is none")
     if kind == "embedded":
         try:
             return demo_model(name.partition(":")[2] or "target")
@@ -84,7 +101,7 @@ def locate_model(name: str) -> Path:
         return Path(name).expanduser()
     if kind != "id":
         raise ModelError(f"model {name!r}: {why_no_checkpoint(name)}")
-    return _download(name)
+    return _download(name, revision)
 
 
 def why_no_checkpoint(name: str) -> str:
@@ -110,14 +127,15 @@ def why_no_checkpoint(name: str) -> str:
     return "has no config.json; give the folder of a safetensors checkpoint"
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = f"and Hugging Face has it not or cannot be reached: {error}"
         if os.environ.get("HF_HUB_OFFLINE"):
             reason = "and not in this machine's Hugging Face cache; HF_HUB_OFFLINE is set, so that it is not downloaded"
-        raise ModelError(f"model {name!r}: no such folder, {reason}") from None
+        wanted = f"model {name!r}" if revision is None else f"model {name!r}, revision {revision!r}"
+        raise ModelError(f"{wanted}: no such folder, {reason}") from None

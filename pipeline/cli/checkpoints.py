@@ -214,6 +214,7 @@ def quantize_command(
     import torch
 
     from pipeline.checkpoints.locate import resolve_model
+    from pipeline.job.actor.tokenize import chat_template
     from pipeline.job.samples import read_samples
     from pipeline.stores.filesystem import storage_for
     from pipeline.tokenization.tokenizer import Tokenizer
@@ -223,7 +224,7 @@ def quantize_command(
     fields, token_ids = check_plain(source), []
     if config is not None:
         length = min(max_length, fields.max_position)
-        tokenizer = Tokenizer.from_folder(str(source))
+        tokenizer = Tokenizer.from_folder(str(source), chat_template(config, source))
         read = read_samples(config, tokenizer, length, chosen=(samples, seed), cut=True)
         tokenizer.close()
         token_ids = read.token_ids

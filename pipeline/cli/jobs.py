@@ -116,14 +116,15 @@ def run_and_report(
 @json_flag
 @answers
 def validate(job: str, as_json: bool, **overlays: Any) -> None:
-    """Say what a job is, with its first prompt, or everything that is wrong with it.
+    """Say what a job is, with its first prompt as the model gets it, or everything that is wrong with it.
 
     \b
     Examples:
       pipeline validate jobs/summarize.yaml
       pipeline validate my.yaml --config configs/l4.yaml --set input.path=other.parquet
 
-    Looks at the job file, the input's footers and the output folder. Loads no model and writes nothing.
+    Looks at the job file, the input's footers and a few rows, the model's tokenizer and the output folder. Reads no
+    weights and writes nothing.
     """
     from pipeline.config import JobFileError, load_job
     from pipeline.job.validate import describe, examine

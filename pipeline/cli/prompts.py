@@ -50,13 +50,13 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--model", default="demo:target-awq", show_default=True,
               help="A folder, a Hugging Face id, or demo:target-awq.")  # fmt: skip
 @click.option("place", "--input", type=click.Path(allow_dash=True), metavar="PATH",
-              help="A text file (a prompt a line), a .jsonl file, - for standard input; or Parquet.")  # fmt: skip
+              help="A text file (a prompt a line), a .jsonl file, either also .gz or .zst; - for standard input; "
+              "or a job's: Parquet, a folder, a glob, a url.")  # fmt: skip
 @click.option("--prompt", "-p", help='The prompt, or a template over the input: "Summarize: {text}".')
 @click.option("--chat", is_flag=True, help="Send prompts through the model's chat template.")
 @click.option("--system", help="A system message; implies --chat.")
-@click.option(
-    "--output", type=click.Path(), metavar="PATH", help="A new .jsonl or .parquet file; of Parquet input, a folder."
-)
+@click.option("--output", type=click.Path(), metavar="PATH",
+              help="A new .jsonl or .parquet file; of a job, a folder.")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the file of --output if it is there.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End a completion before this text. May be repeated.")
@@ -95,8 +95,8 @@ def generate(
     order of the input, to standard output or, whole at the end, to --output. A prompt that fails does not stop
     the others: its error is its result, and the exit code is 1.
 
-    Parquet input is a job as with `pipeline run`: --output is its folder, the same command goes on after an
-    interruption, and with --json the report is printed.
+    Parquet input is a job as with `pipeline run`, and so is a folder, glob or url of JSON Lines: --output is its
+    folder, the same command goes on after an interruption, and with --json the report is printed.
     """
     from pipeline.config import job_from_flags
     from pipeline.generate import Saved, complete, is_dataset, prompt_of_dataset, read_prompts
@@ -106,7 +106,7 @@ def generate(
         flags["prompt.chat"] = ({} if system is None else {"system": system}, "--chat")
     if place is not None and is_dataset(place):
         if output is None:
-            raise ConfigError("--output: Parquet input is a job, whose results need a folder: --output out/my-job")
+            raise ConfigError("--output: such an input is a job, whose results need a folder: --output out/my-job")
         if overwrite:
             raise ConfigError("--overwrite: a job's output is never overwritten; choose a new folder for --output")
         flags |= {"input.path": (place, "--input"), "output.path": (output, "--output")}

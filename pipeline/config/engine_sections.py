@@ -152,6 +152,12 @@ class EngineSection(Section):
 class SamplingSection(Section):
     """SamplingParams' fields; all but `seed` and `logprobs` may be `{column: name}`, each row's own value."""
 
+    defaults: Literal["engine", "model"] = Field(
+        default="engine",
+        description="Where options that are left out come from: the defaults told here, or, where it has them, the "
+        "model's generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty).",
+        examples=["model"],
+    )
     max_tokens: IntOrColumn = Field(
         default=16,
         description="The most tokens of a completion.",
@@ -237,7 +243,7 @@ class SamplingSection(Section):
     @classmethod
     def _in_range(cls, value: Any, info: Any) -> Any:
         """Each value alone against SamplingParams' own checks, so that all mistakes are seen at once."""
-        if not isinstance(value, FromColumn):
+        if info.field_name != "defaults" and not isinstance(value, FromColumn):
             name = info.field_name
             given = {name: value}
             if name == "min_tokens":

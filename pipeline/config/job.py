@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr
 
+from pipeline.checkpoints.chat_template import read_template
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
 from pipeline.config.jobfile import Document
 from pipeline.config.sections import (
@@ -84,6 +85,7 @@ class JobConfig(Section):
     def sampling_params(self) -> SamplingParams:
         """The values that are the same for every row; those from a column are left at their defaults."""
         constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
+        del constant["defaults"]
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
             constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
         return SamplingParams(**constant)
@@ -99,27 +101,37 @@ class JobConfig(Section):
         most, run = self.sampling_params().max_tokens, self.run
         return UnitSpec(self.prompt.spec(), kept, self.sampling_columns(), most, run.unit_tokens, run.unit_rows)
 
+    def chat_template(self) -> str | None:
+        """What is in the file of `prompt.chat.template`, where there is one. Raises ConfigError."""
+        chat = self.prompt.chat
+        return None if chat is None or chat.template is None else read_template(chat.template)
+
     @property
     def seed(self) -> int:
         """The job's seed: `sampling.seed` where given, else `engine.seed`."""
         return self.engine.seed if self.sampling.seed is None else self.sampling.seed
 
     def identity(self) -> dict[str, Any]:
-        """What makes two jobs different jobs; the files' and the model's digests are added by the job, and the date
-        that a chat template is told, where it asks.
+        """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
+        `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
         Paths are not in it: data copied elsewhere is the same data.
         """
-        sampling = self.sampling.model_dump(mode="json", exclude={"seed"})
+        sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults"})
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
-            "prompt": self.prompt.model_dump(mode="json", exclude={"chat": {"date"}}),
+            "prompt": self._prompt_identity(),
             "sampling": sampling,
             "seed": self.seed,
             "max_model_len": self.engine.max_model_len,
             "rename": dict(self.output.rename),
             "cut": self.run.model_dump(include=_CUT),
         }
+
+    def _prompt_identity(self) -> dict[str, Any]:
+        """`defaults` only where there are some: outputs of jobs from before they were there go on."""
+        prompt = self.prompt.model_dump(mode="json", exclude={"chat": {"date", "template"}})
+        return prompt if prompt["defaults"] else {k: v for k, v in prompt.items() if k != "defaults"}
 
     def numerics(self) -> dict[str, Any]:
         """What may change a token by rounding, as configured; the job replaces `auto` by what it became.

@@ -1,20 +1,27 @@
 """From a job file, overlays and `--set` flags to a checked job."""
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.config.environment import expanded
 from pipeline.config.job import JobConfig
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, merge, parse_value, read
 from pipeline.config.mistakes import from_validation, section_at
 
 
 def load_job(
-    path: str | Path, sets: Iterable[str] = (), overlays: Iterable[str | Path] = (), limit: int | None = None
+    path: str | Path,
+    sets: Iterable[str] = (),
+    overlays: Iterable[str | Path] = (),
+    limit: int | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> JobConfig:
-    """The job in a file, with overlay files laid on top and then `key=value` settings.
+    """The job in a file, with overlay files laid on top and then `key=value` settings. `environ`: what `${NAME}` in
+    paths stands for.
 
     Raises JobFileError (a ConfigError) with every mistake found.
     """
@@ -27,10 +34,12 @@ def load_job(
         document = merge(document, _document_of(("input", "limit"), limit, "--limit"))
     if document.data.get("name") is None:
         document = merge(document, _document_of(("name",), Path(path).stem, str(path)))
-    return _job_of(document)
+    return _job_of(document, environ)
 
 
-def job_from_flags(values: Mapping[str, tuple[Any, str]], sets: Iterable[str] = ()) -> JobConfig:
+def job_from_flags(
+    values: Mapping[str, tuple[Any, str]], sets: Iterable[str] = (), environ: Mapping[str, str] = os.environ
+) -> JobConfig:
     """The job that flags describe: dotted key to its value and the flag it came from, which messages name.
 
     Raises JobFileError with every mistake found.
@@ -40,10 +49,11 @@ def job_from_flags(values: Mapping[str, tuple[Any, str]], sets: Iterable[str] = 
         document = merge(document, _document_of(tuple(key.split(".")), value, flag))
     for text in sets:
         document = merge(document, _setting(text))
-    return _job_of(document)
+    return _job_of(document, environ)
 
 
-def _job_of(document: Document) -> JobConfig:
+def _job_of(document: Document, environ: Mapping[str, str]) -> JobConfig:
+    document = expanded(document, environ)
     try:
         job = JobConfig.model_validate(document.data)
     except ValidationError as error:

@@ -35,6 +35,12 @@ _KNOWN_ELSEWHERE = {
     "batch_size": "not needed: batches are formed anew each step; engine.max_num_seqs bounds the rows at once, "
     "run.unit_rows the rows of an output file",
     "model_source": "named model.path here",
+    "chat_template": "named prompt.chat.template here: a file",
+    "chat_template_kwargs": "named prompt.chat.template_kwargs here",
+    "args": "named template_kwargs here",
+    "enable_thinking": "write prompt.chat.template_kwargs: {enable_thinking: false}",
+    "generation_config": "write sampling.defaults: model to take the model's generation_config.json",
+    "model_revision": "named model.revision here",
     "input_path": "named input.path here",
     "output_path": "named output.path here",
 }
@@ -143,7 +149,7 @@ def _example(path: KeyPath) -> str:
         ("prompt",): 'Write `prompt: {column: prompt}` or `prompt: {template: "Summarize: {text}"}`.',
         ("model",): "Write `model: {path: demo}`, a folder, or a Hugging Face id.",
         ("output",): "Write `output: {path: out/my-job}`.",
-        ("input", "path"): "A Parquet file, a folder of them, or a glob.",
+        ("input", "path"): "A Parquet or .jsonl file, a folder of them, or a glob.",
         ("model", "path"): "A folder, a Hugging Face id, or `demo`.",
         ("output", "path"): "The folder that the results go to.",
     }

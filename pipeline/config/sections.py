@@ -25,8 +25,10 @@ class InputSection(Section):
     """What is read. `columns` None keeps every column in the output, an empty list none."""
 
     path: Place = Field(
-        description="Parquet to read: a file, a folder (with its subfolders) or a glob, local or any fsspec url.",
-        examples=["jobs/data", "s3://bucket/tickets/*.parquet"],
+        description="Parquet or JSON Lines (.jsonl, .ndjson, .json; also .gz, .zst) to read: a file, a folder (with "
+        "its subfolders) or a glob, local or any fsspec url. One format in a job. Relative paths are below the working "
+        "directory; ${NAME} and ${NAME:-default} are environment variables, here and in the other paths.",
+        examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "${DATA:-data}/in"],
     )
     columns: Columns | None = Field(
         default=None,
@@ -35,8 +37,8 @@ class InputSection(Section):
     )
     on_corrupt: Literal["fail", "skip"] = Field(
         default="fail",
-        description="Of damaged files: stop the job, or leave them out and list them; damaged row groups "
-        "become error rows.",
+        description="Of damaged files: stop the job, or leave them out and list them; damaged row groups, and "
+        "lines that are no JSON objects, become error rows.",
         examples=["skip"],
     )
     storage: dict[str, Any] = Field(
@@ -55,7 +57,7 @@ class InputSection(Section):
 
 
 class ChatSection(Section):
-    """How a prompt becomes a chat for the model's own template.
+    """How a prompt becomes a chat for a template.
 
     `date` is what a template that asks for the date is told; null: the local time of the output's first run.
     """
@@ -65,6 +67,12 @@ class ChatSection(Section):
         description="The system message, before the prompt.",
         examples=["Answer with one word."],
     )
+    template: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="A file with a chat template (Jinja) that is taken instead of the model's own. The model's when "
+        "left out.",
+        examples=["templates/llama3-tools.jinja"],
+    )
     add_generation_prompt: Switch = Field(
         default=True,
         description="End the chat where the assistant's turn begins.",
@@ -72,7 +80,7 @@ class ChatSection(Section):
     )
     template_kwargs: dict[str, Any] = Field(
         default={},
-        description="What this model's chat template knows besides.",
+        description="What the chat template knows besides.",
         examples=[{"enable_thinking": False}],
     )
     date: Moment | None = Field(
@@ -101,9 +109,10 @@ class PromptSection(Section):
     template: str | None = Field(
         default=None,
         min_length=1,
-        description="Text with {column} for the columns of each row; {{ and }} stand for braces. Or give "
-        "`column`, or `messages`.",
-        examples=["Summarize: {text}"],
+        description="Text with {column} for the columns of each row, {column.field} for a field of a struct or of JSON "
+        "text, {column:.2f} for a number or date in a form; {{ and }} stand for braces. Or give `column`, or "
+        "`messages`.",
+        examples=["Summarize: {text}", "{author.name} ({score:.1f}): {text}"],
     )
     column: Column | None = Field(
         default=None,
@@ -120,6 +129,12 @@ class PromptSection(Section):
         description="Put the prompt through the model's chat template, as the user's turn. Left out, "
         "`template` and `column` are sent as plain text.",
         examples=[{"system": "Answer with one word."}, True],
+    )
+    defaults: dict[str, str] = Field(
+        default={},
+        description="Texts that stand for nulls: by what the template names, or by the column. A null without one "
+        "makes the row an error row.",
+        examples=[{"title": "(untitled)", "author.name": "unknown"}],
     )
     max_bytes: Bytes = Field(
         default=8 * 2**20,
@@ -157,13 +172,18 @@ class PromptSection(Section):
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
             raise ValueError(f"expected exactly one of template, column, messages; got {found}")
+        if self.defaults:
+            try:
+                self.spec()
+            except ConfigError as error:
+                raise ValueError(f"defaults: {error.problem('prompt.defaults')}") from None
         return self
 
     def spec(self) -> "PromptSpec":
         """How rows become prompts."""
         from pipeline.data.prompts import PromptSpec
 
-        return PromptSpec(self.column, self.template, self.messages, self.max_bytes)
+        return PromptSpec(self.column, self.template, self.messages, self.max_bytes, self.defaults)
 
 
 class ModelSection(Section):
@@ -196,6 +216,12 @@ class ModelSection(Section):
         "that is quantized needs none.",
         examples=["int8"],
     )
+    revision: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Of a Hugging Face id: the branch, tag or commit. The main branch when left out. The draft model's "
+        "is always the main one.",
+        examples=["v1.1", "1cfa9a7208912126459214e8b04321603b3df60c"],
+    )
     trust: Literal["never"] = Field(
         default="never",
         description="Code from a checkpoint is never run.",
@@ -208,6 +234,14 @@ class ModelSection(Section):
         if path is not None and path.startswith("demo:") and path not in EMBEDDED_MODELS:
             raise ValueError(f"no embedded model {path!r}: expected {', '.join(EMBEDDED_MODELS)}")
         return path
+
+    @field_validator("revision")
+    @classmethod
+    def _of_an_id(cls, revision: str | None, info: Any) -> str | None:
+        path = info.data.get("path", "owner/name")
+        if revision is not None and (is_url(path) or path in EMBEDDED_MODELS):
+            raise ValueError("only a Hugging Face id has revisions; leave it out")
+        return revision
 
     @field_validator("storage")
     @classmethod

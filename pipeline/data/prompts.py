@@ -1,21 +1,21 @@
 """From the columns of a row to the prompt that is asked, or to the reason why there is none.
 
-Values are values: a template is split once into literal text and column names, and a value is put between
+Values are values: a template is split once into literal text and fields (`prompt_template`), and a value is put between
 literals and never looked at again, so `{{ }}` or `{report}` in the data stays what it is. Turning messages
 into text is the chat template's work, in the engine.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from string import Formatter
+from dataclasses import field as of_dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
+from pipeline.data.prompt_template import Field, parse
 from pipeline.errors import ConfigError, RowError
 
 MAX_BYTES = 8 * 1024 * 1024
@@ -33,12 +33,22 @@ class PromptSpec:
     template: str | None = None
     messages: str | None = None
     max_bytes: int = MAX_BYTES  # of the rendered prompt, in UTF-8
+    defaults: Mapping[str, str] = of_dataclass(default_factory=dict)  # texts for nulls, by what the template names
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.column, self.template, self.messages)) != 1:
             raise ConfigError("prompt: give exactly one of template, column, messages")
-        if self.template is not None:
-            template_columns(self.template)
+        if self.messages is not None and self.defaults:
+            raise ConfigError("prompt.defaults: only template and column take texts for nulls, messages does not")
+        names = [] if self.messages is not None else [field.name for field in self.parts[1]]
+        for name in self.defaults:
+            if name not in names:
+                raise ConfigError(f"prompt.defaults: {name!r} is not in the prompt{did_you_mean(name, names)}")
+
+    @property
+    def parts(self) -> tuple[tuple[str, ...], tuple[Field, ...]]:
+        """The literals, and the fields between them, of a prompt that is text."""
+        return parse(self.template) if self.template is not None else (("", ""), (Field(self.column or ""),))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -54,6 +64,8 @@ class PromptSpec:
                 raise ConfigError(f"prompt: the input has no column {name!r}{did_you_mean(name, schema.names)}")
             if not _has_text_form(schema.field(name).type):
                 raise ConfigError(f"prompt: column {name!r} is {schema.field(name).type}, which has no text form")
+        for place in () if self.template is None else self.parts[1]:
+            place.check(schema)
         if self.column is not None and not is_text(schema.field(self.column).type):
             raise ConfigError(
                 f"prompt.column {self.column!r} is {schema.field(self.column).type}, expected text; "
@@ -87,33 +99,7 @@ class _Refused(Exception):
 def template_columns(template: str) -> tuple[str, ...]:
     """The columns a template names, each once, in order. Raises ConfigError when it is malformed or names
     none."""
-    return tuple(dict.fromkeys(_parse(template)[1::2]))
-
-
-@lru_cache(maxsize=64)
-def _parse(template: str) -> tuple[str, ...]:
-    """literal, column, literal, column, ..., literal."""
-    hint = "; write {column}, and {{ or }} for a brace of the text"
-    out = [""]
-    try:
-        template.encode()  # half a surrogate pair: UnicodeEncodeError, a ValueError
-        for literal, name, form, conversion in Formatter().parse(template):
-            out[-1] += literal
-            if name is None:
-                continue
-            if name == "" or name.isdigit():
-                raise ConfigError(f"prompt.template: {{{name}}} names no column{hint}")
-            if form or conversion or "." in name or "[" in name:
-                raise ConfigError(
-                    f"prompt.template: {{{name}...}}: only plain column names are taken, "
-                    f"no attributes, indices, conversions or formats{hint}"
-                )
-            out += [name, ""]
-    except ValueError as e:
-        raise ConfigError(f"prompt.template: {e}{hint}") from e
-    if len(out) == 1:
-        raise ConfigError(f"prompt.template: names no column, so every prompt would be the same{hint}")
-    return tuple(out)
+    return tuple(dict.fromkeys(field.column for field in parse(template)[1]))
 
 
 def render(table: pa.Table, spec: PromptSpec) -> Rendered:
@@ -134,38 +120,42 @@ def render(table: pa.Table, spec: PromptSpec) -> Rendered:
 
 
 def _text_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
-    parts = _parse(spec.template) if spec.template is not None else ("", spec.column or "", "")
-    literals, names = parts[0::2], parts[1::2]
+    literals, fields = spec.parts
     literal_bytes = sum(len(text.encode()) for text in literals)
-    columns = {name: text_bytes(table.column(name), spec.max_bytes) for name in dict.fromkeys(names)}
+    columns = []
+    for field in dict.fromkeys(fields):
+        default = spec.defaults.get(field.name)
+        values = field.values(table, lambda column: text_bytes(column, spec.max_bytes))
+        columns.append((field, values if default is None else [default.encode() if v is None else v for v in values]))
     for i in range(table.num_rows):
-        values = {name: column[i] for name, column in columns.items()}
-        yield lambda values=values: _fill(literals, names, values, literal_bytes, spec.max_bytes)
+        values = {field: column[i] for field, column in columns}
+        yield lambda values=values: _fill(literals, fields, values, literal_bytes, spec.max_bytes)
 
 
 def _fill(
     literals: tuple[str, ...],
-    names: tuple[str, ...],
-    values: dict[str, "bytes | TooLarge | None"],
+    fields: tuple[Field, ...],
+    values: dict[Field, "bytes | TooLarge | None"],
     literal_bytes: int,
     max_bytes: int,
 ) -> str:
-    decoded: dict[str, str] = {}
+    decoded: dict[Field, str] = {}
     size = literal_bytes
-    for name in names:
-        value = values[name]
+    for field in fields:
+        value = values[field]
         if value is None:
-            raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
+            raise _Refused(RowError.NULL_PROMPT, f"column {field.name!r} is null")
         size += len(value)
     _check_size(size, max_bytes)
-    for name, value in values.items():
+    for field, value in values.items():
         assert isinstance(value, bytes)  # else the size was too large
-        decoded[name] = _decode(value, name)
+        decoded[field] = _decode(value, field.name)
     if not any(text.strip() for text in decoded.values()):
-        raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {', '.join(map(repr, decoded))}")
+        named = ", ".join(repr(field.name) for field in decoded)
+        raise _Refused(RowError.EMPTY_PROMPT, f"nothing but whitespace in {named}")
     out = [literals[0]]
-    for name, literal in zip(names, literals[1:], strict=True):
-        out += (decoded[name], literal)
+    for field, literal in zip(fields, literals[1:], strict=True):
+        out += (decoded[field], literal)
     return "".join(out)
 
 

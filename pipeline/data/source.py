@@ -1,15 +1,13 @@
 """The input: which files there are, how their rows are cut into windows, and the reading of one window.
 
-A window is the unit of reading: consecutive rows in (sorted path, row) order, cut at row groups where they are
-small enough. Windows follow from the file list and three numbers alone, so every run of a job cuts the same
-ones. What is kept of a dataset grows with its files and windows, not with its rows. Rendering and units are
-`units`'s work.
+A window is the unit of reading: consecutive rows in (sorted path, row) order, cut at row groups of Parquet, or blocks
+of lines, where they are small enough. Windows follow from the file list and three numbers alone, so every run of a job
+cuts the same ones. What is kept of a dataset grows with its files and windows, not with its rows. Rendering and units
+are `units`'s work.
 """
 
-import hashlib
 import json
 import posixpath
-import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +17,13 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from pipeline.data.columns import did_you_mean, kept_schema, merge_schemas, plain_schema
-from pipeline.data.footer import DamagedFile, read_footer
+from pipeline.data import json_lines, parquet_file
+from pipeline.data.columns import did_you_mean, plain_schema
+from pipeline.data.dataset_files import SkippedFile, files_of
+from pipeline.data.footer import DamagedFile
 from pipeline.data.listing import find_files, is_local
 from pipeline.data.partitions import partition_array, partition_columns
-from pipeline.data.source_file import Slice, SourceFile, read_slices
+from pipeline.data.source_file import Slice, SourceFile
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem
 from pipeline.stores.redaction import shown_url
@@ -35,15 +35,6 @@ FOOTERS_AT_ONCE = 16  # twice as many from a store, which is mostly waited for
 FILES_AT_ONCE = 8  # of a window, from a store
 
 OnCorrupt = Literal["fail", "skip"]
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedFile:
-    """A file that is no whole Parquet file, left out because `input.on_corrupt` is skip."""
-
-    relative: str
-    size: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,33 +99,33 @@ def open_source(
     on_corrupt: OnCorrupt = "fail",
     retries: RetryCounts | None = None,
 ) -> Source:
-    """Find the Parquet files of a file, folder (read whole, recursively) or glob, local or an fsspec url.
+    """Find the files of a file, folder (read whole, recursively) or glob, local or an fsspec url: JSON Lines where
+    they are called so, else Parquet.
 
     In folders and globs, names that start with `_` or `.` are passed by, and folders named `column=value` below
     the root (of a glob: below the part before its first pattern) are columns. Where every file holds a column of
-    that name, the files' own is taken. Reads every file's footer, in parallel. Raises InputError naming what is
-    missing, empty, damaged or no Parquet file; under `on_corrupt` skip such files are in `Source.skipped`.
-    `retries` counts requests to a store that are tried again.
+    that name, the files' own is taken. Reads every file's footer, in parallel, and every line of JSON Lines. Raises
+    InputError naming what is missing, empty, damaged or of another format; under `on_corrupt` skip such files are in
+    `Source.skipped`. `retries` counts requests to a store that are tried again.
     """
     storage = dict(storage or {})
     fs, root, found = find_files(path, storage, retries)
     shown = shown_url(fs.unstrip_protocol(root)) if not is_local(fs) else root
-    schemas = _Schemas()
+    names = [posixpath.join(shown, relative) for relative, _ in found]
+    dataset = files_of(fs, root, names, on_corrupt == "skip")
 
-    def footer(index: int) -> SourceFile | SkippedFile:
+    def look(index: int) -> SourceFile | SkippedFile:
         relative, size = found[index]
         try:
-            got = read_footer(fs, posixpath.join(root, relative), size, posixpath.join(shown, relative))
-            schemas.add(index, posixpath.join(shown, relative), got.schema)
+            return dataset.look(index, relative, size)
         except DamagedFile as damage:
             if on_corrupt == "fail":
-                raise InputError(f"{damage}; mend or remove the file, or set input.on_corrupt: skip") from damage
+                raise InputError(f"{damage}; mend or remove it, or set input.on_corrupt: skip") from damage
             return SkippedFile(relative, size, damage.reason)
-        return SourceFile.of(relative, size, got)
 
     at_once = FOOTERS_AT_ONCE if is_local(fs) else 2 * FOOTERS_AT_ONCE
     with ThreadPoolExecutor(max_workers=min(at_once, len(found))) as pool:
-        read = list(pool.map(footer, range(len(found))))
+        read = list(pool.map(look, range(len(found))))
     files = tuple(f for f in read if isinstance(f, SourceFile))
     skipped = tuple(f for f in read if isinstance(f, SkippedFile))
     if not files:
@@ -143,8 +134,7 @@ def open_source(
             f"input.path {shown_url(path)}: none of its {len(skipped)} files can be read, so there is nothing to do; "
             f"the first, {posixpath.join(shown, first.relative)}: {first.reason}"
         )
-    names = [posixpath.join(shown, relative) for relative, _ in found]
-    schema, missing, conflicts = merge_schemas(schemas.by_first_file(names))
+    schema, missing, conflicts = dataset.columns()
     partitions, outside = partition_columns(f.relative for f in files)
     for column in [f for f in partitions if f.name in (*schema.names, *conflicts)]:
         partitions.remove(column)
@@ -170,30 +160,6 @@ def open_source(
         on_corrupt,
         skipped,
     )
-
-
-class _Schemas:
-    """The distinct schemas of the files, few however many files there are, each with the first file that has it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[bytes, pa.Schema] = {}  # by a digest of what is stored
-        self._first: dict[bytes, int] = {}
-
-    def add(self, index: int, name: str, stored: pa.Schema) -> None:
-        """Count the schema of file `index`, called `name`. Raises DamagedFile where it cannot be one."""
-        key = hashlib.sha256(stored.remove_metadata().serialize()).digest()
-        with self._lock:
-            if key not in self._kept:
-                try:
-                    self._kept[key] = kept_schema(stored)
-                except UnicodeDecodeError as e:
-                    raise DamagedFile(name, "the Parquet footer is damaged: a column's name is not UTF-8") from e
-            self._first[key] = min(index, self._first.get(key, index))
-
-    def by_first_file(self, names: list[str]) -> list[tuple[str, pa.Schema]]:
-        """In the files' order, whatever the order in which they were read."""
-        return [(names[i], self._kept[key]) for key, i in sorted(self._first.items(), key=lambda item: item[1])]
 
 
 def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None = None) -> tuple[Window, ...]:
@@ -248,10 +214,8 @@ def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Ta
     done = 0
     for file, piece, read in _read_files(source, window, schema):
         count = piece.num_rows
-        if isinstance(read, DamagedFile):
-            damaged.append((done, done + count, f"row group {piece.row_group}: {read.reason}"))
-            read = None
-        arrays = [_column(f, file, read, count, f.name in source.partitions) for f in schema]
+        damaged += [(done + start, done + stop, reason) for start, stop, reason in read.damaged]
+        arrays = [_column(f, file, read.table, count, f.name in source.partitions) for f in schema]
         tables.append(pa.Table.from_arrays(arrays, schema=schema))
         files.append(pa.repeat(pa.scalar(file.relative, pa.string()), count))
         rows.append(pa.array(range(piece.first_row, piece.first_row + count), pa.int64()))
@@ -267,26 +231,40 @@ def read_window(source: Source, window: Window, columns: Iterable[str]) -> pa.Ta
     )
 
 
-def _read_files(
-    source: Source, window: Window, schema: pa.Schema
-) -> Iterator[tuple[SourceFile, Slice, pa.Table | DamagedFile]]:
-    """The window's slices in order, each with the stored columns of `schema`. DamagedFile under skip only.
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A slice's rows, None where there are none, and which of them are damaged: start, stop, reason."""
+
+    table: pa.Table | None
+    damaged: list[tuple[int, int, str]]
+
+
+def _read_files(source: Source, window: Window, schema: pa.Schema) -> Iterator[tuple[SourceFile, Slice, "_Read"]]:
+    """The window's slices in order, each with the stored columns of `schema`. Damaged rows under skip only.
 
     From a store several files at once: a window may be made of many small ones, and each is some requests.
     """
     fs, _ = filesystem(source.url, source.storage)
     stored = pa.schema([f for f in schema if f.name not in source.partitions])
 
-    def read_file(stretch: tuple[int, int, int]) -> list[tuple[SourceFile, Slice, pa.Table | DamagedFile]]:
+    def read_file(stretch: tuple[int, int, int]) -> list[tuple[SourceFile, Slice, _Read]]:
         i, start, stop = stretch
         file = source.files[i]
         slices = list(file.slices(file.first_row + start, file.first_row + stop))
+        where = (fs, source.base, source.root, file, slices, stored)
+        if file.blocks is not None:
+            lines = zip(slices, json_lines.read_slices(*where), strict=True)
+            return [(file, piece, _Read(read.table, read.damaged)) for piece, read in lines]
         out = []
-        for piece, read in zip(slices, read_slices(fs, source.base, source.root, file, slices, stored), strict=True):
-            if isinstance(read, DamagedFile) and source.on_corrupt == "fail":
-                advice = "mend the file, or set input.on_corrupt: skip to have these rows as error rows"
-                raise InputError(f"{read}; {advice}") from read
-            out.append((file, piece, read))
+        for piece, read in zip(slices, parquet_file.read_slices(*where), strict=True):
+            if isinstance(read, DamagedFile):
+                if source.on_corrupt == "fail":
+                    advice = "mend the file, or set input.on_corrupt: skip to have these rows as error rows"
+                    raise InputError(f"{read}; {advice}") from read
+                group = f"row group {piece.group}: {read.reason}"
+                out.append((file, piece, _Read(None, [(0, piece.num_rows, group)])))
+            else:
+                out.append((file, piece, _Read(read, [])))
         return out
 
     with ThreadPoolExecutor(max_workers=1 if is_local(fs) else FILES_AT_ONCE) as pool:

@@ -50,7 +50,7 @@ def model(setup: Setup) -> Iterator[Check]:
         with _fetched_config(setup) as folder:
             yield from _architecture(folder, setup)
         return
-    folder = _cached(path) if kind == "id" else locate_model(path)
+    folder = _cached(path, setup) if kind == "id" else locate_model(path)
     if folder is None:
         todo = "It is downloaded when the job runs; `HF_HUB_OFFLINE` and machines without network need it in the cache."
         yield Check("model", "folder", "warning", f"{shown}: not in the local cache", todo)
@@ -70,7 +70,7 @@ def model_config(setup: Setup) -> "ModelConfig | None":
         if kind == "url":
             with _fetched_config(setup) as folder:
                 return _as_loaded(folder, setup)
-        folder = _cached(setup.model) if kind == "id" else locate_model(setup.model)
+        folder = _cached(setup.model, setup) if kind == "id" else locate_model(setup.model)
         return None if folder is None else _as_loaded(folder, setup)
     except (PipelineError, OSError):
         return None
@@ -97,13 +97,13 @@ def _fetched_config(setup: Setup) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _cached(name: str) -> Path | None:
+def _cached(name: str, setup: Setup) -> Path | None:
     """Where a Hugging Face model lies on this machine; nothing is downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, revision=setup.job and setup.job.model.revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
     except HFValidationError as error:
@@ -162,7 +162,7 @@ def _tokenizer(folder: Path, setup: Setup) -> Iterator[Check]:
     from pipeline.model.config import read_config
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(str(folder))
+    tokenizer = Tokenizer.from_folder(str(folder), setup.job and setup.job.chat_template())
     known, rows = tokenizer.vocab_size, read_config(folder).vocab_size
     if known > rows:
         todo = "Prompts that use the tokens above become error rows: does this tokenizer belong to the model?"

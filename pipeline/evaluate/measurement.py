@@ -19,6 +19,7 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.evaluate.divergence import Divergence, Likelihood
 from pipeline.evaluate.table import Evaluation, Measured
 from pipeline.formatting import Remaining
+from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.samples import Samples, read_samples
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import checkpoint_files
@@ -127,7 +128,7 @@ def _prepare(
     """The checkpoints, each fit to be compared with the first, and the texts."""
     folders = [resolve_model(s.path, storage_for(s.path, config.model.storage), say) for s in every]
     models = [quantized_on_load(read_config(folder), s.quantization) for folder, s in zip(folders, every)]
-    tokenizer = Tokenizer.from_folder(str(folders[0]))
+    tokenizer = Tokenizer.from_folder(str(folders[0]), chat_template(config, folders[0]))
     try:
         for variant, folder, model in zip(every[1:], folders[1:], models[1:]):
             _check_comparable(every[0], tokenizer, models[0], variant, folder, model)

@@ -17,7 +17,8 @@ from pipeline.errors import ConfigError
 from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
-from pipeline.job.actor.tokenize import Tokenize, chat_of
+from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
+from pipeline.job.sampling_defaults import with_model_defaults
 from pipeline.machine.host import wall_time
 from pipeline.stores.redaction import shown_url
 
@@ -86,16 +87,19 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
             raise ConfigError(f"sampling.{option}: the input has no column {column!r}")
     units = make_units(prompts.table, unit_spec, window=0)
     say(f"loading {shown_url(config.model.path)}")
-    folder = resolve_model(config.model.path, config.model.storage, say)
-    if config.prompt.chat is not None:
-        from pipeline.tokenization.tokenizer import Tokenizer
-
-        Tokenizer.from_folder(str(folder)).check_chat_template()  # before weights are read
+    folder = resolve_model(config.model.path, config.model.storage, say, revision=config.model.revision)
+    template = chat_template(config, folder)  # before weights are read
+    config = with_model_defaults(config, folder, say)
     from pipeline.engine.engine import Engine
 
     draft = resolve_draft(config.draft_model, config.model.storage, say)
     with Engine(config.engine_config(str(folder), draft and str(draft)), say) as engine:
-        tokenize = Tokenize(engine.tokenizer, config.sampling_params(), config.seed, chat_of(config, now))
+        tokenizer = engine.tokenizer
+        if template is not None:
+            from pipeline.tokenization.tokenizer import Tokenizer
+
+            tokenizer = Tokenizer.from_folder(str(folder), template)
+        tokenize = Tokenize(tokenizer, config.sampling_params(), config.seed, chat_of(config, now))
         rendered: dict[int, str | None] = {}
         requests: list[Request] = []
         done: dict[int, Completion] = {}

@@ -1,5 +1,5 @@
-"""Where a handful of prompts comes from: a flag, a text or JSON Lines file, standard input. As a table, as a window of
-a job's input is one, so that all the rest is the job's.
+"""Where a handful of prompts comes from: a flag, a text or JSON Lines file (.gz and .zst too), standard input. As a
+table, as a window of a job's input is one, so that all the rest is the job's.
 """
 
 import json
@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.footer import decoding
+from pipeline.data.json_lines import compression_of, is_json_lines
 from pipeline.data.prompts import template_columns
 from pipeline.data.source import open_source
 from pipeline.errors import ConfigError, InputError
@@ -21,7 +23,6 @@ from pipeline.stores.redaction import shown_url
 
 MAX_BYTES = 64 * 2**20
 STDIN = "-"
-_JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PROMPT_KEYS = ("prompt", "text", "messages")
 _MAX_SHOWN = 5  # malformed lines in one message
 
@@ -39,11 +40,13 @@ class Prompts:
 
 
 def is_dataset(place: str) -> bool:
-    """Whether an input is Parquet: a folder, a glob, a url, or a file that says so."""
+    """Whether an input is a job's: a folder, a glob, a url, or a Parquet file."""
     path = Path(place)
-    if place == STDIN or path.suffix in (".txt", *_JSON_LINES):
+    if is_url(place):
+        return True
+    if place == STDIN or path.suffix == ".txt" or (is_json_lines(place) and not any(c in place for c in "*?[")):
         return False
-    if is_url(place) or path.is_dir() or path.suffix in (".parquet", ".pq"):
+    if path.is_dir() or path.suffix in (".parquet", ".pq"):
         return True
     if path.is_file():
         with open(path, "rb") as file:
@@ -52,7 +55,7 @@ def is_dataset(place: str) -> bool:
 
 
 def prompt_of_dataset(path: str, template: str | None) -> dict[str, tuple[str, str]]:
-    """The key that makes a Parquet input's prompts: the template, else the column that is called like one."""
+    """The key that makes a job's prompts: the template, else the column that is called like one."""
     if template is not None:
         return {"prompt.template": (template, "--prompt")}
     return _default_key(shown_url(path), open_source(path).schema.names)
@@ -104,20 +107,31 @@ def _read(place: str) -> tuple[str, bytes]:
             raw = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
             with open(Path(place).expanduser(), "rb") as file:
-                raw = file.read(MAX_BYTES + 1)
+                raw = _decompressed(name, file)
     except FileNotFoundError:
         raise InputError(f"{name}: no such file") from None
     except OSError as error:
         raise InputError(f"{name}: cannot be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
-        raise InputError(f"{name}: more than {MAX_BYTES >> 20} MiB of prompts: write them as Parquet and run a job")
+        raise InputError(
+            f"{name}: more than {MAX_BYTES >> 20} MiB of prompts: run a job on the file: pipeline run JOB.yaml"
+        )
     return name, raw.removeprefix(b"\xef\xbb\xbf")
+
+
+def _decompressed(name: str, file: Any) -> bytes:
+    """What is in a file, one byte more than MAX_BYTES at most."""
+    compression = compression_of(name)
+    if compression is None:
+        return file.read(MAX_BYTES + 1)
+    with decoding(name):
+        return pa.CompressedInputStream(pa.PythonFile(file, "r"), compression).read(MAX_BYTES + 1)
 
 
 def _is_json_lines(name: str, raw: bytes) -> bool:
     """By the file's name; of standard input, when every line begins like an object."""
     if name != "stdin":
-        return Path(name).suffix in _JSON_LINES
+        return is_json_lines(name)
     lines = [line.lstrip() for line in raw.split(b"\n") if line.strip()]
     return bool(lines) and all(line[:1] == b"{" and line.rstrip()[-1:] == b"}" for line in lines)
 

@@ -61,11 +61,18 @@ class Fingerprint:
 
 
 def fingerprint(
-    config: JobConfig, source: Source, model: Mapping[str, str], device: str, asks_for_date: bool = False
+    config: JobConfig,
+    source: Source,
+    model: Mapping[str, str],
+    device: str,
+    asks_for_date: bool = False,
+    chat_template: str | None = None,
 ) -> Fingerprint:
-    """`model`: digests by file name, and whether its chat template can ask for the date; `device`: what `engine.device`
-    became, without an index."""
+    """`model`: digests by file name, and whether the chat template can ask for the date; `device`: what `engine.device`
+    became, without an index; `chat_template`: the text of `prompt.chat.template`."""
     identity = _plain({**config.identity(), "files": _files(source), "model": dict(model)})
+    if chat_template is not None:
+        identity["prompt"]["chat"]["template"] = hashlib.sha256(chat_template.encode()).hexdigest()[:32]
     numerics = _plain({**config.numerics(), "device": device})
     chat = config.prompt.chat
     job = Fingerprint(identity, numerics, _plain(config.free()), asks_for_date and chat is not None)

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.checkpoints.digest import asks_for_date, model_digest
+from pipeline.checkpoints.chat_template import asks_for_date, folder_asks_for_date
+from pipeline.checkpoints.digest import model_digest
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import DoneUnits, PartName
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
+from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import Fingerprint, fingerprint
+from pipeline.job.sampling_defaults import with_model_defaults
 from pipeline.stores.retries import RetryCounts
 
 
@@ -35,6 +38,7 @@ class JobPlan:
     draft: Path | None
     fingerprint: Fingerprint
     device: str  # "cpu" or "cuda", or with an index
+    chat_template: str | None = None  # that of prompt.chat.template
 
     @property
     def num_rows(self) -> int:
@@ -59,6 +63,8 @@ def make_plan(
 ) -> JobPlan:
     """Read footers and model files. `device`: what `engine.device` became. `say`: told of a model's download.
     `retries`: counts requests to stores that are tried again. Raises UserError's kinds."""
+    model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
+    config = with_model_defaults(config, model, say)
     source = open_source(config.input.path, config.input.storage, config.input.on_corrupt, retries)
     everything = (*source.schema.names, *source.conflicts)  # a column that cannot be kept is refused, not left out
     kept = everything if config.input.columns is None else tuple(config.input.columns)
@@ -68,10 +74,11 @@ def make_plan(
     kept_schema = pa.schema([source.kept.field(name) for name in kept])
     schema = output_schema(kept_schema, config.output.rename, config.sampling.logprobs is not None)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
-    model = resolve_model(config.model.path, config.model.storage, say, retries)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
-    ours = fingerprint(config, source, model_digest(model), device.partition(":")[0], asks_for_date(model))
-    return JobPlan(config, source, windows, units, schema, model, draft, ours, device)
+    template = chat_template(config, model)
+    dated = folder_asks_for_date(model) if template is None else asks_for_date(template)
+    ours = fingerprint(config, source, model_digest(model), device.partition(":")[0], dated, template)
+    return JobPlan(config, source, windows, units, schema, model, draft, ours, device, template)
 
 
 def what_is_left(plan: JobPlan, stood: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:

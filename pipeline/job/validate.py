@@ -1,9 +1,10 @@
 """Looks at a job without running it: what is in its dataset and output, and whether its parts fit together.
 
-Owns `pipeline validate`. Reads footers and one row; loads no model and writes nothing. Every mistake found is
-reported, with the line of the job file that leads to it.
+Owns `pipeline validate`. Reads footers, a few rows and the tokenizer; loads no model and writes nothing. Every mistake
+found is reported, with the line of the job file that leads to it.
 """
 
+import os
 import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,15 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.locate import model_kind, why_no_checkpoint
+from pipeline.checkpoints.locate import folder_here, model_kind, why_no_checkpoint
 from pipeline.config import FromColumn, JobConfig, Mistake
 from pipeline.data.columns import is_text
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
-from pipeline.data.source import Source, cut_windows, open_source, read_window
-from pipeline.data.units import UnitSpec, make_units
+from pipeline.data.source import Source, cut_windows, open_source
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.formatting import printable, shown_bytes
+from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
+from pipeline.job.prompt_preview import MAX_PROMPT_CHARS, first_prompt, prompt_tokens
+from pipeline.job.sampling_defaults import shown, taken, values_of, with_model_defaults
+from pipeline.machine.host import wall_time
 from pipeline.report.figures import money
 from pipeline.stores.filesystem import filesystem, is_url
 from pipeline.stores.redaction import shown_url
@@ -32,9 +36,9 @@ _MODEL_KINDS = {
     "id": "Hugging Face id, looked up when the job runs",
     "missing": "missing",
 }
-_MAX_PROMPT_SHOWN = 1500  # characters
 _MAX_LINES_SHOWN = 24
 _MAX_SKIPPED_SHOWN = 5
+_BAR_WIDTH = 40
 _NUMBERS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty")  # fmt: skip
 
@@ -67,6 +71,7 @@ class _Examination:
 
     def run(self) -> None:
         self._model()
+        self._sampling()
         with self._noting("input.path"):
             given = self.config.input
             source = open_source(given.path, given.storage, given.on_corrupt)
@@ -74,7 +79,7 @@ class _Examination:
             kept = self._columns(source)
             if not self.found.mistakes:
                 self._output_columns(source, kept)
-                self._first_prompt(source)
+                self._prompts(source)
         self._output()
 
     @contextmanager
@@ -94,9 +99,26 @@ class _Examination:
 
     def _model(self) -> None:
         model = self.config.model
+        self.facts["paths_below"] = os.getcwd()
         self.facts["model"] = self._checkpoint("model.path", model.path, model.storage)
+        if model.revision is not None:
+            self.facts["model"]["revision"] = model.revision
+            if model_kind(model.path) == "folder":
+                self._mistake("model.revision", f"{model.path} is a folder; only a Hugging Face id has revisions")
         if model.draft is not None:
             self.facts["draft model"] = self._checkpoint("model.draft", model.draft, model.storage)
+
+    def _sampling(self) -> None:
+        """Which of the model's own sampling values are taken, and which are not."""
+        self.facts["model_sampling"] = {"taken": {}, "not_taken": {}}
+        with self._noting("sampling.defaults"):
+            folder = folder_here(self.config.model.path, self.config.model.revision)
+            if folder is not None:
+                values = values_of(folder)
+                used = taken(self.config, values)
+                left = {name: value for name, value in values.items() if name not in used}
+                self.facts["model_sampling"] = {"taken": used, "not_taken": left}
+                self.config = with_model_defaults(self.config, folder)
 
     def _checkpoint(self, key: str, path: str, storage: Mapping[str, Any]) -> dict[str, str]:
         """What there is to tell of the checkpoint that `key` names."""
@@ -158,25 +180,22 @@ class _Examination:
             schema: pa.Schema = output_schema(pa.schema(fields), self.config.output.rename, logprobs)
             self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
 
-    def _first_prompt(self, source: Source) -> None:
-        run = self.config.run
-        first = cut_windows(source, run.window_rows, run.window_bytes, 1)
-        if not first:
-            self.facts["first_prompt"] = None
-            return
-        table = read_window(source, first[0], self.spec.columns)
-        unit = next(iter(make_units(table, UnitSpec(self.spec))))
-        prompt, error, message, file, row = (
-            unit.own(name)[0].as_py() for name in ("_prompt", "_error", "_error_message", "source_file", "source_row")
-        )
-        self.facts["first_prompt"] = {
-            "source_file": file,
-            "source_row": row,
-            "bytes": len(prompt.encode()) if prompt is not None else 0,
-            "text": prompt if prompt is None else prompt[:_MAX_PROMPT_SHOWN],
-            "error": error,
-            "error_message": message,
-        }
+    def _prompts(self, source: Source) -> None:
+        """What the model gets, where its tokenizer is on this machine."""
+        config, tokenize, chat = self.config, None, self.config.prompt.chat
+        key = "model.path" if chat is None else "prompt.chat" if chat.template is None else "prompt.chat.template"
+        with self._noting(key):
+            folder = folder_here(config.model.path, config.model.revision)
+            if folder is not None:
+                template = chat_template(config, folder)
+                from pipeline.tokenization.tokenizer import Tokenizer
+
+                tokenizer = Tokenizer.from_folder(str(folder), template)
+                tokenize = Tokenize(tokenizer, config.sampling_params(), config.seed, chat_of(config, wall_time()))
+            else:
+                config.chat_template()
+            self.facts["first_prompt"] = first_prompt(config, source, tokenize)
+            self.facts["prompt_tokens"] = tokenize and prompt_tokens(config, source, tokenize)
 
     def _output(self) -> None:
         output = self.config.output
@@ -210,7 +229,8 @@ def describe(found: Examined, config: JobConfig) -> str:
     """The facts as a terminal shows them."""
     head = [f"{printable(found.job)}: valid", ""]
     facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found, config)]
-    return "\n".join([*head, *facts, "", *_shown_prompt(found.facts["first_prompt"])])
+    lengths = _shown_lengths(found.facts["prompt_tokens"])
+    return "\n".join([*head, *facts, "", *_shown_prompt(found.facts["first_prompt"], found), *lengths])
 
 
 def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
@@ -221,28 +241,44 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         rows = f"the first {source['rows_to_do']:,} of {rows}"
     size = f"{_plural(source['files'], 'file')}, {rows}, {shown_bytes(source['bytes'])}"
     chat = "a chat" if config.prompt.chat is not None else "text"
-    given = {"max_tokens", *config.sampling.model_fields_set}
+    given = {"max_tokens", *config.sampling.model_fields_set} - {"defaults"}
     sampling = [f"{key} {_option(value)}" for key, value in config.sampling if key in given]
     there = facts["output"]["rows_there"]
+    revision = "" if config.model.revision is None else f"; revision {config.model.revision}"
     usd = config.cost.hourly_usd
     skipped = source["skipped_files"]
     more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
     names = ", ".join(f"{f['file']} ({f['reason']})" for f in skipped[:_MAX_SKIPPED_SHOWN])
     return [
+        ("Paths", f"relative ones are below {facts['paths_below']}, the working directory"),
         ("Input", f"{shown_url(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
         *([("Skipped", f"{_plural(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
         ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
-        ("Model", f"{facts['model']['path']} ({facts['model']['kind']})"),
+        ("Model", f"{facts['model']['path']} ({facts['model']['kind']}{revision})"),
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
         ("Sampling", ", ".join(sampling)),
+        *_own_sampling(facts["model_sampling"], config),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
         ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
     ]
 
 
-def _shown_prompt(first: dict[str, Any] | None) -> list[str]:
+def _own_sampling(found: dict[str, dict[str, Any]], config: JobConfig) -> list[tuple[str, str]]:
+    """The line of the model's own sampling values, where it has some that matter here."""
+    wants = config.sampling.defaults == "model"
+    left = {k: v for k, v in found["not_taken"].items() if v != getattr(config.sampling, k)}
+    if not wants and not left:
+        return []
+    told = [f"taken of the model's generation_config.json: {shown(found['taken']) or 'nothing'}"] if wants else []
+    if left:
+        advice = "the job gives its own" if wants else "sampling.defaults: model takes them"
+        told.append(f"not taken of the model's generation_config.json: {shown(left)} ({advice})")
+    return [("", "; ".join(told))]
+
+
+def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:
     if first is None:
         return ["  No rows: the output will be one empty part."]
     where = f"{first['source_file']} row {first['source_row']}"
@@ -250,10 +286,37 @@ def _shown_prompt(first: dict[str, Any] | None) -> list[str]:
         why = f"{first['error']}: {first['error_message']}"
         return [printable(f"  The first row, {where}, becomes an error row: {why}")]
     shown = first["text"].split("\n")
-    lines = [f"  First prompt ({printable(where)}, {first['bytes']:,} bytes)"]
+    size = f"{first['bytes']:,} bytes" + ("" if first["tokens"] is None else f", {_plural(first['tokens'], 'token')}")
+    lines = [f"  First prompt ({printable(where)}, {size})"]
     lines += [f"    | {printable(line)}" for line in shown[:_MAX_LINES_SHOWN]]
-    if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == _MAX_PROMPT_SHOWN:
+    if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == MAX_PROMPT_CHARS:
         lines.append("    | ...")
+    if first["tokens"] is None:
+        lines += [
+            "",
+            "  The tokenizer is not on this machine yet: tokens are not counted, chats shown as they are.",
+        ]
+    return lines
+
+
+def _shown_lengths(tokens: dict[str, Any] | None) -> list[str]:
+    """A bar a line, the rows beside it."""
+    if not tokens or not tokens["histogram"]:
+        return []
+    rows, most = tokens["rows"], max(count for _, count in tokens["histogram"])
+    lines = [
+        "",
+        f"  Prompt tokens of {_plural(rows, 'sampled row')}: median {tokens['median']:,}, 90% up to {tokens['p90']:,}, "
+        f"longest {tokens['longest']:,}; about {tokens['estimated_total']:,} in all",
+    ]
+    for longest, count in tokens["histogram"]:
+        bar = "#" * max(count > 0, round(count / most * _BAR_WIDTH))
+        lines.append(f"    up to {longest:>9,} {bar:<{_BAR_WIDTH}} {count:,}")
+    if tokens["too_long"]:
+        lines.append(f"  {_plural(tokens['too_long'], 'sampled row')} would be refused by engine.max_model_len")
+    if tokens["errors"]:
+        told = ", ".join(f"{code} {count:,}" for code, count in tokens["errors"].items())
+        lines.append(f"  Error rows among them: {told}")
     return lines
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
+from pipeline.checkpoints.chat_template import ADVICE
 from pipeline.errors import ModelError
 from pipeline.tokenization.chat import ChatRenderer, ChatTemplateError, with_system
 from pipeline.tokenization.tokenizer_files import read_tokenizer_files
@@ -68,15 +69,16 @@ class Tokenizer:
         self._renderer: ChatRenderer | None = None
 
     @classmethod
-    def from_folder(cls, path: str) -> "Tokenizer":
-        """Load the tokenizer of the checkpoint in folder `path`. Raises ModelError when there is no usable one."""
+    def from_folder(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
+        """Load the tokenizer of the checkpoint in folder `path`. `chat_template` stands in the place of the
+        checkpoint's own. Raises ModelError when there is no usable tokenizer."""
         files = read_tokenizer_files(Path(path))
         return cls(
             files.backend,
             name=path,
             eos_token_ids=files.eos_token_ids,
             digest=files.digest,
-            chat_template=files.chat_template,
+            chat_template=files.chat_template if chat_template is None else chat_template,
             special_tokens=files.special_tokens,
         )
 
@@ -89,8 +91,7 @@ class Tokenizer:
         if self._chat_template is None:
             raise ModelError(
                 f"{self._name}: the checkpoint has no chat template (chat_template.jinja, or `chat_template` "
-                "in tokenizer_config.json). Use prompt.template or prompt.column instead of messages, and no "
-                "prompt.chat or --chat"
+                f"in tokenizer_config.json). {ADVICE}"
             )
         return self._chat_template
 
@@ -132,15 +133,7 @@ class Tokenizer:
         Raises ChatTemplateError when the template refuses the messages or passes its limits, ModelError when the
         checkpoint has no template or one that does not parse.
         """
-        if self._renderer is None:
-            self._renderer = ChatRenderer(self.check_chat_template(), name=self._name)
-        chat = with_system(messages, system)
-        variables = {
-            **self._special_tokens,
-            **(template_kwargs or {}),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        rendered = self._renderer.render(chat, variables, literal=self._control_re, now=now)
+        rendered = self._rendered(messages, system, add_generation_prompt, template_kwargs, now)
         if isinstance(rendered, str):
             return self._parsing.encode(rendered, add_special_tokens=False).ids
         assert self._control_re is not None
@@ -149,6 +142,35 @@ class Tokenizer:
             for text, literal in rendered
         ]
         return self._aliased.encode("".join(parts), add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        system: str | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> str:
+        """The text that `encode_chat` encodes, for people: control tokens and text that looks like one are alike."""
+        rendered = self._rendered(messages, system, add_generation_prompt, template_kwargs, now)
+        return rendered if isinstance(rendered, str) else "".join(text for text, _ in rendered)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        system: str | None,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None,
+        now: datetime | None,
+    ) -> str | list[tuple[str, bool]]:
+        if self._renderer is None:
+            self._renderer = ChatRenderer(self.check_chat_template(), name=self._name)
+        variables = {
+            **self._special_tokens,
+            **(template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._renderer.render(with_system(messages, system), variables, literal=self._control_re, now=now)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; special tokens are left out and blanks are left as they are."""

@@ -1,6 +1,7 @@
 """`pipeline validate`: what a job is, or everything that is wrong with it."""
 
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +16,8 @@ def test_validate_says_what_the_job_is(work, pipe):
     assert "demo: valid" in out
     assert "data: 1 file, 3 rows" in out
     assert "max_tokens 9" in out
-    assert "First prompt (a.parquet row 0, 21 bytes)" in out
+    assert f"  Paths     relative ones are below {work}, the working directory\n" in out
+    assert "First prompt (a.parquet row 0, 21 bytes, 17 tokens)" in out
     assert "| Sum up:\n    | one \\x1b[31mred\n" in out, "control characters of the data never reach the terminal"
     assert "\x1b" not in out
     assert not (work / "out").exists(), "looking must not write"
@@ -76,6 +78,8 @@ def test_validate_tells_all_mistakes_of_the_data(work, pipe):
         ("model.path=data", "data: has no config.json; give the folder of"),
         ("model.path=owner/name", None),
         ("model.draft=demo:draft", None),
+        ("model={path: job.yaml, revision: v1}", "job.yaml: a file; this program reads"),
+        ("model={path: data, revision: v1}", "model.revision: data is a folder; only a Hugging Face id"),
         ("model.draft=./nowhere", "--set: model.draft: ./nowhere: no such folder, and not a Hugging Face id"),
         ("model.draft=data", "data: has no config.json; give the folder of"),
         ("model.storage={anon: true}", "model.storage: only a url takes options; found anon"),
@@ -122,3 +126,87 @@ def test_validate_shows_a_first_row_that_is_an_error_and_an_input_without_rows(w
     assert "becomes an error row: null_prompt" in pipe("validate", "job.yaml")[1]
     pq.write_table(pa.table({"id": [1], "text": ["x"]}).slice(0, 0), work / "data" / "a.parquet")
     assert "one empty part" in pipe("validate", "job.yaml")[1]
+
+
+def test_validate_shows_a_chat_through_the_template(work, pipe):
+    chat = "--set=prompt.chat={system: Be brief.}"
+    _, out, _ = pipe("validate", "job.yaml", chat)
+    shown = "| <|bos|><|im_start|>system\n    | Be brief.<|im_end|>\n    | <|im_start|>user\n    | Sum up:"
+    assert shown in out
+    plain, through = (
+        json.loads(pipe("validate", "job.yaml", "--json", *more)[1])["first_prompt"] for more in ([], [chat])
+    )
+    assert through["tokens"] > plain["tokens"] > 10
+    (work / "mine.jinja").write_text("MINE {{ messages[0].content }} {{ tone }}")
+    mine = ["--set=prompt.chat.template=mine.jinja", "--set=prompt.chat.template_kwargs={tone: kind}"]
+    assert json.loads(pipe("validate", "job.yaml", "--json", *mine)[1])["first_prompt"]["text"].endswith("kind")
+    refusing = "{{ raise_exception('no such role') }}"
+    (work / "mine.jinja").write_text(refusing)
+    assert "becomes an error row: invalid_messages: the chat template refused" in pipe("validate", "job.yaml", *mine)[1]
+
+
+def test_validate_shows_how_long_the_prompts_of_a_sample_are(work, pipe):
+    rows = 3000
+    texts = ["word " * (i % 40) for i in range(rows - 1)]
+    pq.write_table(pa.table({"id": range(rows), "text": [*texts, None]}), work / "data" / "a.parquet")
+    found = json.loads(pipe("validate", "job.yaml", "--json", "--set", "engine.max_model_len=40")[1])["prompt_tokens"]
+    assert found["rows"] == 4 * 64
+    bars = found["histogram"]
+    assert sum(count for _, count in bars) + sum(found["errors"].values()) == 256
+    assert [longest for longest, _ in bars] == [bars[0][0] * (i + 1) for i in range(len(bars))]
+    assert 0 < found["too_long"] < 256
+    assert found["median"] <= found["p90"] <= found["longest"] <= bars[-1][0]
+    assert 0.5 < found["estimated_total"] / (found["median"] * rows) < 2
+    out = pipe("validate", "job.yaml", "--set", "engine.max_model_len=40", "--limit", "10")[1]
+    assert "Prompt tokens of 10 sampled rows: median" in out
+    assert "about" in out
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("chat: true", "prompt.chat: bare: the checkpoint has no chat template"),
+        ("chat: {template: nowhere.jinja}", "nowhere.jinja: no such file"),
+        ("chat: {template: data/a.parquet}", "data/a.parquet: not UTF-8 text"),
+    ],
+)
+def test_a_chat_without_a_template_is_refused_before_anything_is_loaded(work, pipe, prompt, expected):
+    from pipeline.demo import demo_model
+
+    shutil.copytree(demo_model("target"), work / "bare")
+    (work / "bare" / "chat_template.jinja").unlink()
+    job = ["job.yaml", "--set", "model.path=bare", "--set", f"prompt={{{prompt}}}"]
+    code, _, err = pipe("validate", *job)
+    assert code == 2
+    assert expected in err
+    code, _, err = pipe("run", *job)
+    assert code == 2
+    assert expected in err
+    assert not (work / "out").exists()
+
+
+def test_a_model_that_is_not_here_yet_leaves_prompts_untemplated(work, pipe):
+    code, out, _ = pipe("validate", "job.yaml", "--set", "model.path=owner/name", "--set", "prompt.chat=true")
+    assert code == 0
+    assert "First prompt (a.parquet row 0, 21 bytes)" in out
+    assert "The tokenizer is not on this machine yet" in out
+
+
+def test_the_models_own_sampling_is_taken_only_where_asked_and_always_told(work, pipe):
+    from pipeline.demo import demo_model
+
+    shutil.copytree(demo_model("target"), work / "own")
+    values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
+    (work / "own" / "generation_config.json").write_text(json.dumps(values))
+    own, take = ["--set", "model.path=own"], ["--set", "sampling.defaults=model"]
+    out = pipe("validate", "job.yaml", *own)[1]
+    not_taken = "not taken of the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20 (sampling.def"
+    assert not_taken in out
+    out = pipe("validate", "job.yaml", *own, *take, "--set", "sampling.top_k=5")[1]
+    assert "  taken of the model's generation_config.json: temperature 0.6, top_p 0.95; not taken of" in out
+    assert "top_k 20 (the job gives its own)" in out
+    assert "generation_config" not in pipe("validate", "job.yaml")[1], "greedy as here: nothing to tell"
+    (work / "own" / "generation_config.json").write_text('{"temperature": -1}')
+    code, _, err = pipe("validate", "job.yaml", *own, *take)
+    assert code == 2
+    assert "generation_config.json: temperature: " in err

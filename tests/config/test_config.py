@@ -90,7 +90,7 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
     config = job()
     not_in_jobs = {"model", "quantization", "draft", "num_threads"}  # or in the section of the model
     assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
-    assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields)
+    assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields) - {"defaults"}
 
 
 def test_off_and_false_both_switch_off(job):
@@ -201,14 +201,17 @@ def test_refused(mistakes, more: str, expected: str):
     ("before", "after", "expected"),
     [
         ("column: text", "template: plain words", "names no column"),
-        ("column: text", "template: 'x {text.__class__}'", "only plain column names"),
-        ("column: text", "template: 'x {text!r}'", "only plain column names"),
+        ("column: text", "template: 'x {text[0]}'", "no indices, conversions"),
+        ("column: text", "template: 'x {text!r}'", "no indices, conversions"),
         ("column: text", "template: 'x {'", "prompt.template: "),
+        ("column: text", "column: text, defaults: {txt: x}", "prompt: defaults: 'txt' is not in the prompt"),
+        ("column: text", "messages: text, defaults: {text: x}", "messages does not"),
         ("{column: text}", "{}", "expected exactly one of template, column, messages; got none of them"),
         ("path: demo", "path: demo:large", "expected demo, demo:target, demo:target-awq"),
         ("path: demo", "path: demo, draft: demo:small", "model.draft: no embedded model 'demo:small'"),
         ("path: demo", "path: demo, trust: always", "code from a checkpoint is never run"),
         ("path: data", "path: data, columns: [a, a]", "'a' is named twice"),
+        ("path: demo", "path: 's3://b/m', revision: x", "model.revision: only a Hugging Face id has revisions"),
         ("path: data", "path: data, limit: 0", "expected at least 1"),
         ("path: data", "path: 's3://user:hunter2@bucket/x'", "input.path: a bucket's url holds no user or password"),
         ("path: demo", "path: 's3://user:hunter2@bucket'", "model.path: a bucket's url holds no user or password"),
@@ -280,6 +283,7 @@ IDENTITY = [
     ("prompt:", "run: {window_bytes: 5}\nprompt:"),
     ("prompt:", "run: {unit_tokens: 5}\nprompt:"),
     ("prompt:", "run: {unit_rows: 5}\nprompt:"),
+    ("column: text", "column: text, defaults: {text: none}"),
 ]
 NUMERICS = [
     ("prompt:", "engine: {dtype: float32}\nprompt:"),
@@ -295,6 +299,7 @@ FREE = [
     ("prompt:", "run: {actors: 3, max_error_rate: 0.5, drain_s: 3, units_in_flight: 2}\nprompt:"),
     ("prompt:", "engine: {max_num_seqs: 3, block_size: 16, enable_prefix_caching: off, speculation: off}\nprompt:"),
     ("path: demo", "path: demo, draft: demo:draft"),
+    ("path: demo", "path: owner/name, revision: v1"),
     ("prompt:", "engine: {speculation: {proposer: draft, max_draft_tokens: 3}}\nprompt:"),
     ("prompt:", "cost: {hourly_usd: 3}\nprompt:"),
 ]

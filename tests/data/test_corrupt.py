@@ -9,9 +9,10 @@ import fsspec
 import pyarrow as pa
 import pytest
 
+from pipeline.data.dataset_files import SkippedFile
 from pipeline.data.footer import DamagedFile
 from pipeline.data.prompts import PromptSpec
-from pipeline.data.source import SkippedFile, cut_windows, open_source, read_window
+from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import EnvironmentFailed, InputError
 from tests.data.conftest import StoreSaidNo, in_memory

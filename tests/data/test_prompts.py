@@ -1,7 +1,9 @@
 """Rendering: values are never templates, and every bad row is an error of its own."""
 
+import datetime
 import json
 import tracemalloc
+from decimal import Decimal
 
 import pyarrow as pa
 import pytest
@@ -46,7 +48,7 @@ def test_fault_45_values_are_never_rendered_again(text, hostile):
 @pytest.mark.parametrize(
     "template",
     [
-        *("{report.__class__}", "{report[0]}", "{report!r}", "{report:>9}", "{report:{n}}", "{}", "{0}"),
+        *("{report.}", "{.report}", "{report[0]}", "{report!r}", "{report:>99999}", "{report:{n}}", "{}", "{0}"),
         *("{report", "}", "no column", "", '{"a": 1} {report}', "\ud800{report}"),
     ],
 )
@@ -208,3 +210,69 @@ def test_malformed_messages_in_structs():
     struct = pa.StructArray.from_arrays([pa.array(["user"] * 2), bad_string(b"\xff", b"x")], ["role", "content"])
     got = prompts({"chat": pa.ListArray.from_arrays([0, 1, 2], struct)}, messages="chat")
     assert got == ["invalid_utf8", '[{"role":"user","content":"x"}]']
+
+
+DAY = datetime.datetime(2026, 1, 31, 14, 5)
+FORMED = {
+    "n": pa.array([7, None, -1], pa.int32()),
+    "score": [0.125, 2.0, None],
+    "price": pa.array([Decimal("1.50"), Decimal("2.00"), None], pa.decimal128(9, 2)),
+    "day": pa.array([DAY, None, DAY], pa.timestamp("ns")),
+    "text": ["a", "b{n}", "c"],
+    "doc": [{"title": "T", "by": {"name": "N", "ids": [1, 2]}}, {"title": None, "by": None}, None],
+    "json": ['{"a": {"b": 1.0}, "c": "x"}', '{"a": [1]}', "no json"],
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{n:05d}|{score:.2f}", ["00007|0.12", "n", "score"]),
+        ("{price:>8}|{text}", ["    1.50|a", "    2.00|b{n}", "price"]),
+        ("{text:>3}{text}", ["  aa", "b{n}b{n}", "  cc"]),
+        ("{day:%d %B %Y, %H:%M}", ["31 January 2026, 14:05", "day", "31 January 2026, 14:05"]),
+        ("{doc.title}: {doc.by.name}", ["T: N", "doc.title", "doc.title"]),
+        ("{doc.by} {doc.by.ids}", ['{"name":"N","ids":[1,2]} [1,2]', "doc.by", "doc.by"]),
+        ("{json.a} {json.c}", ['{"b":1.0} x', "json.c", "json.a"]),
+        ("{json.a.b}", ["1.0", "json.a.b", "json.a.b"]),
+        ("{json.__class__}", ["json.__class__"] * 3),
+    ],
+)
+def test_values_in_a_form_and_fields_of_fields(template, expected):
+    out = render(pa.table(FORMED), PromptSpec(template=template))
+    got = [p if p is not None else m.split("'")[1] for p, m in zip(out.prompts, out.messages, strict=True)]
+    assert got == expected
+    assert set(out.errors) <= {None, "null_prompt"}
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{n:.2q}", "int32"),
+        ("{text:.2f}", "string"),
+        ("{doc:>9}", "takes no format spec"),
+        ("{json.a:>9}", "inside of JSON text takes no format spec"),
+        ("{doc.tilte}", "did you mean 'title'"),
+        ("{n.x}", "'n' is int32, which has no fields"),
+        ("{doc.title.x}", "'doc.title' is string, which has no fields"),
+    ],
+)
+def test_fields_and_forms_that_the_columns_do_not_have(template, says):
+    with pytest.raises(ConfigError, match=says):
+        PromptSpec(template=template).check(pa.table(FORMED).schema)
+
+
+def test_texts_stand_for_nulls_where_asked():
+    spec = PromptSpec(template="{doc.title}/{n:03d}/{text}", defaults={"doc.title": "(none) {text}", "n": "?"})
+    assert render(pa.table(FORMED), spec).prompts == ["T/007/a", "(none) {text}/?/b{n}", "(none) {text}/-01/c"]
+    assert render(pa.table({"a": ["x", None]}), PromptSpec(column="a", defaults={"a": "y"})).prompts == ["x", "y"]
+    with pytest.raises(ConfigError, match=r"prompt\.defaults: 'txt' is not in the prompt .did you mean 'text'"):
+        PromptSpec(template="{text}", defaults={"txt": ""})
+    with pytest.raises(ConfigError, match="messages does not"):
+        PromptSpec(messages="m", defaults={"m": ""})
+
+
+def test_bytes_that_are_no_text_are_an_error_in_a_form_too():
+    column = pa.array([b"\xff", b"ok"], pa.binary())
+    out = render(pa.table({"b": column}), PromptSpec(template="{b:>4}"))
+    assert (out.prompts, out.errors) == ([None, "  ok"], ["invalid_utf8", None])

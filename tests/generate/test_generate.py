@@ -1,5 +1,6 @@
 """Ad hoc prompts: what is read, what is sent, the order and form of what comes back."""
 
+import gzip
 import io
 import json
 import os
@@ -217,6 +218,19 @@ def test_a_file_that_comes_into_being_meanwhile_is_kept(tmp_path):
     assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
 
 
+def test_compressed_lines_are_prompts_and_many_files_a_job(rows, pipe, tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
+    (tmp_path / "t.txt.zst").write_bytes(pa.compress(b"c\n", codec="zstd", asbytes=True))
+    assert [row["generated_text"] for row in rows("--input", "a.jsonl.gz")] == ["a|256", "b|256"]
+    assert [row["generated_text"] for row in rows("--input", "t.txt.zst")] == ["c|256"]
+    (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
+    code, _, err = pipe("--input", "bad.jsonl.gz")
+    assert (code, "bad.jsonl.gz: damaged" in err) == (2, True)
+    assert [is_dataset(name) for name in ("a.jsonl.gz", "x.jsonl", "*.jsonl", "s3://b/x.jsonl", str(tmp_path))] == [
+        False, False, True, True, True
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "expected"),
     [
@@ -231,7 +245,7 @@ def test_a_file_that_comes_into_being_meanwhile_is_kept(tmp_path):
         (["--prompt", "x", "--output", "o.csv"], b"", "expected a file that ends in .jsonl or .parquet"),
         (["--prompt", "x", "--output", "no/o.jsonl"], b"", "no folder no"),
         (["--prompt", "x", "--model", "./nowhere"], b"", "no such folder"),
-        (["--input", "d"], b"", "--output: Parquet input is a job"),
+        (["--input", "d"], b"", "--output: such an input is a job"),
         (["--input", "d", "--output", "out", "--overwrite"], b"", "never overwritten"),
     ],
 )

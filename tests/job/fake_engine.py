@@ -33,7 +33,7 @@ class FakeTokenizer:
         return list((text + "".join(f"<{m['role']}>{m['content']}" for m in messages)).encode())
 
 
-def load_tokenizer(folder: str) -> FakeTokenizer:
+def load_tokenizer(folder: str, chat_template: str | None = None) -> FakeTokenizer:
     return FakeTokenizer()
 
 

@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from pipeline.checkpoints.digest import asks_for_date
+from pipeline.checkpoints.chat_template import folder_asks_for_date
 from pipeline.errors import FingerprintError, OutputError
 from pipeline.job.actor.worker import Backend
 from pipeline.job.plan import make_plan
@@ -27,9 +27,10 @@ FIRST, LATER = datetime(2026, 11, 23, 23, 59, 58), datetime(2026, 11, 24, 0, 0, 
 def run(job, monkeypatch):
     """Runs the job at a time of this machine's clock; the completions by row."""
 
-    def at(now: datetime, date: str | None = None, **sections) -> dict[int, str]:
+    def at(now: datetime, date: str | None = None, template: str | None = None, **sections) -> dict[int, str]:
         monkeypatch.setattr("pipeline.job.run.wall_time", lambda: now)
-        config = job.config(prompt={"chat": {} if date is None else {"date": date}}, **sections)
+        given = {"date": date, "template": template}
+        config = job.config(prompt={"chat": {k: v for k, v in given.items() if v is not None}}, **sections)
         run_job(config, backend=REAL_TOKENIZER)
         return {row["id"]: row["generated_text"] for row in job.table().to_pylist()}
 
@@ -136,7 +137,7 @@ def test_jobs_without_a_date_in_their_prompts_stay_the_jobs_they_were(job):
 
 
 def test_where_a_template_may_stand(tmp_path):
-    assert not asks_for_date(tmp_path)
+    assert not folder_asks_for_date(tmp_path)
     escaped = "\\u0073trftime_now('%Y')"
     for name, text, asks in (
         ("tokenizer_config.json", json.dumps({"chat_template": DATED}), True),
@@ -150,5 +151,30 @@ def test_where_a_template_may_stand(tmp_path):
         ("README.md", DATED, False),
     ):
         (tmp_path / name).write_text(text)
-        assert asks_for_date(tmp_path) == asks, (name, text)
+        assert folder_asks_for_date(tmp_path) == asks, (name, text)
         (tmp_path / name).unlink()
+
+
+def test_a_template_of_the_job_is_in_its_identity_and_asks_for_the_date_itself(job):
+    job.rows(TEXTS)
+    use_template(job, UNDATED)
+    file = job.folder / "t.jinja"
+    chat = {"chat": {"template": str(file)}}
+
+    def planned(template):
+        file.write_text(template)
+        return make_plan(job.config(prompt=chat), "cpu").fingerprint
+
+    one, other = planned("A {{ messages[0].content }}"), planned(DATED)
+    assert (one.needs_date, other.needs_date) == (False, True)
+    assert one.identity["prompt"]["chat"]["template"] != other.identity["prompt"]["chat"]["template"]
+    assert planned("A {{ messages[0].content }}").digest == one.digest
+
+
+def test_rows_go_through_the_template_of_the_job(job, run):
+    use_template(job, UNDATED)
+    (job.folder / "t.jinja").write_text(DATED)
+    by_file = run(FIRST, template=str(job.folder / "t.jinja"))
+    job.output = job.folder / "other"
+    use_template(job, DATED)
+    assert run(FIRST, output={"path": str(job.output)}) == by_file

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoints.locate import locate_model, resolve_model, why_no_checkpoint
+from pipeline.demo import demo_model
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config
@@ -138,3 +139,22 @@ def test_what_a_user_writes_for_a_model_is_found_or_explained(folder: Path) -> N
     for name, said in (("./nothing/here", "no such folder"), ("demo:nothing", "demo")):
         with pytest.raises(ModelError, match=said):
             locate_model(name)
+
+
+def test_a_revision_is_of_a_hugging_face_id(monkeypatch):
+    import huggingface_hub
+
+    from pipeline.checkpoints.locate import folder_here
+
+    asked = []
+
+    def download(name, revision, allow_patterns):
+        asked.append((name, revision))
+        return str(demo_model("target"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("owner/name", revision="v2") == resolve_model("owner/name") == demo_model("target").resolve()
+    assert asked == [("owner/name", "v2"), ("owner/name", None)]
+    assert folder_here("owner/name", "v2") is None
+    with pytest.raises(ModelError, match="only a Hugging Face id has revisions"):
+        resolve_model(str(demo_model("target")), revision="v2")

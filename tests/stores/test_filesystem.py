@@ -1,6 +1,7 @@
 """Requests to object stores: what is tried again, how often, and what is said when it does not help."""
 
 import errno
+import gzip
 import random
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 from s3fs.errors import translate_boto_error
 
 from pipeline.checkpoints.locate import resolve_model
+from pipeline.data import json_lines
 from pipeline.data.output.parts import PartStore
-from pipeline.data.source import open_source
+from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.errors import EnvironmentFailed, InputError, ModelError, OutputError
 from pipeline.stores.filesystem import RemoteFilesystem, filesystem
 from pipeline.stores.retries import RetryCounts, RetryPolicy
@@ -378,3 +380,21 @@ def test_options_and_names_that_cannot_be_are_the_users_mistake():
         PartStore("s3://Not_A_Bucket!/out", {"key": KEY, "secret": SECRET}).list()
     with pytest.raises(ModelError, match="no place in a store"):
         resolve_model("s3://Not_A_Bucket!/model", {"key": KEY, "secret": SECRET})
+
+
+def test_lines_in_a_store_are_read_over_its_faults(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: QUICK)
+    monkeypatch.setattr(json_lines, "_REQUEST_BYTES", 2000)
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 3000)
+    lines = b"".join(b'{"n": %d}\n' % i for i in range(2000))
+    url = f"{store.bucket.url(tmp_path.name)}/in"
+    for name, data in (("a.jsonl", lines), ("b.jsonl.gz", gzip.compress(lines))):
+        (tmp_path / name).write_bytes(data)
+        store.bucket.upload(tmp_path / name, f"{tmp_path.name}/in/{name}")
+    retries = RetryCounts()
+    store.proxy.add("server_error", r"in/a\.jsonl", times=1)
+    store.proxy.add("truncated", r"in/b\.jsonl", times=1)
+    source = open_source(url, store.bucket.storage, retries=retries)
+    read = [n for w in cut_windows(source, 700, 1 << 40) for n in read_window(source, w, ["n"])["n"].to_pylist()]
+    assert read == [*range(2000), *range(2000)]
+    assert sum(retries.counted().values()) == 2

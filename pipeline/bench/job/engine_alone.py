@@ -41,6 +41,7 @@ def _requests(plan: JobPlan, tokenize: Tokenize) -> Iterator[Request]:
 def main(job: str) -> None:
     config = load_job(job)
     plan = make_plan(config, resolve_device(config))
+    config = plan.config
     marks = [time.perf_counter()]
     engine = Engine(config.engine_config(str(plan.model), plan.draft and str(plan.draft), available_cores()))
     engine.warm_up()

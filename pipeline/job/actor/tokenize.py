@@ -6,18 +6,24 @@ A row that cannot be sent is a completion with an error. Jobs, `pipeline generat
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from pipeline.checkpoints.chat_template import ADVICE, has_template
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
+from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.chat import ChatTemplateError
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
+
+
+T = TypeVar("T")
 
 
 class Tokenizer(Protocol):
@@ -32,6 +38,14 @@ class Tokenizer(Protocol):
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> list[int]: ...
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        system: str | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,18 @@ def chat_of(config: "JobConfig", now: datetime | None) -> Chat | None:
         given.template_kwargs,
         now if given.date is None else datetime.fromisoformat(given.date),
     )
+
+
+def chat_template(config: "JobConfig", model: Path) -> str | None:
+    """The text of `prompt.chat.template`; None where the model's own is taken, or none. Raises ConfigError where
+    prompts are chats and there is none."""
+    template = config.chat_template()
+    if config.prompt.chat is not None and template is None and not has_template(model):
+        raise ConfigError(
+            f"prompt.chat: {shown_url(config.model.path)}: the checkpoint has no chat template (chat_template.jinja, "
+            f"or `chat_template` in tokenizer_config.json). {ADVICE}"
+        )
+    return template
 
 
 def row_seed(job_seed: int, source_file: str, source_row: int) -> int:
@@ -106,12 +132,17 @@ class Tokenize:
                 failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(refused)))
         return requests, failed
 
+    def shown(self, prompt: str) -> str:
+        """A unit's prompt as the model gets it, for people. Raises ChatTemplateError."""
+        return prompt if self._chat is None else self._through_template(self._tokenizer.render_chat, prompt, self._chat)
+
     def _encode_chat(self, prompt: str, chat: Chat) -> list[int]:
+        return self._through_template(self._tokenizer.encode_chat, prompt, chat)
+
+    def _through_template(self, render: Callable[..., T], prompt: str, chat: Chat) -> T:
         messages = json.loads(prompt) if chat.from_messages else [{"role": "user", "content": prompt}]
         with self._chat_lock:
-            return self._tokenizer.encode_chat(
-                messages, chat.system, chat.add_generation_prompt, chat.template_kwargs, chat.now
-            )
+            return render(messages, chat.system, chat.add_generation_prompt, chat.template_kwargs, chat.now)
 
 
 def failed_row(row_id: object, error: str, message: str, num_prompt_tokens: int = 0) -> Completion:

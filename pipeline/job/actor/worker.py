@@ -39,7 +39,8 @@ from pipeline.stores.retries import RetryCounts
 @dataclass(frozen=True)
 class Backend:
     """What computes: `module:callable` of the engine (called in its own process, with an EngineConfig and a function
-    to say what it does while it loads) and of the tokenizer (called with the model's folder). Tests name fakes here."""
+    to say what it does while it loads) and of the tokenizer (called with the model's folder and a chat template, or
+    None for its own). Tests name fakes here."""
 
     engine: str = "pipeline.engine.engine:Engine"
     tokenizer: str = "pipeline.tokenization.tokenizer:Tokenizer.from_folder"
@@ -63,6 +64,8 @@ class WorkSpec:
     log_level: Level = "info"
     seed: int = 0
     chat: Chat | None = None
+    chat_template: str | None = None  # instead of the checkpoint's own
+    revision: str | None = None  # of the model
     draft: str | None = None
     model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the output
@@ -76,12 +79,13 @@ class WorkSpec:
     def here(self, retries: RetryCounts) -> EngineConfig:
         """`engine`, with the folders of its models on this machine; they are downloaded where they are missing."""
 
-        def folder(found: str, path: str, key: str) -> str:
+        def folder(found: str, path: str, key: str, revision: str | None = None) -> str:
             if Path(found).is_dir():
                 return found
-            return str(resolve_model(path, storage_for(path, self.model_storage), None, retries, key))
+            storage = storage_for(path, self.model_storage)
+            return str(resolve_model(path, storage, None, retries, key, revision))
 
-        model, draft = folder(self.engine.model, self.model, "model.path"), None
+        model, draft = folder(self.engine.model, self.model, "model.path", self.revision), None
         if self.engine.draft is not None and self.draft is not None:
             draft = folder(self.engine.draft, self.draft, "model.draft")
         return replace(self.engine, model=model, draft=draft)
@@ -104,7 +108,7 @@ class Worker:
         launch = Launch(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads)
         self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
         # While the engine's process starts:
-        tokenizer = load_factory(spec.backend.tokenizer)(engine.model)
+        tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
         self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
         self._retry_failed = spec.retry_failed
         self._partial = PartialUnits(store, spec.fingerprint)

@@ -1,0 +1,163 @@
+"""Prompt templates: text with `{column}`, `{column.field}` and `{column:.2f}`, and the values that fill it.
+
+A template is split once into literal text and fields. A field's value is taken from its column as Arrow holds it and
+never looked at again; nothing of a template reaches Python's attributes or indices.
+"""
+
+import datetime
+import decimal
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from string import Formatter
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.data.columns import did_you_mean, is_text
+from pipeline.errors import ConfigError
+
+_HINT = "; write {column}, {column.field} or {column:.2f}, and {{ or }} for a brace of the text"
+_MAX_WIDTH_DIGITS = 4  # of a format spec: more would make a row of gigabytes
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One place of a template: a column, the fields to go down in it, and a format spec, or none."""
+
+    column: str
+    path: tuple[str, ...] = ()
+    form: str = ""
+
+    @property
+    def name(self) -> str:
+        """As `prompt.defaults` and messages call it."""
+        return ".".join((self.column, *self.path))
+
+    def type_in(self, schema: pa.Schema) -> pa.DataType | None:
+        """The type of its values; None for a field inside of JSON text. Raises ConfigError where there is none."""
+        kind = schema.field(self.column).type
+        for at, name in enumerate(self.path):
+            if is_text(kind) and at == 0:
+                return None
+            if not pa.types.is_struct(kind):
+                raise ConfigError(
+                    f"prompt.template: {{{self.name}}}: {'.'.join((self.column, *self.path[:at]))!r} is {kind}, which "
+                    "has no fields; expected a struct, or text that holds JSON objects"
+                )
+            names = [field.name for field in kind.fields]
+            if names.count(name) != 1:
+                raise ConfigError(f"prompt.template: {{{self.name}}}: no field {name!r}{did_you_mean(name, names)}")
+            kind = kind.field(name).type
+        return kind
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise ConfigError where the columns have no such field, or none that can be formatted so."""
+        kind = self.type_in(schema)
+        if not self.form:
+            return
+        sample = None if kind is None else _sample(kind)
+        if sample is None:
+            what = "inside of JSON text" if kind is None else f"of type {kind}"
+            raise ConfigError(
+                f"prompt.template: {{{self.name}:{self.form}}}: a value {what} takes no format spec; numbers, texts, "
+                "dates and times do"
+            )
+        try:
+            format(sample, self.form)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"prompt.template: {{{self.name}:{self.form}}}: {error} (it is {kind})") from None
+
+    def values(self, batch: pa.RecordBatch, text_of: Callable[[pa.Array], list[Any]]) -> list[Any]:
+        """Of each row the value as UTF-8 bytes, or None; those without a format spec by `text_of`."""
+        column = batch.column(self.column)
+        if self.path and is_text(column.type):
+            return [_inside(value, self.path) for value in text_of(column)]
+        if self.path:
+            column = pc.call_function("struct_field", [column], pc.StructFieldOptions(list(self.path)))
+        if not self.form:
+            return text_of(column)
+        if is_text(column.type):
+            return [_formatted_text(value, self.form) for value in text_of(column)]
+        if pa.types.is_timestamp(column.type):  # Python's times have no nanoseconds
+            column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
+        return [None if v is None else format(v, self.form).encode() for v in column.to_pylist()]
+
+
+@lru_cache(maxsize=64)
+def parse(template: str) -> tuple[tuple[str, ...], tuple[Field, ...]]:
+    """The literals and the fields between them. Raises ConfigError when the template is malformed or names none."""
+    literals, fields = [""], []
+    try:
+        template.encode()  # half a surrogate pair: UnicodeEncodeError, a ValueError
+        for literal, name, form, conversion in Formatter().parse(template):
+            literals[-1] += literal
+            if name is None:
+                continue
+            fields.append(_field(name, form or "", conversion))
+            literals.append("")
+    except ValueError as e:
+        raise ConfigError(f"prompt.template: {e}{_HINT}") from e
+    if not fields:
+        raise ConfigError(f"prompt.template: names no column, so every prompt would be the same{_HINT}")
+    return tuple(literals), tuple(fields)
+
+
+def _field(name: str, form: str, conversion: str | None) -> Field:
+    column, *path = name.split(".")
+    braces_of_json = form and any(c in name for c in "\"'\n")
+    if not all((column, *path)) or column.isdigit() or braces_of_json:
+        raise ConfigError(f"prompt.template: {{{name}}} names no column{_HINT}")
+    if conversion or "[" in name or "{" in form:
+        raise ConfigError(
+            f"prompt.template: {{{name}...}}: no indices, conversions or fields in format specs are taken{_HINT}"
+        )
+    if any(len(digits) > _MAX_WIDTH_DIGITS for digits in re.findall(r"\d+", form)):
+        raise ConfigError(f"prompt.template: {{{name}:{form}}}: a format spec of more than {_MAX_WIDTH_DIGITS} digits")
+    return Field(column, tuple(path), form)
+
+
+def _sample(kind: pa.DataType) -> object:
+    """A value of the kind that `values` formats; None for kinds that it cannot."""
+    if is_text(kind):
+        return "x"
+    if pa.types.is_boolean(kind):
+        return True
+    if pa.types.is_integer(kind):
+        return 1
+    if pa.types.is_floating(kind):
+        return 1.5
+    if pa.types.is_decimal(kind):
+        return decimal.Decimal("1.5")
+    if pa.types.is_date(kind):
+        return datetime.date(2026, 1, 31)
+    if pa.types.is_timestamp(kind):
+        return datetime.datetime(2026, 1, 31)
+    return None
+
+
+def _formatted_text(value: Any, form: str) -> Any:
+    """What is no text stays what it is: the row's error says so."""
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return format(value.decode(), form).encode()
+    except UnicodeDecodeError:
+        return value
+
+
+def _inside(value: Any, path: tuple[str, ...]) -> bytes | None:
+    """The field in a text that holds a JSON object; None where it is not there, or the text is none."""
+    try:
+        found = json.loads(value.decode()) if isinstance(value, bytes) else None
+    except (ValueError, RecursionError):
+        return None
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    if found is None:
+        return None
+    text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "surrogatepass")  # half a surrogate pair: then the row's error says so

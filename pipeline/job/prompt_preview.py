@@ -1,0 +1,93 @@
+"""What a model would be sent: the first row's prompt as it gets it, and how long a sample's prompts are in tokens.
+
+Rows are rendered, tokenized and refused as a job's are. The model itself is not loaded.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from pipeline.config import JobConfig
+from pipeline.data.source import Source, Window, read_window
+from pipeline.data.units import Units, make_units
+from pipeline.job.actor.tokenize import Tokenize
+
+MAX_PROMPT_CHARS = 1500
+_STRETCHES, _STRETCH_ROWS = 4, 64  # sampled, evenly spread: few, as each costs a row group
+_NUM_BARS = 8
+
+
+def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -> dict[str, Any] | None:
+    """The first row's prompt, or why it has none; None where there are no rows. With `tokenize` as the model gets it:
+    through the chat template, and counted."""
+    if source.num_rows == 0:
+        return None
+    ((unit,),) = [list(_units(config, source, Window(0, 0, 1)))]
+    prompt, error, message, file, row = (
+        unit.own(name)[0].as_py() for name in ("_prompt", "_error", "_error_message", "source_file", "source_row")
+    )
+    tokens = None
+    if prompt is not None and tokenize is not None:
+        requests, failed = tokenize(unit)
+        if failed:
+            prompt, error, message = None, failed[0].error, failed[0].error_message
+        else:
+            prompt, tokens = tokenize.shown(prompt), len(requests[0].prompt_token_ids)
+    return {
+        "source_file": file,
+        "source_row": row,
+        "bytes": len(prompt.encode()) if prompt is not None else 0,
+        "tokens": tokens,
+        "text": prompt if prompt is None else prompt[:MAX_PROMPT_CHARS],
+        "error": error,
+        "error_message": message,
+    }
+
+
+def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize) -> dict[str, Any]:
+    """How long the prompts of a sample are, in tokens, and what they come to in all if the other rows are like them."""
+    total = source.num_rows if config.input.limit is None else min(config.input.limit, source.num_rows)
+    lengths: list[int] = []
+    errors: Counter[str] = Counter()
+    for window in _sampled(total):
+        for unit in _units(config, source, window):
+            requests, failed = tokenize(unit)
+            lengths += [len(request.prompt_token_ids) for request in requests]
+            errors.update(str(completion.error) for completion in failed)
+    lengths.sort()
+    most, rows = config.engine.max_model_len, len(lengths) + sum(errors.values())
+    return {
+        "rows": rows,
+        "errors": dict(sorted(errors.items())),
+        "too_long": 0 if most is None else sum(length >= most for length in lengths),
+        **({name: _quantile(lengths, q) for name, q in (("median", 0.5), ("p90", 0.9), ("longest", 1))}),
+        "histogram": _histogram(lengths),
+        "estimated_total": round(sum(lengths) / rows * total) if rows else 0,
+    }
+
+
+def _units(config: JobConfig, source: Source, window: Window) -> Units:
+    spec = replace(config.unit_spec(), sampling_columns={})
+    return make_units(read_window(source, window, spec.columns), spec, window.index)
+
+
+def _sampled(total: int) -> list[Window]:
+    if total <= _STRETCHES * _STRETCH_ROWS:
+        return [Window(0, 0, total)] if total else []
+    starts = [i * total // _STRETCHES for i in range(_STRETCHES)]
+    return [Window(i, start, start + _STRETCH_ROWS) for i, start in enumerate(starts)]
+
+
+def _quantile(lengths: list[int], q: float) -> int | None:
+    return lengths[min(len(lengths) - 1, int(q * len(lengths)))] if lengths else None
+
+
+def _histogram(lengths: list[int]) -> list[tuple[int, int]]:
+    """(longest length of a bar, rows in it), lengths from 1 on; bars of one round width, empty ones too."""
+    if not lengths:
+        return []
+    width = 1
+    while width * _NUM_BARS < lengths[-1]:
+        width = next(step * 10**power for power in range(12) for step in (1, 2, 5) if step * 10**power > width)
+    bars = Counter(max(0, length - 1) // width for length in lengths)
+    return [((i + 1) * width, bars[i]) for i in range(max(bars) + 1)]

@@ -1,0 +1,49 @@
+"""Environment variables in a job file: in its paths, and nowhere else."""
+
+import pytest
+
+from pipeline.config import JobFileError, load_job
+
+JOB = """\
+input: {path: "${DATA:-data}/${DAY}"}
+prompt: {template: "${DATA} {text}"}
+model: {path: "${MODEL:-demo}"}
+sampling: {stop: ["${DATA}"]}
+output: {path: "out/${DAY}"}
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    def load(environ, text=JOB, **options):
+        (tmp_path / "job.yaml").write_text(text)
+        return load_job(tmp_path / "job.yaml", environ=environ, **options)
+
+    return load
+
+
+def test_paths_take_variables_and_texts_do_not(job):
+    found = job({"DAY": "monday"})
+    assert (found.input.path, found.model.path, found.output.path) == ("data/monday", "demo", "out/monday")
+    assert (found.prompt.template, found.sampling.stop) == ("${DATA} {text}", ("${DATA}",))
+    found = job({"DAY": "1", "DATA": "s3://b", "MODEL": ""}, sets=["output.path=${OUT:-x}"])
+    assert (found.input.path, found.model.path, found.output.path) == ("s3://b/1", "demo", "x")
+    assert found.where("input.path").endswith("job.yaml:1")
+    assert found.where("output.path") == "--set"
+
+
+def test_where_data_lies_makes_no_other_job(job):
+    assert job({"DAY": "1"}).identity() == job({"DAY": "2", "DATA": "elsewhere"}).identity()
+
+
+def test_what_a_variable_holds_is_not_looked_at_again(job):
+    assert job({"DAY": "${DATA}"}).output.path == "out/${DATA}"
+
+
+def test_variables_that_are_not_set_are_named_all_at_once(job):
+    with pytest.raises(JobFileError) as error:
+        job({"DAY": ""}, JOB.replace('"${MODEL:-demo}"', '"${MO DEL}"'))
+    told = str(error.value)
+    assert "job.yaml:1: input.path: the environment variable DAY is not set\n    Set it, or give a default" in told
+    assert "job.yaml:5: output.path: the environment variable DAY is not set" in told
+    assert "job.yaml:3: model.path: expected ${NAME} or ${NAME:-default}" in told

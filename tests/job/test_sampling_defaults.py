@@ -1,0 +1,58 @@
+"""The model's own sampling values: taken where the job asks, never over its own, and part of what the job is."""
+
+import json
+
+import pytest
+
+from pipeline.demo import demo_model
+from pipeline.job.plan import make_plan
+from pipeline.job.sampling_defaults import values_of
+from tests.job.conftest import TEXTS
+
+OWN = {
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "repetition_penalty": 1.05,
+    "max_new_tokens": 99,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def planned(job):
+    job.rows(TEXTS)
+    (job.folder / "model" / "generation_config.json").write_text(json.dumps(OWN))
+
+    def plan(**sampling):
+        told = []
+        found = make_plan(job.config(sampling=sampling), "cpu", told.append)
+        return found.config.sampling_params(), found.fingerprint, "".join(told)
+
+    return plan
+
+
+def test_nothing_is_taken_unasked(planned):
+    params, plain, told = planned()
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0, 1, 0, 1)
+    assert "generation_config" not in told
+    assert planned(defaults="engine")[1].digest == plain.digest
+    assert "defaults" not in plain.identity["sampling"]
+
+
+def test_what_the_job_leaves_out_is_the_models_and_in_its_identity(planned):
+    params, taking, told = planned(defaults="model", top_p=0.5)
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.5, 20, 1.05)
+    assert params.max_tokens == 6
+    assert "sampling by the model's generation_config.json: temperature 0.6, top_k 20, repetition_penalty 1.05" in told
+    written = planned(temperature=0.6, top_p=0.5, top_k=20, repetition_penalty=1.05)[1]
+    assert taking.digest == written.digest != planned()[1].digest
+
+
+def test_a_model_that_does_not_sample_is_greedy(job):
+    path = job.folder / "model" / "generation_config.json"
+    path.write_text(json.dumps({**OWN, "do_sample": False}))
+    assert values_of(job.folder / "model") == {"repetition_penalty": 1.05, "temperature": 0}
+    path.unlink()
+    assert values_of(job.folder / "model") == {}
+    assert values_of(demo_model("target")) == {"temperature": 0}
