@@ -45,7 +45,7 @@ def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -
     yield "|---|---|---|---|---|"
     for name, key in section["properties"].items():
         required = name in section.get("required", ())
-        default = "required" if required else _code(key["default"]) if key.get("default") is not None else ""
+        default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
         example = _code(key["examples"][0]) if "$ref" not in key else ""
         kind = f"[section](#{name})" if "$ref" in key else _kind(key, definitions)
         description = key["description"].replace("{{", "`{{`").replace("}}", "`}}`").replace("|", "\\|")
@@ -60,20 +60,27 @@ def _code(value: object) -> str:
 
 def _kind(key: dict[str, Any], definitions: dict[str, Any]) -> str:
     """What a key takes, in a few words."""
-    kinds = [_one_kind(option, definitions) for option in key.get("anyOf", [key])]
+    kinds = [_one_kind(option, definitions) for option in _options(key, definitions)]
     return " or ".join(dict.fromkeys(kind for kind in kinds if kind))
 
 
+def _options(key: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The forms that a key may have, unions within unions taken apart."""
+    for option in key.get("anyOf", [key]):
+        found = definitions[option["$ref"].rpartition("/")[2]] if "$ref" in option else option
+        yield from _options(found, definitions) if "anyOf" in found else [found]
+
+
 def _one_kind(option: dict[str, Any], definitions: dict[str, Any]) -> str:
-    if "$ref" in option:
-        option = definitions[option["$ref"].rpartition("/")[2]]
     if "enum" in option:
         return ", ".join(f"`{value}`" for value in option["enum"])
     kind = option.get("type", "")
     if isinstance(kind, list):
         kind = next(name for name in kind if name != "null")
-    if kind == "null" or "const" in option:
+    if kind == "null" or option.get("const") is False:
         return ""
+    if "const" in option:
+        return f"`{option['const']}`"
     if kind == "object":
         return "`{column: name}`" if "column" in option.get("properties", {}) else "mapping"
     if kind == "array":

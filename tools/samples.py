@@ -70,7 +70,9 @@ PAGES = [
 
 def _table(rows: list[tuple], **columns: pa.DataType) -> pa.Table:
     values = zip(*rows, strict=True)
-    return pa.table({name: pa.array(column, kind) for (name, kind), column in zip(columns.items(), values, strict=True)})
+    return pa.table(
+        {name: pa.array(column, kind) for (name, kind), column in zip(columns.items(), values, strict=True)}
+    )
 
 
 TEXT = pa.string()
