@@ -92,15 +92,16 @@ def _one_kind(option: dict[str, Any], definitions: dict[str, Any]) -> str:
     return {"string": "text", "boolean": "true or false"}.get(kind, kind)
 
 
-def commands(command: click.Command = cli, path: str = "pipeline") -> Iterator[str]:
+def commands(command: click.Command = cli, parent: click.Context | None = None) -> Iterator[str]:
     """The help of every command, as `--help` prints it in a terminal of WIDTH characters."""
-    context = click.Context(command, info_name=path, terminal_width=WIDTH, max_content_width=WIDTH)
-    yield f"### {path}\n\n```text\n{command.get_help(context)}\n```\n"
+    settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    context = click.Context(command, parent, info_name=command.name if parent else "pipeline", **settings)
+    yield f"### {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             found = command.get_command(context, name)
             assert found is not None
-            yield from commands(found, f"{path} {name}")
+            yield from commands(found, context)
 
 
 PAGES = {DOCS / "job-file.md": keys, DOCS / "cli.md": commands}

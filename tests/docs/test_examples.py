@@ -32,13 +32,14 @@ def test_yaml_is_a_job_file_or_sections_of_one(block: Block, tmp_path: Path):
 def check_command(words: list[str]) -> None:
     """Raises click.UsageError where a command of ours is not one, or has an option that is not there."""
     command: Any = cli
+    above = click.Context(cli, **cli.context_settings)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        found = command.get_command(click.Context(command), words[0])
-        if found is None:
-            raise click.UsageError(f"no command {words[0]}")
-        command, words = found, words[1:]
+        command, name = command.get_command(above, words[0]), words[0]
+        if command is None:
+            raise click.UsageError(f"no command {name}")
+        words = words[1:]
     if "--help" not in words and "--version" not in words and not isinstance(command, click.Group):
-        command.make_context(command.name, [word for word in words if word != "..."])
+        command.make_context(command.name, [word for word in words if word != "..."], parent=above)
 
 
 def ours(command: str) -> list[str] | None:
