@@ -341,6 +341,12 @@ class RunSection(Section):
         description="Whose metadata service is asked whether a spot machine is about to go.",
         examples=["aws"],
     )
+    ray: Literal["auto", "always"] = Field(
+        default="auto",
+        description="auto: where one engine on this machine computes one window, the job runs without Ray, whose "
+        "start takes some seconds. always: every job runs with it.",
+        examples=["always"],
+    )
     ray_address: str | None = Field(
         default=None,
         description="A Ray cluster to run on. Ray is started on this machine when left out.",

@@ -45,7 +45,18 @@ def flow_spec(
     spot, in_flight = Spot(run.spot_notice, run.drain_s), run.units_in_flight
     requested = failpoints.requested(os.environ)
     return FlowSpec(
-        plan.source, tasks, plan.units, work, run.actors, cpus, gpus, in_flight, run.ray_address, spot, requested
+        plan.source,
+        tasks,
+        plan.units,
+        work,
+        run.actors,
+        cpus,
+        gpus,
+        in_flight,
+        run.ray_address,
+        spot,
+        requested,
+        always_ray=run.ray == "always",
     )
 
 

@@ -8,7 +8,8 @@ from pipeline.config.sections import RunSection
 from pipeline.errors import Interrupted, PipelineError, error_named
 from pipeline.job.actor.ledger import Order
 from pipeline.job.actor.spot import SpotNotice
-from pipeline.job.dataflow.spec import FlowSpec
+from pipeline.job.dataflow.in_process import InProcessDataflow
+from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
 from pipeline.job.reporter import TICK_S, RunReporter
 from pipeline.job.stall import Stall
 from pipeline.job.stop import StopSignals
@@ -37,12 +38,7 @@ class Watch:
 
     def compute(self, spec: FlowSpec) -> None:
         """Compute what is left. Returns when each unit has its part."""
-        from pipeline.job.dataflow.graph import Dataflow, EndOfUnits
-
-        self.reporter.say("starting Ray")
-        started = time.monotonic_ns()
-        flow = Dataflow(spec, self.log.began_us)
-        self.log.driver_us["ray_start"] = (time.monotonic_ns() - started) // 1000
+        flow = self._flow(spec)
         with self.stop.draining():
             self.reporter.say("loading the model")
             notice = self._spot_notice()
@@ -62,6 +58,17 @@ class Watch:
                 flow.close()
                 self.log.driver_us["ray_stop"] = (time.monotonic_ns() - started) // 1000
 
+    def _flow(self, spec: FlowSpec) -> "Dataflow | InProcessDataflow":
+        if not spec.needs_ray:
+            return InProcessDataflow(spec, self.log.began_us)
+        from pipeline.job.dataflow.graph import Dataflow
+
+        self.reporter.say("starting Ray")
+        started = time.monotonic_ns()
+        flow = Dataflow(spec, self.log.began_us)
+        self.log.driver_us["ray_start"] = (time.monotonic_ns() - started) // 1000
+        return flow
+
     def _spot_notice(self) -> SpotNotice | None:
         cloud = self.settings.spot_notice
         if cloud == "off":
@@ -69,7 +76,7 @@ class Watch:
         asked = "a spot notice: this machine is to be taken away"
         return SpotNotice(cloud, lambda: self.stop.ask(asked), self.reporter.warn)
 
-    def _consume(self, flow: "Dataflow") -> None:
+    def _consume(self, flow: "Dataflow | InProcessDataflow") -> None:
         next_look = 0.0
         stall = Stall(self.settings.progress_timeout_s)
         while True:
@@ -82,7 +89,7 @@ class Watch:
                 stall.look(self.log.written.units + self.log.lost.units, self.log.actors)
                 next_look = time.monotonic() + TICK_S
 
-    def _take_next(self, flow: "Dataflow") -> None:
+    def _take_next(self, flow: "Dataflow | InProcessDataflow") -> None:
         """Count the next unit that ends, if one does soon."""
         summary = flow.next(timeout_s=NEXT_S)
         if summary is None:
@@ -93,11 +100,11 @@ class Watch:
         self.log.add(summary)
         self.totals.check_error_rate()
 
-    def _look(self, flow: "Dataflow") -> None:
+    def _look(self, flow: "Dataflow | InProcessDataflow") -> None:
         """Hear what the actors say; they keep their last word where the ledger does not answer."""
         self.log.actors = flow.actors() or self.log.actors
 
-    def _drain(self, flow: "Dataflow") -> None:
+    def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:
         """Take no more units, let the open ones finish within `run.drain_s`, keep what is finished of the rest.
 
         A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if it got to the end.

@@ -151,9 +151,7 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
     """From validate to compact over S3, with the credentials in the job file and nowhere else."""
     from tests.faults.store import SECRET, FaultyStore
     from tests.job.conftest import FAKES
-    from tests.job.local_flow import LocalFlow
 
-    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
     monkeypatch.setattr("pipeline.job.run.Backend", lambda: FAKES)
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text('{"fake": {}}')

@@ -1,12 +1,12 @@
 """A real job killed at random moments, run again and checked: `python -m tests.faults.campaign --kills 100 --store s3`.
 
 Every few seconds something of the running job gets SIGKILL: the driver, an engine's process, one of Ray's workers, now
-and then Ray's own node process; or the driver gets SIGTERM, SIGHUP or SIGINT. It comes in any phase; the short ones
-(planning, starting, verifying, publishing) are waited for. With `--store s3` input, output and model lie in an object
-store behind a proxy that loses answers, says 503, cuts bodies and resets connections. Whenever the driver is gone the
-same command is given again; when the job is finished its rows are compared with those of a run that nobody disturbed,
-and a new output is begun, until the kills have been done. It ends with an assertion at the first row that is lost,
-doubled or different, and at an exit code that is not the documented one.
+and then Ray's own node process; or the driver gets SIGTERM, SIGHUP or SIGINT. Each run is with Ray or without it, by
+chance. It comes in any phase; the short ones (planning, starting, verifying, publishing) are waited for. With `--store
+s3` input, output and model lie in an object store behind a proxy that loses answers, says 503, cuts bodies and resets
+connections. Whenever the driver is gone the same command is given again; when the job is finished its rows are compared
+with those of a run that nobody disturbed, and a new output is begun, until the kills have been done. It ends with an
+assertion at the first row that is lost, doubled or different, and at an exit code that is not the documented one.
 """
 
 import argparse
@@ -139,8 +139,19 @@ def compare(expected: Mapping[tuple[str, int], tuple], got: Mapping[tuple[str, i
     assert not different, f"{len(different)} rows differ, the first: {different[0]}"
 
 
-def command(job: Path, rows: int) -> list[str]:
-    return [sys.executable, "-m", "pipeline", "run", str(job), "--limit", str(rows), "--json"]
+def command(job: Path, rows: int, ray: str = "auto") -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "run",
+        str(job),
+        "--limit",
+        str(rows),
+        "--json",
+        "--set",
+        f"run.ray={ray}",
+    ]
 
 
 def family(driver: int) -> dict[str, list[int]]:
@@ -235,7 +246,11 @@ def _one_job(
     while True:
         with tempfile.TemporaryFile("w+") as told, tempfile.NamedTemporaryFile("w+") as complaints:
             driver = subprocess.Popen(
-                command(job, place.rows), cwd=ROOT, stdout=told, stderr=complaints, env={**os.environ, **environment}
+                command(job, place.rows, draw.choice(("auto", "always"))),
+                cwd=ROOT,
+                stdout=told,
+                stderr=complaints,
+                env={**os.environ, **environment},
             )
             happened.runs += 1
             began, struck = time.monotonic(), []

@@ -11,9 +11,10 @@ import yaml
 
 from pipeline.config import JobConfig, load_job
 from pipeline.job.actor.worker import Backend
+from pipeline.job.dataflow.in_process import InProcessDataflow
+from pipeline.job.dataflow.spec import FlowSpec
 from pipeline.job.run import run_job
 from tests.job.fake_engine import answer, text_of
-from tests.job.local_flow import LocalFlow
 
 FAKES = Backend("tests.job.fake_engine:FakeEngine", "tests.job.fake_engine:load_tokenizer")
 
@@ -103,12 +104,25 @@ def local_ray():
     ray.shutdown()
 
 
+class Started:
+    """How many dataflows were made: a finished job makes none."""
+
+    count = 0
+
+
 @pytest.fixture
 def without_ray(monkeypatch):
-    """Units go through workers in threads of this process."""
-    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
+    """Units go through workers in threads of this process, however many windows and actors there are."""
+    begin = InProcessDataflow.__init__
+
+    def counted(self, spec, run_began_us):
+        Started.count += 1
+        begin(self, spec, run_began_us)
+
+    monkeypatch.setattr(FlowSpec, "needs_ray", False)
     monkeypatch.setattr("pipeline.job.watch.TICK_S", 0.2)
-    monkeypatch.setattr(LocalFlow, "started", 0)
+    monkeypatch.setattr(InProcessDataflow, "__init__", counted)
+    monkeypatch.setattr(Started, "count", 0)
 
 
 def run(job, signals=(), **sections):

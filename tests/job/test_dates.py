@@ -11,7 +11,7 @@ from pipeline.job.actor.worker import Backend
 from pipeline.job.plan import make_plan
 from pipeline.job.run import run_job
 from pipeline.stores.local_folder import LocalFolder
-from tests.job.local_flow import LocalFlow
+from tests.job.conftest import Started
 from tests.tokenization import small_tokenizers
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -58,7 +58,7 @@ def test_a_job_that_goes_on_after_midnight_sends_the_same_prompts(job, run):
     assert identity(job)["prompt"]["chat"]["date"] == "2026-11-23T23:59:58"
     forget(job)
     assert run(LATER, run={"actors": 2}) == first
-    assert LocalFlow.started == 2
+    assert Started.count == 2
     job.output = job.folder / "other"
     assert run(LATER, output={"path": str(job.output)}) != first, "the date is in the prompts"
 
@@ -109,7 +109,7 @@ def test_outputs_of_the_version_before_are_not_mixed(job, run):
     job.parts()[0].unlink()
     with pytest.raises(FingerprintError, match="asks for the date, and the rows that are there"):
         run(LATER)
-    assert LocalFlow.started == 1
+    assert Started.count == 1
 
 
 def test_a_date_that_was_edited_is_damage(job, run):

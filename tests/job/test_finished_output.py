@@ -8,8 +8,7 @@ import pytest
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import OutputError
 from pipeline.job.read_output import doubt_of, status_of
-from tests.job.conftest import TEXTS, run, runs, success
-from tests.job.local_flow import LocalFlow
+from tests.job.conftest import TEXTS, Started, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -61,7 +60,7 @@ def test_a_removed_part_is_computed_again_and_counted_anew(finished):
     finished.parts()[0].unlink()
     run(finished)
     finished.check(TEXTS)
-    assert LocalFlow.started == 2
+    assert Started.count == 2
     assert doubt(finished) is None
 
 

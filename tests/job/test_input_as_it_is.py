@@ -9,9 +9,8 @@ import pytest
 from pipeline.errors import FingerprintError, InputError
 from pipeline.job.plan import make_plan
 from pipeline.report.render import text
-from tests.job.conftest import Job, success
+from tests.job.conftest import Job, Started, success
 from tests.job.conftest import run as run_told
-from tests.job.local_flow import LocalFlow
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -78,7 +77,7 @@ def test_faults_24_25_26_what_is_damaged_is_told_and_the_rest_delivered(job):
     assert "2 damaged files" in text(report)
     assert "| half.parquet |" in (job.output / "_pipeline" / "report.md").read_text()
     run(job, input=SKIP)
-    assert LocalFlow.started == 1
+    assert Started.count == 1
 
 
 def test_a_job_that_was_stopped_by_damage_goes_on_with_skip(job):

@@ -16,12 +16,11 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 ROOT = Path(__file__).parents[2]
 DRIVER = """
 import sys
-import pipeline.job.dataflow.graph
 from pipeline.config import load_job
+from pipeline.job.dataflow.spec import FlowSpec
 from pipeline.job.run import run_job
 from tests.job.conftest import FAKES
-from tests.job.local_flow import LocalFlow
-pipeline.job.dataflow.graph.Dataflow = LocalFlow
+FlowSpec.needs_ray = False
 run_job(load_job(sys.argv[1]), backend=FAKES)
 """
 

@@ -9,7 +9,8 @@ from pipeline.checkpoints.digest import FULL_BYTES, model_digest
 from pipeline.checkpoints.locate import resolve_model
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import ModelError, OutputError
-from pipeline.job.dataflow.spec import WindowTask, check_units
+from pipeline.job.dataflow.reading import check_units
+from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import difference, shown
 from pipeline.job.plan import make_plan, what_is_left
 from pipeline.job.telemetry.run_log import RunLog, load_runs

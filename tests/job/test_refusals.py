@@ -10,8 +10,7 @@ from pipeline.errors import (
     ModelError,
     OutputError,
 )
-from tests.job.conftest import TEXTS, run
-from tests.job.local_flow import LocalFlow
+from tests.job.conftest import TEXTS, Started, run
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -24,7 +23,7 @@ def test_fault_53_another_prompt_is_refused_with_what_differs(job):
     assert 'prompt.template: "Say {text}" -> "Sing {text}"' in str(refused.value)
     assert "sampling.max_tokens: 6 -> 7" in str(refused.value)
     assert sorted(p.name for p in job.output.rglob("*")) == before
-    assert LocalFlow.started == 1
+    assert Started.count == 1
 
 
 def test_fault_53_another_model_or_input_is_refused(job):

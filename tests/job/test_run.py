@@ -18,10 +18,10 @@ from pipeline.errors import (
     OutputError,
     TooManyRowErrors,
 )
+from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.run import run_job
 from pipeline.report.cost import Tokens
-from tests.job.conftest import FAKES, TEXTS, run, runs, success
-from tests.job.local_flow import LocalFlow
+from tests.job.conftest import FAKES, TEXTS, Started, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -89,7 +89,7 @@ def test_a_second_run_of_a_finished_job_computes_nothing(job):
     run(job.rows(TEXTS))
     before = {path: path.stat().st_mtime_ns for path in job.parts()}
     report, statuses = run(job)
-    assert LocalFlow.started == 1
+    assert Started.count == 1
     assert statuses[-1].phase == "already complete"
     assert report.outcome == "finished"
     assert report.rows.written == 50
@@ -114,7 +114,7 @@ def test_a_run_killed_after_its_last_part_only_counts(job):
     run(job.rows(TEXTS))
     (job.output / "_SUCCESS").unlink()
     run(job)
-    assert LocalFlow.started == 1
+    assert Started.count == 1
     assert success(job)["input_rows"] == 50
 
 
@@ -125,7 +125,7 @@ def test_no_rows_give_one_empty_part_with_all_columns(job):
     assert pq.read_schema(part).names[:3] == ["id", "generated_text", "finish_reason"]
     assert success(job)["input_rows"] == 0
     assert report.cost.total_usd is None
-    assert LocalFlow.started == 0
+    assert Started.count == 0
     run(job)
 
 
@@ -197,7 +197,7 @@ def test_a_second_signal_stops_at_once(job):
 
 def test_the_error_and_the_status_of_a_stopped_run_name_one_number_of_rows(job, monkeypatch):
     """Rows that an engine has finished, in units that are not written, are in neither."""
-    monkeypatch.setattr(LocalFlow, "order", lambda *_: None)  # no actor hears of it before the end
+    monkeypatch.setattr(InProcessDataflow, "order", lambda *_: None)  # no actor hears of it before the end
     job.fake(step_s=0.05, max_num_seqs=3).rows(TEXTS[:40])
     drained = [(lambda status: status.rows_done > status.rows_written, signal.SIGINT)]
     drained += [(lambda status: status.phase == "draining", signal.SIGINT)]

@@ -9,13 +9,13 @@ import pytest
 
 import pipeline
 from pipeline.errors import EnvironmentFailed
+from pipeline.job.dataflow.in_process import InProcessDataflow
 from tests.job.conftest import TEXTS, run, runs
-from tests.job.local_flow import LocalFlow
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
 
-class NoActors(LocalFlow):
+class NoActors(InProcessDataflow):
     """A cluster that never has room for an engine actor."""
 
     def __init__(self, spec, run_began_us):
@@ -31,7 +31,7 @@ class NoActors(LocalFlow):
         pass
 
 
-class LostActors(LocalFlow):
+class LostActors(InProcessDataflow):
     """A cluster whose machines go away after the first unit and do not come back."""
 
     def next(self, timeout_s):
@@ -48,19 +48,19 @@ class LostActors(LocalFlow):
 
 
 def test_fault_09_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", NoActors)
+    monkeypatch.setattr("pipeline.job.watch.InProcessDataflow", NoActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"no engine actor could be started.*run\.actors"):
         run(job, run={"progress_timeout_s": 0.5})
 
 
 def test_fault_09_actors_that_are_gone_for_too_long_end_the_run_and_the_next_one_goes_on(job, monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LostActors)
+    monkeypatch.setattr("pipeline.job.watch.InProcessDataflow", LostActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"Nothing has moved for 1 s.*1 engine actors were seen"):
         run(job, run={**job.settings["run"], "progress_timeout_s": 1})
     assert runs(job)[-1]["outcome"] == "failed"
-    monkeypatch.setattr("pipeline.job.dataflow.graph.Dataflow", LocalFlow)
+    monkeypatch.setattr("pipeline.job.watch.InProcessDataflow", InProcessDataflow)
     run(job)
     job.check(TEXTS)
 

@@ -33,16 +33,17 @@ import ray.exceptions
 from ray.data import ActorPoolStrategy, DataContext, Datasource, ExecutionResources, ReadTask, TaskPoolStrategy
 from ray.data.block import BlockMetadata
 
-from pipeline.data.source import Source, narrowed, read_window
+from pipeline.data.source import narrowed
 from pipeline.data.source_file import SourceFile
-from pipeline.data.units import UnitSpec, make_units
+from pipeline.data.units import Unit
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.actor.ledger import REPORT_S, Ledger, Order
 from pipeline.job.actor.spot import SpotNotice
 from pipeline.job.actor.worker import Worker, WorkSpec
 from pipeline.job.dataflow.block_stats import forget_blocks
 from pipeline.job.dataflow.ray_session import connect, disconnect, session_logs
-from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, check_units
+from pipeline.job.dataflow.reading import read_units
+from pipeline.job.dataflow.spec import NUM_READERS, EndOfUnits, FlowSpec, Spot, WindowTask
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import available_cores, now_us
@@ -82,15 +83,13 @@ class Windows(Datasource):
 
 def _read_task(task: WindowTask, files: tuple[SourceFile, ...], shared: Any) -> Iterator[pa.Table]:
     source, spec, output = ray.get(shared)
-    return read_units(task, replace(source, files=files), spec, output)
+    return map(block_of, read_units(task, replace(source, files=files), spec, output))
 
 
-def read_units(task: WindowTask, source: Source, spec: UnitSpec, output: str) -> Iterator[pa.Table]:
-    """The units of one window that are not done, one block each."""
-    table = read_window(source, task.window, spec.columns)
-    for unit in check_units(task, make_units(table, spec, task.window.index), output):
-        row = {"window": unit.window, "unit": unit.index, "data": unit.to_bytes()}
-        yield pa.Table.from_pylist([row], schema=_UNIT_SCHEMA)
+def block_of(unit: Unit) -> pa.Table:
+    """What travels: one row with the unit's bytes."""
+    row = {"window": unit.window, "unit": unit.index, "data": unit.to_bytes()}
+    return pa.Table.from_pylist([row], schema=_UNIT_SCHEMA)
 
 
 class EngineActor:
@@ -231,10 +230,6 @@ class Dataflow:
             self._summaries.put(_typed(error))
         else:
             self._summaries.put(None)
-
-
-class EndOfUnits(Exception):
-    """All units of the graph have been computed."""
 
 
 def _connect(spec: FlowSpec) -> bool:

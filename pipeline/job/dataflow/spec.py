@@ -1,13 +1,10 @@
-"""What the graph is made of: the windows that are left, and what its actors are given. No Ray."""
+"""What a dataflow is made of: the windows that are left, and what its actors are given. No Ray."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.data.output.parts import PartStore
 from pipeline.data.source import Source, Window
-from pipeline.data.units import Unit, UnitSpec
-from pipeline.errors import OutputError
+from pipeline.data.units import UnitSpec
 from pipeline.job.actor.worker import WorkSpec
 
 NUM_READERS = 2  # windows read at once; one for a single actor, as each is a process to start
@@ -32,7 +29,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class FlowSpec:
-    """All that the graph is made of. `cpus` and `gpus` are what one actor is booked with."""
+    """All that a dataflow is made of. `cpus` and `gpus` are what one actor is booked with."""
 
     source: Source = field(repr=False)
     tasks: tuple[WindowTask, ...] = field(repr=False)
@@ -45,14 +42,13 @@ class FlowSpec:
     ray_address: str | None = None
     spot: Spot = Spot()
     failpoints: str = ""  # of tests
+    always_ray: bool = False
+
+    @property
+    def needs_ray(self) -> bool:
+        """Where one engine on this machine computes one window, Ray brings nothing but its seconds to start."""
+        return self.always_ray or self.ray_address is not None or self.actors > 1 or len(self.tasks) > 1
 
 
-def check_units(task: WindowTask, units: Sequence[Unit], store: PartStore | str) -> Iterator[Unit]:
-    """Of a window's units those to do, each made as it is asked for. Raises OutputError at once when the parts
-    that are there were cut differently."""
-    if task.units_of is not None and task.units_of != len(units):
-        raise OutputError(
-            f"output.path {store}: window {task.window.index} was cut into {task.units_of} units before "
-            f"and into {len(units)} now; was the output written by another version of this program?"
-        )
-    return (units[i] for i in range(len(units)) if i not in task.done)
+class EndOfUnits(Exception):
+    """All units of a dataflow have been computed."""

@@ -25,7 +25,8 @@ from pipeline.data.units import Unit
 from pipeline.errors import ModelError
 from pipeline.job.actor_specs import flow_spec
 from pipeline.job.dataflow.block_stats import forget_blocks
-from pipeline.job.dataflow.graph import Windows, _connect, num_readers, read_units, units_of
+from pipeline.job.dataflow.graph import Windows, _connect, block_of, num_readers, units_of
+from pipeline.job.dataflow.reading import read_units
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.plan import make_plan, what_is_left
 from pipeline.job.run import run_job
@@ -97,7 +98,7 @@ def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
         packed = pickle.dumps(task.read_fn)
         assert packed.count(b".parquet") == 2
         sizes.add(len(packed))
-        assert list(task()) == list(read_units(window, plan.source, plan.units, ""))
+        assert list(task()) == [block_of(unit) for unit in read_units(window, plan.source, plan.units, "")]
     assert max(sizes) < 2000  # the driver holds one for each window
     shared = task.read_fn.args[-1]
     assert len(pickle.dumps(ray.get(shared))) < 3000

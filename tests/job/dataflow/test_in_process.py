@@ -1,0 +1,118 @@
+"""Which jobs run without Ray, and that such a run reads no more than it computes and ends on every failure."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from pipeline.data.output.parts import DoneUnits
+from pipeline.errors import InputError, PipelineError
+from pipeline.job.actor_specs import flow_spec
+from pipeline.job.dataflow import in_process
+from pipeline.job.dataflow.in_process import InProcessDataflow
+from pipeline.job.dataflow.spec import EndOfUnits
+from pipeline.job.plan import make_plan, what_is_left
+from pipeline.machine.host import now_us
+from tests.job.conftest import FAKES, TEXTS
+
+
+def spec_of(job, **run):
+    config = job.config(run={"window_rows": 1000, "unit_rows": 8, **run})
+    plan = make_plan(config, "cpu")
+    return flow_spec(plan, tuple(what_is_left(plan, DoneUnits())), FAKES, "0001-run")
+
+
+@pytest.mark.parametrize(
+    ("run", "needs_ray"),
+    [
+        ({}, False),
+        ({"ray": "always"}, True),
+        ({"actors": 2}, True),
+        ({"window_rows": 20}, True),
+        ({"ray_address": "10.0.0.1:6379", "cpus_per_actor": 1}, True),
+    ],
+)
+def test_one_engine_and_one_window_need_no_ray(job, run, needs_ray, monkeypatch):
+    monkeypatch.setattr("pipeline.job.dataflow.ray_session.cluster_cpus", lambda *_, **__: 1.0)
+    assert spec_of(job.rows(TEXTS), **run).needs_ray is needs_ray
+
+
+def test_a_small_job_never_imports_ray(job):
+    job.rows(TEXTS)
+    job.config(run={"window_rows": 1000})
+    script = """
+import sys
+from pipeline.config import load_job
+from pipeline.job.run import run_job
+from tests.job.conftest import FAKES
+print(run_job(load_job(sys.argv[1]), backend=FAKES).rows.written, "ray" in sys.modules, "torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(job.folder / "job.yaml")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["50", "False", "False"]
+    job.check(TEXTS)
+
+
+def end_of(flow: InProcessDataflow) -> Exception:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            flow.next(0.2)
+        except Exception as error:
+            return error
+    raise AssertionError("the dataflow does not end")
+
+
+@pytest.mark.parametrize("error", [InputError("f0.parquet is gone"), RuntimeError("a defect")])
+def test_what_ends_the_reading_ends_the_run(job, monkeypatch, error):
+    def reading(*_):
+        raise error
+
+    spec = spec_of(job.rows(TEXTS))
+    monkeypatch.setattr(in_process, "read_units", reading)
+    flow = InProcessDataflow(spec, now_us())
+    try:
+        ended = end_of(flow)
+        assert isinstance(ended, type(error) if isinstance(error, PipelineError) else PipelineError)
+        assert str(error) in str(ended)
+    finally:
+        flow.close()
+
+
+def test_a_flow_that_is_ended_leaves_no_thread(job):
+    flow = InProcessDataflow(spec_of(job.rows(TEXTS).fake(step_s=0.1), unit_rows=2), now_us())
+    while flow.next(5.0) is None:
+        pass
+    flow.close()
+    deadline = time.monotonic() + 10
+    while any(thread.name in ("dataflow", "unit") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_units_are_read_as_they_are_computed(job, monkeypatch):
+    """With two units in flight two more wait, and one is in the reader's hand."""
+    read, most_ahead, done = 0, 0, 0
+    real = in_process.read_units
+
+    def reading(*arguments):
+        nonlocal read, most_ahead
+        for unit in real(*arguments):
+            read += 1
+            most_ahead = max(most_ahead, read - done)
+            yield unit
+
+    spec = spec_of(job.rows(TEXTS).fake(step_s=0.01), unit_rows=2, units_in_flight=2)
+    monkeypatch.setattr(in_process, "read_units", reading)
+    flow = InProcessDataflow(spec, now_us())
+    try:
+        while True:
+            done += flow.next(5.0) is not None
+    except EndOfUnits:
+        assert done == read == 25
+        assert most_ahead <= 2 * 2 + 2  # one that is finished may not be counted yet
+    finally:
+        flow.close()
