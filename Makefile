@@ -1,4 +1,4 @@
-# Two commands: `make demo` runs the main job on the embedded model, `make test` runs the whole check.
+# `make demo` runs the main job on the embedded model, `make test` the whole check; `make docs` builds the site.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ WORKERS ?= 2
 # Jobs and their tests start hundreds of processes: where compiled modules may not be kept, each compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test clean
+.PHONY: demo test docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n $(WORKERS) -rfEs
+
+docs: | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf out $(VENV)

@@ -32,13 +32,6 @@ def test_our_job_files_are_valid_and_name_the_schema(path: Path):
     SCHEMA.validate(read(path).data)
 
 
-def test_the_readmes_job_file_is_valid():
-    text = (
-        (ROOT / "README.md").read_text(encoding="utf-8").partition("## A job file\n\n```yaml\n")[2].partition("```")[0]
-    )
-    SCHEMA.validate(parse(text, "README.md").data)
-
-
 def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
     schema = job_schema()
     for section in (schema, *schema["$defs"].values()):

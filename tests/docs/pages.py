@@ -1,0 +1,59 @@
+"""The pages, their fenced blocks and the commands in them, for the tests beside this file."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "infra/*.md", "pipeline/demo/*.md")
+    for path in ROOT.glob(pattern)
+)  # fmt: skip
+LOG = ROOT / "docs" / "performance"  # what was typed at some time, by the program of that time
+
+_FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{name(self.page)}:{self.line}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    """The fenced blocks of all pages in these languages."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in _FENCE.finditer(text):
+            if match[2] in languages:
+                found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[2], match[3]))
+    return found
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def commands(block: Block) -> Iterator[str]:
+    """The commands of a block: in `console` the lines after `$ `, in `sh` all."""
+    joined = block.text.replace("\\\n", " ")
+    for line in joined.splitlines():
+        if block.language == "console":
+            if line.startswith("$ "):
+                yield line[2:]
+        elif line.strip() and not line.startswith("#"):
+            yield shlex.join(shlex.split(line, comments=True))

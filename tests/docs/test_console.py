@@ -1,0 +1,82 @@
+"""Every `console` block of the pages is run, in a folder with the repository's jobs and presets; what is shown below a
+command is among what it printed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, Block, blocks, name
+
+CONSOLE = blocks("console")
+PYTHON = blocks("python")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands are typed: a second page finds what the first one has made."""
+    folder = tmp_path_factory.mktemp("typed")
+    for link in ("jobs", "configs", "pipeline", "tests", "tools"):
+        (folder / link).symlink_to(ROOT / link)
+    programs = folder / "bin"
+    programs.mkdir()
+    for program, call in {"pipeline": "-m pipeline", "python": ""}.items():
+        (programs / program).write_text(f'#!/bin/sh\nexec {sys.executable} {call} "$@"\n')
+        (programs / program).chmod(0o755)
+    return folder
+
+
+def typed(folder: Path, command: str) -> str:
+    """What a command printed; it must leave with 0."""
+    places = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, shell=True, cwd=folder, env={**os.environ, **places}, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    assert ended.returncode == 0, f"{command}\n{ended.stdout[-4000:]}"
+    return ended.stdout
+
+
+def sessions(block: Block) -> Iterator[tuple[str, list[str]]]:
+    """Each command of a block with the lines that are shown below it."""
+    command, shown = "", []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if line.startswith("$ "):
+            if command:
+                yield command, shown
+            command, shown = line[2:], []
+        elif line.strip() and line.strip() != "...":
+            shown.append(line.strip())
+    yield command, shown
+
+
+@pytest.mark.parametrize("block", CONSOLE, ids=str)
+def test_what_is_shown_is_what_comes(block: Block, folder: Path):
+    for command, shown in sessions(block):
+        printed = typed(folder, command)
+        assert not [line for line in shown if line not in printed], printed
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_runs(block: Block, folder: Path):
+    script = folder / "example.py"
+    script.write_text(block.text, encoding="utf-8")
+    typed(folder, "python example.py")
+
+
+def test_drafts_change_no_text(folder: Path):
+    """What docs/speculation.md says of its two outputs."""
+    import pyarrow.parquet as pq
+
+    def texts(output: str) -> list[dict]:
+        table = pq.read_table(folder / "out" / output, columns=["report_id", "generated_text"])
+        return table.sort_by("report_id").to_pylist()
+
+    assert texts("try") == texts("plain")
+
+
+def test_each_page_of_a_user_has_an_example_that_runs():
+    with_example = {name(block.page) for block in CONSOLE}
+    for page in ("job-file", "cli", "output", "guarantees", "models", "speculation", "gpu", "clusters", "cookbook"):
+        assert f"docs/{page}.md" in with_example

@@ -1,0 +1,28 @@
+"""What is written by tools is fresh: reference pages, the picture, the sample rows."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pyarrow.parquet as pq
+import pytest
+
+from tools import picture, reference, samples
+
+
+@pytest.mark.parametrize("page", reference.PAGES, ids=lambda page: page.name)
+def test_reference_pages_are_fresh(page: Path):
+    assert reference.written(page) == page.read_text(encoding="utf-8"), "run `python -m tools.reference`"
+
+
+def test_the_picture_is_fresh_and_serves_both_schemes():
+    drawn = picture.FILE.read_text(encoding="utf-8")
+    assert picture.picture() == drawn, "run `python -m tools.picture`"
+    assert "prefers-color-scheme: dark" in drawn
+    ElementTree.fromstring(drawn)
+
+
+@pytest.mark.parametrize("name", samples.samples())
+def test_sample_rows_are_fresh(name: str):
+    assert pq.read_table(samples.FOLDER / f"{name}.parquet").equals(samples.samples()[name]), (
+        "run `python -m tools.samples`"
+    )

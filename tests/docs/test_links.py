@@ -1,0 +1,48 @@
+"""Links between pages lead to files that are there and to headings that are there."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, name, prose
+
+LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
+HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    plain = (re.sub(r"\]\([^)]*\)", "]", heading).lower() for heading in HEADING.findall(prose(page)))
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path):
+    wrong = []
+    for match in LINK.finditer(re.sub(r"`[^`\n]*`", "", prose(page))):
+        link = match[1] or match[2]
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+def test_every_page_of_the_docs_is_linked_from_another():
+    linked = {
+        (page.parent / (match[1] or match[2] or "").partition("#")[0]).resolve()
+        for page in PAGES
+        for match in LINK.finditer(prose(page))
+    }
+    pages = {path for path in ROOT.glob("docs/*.md") if path.name != "index.md"}
+    assert not pages - linked
+
+
+def test_every_page_of_the_docs_is_in_the_site():
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert not [path.name for path in ROOT.glob("docs/*.md") if path.name not in site]

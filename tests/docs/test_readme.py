@@ -1,0 +1,18 @@
+"""The README stays one that is read in two minutes, and its status line stays honest."""
+
+from tests.docs.pages import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_it_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 180
+    assert not [line for line in lines if len(line) > 110]
+
+
+def test_the_status_stands_before_the_first_heading_of_a_section():
+    head = README.partition("\n## ")[0]
+    assert "**Status**" in head
+    assert "GPU" in head
+    assert "cluster" in head

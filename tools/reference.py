@@ -1,0 +1,119 @@
+"""Writes the reference pages from the code: keys of the job file (`docs/job-file.md`) and commands (`docs/cli.md`).
+
+python -m tools.reference
+
+What people wrote around the two marks of a page stays as it is.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.cli.main import cli
+from pipeline.config.schema import job_schema
+
+DOCS = Path(__file__).parents[1] / "docs"
+BEGIN, END = "<!-- generated: python -m tools.reference -->\n", "<!-- end of generated -->"
+WIDTH = 88  # characters of a line of help
+
+
+def keys() -> Iterator[str]:
+    """Every key of the job file: a heading for each section, with a table."""
+    schema = job_schema()
+    definitions = schema["$defs"]
+    yield from _table("The whole file", schema, definitions)
+    for name, key in schema["properties"].items():
+        if "$ref" in key:
+            yield from _section(name, definitions[key["$ref"].rpartition("/")[2]], definitions)
+
+
+def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
+    yield from _table(path, section, definitions)
+    for name, key in section["properties"].items():
+        for option in key.get("anyOf", ()):
+            inner = definitions.get(option.get("$ref", "").rpartition("/")[2], {})
+            if "properties" in inner and "column" not in inner["properties"]:
+                yield from _section(f"{path}.{name}", inner, definitions)
+
+
+def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
+    yield f"### {heading}\n"
+    yield "| key | value | default | what it is | example |"
+    yield "|---|---|---|---|---|"
+    for name, key in section["properties"].items():
+        required = name in section.get("required", ())
+        default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
+        example = _code(key["examples"][0]) if "$ref" not in key else ""
+        kind = f"[section](#{name})" if "$ref" in key else _kind(key, definitions)
+        description = key["description"].replace("{{", "`{{`").replace("}}", "`}}`").replace("|", "\\|")
+        yield f"| `{name}` | {kind} | {default} | {description} | {example} |"
+    yield ""
+
+
+def _code(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"`{text}`".replace("|", "\\|").replace("\n", "\\n")
+
+
+def _kind(key: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """What a key takes, in a few words."""
+    kinds = [_one_kind(option, definitions) for option in _options(key, definitions)]
+    return " or ".join(dict.fromkeys(kind for kind in kinds if kind))
+
+
+def _options(key: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The forms that a key may have, unions within unions taken apart."""
+    for option in key.get("anyOf", [key]):
+        found = definitions[option["$ref"].rpartition("/")[2]] if "$ref" in option else option
+        yield from _options(found, definitions) if "anyOf" in found else [found]
+
+
+def _one_kind(option: dict[str, Any], definitions: dict[str, Any]) -> str:
+    if "enum" in option:
+        return ", ".join(f"`{value}`" for value in option["enum"])
+    kind = option.get("type", "")
+    if isinstance(kind, list):
+        kind = next(name for name in kind if name != "null")
+    if kind == "null" or option.get("const") is False:
+        return ""
+    if "const" in option:
+        return f"`{option['const']}`"
+    if kind == "object":
+        return "`{column: name}`" if "column" in option.get("properties", {}) else "mapping"
+    if kind == "array":
+        return f"list of {_one_kind(option.get('items', {}), definitions) or 'values'}"
+    if kind == "string" and "pattern" in option and "[kKmMgGtT]" in option["pattern"]:
+        return "size"
+    if kind == "string" and option.get("pattern", "").startswith("^([oO][nN]"):
+        return ""  # on and off, beside true and false
+    return {"string": "text", "boolean": "true or false"}.get(kind, kind)
+
+
+def commands(command: click.Command = cli, parent: click.Context | None = None) -> Iterator[str]:
+    """The help of every command, as `--help` prints it in a terminal of WIDTH characters."""
+    settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    context = click.Context(command, parent, info_name=command.name if parent else "pipeline", **settings)
+    yield f"### {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from commands(found, context)
+
+
+PAGES = {DOCS / "job-file.md": keys, DOCS / "cli.md": commands}
+
+
+def written(page: Path) -> str:
+    """A page with what is generated as it is now between the two marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n" + "\n".join(PAGES[page]()) + f"\n{END}{after}"
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(written(page), encoding="utf-8")
