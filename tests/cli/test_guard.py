@@ -68,7 +68,9 @@ def test_an_exit_code_is_the_commands_own_or_the_environments(body, code, out, s
     ],
 )
 def test_a_signal_reaches_the_command_and_an_end_without_a_word_is_an_interruption(handler, code):
-    process = start(f"signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); time.sleep(30)")
+    body = f"signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); "
+    # In short sleeps: a signal that arrives just before a sleep is handled after it.
+    process = start(body + "[time.sleep(0.1) for _ in range(300)]")
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=10)[1]
     assert process.returncode == code

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import OutputError
-from pipeline.job.read_output import doubt_of, status_of
+from pipeline.job.following import Following
 from tests.job.conftest import TEXTS, Started, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -21,7 +21,7 @@ def finished(job):
 
 def doubt(job) -> str | None:
     store = PartStore(str(job.output))
-    return doubt_of(store, status_of(store))
+    return Following(store).doubt
 
 
 def cut(part: Path, size: int = 500) -> None:
