@@ -44,9 +44,10 @@ def check_command(words: list[str]) -> None:
 
 def ours(command: str) -> list[str] | None:
     """The words after `pipeline`, where a command is one of ours."""
-    words = shlex.split(command.partition(" > ")[0].partition(" | ")[0])
+    words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         words = words[1:]
+    words = words[: next((i for i, word in enumerate(words) if word in (">", "|")), None)]
     return words[1:] if words and words[0] in ("pipeline", ".venv/bin/pipeline") else None
 
 
