@@ -20,10 +20,11 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.checkpoints.cache import cache_folder
+from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.locate import locate_model
 from pipeline.demo import demo_model
 from pipeline.errors import ConfigError, OutputError
-from pipeline.model.config import read_config, read_json
+from pipeline.model.config import read_config
 from pipeline.model.load import Checkpoint
 from pipeline.weights.awq import SUFFIXES, AwqFormat
 from pipeline.weights.packed import GroupIntWeight, LinearWeight

@@ -5,11 +5,14 @@ into the `blobs/` next to it; these are followed too. Any other link is refused:
 or a device that never ends.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import ModelError
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # no pickles, no code
+MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
 
 
 def checked_file(path: Path, max_bytes: int | None = None) -> Path:
@@ -36,3 +39,20 @@ def checked_file(path: Path, max_bytes: int | None = None) -> Path:
     if max_bytes is not None and real.stat().st_size > max_bytes:
         raise ModelError(f"{path}: {real.stat().st_size} bytes, expected at most {max_bytes} for a model's {path.name}")
     return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from the model folder. Raises ModelError when it is missing, too large or not an object."""
+    try:
+        values = json.loads(checked_file(path, MAX_JSON_BYTES).read_bytes())
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path}: not found; a model folder holds config.json, *.safetensors and tokenizer.json"
+        ) from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return values

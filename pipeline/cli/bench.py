@@ -92,8 +92,11 @@ def _print_bench(told: Any, as_json: bool) -> None:
     so that it can be kept as a results file (tools/performance)."""
     if not as_json:
         print_result(told.to_text() + "\n")
-    command = shlex.join(["pipeline", *sys.argv[1:]])
-    print_json({"command": command, "date": f"{wall_time():%Y-%m-%d %H:%M}"} | told.to_json())
+    print_json({"command": _typed(), "date": f"{wall_time():%Y-%m-%d %H:%M}"} | told.to_json())
+
+
+def _typed() -> str:
+    return shlex.join(["pipeline", *sys.argv[1:]])
 
 
 @bench.command("engine")
@@ -320,7 +323,7 @@ def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options:
     from pipeline.bench.engines.peer import parse_peer
     from pipeline.bench.gpu.run import bench_gpu
 
-    told = bench_gpu(peers=[parse_peer(peer) for peer in peers], say=say, **options)
+    told = bench_gpu(peers=[parse_peer(peer) for peer in peers], say=say, command=_typed(), **options)
     _print_bench(told, as_json)
     if told.failed:
         sys.exit(PipelineError.exit_code)

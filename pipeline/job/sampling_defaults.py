@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.checkpoints.file_checks import read_json
 from pipeline.config import JobConfig
 from pipeline.config.engine_sections import SamplingSection
 from pipeline.errors import ModelError
-from pipeline.model.config import read_json
 
 FILE = "generation_config.json"
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # those that vLLM takes, but max_tokens

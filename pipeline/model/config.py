@@ -4,7 +4,6 @@ The only file that knows family names. Decoder code branches on fields. An archi
 is refused here by name.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.file_checks import checked_file
+from pipeline.checkpoints.file_checks import read_json
 from pipeline.errors import ModelError
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.rope import Rope
@@ -20,7 +19,6 @@ from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Weights
 from pipeline.weights.config_fields import Fields
 from pipeline.weights.formats import QuantFormat, is_int4, read_format
 
-MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -112,23 +110,6 @@ def _qwen_windows(f: Fields, layers: int) -> tuple[int | None, ...]:
 FAMILIES: dict[str, Callable[[Fields, int], dict[str, Any]]] = {"llama": _llama, "mistral": _mistral, "qwen2": _qwen2,
                                                                  "qwen3": _qwen3}  # fmt: skip
 """model_type -> the fields in which families differ."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from the model folder. Raises ModelError when it is missing, too large or not an object."""
-    try:
-        values = json.loads(checked_file(path, MAX_JSON_BYTES).read_bytes())
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path}: not found; a model folder holds config.json, *.safetensors and tokenizer.json"
-        ) from None
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return values
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeline.checkpoints.file_checks import checked_file
+from pipeline.checkpoints.file_checks import checked_file, read_json
 from pipeline.errors import ModelError
-from pipeline.model.config import ModelConfig, read_json
+from pipeline.model.config import ModelConfig
 from pipeline.weights.packed import DenseWeight, LinearWeight, concatenate
 from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 

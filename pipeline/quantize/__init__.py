@@ -17,7 +17,7 @@ import torch
 
 from pipeline import __version__
 from pipeline.checkpoints.digest import model_digest
-from pipeline.model.config import read_json
+from pipeline.checkpoints.file_checks import read_json
 from pipeline.quantize.checkpoint_writer import CheckpointWriter
 from pipeline.quantize.layers import LayerWriter
 from pipeline.quantize.recipe import Recipe, check_plain, check_shapes

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.checkpoints.file_checks import read_json
 from pipeline.errors import ConfigError, ModelError
-from pipeline.model.config import ModelConfig, read_config, read_json
+from pipeline.model.config import ModelConfig, read_config
 from pipeline.quantize import layouts
 from pipeline.quantize.gptq import DAMPING
 

@@ -12,9 +12,8 @@ from typing import Any
 import tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
-from pipeline.checkpoints.file_checks import checked_file
+from pipeline.checkpoints.file_checks import MAX_JSON_BYTES, checked_file, read_json
 from pipeline.errors import ModelError
-from pipeline.model.config import MAX_JSON_BYTES, read_json
 
 # Everything that can change which tokens a text becomes, or where generation ends.
 _FILES = (

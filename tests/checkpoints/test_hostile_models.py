@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.checkpoints.file_checks import MAX_JSON_BYTES
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import reference_kernels
-from pipeline.model.config import MAX_JSON_BYTES, read_config
+from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
 from pipeline.model.load import checkpoint_files
 from pipeline.tokenization.tokenizer import Tokenizer

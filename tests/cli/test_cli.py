@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from pipeline import errors
 from pipeline.data.output.part_totals import PartTotals
@@ -155,7 +157,7 @@ def test_a_job_whose_input_and_output_lie_in_a_store(work, pipe, aws, monkeypatc
     monkeypatch.setattr("pipeline.job.run.Backend", lambda: FAKES)
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text('{"fake": {}}')
-    (work / "model" / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({"?": 0}, "?")).save(str(work / "model" / "tokenizer.json"))
     with FaultyStore() as store:
         bucket = store.bucket
         bucket.upload(work / "data" / "a.parquet", "in/a.parquet")

@@ -87,7 +87,10 @@ BEYOND_A_SCHEMA = (
     "min_tokens 20 is more than max_tokens 16",
     "got nan",  # JSON has no such number
     "names no column",
-    "only plain column names",
+    "no indices, conversions",
+    "is not in the prompt",
+    "messages does not",
+    "only a Hugging Face id has revisions",
     "prompt.template: ",  # no template at all
     "expected demo, demo:target",
     "no embedded model",

@@ -95,10 +95,16 @@ def test_fault_50_clocks_that_jump_change_nothing(job, monkeypatch):
 
 
 def test_fault_50_no_file_asks_for_wall_time_but_those_that_show_it():
-    """`started_at` of a run is for people; the date that chat templates print is pinned once. All else is monotonic."""
+    """For people: `started_at` of a run, the times in its logs. The date that chat templates print is pinned once. All
+    else is monotonic."""
     asks = re.compile(r"time\.time\(|datetime\.now\(|\.st_mtime\b|time\.localtime\(|date\.today\(")
     package = Path(pipeline.__file__).parent
     # kernels/cpu/compile/threads.py compares the ages of two files, as numba does, to say whether it will compile
     found = {str(f.relative_to(package)) for f in package.rglob("*.py") if asks.search(f.read_text())}
     found = {name for name in found if not name.startswith("bench/")}  # they measure, and decide nothing
-    assert found <= {"job/telemetry/run_log.py", "machine/host.py", "kernels/cpu/compile/threads.py"}
+    assert found <= {
+        "job/telemetry/run_log.py",
+        "job/telemetry/logs.py",
+        "machine/host.py",
+        "kernels/cpu/compile/threads.py",
+    }

@@ -12,7 +12,7 @@ from pipeline.bench.measure import facts_to_text
 @dataclass(frozen=True)
 class GpuBench:
     """sections, settings and requests: what was asked for. on_card: not on a processor, where times mean nothing.
-    complete: whether the run came to its end."""
+    complete: whether the run came to its end. command: what was typed."""
 
     date: str
     machine: dict[str, str]
@@ -24,6 +24,7 @@ class GpuBench:
     models: tuple[ModelFigures, ...] = ()
     failures: tuple[Failure, ...] = ()
     complete: bool = False
+    command: str = ""
 
     @property
     def failed(self) -> bool:

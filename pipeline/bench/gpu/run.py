@@ -76,6 +76,7 @@ def bench_gpu(
     folder: str | None = None,
     out: str | None = None,
     say: Say = lambda text: None,
+    command: str = "",
 ) -> GpuBench:
     """Run `sections` on `device`. out: a file that holds the JSON of what is known so far, from the first moment on.
 
@@ -93,7 +94,8 @@ def bench_gpu(
     of_scale = "smoke" if scale is SMOKE else "quick" if scale is QUICK else "full"
     settings = {"scale": of_scale, "rounds": str(rounds)}
     date, told = datetime.now(UTC).isoformat(timespec="seconds"), tuple(each.to_text() for each in smaller)
-    kept = _Kept(GpuBench(date, device_facts(on), tuple(sections), settings, told, on.type == "cuda"), out, say)
+    known = GpuBench(date, device_facts(on), tuple(sections), settings, told, on.type == "cuda", command=command)
+    kept = _Kept(known, out, say)
     kept.update()
     found = [(name, bench_model(name, folder, say)) for name in models]
     stopwatch = Stopwatch(on, scale.budget_s)

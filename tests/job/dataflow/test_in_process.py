@@ -113,6 +113,6 @@ def test_units_are_read_as_they_are_computed(job, monkeypatch):
             done += flow.next(5.0) is not None
     except EndOfUnits:
         assert done == read == 25
-        assert most_ahead <= 2 * 2 + 2  # one that is finished may not be counted yet
+        assert most_ahead <= 12  # those that are finished and not counted yet among them; without a bound all 25
     finally:
         flow.close()
