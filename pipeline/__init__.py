@@ -1,4 +1,4 @@
-"""Offline batch inference for language models: prompts in Parquet to completions in Parquet.
+"""Offline batch inference for language models: prompts in Parquet or JSON Lines to completions in Parquet.
 
 The names outsiders rely on; imported on first use, so that `import pipeline` costs nothing.
 """
@@ -7,15 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Engine", "EngineConfig", "Request", "SamplingParams"]
+__all__ = ["Completion", "Engine", "EngineConfig", "Request", "SamplingParams", "load_job", "run_job"]
 
 if TYPE_CHECKING:
+    from pipeline.config import load_job
     from pipeline.engine.engine import Engine
     from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+    from pipeline.job.run import run_job
 
-_HOME = {"Engine": "pipeline.engine.engine"} | dict.fromkeys(
-    ("Completion", "EngineConfig", "Request", "SamplingParams"), "pipeline.engine.params"
-)
+_HOME = {
+    "Engine": "pipeline.engine.engine",
+    "load_job": "pipeline.config",
+    "run_job": "pipeline.job.run",
+} | dict.fromkeys(("Completion", "EngineConfig", "Request", "SamplingParams"), "pipeline.engine.params")
 
 
 def __getattr__(name: str) -> object:
