@@ -50,6 +50,8 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
               help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
 @click.option("--retry-failed", is_flag=True,
               help="Compute the error rows of what is written again; each part is replaced whole.")  # fmt: skip
+@click.option("--sample", type=click.IntRange(min=1), metavar="N",
+              help="Compute N rows of all lengths and show them; the full run takes them over.")  # fmt: skip
 @logging_options
 @json_flag
 @answers
@@ -57,6 +59,7 @@ def run(
     job: str,
     accept_numerics: bool,
     retry_failed: bool,
+    sample: int | None,
     verbose: bool,
     log_level: "Level",
     as_json: bool,
@@ -70,6 +73,7 @@ def run(
       pipeline run jobs/summarize.yaml --limit 20 --set output.path=out/try
       pipeline run my.yaml --config configs/h100.yaml --set run.actors=8
       pipeline run my.yaml --json > report.json
+      pipeline run my.yaml --sample 20           look at 20 rows first
       pipeline run my.yaml --retry-failed        only the rows that became errors, once more
 
     Parts appear in output.path as they are finished, _SUCCESS when all are there, and the report in
@@ -78,7 +82,7 @@ def run(
     """
     from pipeline.config import load_job
 
-    run_and_report(load_job(job, **overlays), as_json, verbose, log_level, accept_numerics, retry_failed)
+    run_and_report(load_job(job, **overlays), as_json, verbose, log_level, accept_numerics, retry_failed, sample)
 
 
 def run_and_report(
@@ -88,6 +92,7 @@ def run_and_report(
     log_level: "Level",
     accept_numerics: bool = False,
     retry_failed: bool = False,
+    sample: int | None = None,
 ) -> None:
     """Run a job and print its report; in a fork, but where a fork's results would be lost."""
     from pipeline.cli.guard import guarded
@@ -102,11 +107,20 @@ def run_and_report(
         with progress_for(with_log=verbose) as progress:
             logs = LogOptions(log_level, progress.line if verbose else None)
             report = run_job(
-                config, accept_numerics=accept_numerics, retry_failed=retry_failed, progress=progress, logs=logs
+                config,
+                accept_numerics=accept_numerics,
+                retry_failed=retry_failed,
+                sample=sample,
+                progress=progress,
+                logs=logs,
             )
+        output = shown_url(config.output.path).rstrip("/")
+        if sample is not None and report.outcome == "sampled":
+            from pipeline.cli.sample import print_sample
+
+            return print_sample(config, report, output, as_json)
         if as_json:
             return print_json(report.to_json())
-        output = shown_url(config.output.path).rstrip("/")
         print_result(f"{text(report)}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
 
 

@@ -68,6 +68,10 @@ class Unit:
         """Where each row comes from: `source_file` and `source_row`."""
         return list(zip(self.own("source_file").to_pylist(), self.own("source_row").to_pylist()))
 
+    def of_rows(self, rows: Sequence[int]) -> "Unit":
+        """These of its rows, as a unit of the same name."""
+        return Unit(self.window, self.index, self.of, self.table.take(pa.array(rows, pa.int64())))
+
     def own(self, name: str) -> pa.ChunkedArray:
         """A column of OWN_FIELDS, even where a kept input column has the same name."""
         return self.table.column(self.table.num_columns - len(OWN_FIELDS) + _OWN_NAMES.index(name))
@@ -97,6 +101,9 @@ class Units(Sequence[Unit]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def num_rows_of(self, index: int) -> int:
+        return len(self._rows[index])
 
     @overload
     def __getitem__(self, index: int) -> Unit: ...

@@ -49,6 +49,7 @@ def flow_spec(
         fingerprint=plan.fingerprint.short,
         run_id=run_id,
         log_level=log_level,
+        sample=any(task.sample is not None for task in tasks),
         retry_failed=retry_failed,
     )
     spot, in_flight = Spot(run.spot_notice, run.drain_s), run.units_in_flight

@@ -119,6 +119,16 @@ def claim(
     return ours
 
 
+def differs(store: PartStore, ours: Fingerprint) -> bool:
+    """Whether the output is another job's, or was begun with other numerics. Raises OutputError."""
+    raw = store.folder.read(JOB)
+    if raw is None:
+        return False
+    theirs = _parse(store, raw)
+    mine = ours.with_date(theirs["date"])
+    return theirs["identity"] != mine.identity or theirs["numerics"] != mine.numerics
+
+
 def check_dated(store: PartStore, ours: Fingerprint) -> None:
     """Before rows are computed: raises FingerprintError where it is not known which dates are in the prompts of those
     that are there, because an earlier version of this program kept none."""

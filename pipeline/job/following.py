@@ -17,6 +17,7 @@ LOOK_S = 1.0
 STORE_LOOK_S = 5.0  # in an object store, where each look is some requests
 _EXIT_CODES = {
     "finished": 0,
+    "sampled": 0,
     "stopped": TooManyRowErrors.exit_code,
     "interrupted": Interrupted.exit_code,
 }

@@ -41,10 +41,13 @@ class RunReporter:
         telemetry: Telemetry,
         show: Show,
         logs: LogOptions,
+        sample: int | None = None,
     ) -> None:
-        """`earlier`: the records of the job's runs before this one. `show`: called with each status."""
+        """`earlier`: the records of the job's runs before this one. `show`: called with each status. `sample`: of a run
+        with --sample, its rows."""
         self._plan, self._log, self._totals, self._earlier = plan, log, totals, earlier
         self._telemetry, self._show = telemetry, show
+        self._num_rows = plan.num_rows if sample is None else min(plan.num_rows, totals.now().rows + sample)
         self.phase = "starting"
         self.report: RunReport  # from `end` on
         self._warning = ""
@@ -129,8 +132,8 @@ class RunReporter:
             run_id=log.run_id,
             phase=self.phase,
             outcome=log.outcome,
-            rows_total=self._plan.num_rows,
-            rows_done=min(self._plan.num_rows, held.rows + finished),
+            rows_total=self._num_rows,
+            rows_done=min(self._num_rows, held.rows + log.sampled_rows + finished),
             rows_written=held.rows,
             error_rows=held.num_error_rows,
             units=held.units,
@@ -139,7 +142,7 @@ class RunReporter:
             generated_tokens=computed.generated,
             input_tokens_per_s=prompt_per_s,
             generated_tokens_per_s=generated_per_s,
-            eta_s=self._pace.eta_s(self._plan.num_rows, held, self._totals.before) if goes_on else None,
+            eta_s=self._pace.eta_s(self._num_rows, held, self._totals.before) if goes_on else None,
             elapsed_s=log.wall_us / 1e6,
             warning=self._warning,
         )

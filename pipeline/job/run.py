@@ -14,7 +14,7 @@ from pipeline.config import JobConfig
 from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
-from pipeline.errors import EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
+from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.job.actor.partial import remove_all
 from pipeline.job.actor.worker import Backend
 from pipeline.job.actor_specs import flow_spec, provenance, resolve_device
@@ -22,6 +22,7 @@ from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import check_dated, claim, record_numerics
 from pipeline.job.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.reporter import RunReporter, Show, close_telemetry, harmless
+from pipeline.job.sample import forget_samples_of_another_job, sample_tasks
 from pipeline.job.stop import Stopped, StopSignals
 from pipeline.job.success import read_success, verify, write_empty_part, write_success
 from pipeline.job.telemetry.logs import LogOptions
@@ -32,7 +33,7 @@ from pipeline.job.totals import OutputTotals
 from pipeline.job.watch import Watch
 from pipeline.machine.host import wall_time
 from pipeline.report.cost import RunReport
-from pipeline.report.run_record import RunRecord, SkippedInput
+from pipeline.report.run_record import Outcome, RunRecord, SkippedInput
 from pipeline.stores.retries import RetryCounts
 
 
@@ -41,6 +42,7 @@ def run_job(
     *,
     accept_numerics: bool = False,
     retry_failed: bool = False,
+    sample: int | None = None,
     progress: Show | None = None,
     backend: Backend | None = None,
     logs: LogOptions | None = None,
@@ -48,11 +50,14 @@ def run_job(
     """Run a job, or go on with it, until its output is complete; of a finished job only the report is made
     again.
 
-    `retry_failed` computes the error rows of what is there again. `progress` is called about once a second.
+    `retry_failed` computes the error rows of what is there again. With `sample` only so many rows are computed and kept
+    for the run that does the rest; `sample.read_sample` reads them. `progress` is called about once a second.
     Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call
     goes on from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are
     computed after at most `run.drain_s`, or at a second one; at any other time at once (`stop.py`).
     """
+    if sample is not None and retry_failed:
+        raise ConfigError("--sample and --retry-failed: expected one of them; a sample writes no parts")
     show = harmless(progress or (lambda status: None))
     with StopSignals() as stop:
         phase = "planning"
@@ -60,6 +65,8 @@ def run_job(
             began, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
             plan, store = _plan(config, accept_numerics, show, retries)
             left = _Left.of(plan, store, retry_failed)
+            if sample is not None and left.tasks:
+                left = replace(left, tasks=sample_tasks(left.tasks, sample))
             earlier = load_runs(store)
             if not left.tasks and SUCCESS in store.folder.names(""):
                 wrong = what_is_wrong(store)
@@ -74,12 +81,15 @@ def run_job(
             store.folder.remove(SUCCESS)
             phase = "telling how the run ended"
             telemetry = Telemetry(store.folder)
-            log = RunLog(store, config.free(), config.cost.hourly_usd, {"device": plan.device}, telemetry, retries)
+            of_sample = sample or 0
+            log = RunLog(
+                store, config.free(), config.cost.hourly_usd, {"device": plan.device}, telemetry, retries, of_sample
+            )
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             totals = left.totals(store, log, earlier, plan)
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
-            reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show, logs)
-            with _recorded(log, reporter, stop):
+            reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show, logs, sample)
+            with _recorded(log, reporter, stop, "finished" if sample is None else "sampled"):
                 store.folder.clean_tmp()
                 if not plan.windows:
                     write_empty_part(plan, store, provenance(plan))
@@ -89,7 +99,8 @@ def run_job(
                     engine = backend or Backend()
                     spec = flow_spec(plan, left.tasks, engine, log.run_id, left.has_failed, logs.level)
                     Watch(config.run, log, totals, reporter, stop, plan.num_rows).compute(spec)
-                _publish(plan, store, log, totals, reporter)
+                if sample is None:
+                    _publish(plan, store, log, totals, reporter)
             return reporter.report
         except Stopped:
             raise _interrupted(stop, phase) from None
@@ -100,6 +111,7 @@ def _plan(config: JobConfig, accept_numerics: bool, show: Show, retries: RetryCo
     show(Status(phase="planning"))
     plan = make_plan(config, resolve_device(config), lambda what: show(Status(phase=f"planning: {what}")), retries)
     store = PartStore(config.output.path, config.output.storage, retries)
+    forget_samples_of_another_job(store, plan.fingerprint)
     claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time())
     return replace(plan, fingerprint=claimed), store
 
@@ -157,14 +169,14 @@ def _with_types_of_parts(plan: JobPlan, store: PartStore, stood: DoneUnits) -> J
 
 
 @contextlib.contextmanager
-def _recorded(log: RunLog, reporter: RunReporter, stop: StopSignals) -> Iterator[None]:
-    """Around all that may fail: record, report and status say how the run ended, whatever it was. They say "finished"
+def _recorded(log: RunLog, reporter: RunReporter, stop: StopSignals, outcome: Outcome) -> Iterator[None]:
+    """Around all that may fail: record, report and status say how the run ended, whatever it was. They say `outcome`
     only where the block came to its end."""
     try:
         log.save()
         reporter.say("starting")
         yield
-        log.outcome = "finished"
+        log.outcome = outcome
     except TooManyRowErrors:
         log.outcome = "stopped"
         raise

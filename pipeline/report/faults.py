@@ -43,6 +43,7 @@ _KIND_OF_END: dict[Outcome, str] = {
     "failed": "run_failed",
     "stopped": "run_failed",
     "finished": "row_failed",
+    "sampled": "row_failed",
 }
 
 

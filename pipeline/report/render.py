@@ -43,6 +43,7 @@ _WIDTH = 100  # of a terminal
 _NARROW = 20
 _ENDED = {
     "finished": "finished",
+    "sampled": "a sample was computed; the same command without --sample does the rest",
     "stopped": "stopped by run.max_error_rate",
     "interrupted": "interrupted; the same command goes on",
     "failed": "failed; the same command goes on",

@@ -28,7 +28,7 @@ PHASE_MEANING = {
 
 MICROSECONDS_PER_HOUR = 3_600_000_000
 
-Outcome = Literal["running", "finished", "stopped", "interrupted", "failed", "killed"]
+Outcome = Literal["running", "finished", "sampled", "stopped", "interrupted", "failed", "killed"]
 
 
 def no_phases() -> dict[str, int]:
@@ -186,6 +186,7 @@ class RunRecord(JsonRecord):
     error_rows: dict[str, int] = field(default_factory=dict)  # of `rows_written`, by code
     error_input_tokens: int = 0
     telemetry_failures: int = 0  # writes of status, record and report that failed
+    sample_rows: int = 0  # of a run with --sample, which writes no parts: how many rows it was asked for
     schema_version: int = SCHEMA_VERSION
 
     @property

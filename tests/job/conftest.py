@@ -135,7 +135,9 @@ def run(job, signals=(), **sections):
         if to_send and to_send[0][0](status):
             os.kill(os.getpid(), to_send.pop(0)[1])
 
-    options = {key: sections.pop(key) for key in ("accept_numerics", "retry_failed", "logs") if key in sections}
+    options = {
+        key: sections.pop(key) for key in ("accept_numerics", "retry_failed", "sample", "logs") if key in sections
+    }
     report = run_job(job.config(**sections), backend=FAKES, progress=show, **options)
     return report, statuses
 

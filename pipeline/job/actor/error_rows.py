@@ -15,7 +15,7 @@ def failed_rows(unit: Unit, part: pa.Table) -> Unit:
     """The rows of the unit that are error rows in its part, as a unit of the same name; maybe none."""
     bad = {place for place, error in zip(_places(part), result_column(part, "error").to_pylist()) if error is not None}
     rows = [i for i, place in enumerate(unit.places()) if place in bad]
-    return Unit(unit.window, unit.index, unit.of, unit.table.take(pa.array(rows, pa.int64())))
+    return unit.of_rows(rows)
 
 
 def patched(part: pa.Table, rows: pa.Table) -> pa.Table:

@@ -1,4 +1,5 @@
-"""Finished rows of units that a stopped run had no time to finish, kept in `_pipeline/partial/` for the next run.
+"""Finished rows of units that are not: of a run that was stopped, or of a sample, kept in `_pipeline/partial/` for
+the next run.
 
 They save work and decide nothing: a unit is done when its part is there, and one that is lost is computed again.
 """
@@ -23,18 +24,21 @@ class PartialUnits:
         self._fingerprint = fingerprint
 
     def save(self, unit: Unit, completions: Iterable[Completion]) -> None:
-        """Keep these rows of the unit, in the place of what was kept of it before."""
+        """Keep these rows of the unit, beside others that are kept of it."""
         places = unit.places()
-        kept = [{**asdict(done), "row_id": places[done.row_id]} for done in completions]  # type: ignore[index]
-        self._store.folder.replace(self._name(unit), json.dumps(kept).encode())
+        kept = {tuple(row["row_id"]): row for row in self._kept(unit)}
+        kept |= {places[done.row_id]: {**asdict(done), "row_id": places[done.row_id]} for done in completions}  # type: ignore[index]
+        self._store.folder.replace(self._name(unit), json.dumps(list(kept.values())).encode())
 
     def load(self, unit: Unit) -> list[Completion]:
-        """What is kept of the unit, with the rows' indices in it as row_id."""
-        raw = self._store.folder.read(self._name(unit))
-        if raw is None:
-            return []
+        """What is kept of the unit's rows, with their indices in it as row_id."""
         index = {place: i for i, place in enumerate(unit.places())}
-        return [_completion(kept, index[tuple(kept["row_id"])]) for kept in json.loads(raw)]
+        found = ((row, index.get(tuple(row["row_id"]))) for row in self._kept(unit))
+        return [_completion(row, i) for row, i in found if i is not None]
+
+    def _kept(self, unit: Unit) -> list[dict[str, Any]]:
+        raw = self._store.folder.read(self._name(unit))
+        return [] if raw is None else json.loads(raw)
 
     def remove(self, unit: Unit) -> None:
         self._store.folder.remove(self._name(unit))

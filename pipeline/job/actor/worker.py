@@ -21,7 +21,7 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, RowError
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.tokenize import Chat, Tokenize
@@ -74,6 +74,7 @@ class WorkSpec:
     kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, where not plain
     step_timeout_s: float = 300.0
     load_timeout_s: float = 3600.0
+    sample: bool = False  # keep what is computed for a later run, and write no part
     retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
 
     def here(self, retries: RetryCounts) -> EngineConfig:
@@ -110,7 +111,7 @@ class Worker:
         # While the engine's process starts:
         tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
         self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
-        self._retry_failed = spec.retry_failed
+        self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint)
         logprobs = spec.params.logprobs is not None
         self._write = Write(store, spec.fingerprint, spec.rename, logprobs, spec.metadata, spec.kept_types)
@@ -151,16 +152,25 @@ class Worker:
         kept = self._partial.load(unit)  # of a run that was stopped
         done = {completion.row_id for completion in kept}
         generated = kept + self._supervisor.generate([r for r in requests if r.row_id not in done])
-        if len(generated) < len(requests):
+        if self._sample or len(generated) < len(requests):
             if generated:
                 self._partial.save(unit, generated)
                 self._add(kept=computed(generated[len(kept) :]))
-            return None
+            return None if len(generated) < len(requests) else self._sampled(unit, failed + generated)
         summary = self._write(unit, failed + generated)
         if kept:
             self._partial.remove(unit)
         self._count(summary, kept, generated[len(kept) :])
         return summary
+
+    def _sampled(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
+        errors = {done.row_id for done in completions if done.error == RowError.INVALID_MESSAGES}
+        prompts = [
+            self._tokenize.shown(text) if text is not None and i not in errors else text
+            for i, text in enumerate(unit.own("_prompt").to_pylist())
+        ]
+        self._write.sample(unit, completions, self._run_id, prompts)
+        return UnitSummary(unit.window, unit.index, sampled_rows=unit.num_rows)
 
     def _there(self, unit: Unit) -> UnitSummary | None:
         """What becomes of a unit that has its part: nothing, or with `retry_failed` its error rows are computed again

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, StoredPart
@@ -24,6 +25,8 @@ from pipeline.report.row_stats import (
     latency_of,
     length_bucket,
 )
+
+SAMPLES = "_pipeline/samples"
 
 
 class Write:
@@ -79,6 +82,16 @@ class Write:
             (time.monotonic_ns() - started) // 1000,
             PartTotals.of_table(renewed),
         )
+
+    def sample(self, unit: Unit, completions: list[Completion], run_id: str, prompts: list[str | None]) -> None:
+        """Rows of a unit as its part will have them, and their prompts as the model gets them, for people to read."""
+        order = sorted(range(unit.num_rows), key=unit.places().__getitem__)
+        column = pa.array([prompts[i] for i in order], pa.string())
+        table = self.table(unit, completions).append_column("_prompt", column)
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink)
+        name = f"{SAMPLES}/{run_id}/w{unit.window:05d}-u{unit.index:04d}.parquet"
+        self._store.folder.replace(name, sink.getvalue().to_pybytes())
 
     def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:
         """The part's rows, in the order of the input."""

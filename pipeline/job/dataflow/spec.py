@@ -17,6 +17,7 @@ class WindowTask:
     window: Window
     done: frozenset[int]
     units_of: int | None  # as the parts that are there say
+    sample: int | None = None  # so many of its rows only
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,11 @@ class FlowSpec:
 
     @property
     def needs_ray(self) -> bool:
-        """Where one engine on this machine computes one window, Ray brings nothing but its seconds to start."""
-        return self.always_ray or self.ray_address is not None or self.actors > 1 or len(self.tasks) > 1
+        """Where one engine on this machine computes one window, or a sample, Ray brings nothing but its seconds to
+        start."""
+        if self.always_ray or self.ray_address is not None or self.actors > 1:
+            return True
+        return len(self.tasks) > 1 and any(task.sample is None for task in self.tasks)
 
 
 class EndOfUnits(Exception):

@@ -55,6 +55,7 @@ class RunLog:
         resolved: Mapping[str, Any],
         telemetry: Telemetry,
         retries: RetryCounts,
+        sample_rows: int = 0,
     ) -> None:
         self._telemetry = telemetry
         self._retries = retries  # of this run, for storage
@@ -68,6 +69,7 @@ class RunLog:
             config_free=dict(config_free),
             hourly_usd=hourly_usd,
             resolved=dict(resolved),
+            sample_rows=sample_rows,
         )
         self.outcome: Outcome = "running"
         self.driver_us: dict[str, int] = {}
@@ -75,6 +77,7 @@ class RunLog:
         self.written = PartTotals()  # of the parts this run made
         self.computed = PartTotals()  # of these, without rows that stayed in parts it replaced
         self.lost = PartTotals()  # of units whose part was there already
+        self.sampled_rows = 0
         self.found_units = 0  # of these, the ones that were found before any work
         self.row_stats = RowStats()  # of the parts this run made
         self.write_us = 0
@@ -89,6 +92,7 @@ class RunLog:
     def add(self, unit: UnitSummary) -> None:
         """Count a finished unit."""
         self.write_us += unit.write_us
+        self.sampled_rows += unit.sampled_rows
         shown = [example.line(code) for code, some in unit.row_stats.errors.items() for example in some]
         self.first_errors += shown[: NUM_SHOWN_ERRORS - len(self.first_errors)]
         if unit.written:

@@ -21,5 +21,6 @@ class UnitSummary(JsonRecord):
     write_us: int = 0
     renewed: PartTotals | None = None  # of `totals` what was computed now; None: all
     found: bool = False
+    sampled_rows: int = 0  # computed and kept for a later run; nothing was written
     failure_kind: str | None = None
     failure_message: str = ""

@@ -1,0 +1,56 @@
+"""What `pipeline run --sample N` shows: rows with their prompts and completions, for people to judge."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from pipeline.cli.console import print_json, print_result
+from pipeline.formatting import printable
+
+if TYPE_CHECKING:
+    from pipeline.config import JobConfig
+    from pipeline.job.sample import SampleRow
+    from pipeline.report.cost import RunReport
+
+MAX_SHOWN = 8
+_MAX_CHARS = 700  # of a prompt or a completion: its beginning and its end
+
+
+def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json: bool) -> None:
+    """The rows of the last run, which was of a sample."""
+    from pipeline.data.output.parts import PartStore
+    from pipeline.job.actor.write import SAMPLES
+    from pipeline.job.sample import read_sample
+
+    run_id = report.runs[-1].run_id
+    rows = list(read_sample(PartStore(config.output.path, config.output.storage), run_id))
+    if as_json:
+        return print_json({**report.to_json(), "sample": [asdict(row) for row in rows]})
+    shown = (
+        [rows[(2 * i + 1) * len(rows) // (2 * MAX_SHOWN)] for i in range(MAX_SHOWN)] if len(rows) > MAX_SHOWN else rows
+    )
+    for row in shown:
+        print_result(_shown(row))
+    errors = sum(row.error is not None for row in rows)
+    generated = sum(row.num_generated_tokens for row in rows)
+    print_result(
+        f"{len(rows)} rows of {report.rows.input:,}, {errors} errors, {generated:,} tokens out; {len(shown)} shown"
+    )
+    print_result(f"  All of them  {output}/{SAMPLES}/{run_id}")
+    print_result("  The same command without --sample does the rest and takes these over.")
+
+
+def _shown(row: "SampleRow") -> str:
+    ended = row.finish_reason if row.error is None else f"{row.error}: {row.error_message}"
+    lines = [
+        f"{row.source_file}, row {row.source_row}: {row.num_input_tokens} tokens in, {row.num_generated_tokens} out"
+    ]
+    lines += [f"  | {line}" for line in _shortened(row.prompt or "").splitlines()]
+    lines += [f"  > {line}" for line in _shortened(row.text or "").splitlines()]
+    return "\n".join(printable(line) for line in [*lines, f"  ({ended})"]) + "\n"
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MAX_CHARS:
+        return text
+    half = _MAX_CHARS // 2
+    return f"{text[:half]}\n[...]\n{text[-half:]}"
