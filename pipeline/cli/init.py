@@ -15,7 +15,7 @@ from pipeline.cli.console import answers, json_flag, print_json, print_result, s
     required=True,
     type=click.Path(),
     metavar="PATH",
-    help="Parquet to read: a file, a folder or a glob.",
+    help="Parquet or JSON Lines to read: a file, a folder or a glob.",
 )
 @click.option("--model", default="demo:target-awq", show_default=True,
               help="A folder, an fsspec url, a Hugging Face id, or demo:target-awq.")  # fmt: skip
@@ -51,4 +51,4 @@ def init(job: str, source: str, model: str, output: str | None, as_json: bool) -
         return print_json({"job": job, "prompt": seen.prompt, "kind": seen.kind, "wrote_schema": wrote_schema})
     print_result(f"{job} is written; look at its prompt, then:")
     print_result(f"  pipeline validate {job}")
-    print_result(f"  pipeline run {job} --limit 20 --set output.path=out/{name}-try")
+    print_result(f"  pipeline run {job} --sample 5")

@@ -56,7 +56,8 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
     keep = tuple(name for name in source.schema.names if name != prompt and _tells_rows_apart(name, rows))
     columns = {f.name: str(f.type) for f in source.schema}
     seen = Look(columns, source.num_rows, len(source.files), prompt, kind, keep)
-    say(f"{place}: {source.num_rows:,} rows in {len(source.files):,} files; the prompt is in {prompt!r}")
+    files = "1 file" if len(source.files) == 1 else f"{len(source.files):,} files"
+    say(f"{place}: {source.num_rows:,} rows in {files}; the prompt is in {prompt!r}")
     folder, why_not = _small_files_of(model)
     if folder is None:
         say(f"{model}: not looked at: {why_not}")

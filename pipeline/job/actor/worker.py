@@ -134,7 +134,7 @@ class Worker:
         finally:
             self._add(open_units=-1)
             self._log.line(f"unit {unit.index} of window {unit.window}: {time.monotonic() - began:.1f} s", "debug")
-        if summary is not None:
+        if summary is not None and not summary.sampled_rows:
             self._add(units=1, rows=summary.totals.rows, error_rows=summary.totals.num_error_rows)
         return summary
 
