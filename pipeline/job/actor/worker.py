@@ -102,7 +102,7 @@ class Worker:
         self._retries = RetryCounts()  # of this actor, for storage
         store = self._store = PartStore(spec.output, spec.storage, self._retries)
         engine = spec.here(self._retries)
-        logs = LogFolder(store, spec.run_id)
+        logs = self._logs = LogFolder(store, spec.run_id)
         self._log = logs.log(engine_log(actor), spec.log_level)
         # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
         threads = {f"{library}_NUM_THREADS": str(engine.num_threads) for library in ("OMP", "MKL", "NUMBA")}
@@ -231,3 +231,4 @@ class Worker:
     def close(self) -> None:
         self._supervisor.close()
         self._log.close()
+        self._logs.close()

@@ -7,6 +7,7 @@ temporary folder and uploaded as they grow. `log_reader` reads them back.
 
 import logging
 import logging.handlers
+import os
 import queue
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.errors import PipelineError
 from pipeline.formatting import printable_lines
 from pipeline.job.telemetry.run_id import run_number
+from pipeline.machine.host import process_mark
 from pipeline.stores.local_folder import LocalFolder
 
 LOGS = "_pipeline/logs"
@@ -36,6 +38,8 @@ SYNC_SHARE = 0.05  # of the time, at most, in which logs are being uploaded
 MAX_WAITING = 10_000  # lines; more are dropped and counted
 CLOSE_S = 2.0
 RAY_TAIL_BYTES = 64 * 2**10
+LEFT_OVER_S = 3600.0  # after which a folder of a process that is gone is removed: a container may not see the process
+_PREFIX = "pipeline-logs-"
 
 Level = Literal["debug", "info", "warning", "print"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "print")  # `print`: what a process printed, always kept
@@ -65,7 +69,8 @@ class LogFolder:
         if isinstance(store.folder, LocalFolder):
             self.path = store.folder.path(self._name)
         else:
-            self.path = Path(tempfile.mkdtemp(prefix=f"pipeline-logs-{run_id}-"))
+            _remove_left_over()
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
             threading.Thread(target=self._keep_uploading, daemon=True, name="upload logs").start()
 
     def shown(self, name: str = "") -> str:
@@ -118,6 +123,15 @@ class LogFolder:
                 if self._uploaded.get(file.name) != version:
                     self._store.folder.replace(f"{self._name}/{file.name}", file.read_bytes())
                     self._uploaded[file.name] = version
+
+
+def _remove_left_over() -> None:
+    """Temporary folders of processes that were killed, as Ray ends its actors."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        with suppress(OSError):
+            if pid.isdigit() and not process_mark(int(pid)) and time.time() - folder.stat().st_mtime > LEFT_OVER_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class RotatedLog:

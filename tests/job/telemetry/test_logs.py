@@ -1,6 +1,7 @@
 """What a run and its engines' processes printed is found in the output, in files of bounded size."""
 
 import json
+import os
 import threading
 import time
 
@@ -183,3 +184,20 @@ def test_records_say_how_many_engines_restarted_and_the_log_says_why(job):
     assert report.work.restarts > 0
     assert "RuntimeError: a fake step failed" in log_of(job, "engine-0.log")
     assert json.dumps(runs(job)[0]["actors"][0]["restart_reasons"]).count("a fake step failed")
+
+
+def test_nothing_of_a_run_with_its_output_in_a_store_is_left_on_the_machine(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in (f"pipeline-logs-{os.getpid()}-lives", "pipeline-logs-4194999-gone", "pipeline-logs-4194998-young"):
+        (tmp_path / name).mkdir()
+        if "young" not in name:
+            os.utime(tmp_path / name, (0, 0))
+    job.rows(TEXTS)
+    with FaultyStore() as faulty:
+        bucket = faulty.bucket
+        run(job, output={"path": bucket.url("out"), "storage": dict(bucket.storage)})
+        names = {key.rpartition("/")[2]: bucket.get(key) for key in bucket.tags() if "/logs/" in key}
+    assert b"ready" in names["engine-0.log"]
+    assert b"ended: finished" in names["driver.log"]
+    left = {folder.name.rpartition("-")[2] for folder in tmp_path.glob("pipeline-logs-*")}
+    assert left == {"lives", "young"}
