@@ -49,7 +49,8 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--accept-numerics", is_flag=True,
               help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
 @click.option("--retry-failed", is_flag=True,
-              help="Compute the error rows of what is written again; each part is replaced whole.")  # fmt: skip
+              help="Compute the error rows of what is written again, under another engine.max_model_len where --set "
+              "gives one; each part is replaced whole.")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N",
               help="Compute N rows of all lengths and show them; the full run takes them over.")  # fmt: skip
 @logging_options
@@ -75,6 +76,7 @@ def run(
       pipeline run my.yaml --json > report.json
       pipeline run my.yaml --sample 20           look at 20 rows first
       pipeline run my.yaml --retry-failed        only the rows that became errors, once more
+      pipeline run my.yaml --retry-failed --set engine.max_model_len=8192
 
     Parts appear in output.path as they are finished, _SUCCESS when all are there, and the report in
     output.path/_pipeline/report.md. Ctrl-C once lets finished work be written; then the same command goes on.

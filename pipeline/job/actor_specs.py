@@ -51,6 +51,7 @@ def flow_spec(
         log_level=log_level,
         sample=any(task.sample is not None for task in tasks),
         retry_failed=retry_failed,
+        retried_limits=plan.retried_limits,
     )
     spot, in_flight = Spot(run.spot_notice, run.drain_s), run.units_in_flight
     requested = failpoints.requested(os.environ)

@@ -6,7 +6,7 @@ follow each other, and some parts being read.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,6 +17,8 @@ from pipeline.data.output.inventory import Inventory, read_counts
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.data.output.result_columns import result_column
+from pipeline.data.output.retried import KEY as RETRIED
+from pipeline.data.output.retried import RetriedRows
 from pipeline.errors import OutputError, RowError
 from pipeline.formatting import Remaining
 from pipeline.job.fingerprint import JOB
@@ -199,13 +201,16 @@ class _Auditor:
 
     def _look_inside(self, name: PartName, part: _Part) -> _Part:
         """Every page, with its checksum, and every row."""
-        table = self._store.read_part(name).table
+        read = self._store.read_part(name)
+        table = read.table
         totals, problem = PartTotals.of_table(table), part.problem
         if _sums(totals) != _sums(part.totals):
             problem = f"{name}: its rows, errors or prompt tokens are not those that its footer counts"
         places = pa.table({"file": result_column(table, "source_file"), "row": result_column(table, "source_row")})
         if places["file"].null_count or places["row"].null_count:
             return _Part(part.totals, part.schema, None, f"{name}: rows without source_file or source_row")
+        if problem is None and not _retried_are_there(read.metadata, places):
+            problem = f"{name}: its note {RETRIED} is damaged, or names rows that are not in it"
         return _Part(part.totals, part.schema, places, problem)
 
     def _check_columns(self, name: PartName, part: _Part) -> None:
@@ -286,3 +291,12 @@ class _Rows:
             expected = self._last[1] + 1 if self._last is not None and self._last[0] == file else 0
             if row != expected:
                 self._add(f"{where}: its rows from {expected} to {row - 1} are missing")
+
+
+def _retried_are_there(notes: Mapping[str, str], places: pa.Table) -> bool:
+    if RETRIED not in notes:
+        return True
+    try:
+        return RetriedRows(notes).places <= set(zip(places["file"].to_pylist(), places["row"].to_pylist()))
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -21,6 +21,7 @@ FORMAT = 1
 JOB = "_pipeline/job.json"
 ACCEPTED = "_pipeline/accepted-numerics.json"
 MAX_LISTED_FILES = 1000  # of more input files only the sum of their digests is kept
+LIMITS = {"max_model_len": "engine.max_model_len"}  # of the identity, which a run with --retry-failed may change
 MAX_SHOWN = 20
 MAX_VALUE_CHARS = 100
 
@@ -119,6 +120,18 @@ def claim(
     return ours
 
 
+def with_limits_of(store: PartStore, ours: Fingerprint) -> tuple[Fingerprint, dict[str, Any]]:
+    """For a run of error rows: `ours` with the output's own limits, and those of `LIMITS` that are others now, by their
+    keys in the job file. Raises OutputError."""
+    raw = store.folder.read(JOB)
+    if raw is None:
+        return ours, {}
+    theirs = _parse(store, raw)["identity"]
+    changed = {name: theirs.get(name) for name in LIMITS if theirs.get(name) != ours.identity[name]}
+    limits = {LIMITS[name]: ours.identity[name] for name in changed}
+    return replace(ours, identity={**ours.identity, **changed}), limits
+
+
 def differs(store: PartStore, ours: Fingerprint) -> bool:
     """Whether the output is another job's, or was begun with other numerics. Raises OutputError."""
     raw = store.folder.read(JOB)
@@ -161,9 +174,11 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
 def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_numerics: bool) -> None:
     changes = difference(theirs["identity"], ours.identity)
     if changes:
+        are_limits = all(key in LIMITS for key, _, _ in changes)
         raise FingerprintError(
             f"output.path {store.path} belongs to another job. What differs (there -> now):\n{shown(changes)}\n"
             "Choose a new output.path, or change the job back to go on with this one."
+            + (" With --retry-failed its error rows are computed again under the new limit." if are_limits else "")
         )
     accepted = json.loads(store.folder.read(ACCEPTED) or b"[]")
     if ours.numerics == theirs["numerics"] or ours.numerics in accepted:

@@ -3,9 +3,10 @@
 job file -> source -> windows -> fingerprint -> one listing of the output -> the windows that are left
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -39,6 +40,7 @@ class JobPlan:
     fingerprint: Fingerprint
     device: str  # "cpu" or "cuda", or with an index
     chat_template: str | None = None  # that of prompt.chat.template
+    retried_limits: Mapping[str, Any] = field(default_factory=dict)  # of error rows, where not the output's own
 
     @property
     def num_rows(self) -> int:

@@ -14,12 +14,19 @@ from pipeline.config import JobConfig
 from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
-from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
+from pipeline.errors import (
+    ConfigError,
+    EnvironmentFailed,
+    FingerprintError,
+    Interrupted,
+    PipelineError,
+    TooManyRowErrors,
+)
 from pipeline.job.actor.partial import remove_all
 from pipeline.job.actor.worker import Backend
 from pipeline.job.actor_specs import flow_spec, provenance, resolve_device
 from pipeline.job.dataflow.spec import WindowTask
-from pipeline.job.fingerprint import check_dated, claim, record_numerics
+from pipeline.job.fingerprint import check_dated, claim, record_numerics, with_limits_of
 from pipeline.job.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.reporter import RunReporter, Show, close_telemetry, harmless
 from pipeline.job.sample import forget_samples_of_another_job, sample_tasks
@@ -63,7 +70,7 @@ def run_job(
         phase = "planning"
         try:
             began, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
-            plan, store = _plan(config, accept_numerics, show, retries)
+            plan, store = _plan(config, accept_numerics, retry_failed, show, retries)
             left = _Left.of(plan, store, retry_failed)
             if sample is not None and left.tasks:
                 left = replace(left, tasks=sample_tasks(left.tasks, sample))
@@ -83,7 +90,14 @@ def run_job(
             telemetry = Telemetry(store.folder)
             of_sample = sample or 0
             log = RunLog(
-                store, config.free(), config.cost.hourly_usd, {"device": plan.device}, telemetry, retries, of_sample
+                store,
+                config.free(),
+                config.cost.hourly_usd,
+                {"device": plan.device},
+                telemetry,
+                retries,
+                of_sample,
+                plan.retried_limits,
             )
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             totals = left.totals(store, log, earlier, plan)
@@ -106,12 +120,17 @@ def run_job(
             raise _interrupted(stop, phase) from None
 
 
-def _plan(config: JobConfig, accept_numerics: bool, show: Show, retries: RetryCounts) -> tuple[JobPlan, PartStore]:
+def _plan(
+    config: JobConfig, accept_numerics: bool, retry_failed: bool, show: Show, retries: RetryCounts
+) -> tuple[JobPlan, PartStore]:
     """What the job is, and its output, which is this job's from here on."""
     show(Status(phase="planning"))
     plan = make_plan(config, resolve_device(config), lambda what: show(Status(phase=f"planning: {what}")), retries)
     store = PartStore(config.output.path, config.output.storage, retries)
     forget_samples_of_another_job(store, plan.fingerprint)
+    if retry_failed:
+        ours, limits = with_limits_of(store, plan.fingerprint)
+        plan = replace(plan, fingerprint=ours, retried_limits=limits)
     claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time())
     return replace(plan, fingerprint=claimed), store
 
@@ -131,6 +150,12 @@ class _Left:
         stood = store.list(plan.fingerprint.short)
         if not retry_failed:
             return cls(tuple(what_is_left(plan, stood)), stood)
+        if plan.retried_limits and what_is_left(plan, stood):
+            raise FingerprintError(
+                f"output.path {store.path}: not all rows are computed yet, and those that are left belong to the first "
+                f"run's limits. Finish the job without the change of {', '.join(plan.retried_limits)}; then "
+                "--retry-failed computes the error rows under it."
+            )
         store.folder.probe_swap()
         failed, whole = [], PartTotals()
         for name, totals in store.parts(stood):

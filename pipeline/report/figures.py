@@ -76,12 +76,23 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Drafts", _drafting(report.speculated) if report.speculated is not None else ""),
         ("Engine", engine if work.steps else ""),
         ("Time", f"{seconds(report.wall_us)} wall, {seconds(report.machine_us)} of machine time"),
+        ("Retried", _retried(report)),
         ("Lost work", _lost(report)),
         ("Faults", _counts(work)),
         ("Logs", logs if work.restarts else ""),
         ("Fingerprint", report.fingerprint[:8]),
     ]
     return [(label, value) for label, value in facts if value]
+
+
+def _retried(report: RunReport) -> str:
+    """What was computed again under other limits than the job's."""
+    told = []
+    for run in report.runs:
+        if run.retried_limits and run.rows_written:
+            limits = ", ".join(f"{key} {value or 'left out'}" for key, value in run.retried_limits.items())
+            told.append(f"{run.rows_written:,} error rows again under {limits} (run {run.run_id[:4]})")
+    return "; ".join(told)
 
 
 def phase_rows(report: RunReport) -> list[tuple[str, str, str, str]]:

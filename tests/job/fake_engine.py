@@ -62,6 +62,7 @@ class FakeEngine:
             os._exit(9)
         time.sleep(fake.get("load_s", 0))
         self.resolved = {"device": "fake", "max_num_seqs": fake.get("max_num_seqs", 8)}
+        self.max_model_len = config.max_model_len or fake.get("max_model_len", 10**9)
         self.stats = EngineStats()
         self.waiting: list[Request] = []
         self.running: dict[object, tuple[Request, list[int], int]] = {}
@@ -88,7 +89,7 @@ class FakeEngine:
         refused: list[Completion] = []
         while self.waiting and len(self.running) < self.fake.get("max_num_seqs", 8):
             request = self.waiting.pop(0)
-            if len(request.prompt_token_ids) >= self.fake.get("max_model_len", 10**9):
+            if len(request.prompt_token_ids) >= self.max_model_len:
                 length = len(request.prompt_token_ids)
                 refused.append(Completion(request.row_id, [], "", "error", length, error="prompt_too_long"))
                 continue

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
 from pipeline.data.output.result_columns import result_column
+from pipeline.data.output.retried import Place, RetriedRows
 from pipeline.errors import OutputError
 from pipeline.stores.filesystem import is_url
 
@@ -241,17 +242,22 @@ def _file(source: PartStore, windows: list[_WindowParts], plan: FilePlan, file: 
     """The file's bytes: its rows of the sequence of all rows, in row groups of a useful size."""
     first = source.read_part(windows[0].parts[0])
     sink = pa.BufferOutputStream()
-    schema = first.table.schema.with_metadata(dict(first.metadata))
+    notes, retried, places = RetriedRows().in_notes(first.metadata), RetriedRows(), set[Place]()
+    schema = first.table.schema.with_metadata(notes)
     totals = PartTotals()
     with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
         held: list[pa.Table] = []
-        for table in _rows(source, windows, plan.order, *plan.bounds(file)):
+        for table in _rows(source, windows, plan.order, *plan.bounds(file), retried):
             totals += PartTotals.of_table(table)
+            if retried.places:
+                columns = (result_column(table, name).to_pylist() for name in ("source_file", "source_row"))
+                places |= retried.places.intersection(zip(*columns))
             held.append(table)
             if sum(t.nbytes for t in held) >= _GROUP_BYTES or sum(t.num_rows for t in held) >= _GROUP_ROWS:
                 _write_group(source, writer, held)
                 held = []
         _write_group(source, writer, held)
+        writer.add_key_value_metadata(retried.of(places).in_notes({}))
         writer.add_key_value_metadata({UNIT_KEY.decode(): replace(totals, units=1).to_json()})
     return sink.getvalue().to_pybytes()
 
@@ -269,12 +275,19 @@ def _concatenated(source: PartStore, tables: list[pa.Table]) -> pa.Table:
         raise OutputError(f"{source.path}: parts of different columns or types: {error}") from None
 
 
-def _rows(source: PartStore, windows: list[_WindowParts], order: Order, start: int, stop: int) -> Iterator[pa.Table]:
-    """Rows start <= i < stop of all, window by window; only windows that have some of them are read."""
+def _rows(
+    source: PartStore, windows: list[_WindowParts], order: Order, start: int, stop: int, retried: RetriedRows
+) -> Iterator[pa.Table]:
+    """Rows start <= i < stop of all, window by window; only windows that have some of them are read. `retried` takes in
+    what their parts say."""
     first = bisect_right(windows, start, key=lambda window: window.stop)
     for window in takewhile(lambda window: window.start < stop, islice(windows, first, None)):
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            tables = [part.table for part in pool.map(source.read_part, window.parts)]
+            parts = list(pool.map(source.read_part, window.parts))
+        for part in parts:
+            retried.take(part.metadata)
+        tables = [part.table for part in parts]
+        del parts
         whole = _concatenated(source, tables)
         if order == "input":
             whole = _in_order(whole)

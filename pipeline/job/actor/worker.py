@@ -76,6 +76,7 @@ class WorkSpec:
     load_timeout_s: float = 3600.0
     sample: bool = False  # keep what is computed for a later run, and write no part
     retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
+    retried_limits: Mapping[str, Any] = field(default_factory=dict)  # that those rows get, where not the job's
 
     def here(self, retries: RetryCounts) -> EngineConfig:
         """`engine`, with the folders of its models on this machine; they are downloaded where they are missing."""
@@ -114,7 +115,9 @@ class Worker:
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint)
         logprobs = spec.params.logprobs is not None
-        self._write = Write(store, spec.fingerprint, spec.rename, logprobs, spec.metadata, spec.kept_types)
+        self._write = Write(
+            store, spec.fingerprint, spec.rename, logprobs, spec.metadata, spec.kept_types, spec.retried_limits
+        )
 
     def process(self, data: bytes) -> UnitSummary | None:
         """Tokenize, generate, write. A failure of the system comes back in the summary, as its type and message.

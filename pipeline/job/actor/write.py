@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, StoredPart
 from pipeline.data.output.result_columns import output_schema
+from pipeline.data.output.retried import RetriedRows
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion
 from pipeline.errors import PipelineError
@@ -40,14 +41,16 @@ class Write:
         logprobs: bool,
         metadata: Mapping[str, str],
         kept_types: Mapping[str, pa.DataType] | None = None,
+        limits: Mapping[str, Any] | None = None,
     ) -> None:
-        """kept_types: of kept columns in a part; those that are not named stay as they are in a unit."""
+        """limits: of rows that are computed again, where they are not the job's. kept_types: of kept columns in a part; those that are not named stay as they are in a unit."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
         self._logprobs = logprobs
         self._metadata = dict(metadata)
         self._kept_types = dict(kept_types or {})
+        self._limits = dict(limits or {})
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         """Commit the unit. `completions` holds each of its rows once, in any order."""
@@ -72,7 +75,9 @@ class Write:
         started = time.monotonic_ns()
         renewed = self.table(unit, completions)
         table = patched(part.table, renewed)
-        self._store.rewrite(name, table, part.metadata, part.tag)
+        retried = RetriedRows(part.metadata)
+        retried.add(unit.places(), self._limits)
+        self._store.rewrite(name, table, retried.in_notes(part.metadata), part.tag)
         return UnitSummary(
             unit.window,
             unit.index,

@@ -56,6 +56,7 @@ class RunLog:
         telemetry: Telemetry,
         retries: RetryCounts,
         sample_rows: int = 0,
+        retried_limits: Mapping[str, Any] | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._retries = retries  # of this run, for storage
@@ -70,6 +71,7 @@ class RunLog:
             hourly_usd=hourly_usd,
             resolved=dict(resolved),
             sample_rows=sample_rows,
+            retried_limits=dict(retried_limits or {}),
         )
         self.outcome: Outcome = "running"
         self.driver_us: dict[str, int] = {}
