@@ -43,7 +43,8 @@ class Write:
         kept_types: Mapping[str, pa.DataType] | None = None,
         limits: Mapping[str, Any] | None = None,
     ) -> None:
-        """limits: of rows that are computed again, where they are not the job's. kept_types: of kept columns in a part; those that are not named stay as they are in a unit."""
+        """kept_types: of kept columns in a part; those that are not named stay as they are in a unit. limits: of rows
+        that are computed again, where they are not the job's."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
