@@ -51,6 +51,8 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--retry-failed", is_flag=True,
               help="Compute the error rows of what is written again, under another engine.max_model_len where --set "
               "gives one; each part is replaced whole.")  # fmt: skip
+@click.option("--append", is_flag=True,
+              help="Take in input files that are new since the first run: they alone are computed.")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N",
               help="Compute N rows of all lengths and show them; the full run takes them over.")  # fmt: skip
 @logging_options
@@ -60,6 +62,7 @@ def run(
     job: str,
     accept_numerics: bool,
     retry_failed: bool,
+    append: bool,
     sample: int | None,
     verbose: bool,
     log_level: "Level",
@@ -75,6 +78,7 @@ def run(
       pipeline run my.yaml --config configs/h100.yaml --set run.actors=8
       pipeline run my.yaml --json > report.json
       pipeline run my.yaml --sample 20           look at 20 rows first
+      pipeline run my.yaml --append              files were added to the input since
       pipeline run my.yaml --retry-failed        only the rows that became errors, once more
       pipeline run my.yaml --retry-failed --set engine.max_model_len=8192
 
@@ -84,7 +88,9 @@ def run(
     """
     from pipeline.config import load_job
 
-    run_and_report(load_job(job, **overlays), as_json, verbose, log_level, accept_numerics, retry_failed, sample)
+    run_and_report(
+        load_job(job, **overlays), as_json, verbose, log_level, accept_numerics, retry_failed, append, sample
+    )
 
 
 def run_and_report(
@@ -94,6 +100,7 @@ def run_and_report(
     log_level: "Level",
     accept_numerics: bool = False,
     retry_failed: bool = False,
+    append: bool = False,
     sample: int | None = None,
 ) -> None:
     """Run a job and print its report; in a fork, but where a fork's results would be lost."""
@@ -112,6 +119,7 @@ def run_and_report(
                 config,
                 accept_numerics=accept_numerics,
                 retry_failed=retry_failed,
+                append=append,
                 sample=sample,
                 progress=progress,
                 logs=logs,

@@ -57,7 +57,7 @@ class Source:
     root: str  # for people: with the protocol, where it is not local
     url: str = field(repr=False)  # as the job names it; it may say which host, and hold a password
     base: str  # the root on the url's filesystem
-    files: tuple[SourceFile, ...]  # sorted by relative path
+    files: tuple[SourceFile, ...]  # sorted by relative path; those of appended batches after the others
     schema: pa.Schema  # plain types, of all columns that all files agree on, those of folder names last
     kept: pa.Schema  # the same columns, with the types that they have in the output
     missing: Mapping[str, str] = field(default_factory=dict, repr=False)  # column: first file without it
@@ -66,6 +66,7 @@ class Source:
     partitions: frozenset[str] = frozenset()  # the columns that come from folder names
     on_corrupt: OnCorrupt = "fail"
     skipped: tuple[SkippedFile, ...] = ()  # sorted by relative path
+    batches: tuple[int, ...] = ()  # indices of `files` at which an appended batch begins
 
     @property
     def num_rows(self) -> int:
@@ -166,16 +167,20 @@ def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None
     """Cut the first `limit` rows (None: all) into windows of at most `max_rows` rows and about `max_bytes`
     bytes.
 
-    A window holds consecutive row groups; a row group that is larger than a window is cut into even slices.
+    A window holds consecutive row groups; a row group that is larger than a window is cut into even slices. An
+    appended batch of files begins a window, so that those before it stay as they were.
     """
     assert min(max_rows, max_bytes) >= 1
     windows: list[Window] = []
     start = stop = num_bytes = 0
+    first = _first_rows(source)
+    ends_of_batches = {first[i] for i in source.batches}
     end = source.num_rows if limit is None else min(limit, source.num_rows)
     for rows, size in _pieces(source, max_rows, max_bytes):
         if stop >= end:
             break
-        if stop > start and (stop + rows - start > max_rows or num_bytes + size > max_bytes):
+        is_full = stop + rows - start > max_rows or num_bytes + size > max_bytes
+        if stop > start and (is_full or stop in ends_of_batches):
             windows.append(Window(len(windows), start, stop))
             start, num_bytes = stop, 0
         stop = min(stop + rows, end)

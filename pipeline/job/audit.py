@@ -21,6 +21,7 @@ from pipeline.data.output.retried import KEY as RETRIED
 from pipeline.data.output.retried import RetriedRows
 from pipeline.errors import OutputError, RowError
 from pipeline.formatting import Remaining
+from pipeline.job.appended import batch_numbers
 from pipeline.job.fingerprint import JOB
 from pipeline.stores.read_ahead import read_ahead
 
@@ -28,7 +29,7 @@ MAX_SHOWN = 20
 _COUNTED = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
 _CODES = frozenset(str(code) for code in RowError)
 
-Place = tuple[str, int]  # source_file, source_row
+Place = tuple[int, str, int]  # number of the batch that the file was appended in, source_file, source_row
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class _Auditor:
     # -- footers and rows
 
     def _read(self, progress: DoneUnits, remaining: Callable[[int], None]) -> PartTotals:
-        totals, done, rows = PartTotals(), 0, _Rows(self._add)
+        totals, done, rows = PartTotals(), 0, _Rows(self._add, batch_numbers(self._store))
         with closing(read_ahead(self._look, progress.parts(), self._store.folder.reads_at_once)) as parts:
             for name, part in parts:
                 done += 1
@@ -240,8 +241,9 @@ def _sums(totals: PartTotals) -> tuple[Any, ...]:
 class _Rows:
     """Rows in the order of windows, which follow the input's: each row once, none left out in between."""
 
-    def __init__(self, add: Callable[[str], None]) -> None:
+    def __init__(self, add: Callable[[str], None], batches: Mapping[str, int]) -> None:
         self._add = add
+        self._batches = batches
         self._window = -1
         self._whole = False
         self._places: list[pa.Table] = []
@@ -274,21 +276,25 @@ class _Rows:
             elif self._whole and high - low + 1 != count:
                 self._add(f"{where}: {high - low + 1 - count} rows between {low} and {high} are missing")
             if first:
-                self._check_first((file["file"], low), where)
+                self._check_first((self._batch_of(file["file"]), file["file"], low), where)
             elif self._whole and low != 0:
                 self._add(f"{where}: its rows before {low} are missing")
             first = False
-        self._last = max(self._last or ("", -1), (files[-1]["file"], files[-1]["row_max"]))
+        last = files[-1]
+        self._last = max(self._last or (0, "", -1), (self._batch_of(last["file"]), last["file"], last["row_max"]))
         if self._whole:
             self._last_window = self._window
 
+    def _batch_of(self, file: str) -> int:
+        return self._batches.get(file, 0)
+
     def _check_first(self, place: Place, where: str) -> None:
         """The window's first row comes right after the last one of the window before."""
-        file, row = place
+        row = place[2]
         if self._last is not None and place <= self._last:
             self._add(f"{where}: row {row} and others are in a window before, too")
         elif self._whole and self._last_window == self._window - 1:
-            expected = self._last[1] + 1 if self._last is not None and self._last[0] == file else 0
+            expected = self._last[2] + 1 if self._last is not None and self._last[:2] == place[:2] else 0
             if row != expected:
                 self._add(f"{where}: its rows from {expected} to {row - 1} are missing")
 

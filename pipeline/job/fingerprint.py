@@ -7,7 +7,7 @@ time. `_pipeline/job.json` holds them as the first run of the job had them.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -20,6 +20,7 @@ from pipeline.errors import FingerprintError, OutputError
 FORMAT = 1
 JOB = "_pipeline/job.json"
 ACCEPTED = "_pipeline/accepted-numerics.json"
+FILES = "_pipeline/files.json"  # of an output with more input files than JOB lists
 MAX_LISTED_FILES = 1000  # of more input files only the sum of their digests is kept
 LIMITS = {"max_model_len": "engine.max_model_len"}  # of the identity, which a run with --retry-failed may change
 MAX_SHOWN = 20
@@ -68,10 +69,12 @@ def fingerprint(
     device: str,
     asks_for_date: bool = False,
     chat_template: str | None = None,
+    later_files: Collection[str] = (),
 ) -> Fingerprint:
-    """`model`: digests by file name, and whether the chat template can ask for the date; `device`: what `engine.device`
+    """`later_files`: names of those that were appended, which are not in it. `model`: digests by file name, and whether the chat template can ask for the date; `device`: what `engine.device`
     became, without an index; `chat_template`: the text of `prompt.chat.template`."""
-    identity = _plain({**config.identity(), "files": _files(source), "model": dict(model)})
+    files = {name: digest for name, digest in file_digests(source).items() if name not in later_files}
+    identity = _plain({**config.identity(), "files": _files(files), "model": dict(model)})
     if chat_template is not None:
         identity["prompt"]["chat"]["template"] = hashlib.sha256(chat_template.encode()).hexdigest()[:32]
     numerics = _plain({**config.numerics(), "device": device})
@@ -87,8 +90,10 @@ def claim(
     accept_numerics: bool,
     versions: Mapping[str, str],
     now: datetime,
+    files: Mapping[str, str] | None = None,
 ) -> Fingerprint:
-    """Make the output folder this job's, or see that it is. Nothing is changed where it is refused.
+    """Make the output folder this job's, or see that it is. Nothing is changed where it is refused. `files`: those of
+    the input, by `file_digests`.
 
     Returns `ours` with its date: the job file's, else that of the output's first run, else `now`; none where an earlier
     version of this program began the output and kept none. Raises FingerprintError when its job differs, OutputError
@@ -107,6 +112,8 @@ def claim(
         first = ours.with_date(now.isoformat())
         head = {"format": FORMAT, "job": job_name, "fingerprint": first.digest, "versions": dict(versions)}
         body = {**head, "identity": first.identity, "numerics": first.numerics, "free": first.free}
+        if files is not None and len(files) > MAX_LISTED_FILES:
+            store.folder.replace(FILES, _canonical(files))
         if store.folder.create(JOB, json.dumps(body, indent=1, sort_keys=True).encode()):
             return first
         raw = store.folder.read(JOB)  # another run was first: then it is the one to agree with
@@ -174,11 +181,13 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
 def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_numerics: bool) -> None:
     changes = difference(theirs["identity"], ours.identity)
     if changes:
+        are_new = all(key.startswith("files.") and old is None for key, old, _ in changes)
         are_limits = all(key in LIMITS for key, _, _ in changes)
         raise FingerprintError(
             f"output.path {store.path} belongs to another job. What differs (there -> now):\n{shown(changes)}\n"
             "Choose a new output.path, or change the job back to go on with this one."
             + (" With --retry-failed its error rows are computed again under the new limit." if are_limits else "")
+            + (" With --append the new files are computed, and nothing else." if are_new else "")
         )
     accepted = json.loads(store.folder.read(ACCEPTED) or b"[]")
     if ours.numerics == theirs["numerics"] or ours.numerics in accepted:
@@ -236,9 +245,32 @@ def _differing(old: Any, new: Any) -> tuple[str, str]:
     )  # type: ignore[return-value]
 
 
-def _files(source: Source) -> dict[str, Any]:
+def file_digests(source: Source) -> dict[str, str]:
+    """Of each input file what tells it from others."""
     digests = {f.relative: f"{f.size} bytes, {f.digest[:16]}" for f in source.files}
-    digests |= {f.relative: f"{f.size} bytes, damaged, skipped" for f in source.skipped}
+    return digests | {f.relative: f"{f.size} bytes, damaged, skipped" for f in source.skipped}
+
+
+def first_files(store: PartStore) -> dict[str, str] | None:
+    """The input files of the output's first run, as `file_digests`; None where there was none. Raises FingerprintError
+    where there were many and an earlier version of this program kept no list of them."""
+    raw = store.folder.read(JOB)
+    if raw is None:
+        return None
+    files = _parse(store, raw)["identity"]["files"]
+    if not isinstance(files.get("count"), int):
+        return files
+    listed = json.loads(store.folder.read(FILES) or b"{}")
+    if hashlib.sha256(_canonical(listed)).hexdigest() != files["digest"]:
+        raise FingerprintError(
+            f"output.path {store.path}: an earlier version of this program began it and kept no list of its "
+            f"{files['count']:,} input files, so which ones are new cannot be told. Compute the new ones into another "
+            "output.path"
+        )
+    return listed
+
+
+def _files(digests: dict[str, str]) -> dict[str, Any]:
     if len(digests) <= MAX_LISTED_FILES:
         return digests
     return {"count": len(digests), "digest": hashlib.sha256(_canonical(digests)).hexdigest()}

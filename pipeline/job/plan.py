@@ -14,11 +14,14 @@ from pipeline.checkpoints.chat_template import asks_for_date, folder_asks_for_da
 from pipeline.checkpoints.digest import model_digest
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
-from pipeline.data.output.parts import DoneUnits, PartName
+from pipeline.data.columns import plain_schema
+from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
+from pipeline.errors import ConfigError, OutputError
 from pipeline.job.actor.tokenize import chat_template
+from pipeline.job.appended import Batches
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import Fingerprint, fingerprint
 from pipeline.job.sampling_defaults import with_model_defaults
@@ -38,6 +41,7 @@ class JobPlan:
     model: Path
     draft: Path | None
     fingerprint: Fingerprint
+    batches: Batches  # of input files that were appended
     device: str  # "cpu" or "cuda", or with an index
     chat_template: str | None = None  # that of prompt.chat.template
     retried_limits: Mapping[str, Any] = field(default_factory=dict)  # of error rows, where not the output's own
@@ -61,13 +65,20 @@ class JobPlan:
 
 
 def make_plan(
-    config: JobConfig, device: str, say: Callable[[str], None] | None = None, retries: RetryCounts | None = None
+    config: JobConfig,
+    device: str,
+    say: Callable[[str], None] | None = None,
+    retries: RetryCounts | None = None,
+    batches: Batches | None = None,
 ) -> JobPlan:
-    """Read footers and model files. `device`: what `engine.device` became. `say`: told of a model's download.
+    """Read footers and model files. `batches`: of the output, where there are some, or --append is asked for. `device`: what `engine.device` became. `say`: told of a model's download.
     `retries`: counts requests to stores that are tried again. Raises UserError's kinds."""
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     config = with_model_defaults(config, model, say)
     source = open_source(config.input.path, config.input.storage, config.input.on_corrupt, retries)
+    source, batches = (batches or Batches()).arranged(source)
+    if config.input.limit is not None and (batches.more or batches.later_files):
+        raise ConfigError("input.limit: files cannot be appended to an output of the first rows alone; leave one out")
     everything = (*source.schema.names, *source.conflicts)  # a column that cannot be kept is refused, not left out
     kept = everything if config.input.columns is None else tuple(config.input.columns)
     units = config.unit_spec(kept)
@@ -79,8 +90,26 @@ def make_plan(
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
     template = chat_template(config, model)
     dated = folder_asks_for_date(model) if template is None else asks_for_date(template)
-    ours = fingerprint(config, source, model_digest(model), device.partition(":")[0], dated, template)
-    return JobPlan(config, source, windows, units, schema, model, draft, ours, device, template)
+    ours = fingerprint(
+        config, source, model_digest(model), device.partition(":")[0], dated, template, batches.later_files
+    )
+    return JobPlan(config, source, windows, units, schema, model, draft, ours, batches, device, template)
+
+
+def check_types(plan: JobPlan, store: PartStore) -> None:
+    """Raise OutputError where appended files give a kept column another type than the parts have that are there."""
+    some_part = next(store.list(plan.fingerprint.short).parts(), None)
+    if some_part is None:
+        return
+    there = store.footer(some_part).schema.to_arrow_schema()
+    plain = plain_schema(plan.schema)  # versions before this one kept plain types
+    for i, column in enumerate(plan.schema):
+        if there.field(i).type not in (column.type, plain.field(i).type):
+            raise OutputError(
+                f"output.path {store.path}: column {column.name!r} is {there.field(i).type} in the parts that are "
+                f"there, and {column.type} with the files that are to be appended. Give them the same type, or compute "
+                "them into another output.path"
+            )
 
 
 def what_is_left(plan: JobPlan, stood: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:

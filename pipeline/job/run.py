@@ -25,9 +25,10 @@ from pipeline.errors import (
 from pipeline.job.actor.partial import remove_all
 from pipeline.job.actor.worker import Backend
 from pipeline.job.actor_specs import flow_spec, provenance, resolve_device
+from pipeline.job.appended import Batches
 from pipeline.job.dataflow.spec import WindowTask
-from pipeline.job.fingerprint import check_dated, claim, record_numerics, with_limits_of
-from pipeline.job.plan import JobPlan, make_plan, what_is_left
+from pipeline.job.fingerprint import check_dated, claim, file_digests, record_numerics, with_limits_of
+from pipeline.job.plan import JobPlan, check_types, make_plan, what_is_left
 from pipeline.job.reporter import RunReporter, Show, close_telemetry, harmless
 from pipeline.job.sample import forget_samples_of_another_job, sample_tasks
 from pipeline.job.stop import Stopped, StopSignals
@@ -49,6 +50,7 @@ def run_job(
     *,
     accept_numerics: bool = False,
     retry_failed: bool = False,
+    append: bool = False,
     sample: int | None = None,
     progress: Show | None = None,
     backend: Backend | None = None,
@@ -57,7 +59,8 @@ def run_job(
     """Run a job, or go on with it, until its output is complete; of a finished job only the report is made
     again.
 
-    `retry_failed` computes the error rows of what is there again. With `sample` only so many rows are computed and kept
+    `retry_failed` computes the error rows of what is there again. `append` takes input files that are new since the
+    first run into the job. With `sample` only so many rows are computed and kept
     for the run that does the rest; `sample.read_sample` reads them. `progress` is called about once a second.
     Raises the exceptions of `pipeline.errors`; whenever one comes, what is written is whole and the same call
     goes on from there. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are
@@ -70,7 +73,7 @@ def run_job(
         phase = "planning"
         try:
             began, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
-            plan, store = _plan(config, accept_numerics, retry_failed, show, retries)
+            plan, store = _plan(config, accept_numerics, retry_failed, append, show, retries)
             left = _Left.of(plan, store, retry_failed)
             if sample is not None and left.tasks:
                 left = replace(left, tasks=sample_tasks(left.tasks, sample))
@@ -103,6 +106,8 @@ def run_job(
             totals = left.totals(store, log, earlier, plan)
             log.driver_us["planning"] = (time.monotonic_ns() - began) // 1000
             reporter = RunReporter(plan, store, log, totals, earlier, telemetry, show, logs, sample)
+            if plan.batches.new is not None:
+                reporter.note(f"appended: {len(plan.batches.new)} new files of the input")
             with _recorded(log, reporter, stop, "finished" if sample is None else "sampled"):
                 store.folder.clean_tmp()
                 if not plan.windows:
@@ -121,17 +126,25 @@ def run_job(
 
 
 def _plan(
-    config: JobConfig, accept_numerics: bool, retry_failed: bool, show: Show, retries: RetryCounts
+    config: JobConfig, accept_numerics: bool, retry_failed: bool, append: bool, show: Show, retries: RetryCounts
 ) -> tuple[JobPlan, PartStore]:
     """What the job is, and its output, which is this job's from here on."""
     show(Status(phase="planning"))
-    plan = make_plan(config, resolve_device(config), lambda what: show(Status(phase=f"planning: {what}")), retries)
     store = PartStore(config.output.path, config.output.storage, retries)
+    batches = Batches.of(store, append)
+    say = lambda what: show(Status(phase=f"planning: {what}"))  # noqa: E731
+    plan = make_plan(config, resolve_device(config), say, retries, batches)
     forget_samples_of_another_job(store, plan.fingerprint)
     if retry_failed:
         ours, limits = with_limits_of(store, plan.fingerprint)
         plan = replace(plan, fingerprint=ours, retried_limits=limits)
-    claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time())
+    files = file_digests(plan.source)
+    claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time(), files)
+    if plan.batches.new is not None:
+        check_types(plan, store)
+        rows = plan.batches.num_rows(plan.source)
+        show(Status(phase=f"planning: {len(plan.batches.new):,} new files with {rows:,} rows are appended"))
+        plan.batches.record(store, rows, versions(), wall_time())
     return replace(plan, fingerprint=claimed), store
 
 

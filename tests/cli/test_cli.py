@@ -49,8 +49,10 @@ def test_help_imports_nothing_heavy():
 def test_run_prints_the_report(work, pipe, job_that):
     seen = {}
 
-    def run_job(config, *, accept_numerics, retry_failed, sample, progress, logs):
-        seen.update(config=config, accept_numerics=accept_numerics, retry_failed=retry_failed, sample=sample)
+    def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, logs):
+        seen.update(
+            config=config, accept_numerics=accept_numerics, retry_failed=retry_failed, append=append, sample=sample
+        )
         progress(Status(phase="generating", rows_total=3, rows_done=1))
         print("noise of a library")
         return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3), 3)
@@ -65,9 +67,10 @@ def test_run_prints_the_report(work, pipe, job_that):
     assert (seen["config"].input.limit, seen["config"].run.actors) == (2, 2)
     assert seen["accept_numerics"]
     assert seen["retry_failed"]
-    pipe("run", "job.yaml", "--sample", "7")
+    pipe("run", "job.yaml", "--sample", "7", "--append")
     assert not seen["retry_failed"]
     assert seen["sample"] == 7
+    assert seen["append"]
 
 
 @pytest.mark.parametrize(

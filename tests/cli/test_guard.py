@@ -204,7 +204,7 @@ from pipeline.errors import Interrupted
 from pipeline.job.reporter import harmless
 from pipeline.job.telemetry.status import Status
 from pipeline.job.stop import StopSignals
-def run_job(config, *, accept_numerics, retry_failed, sample, progress, logs):
+def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, logs):
     show = harmless(progress)
     with StopSignals() as stop, stop.draining():
         for number in range(300):

@@ -136,7 +136,9 @@ def run(job, signals=(), **sections):
             os.kill(os.getpid(), to_send.pop(0)[1])
 
     options = {
-        key: sections.pop(key) for key in ("accept_numerics", "retry_failed", "sample", "logs") if key in sections
+        key: sections.pop(key)
+        for key in ("accept_numerics", "retry_failed", "append", "sample", "logs")
+        if key in sections
     }
     report = run_job(job.config(**sections), backend=FAKES, progress=show, **options)
     return report, statuses

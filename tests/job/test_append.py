@@ -1,0 +1,227 @@
+"""`--append`: files that are new since the first run are computed alone; rows that were there stay as they are."""
+
+import json
+import signal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.output.compact import compact
+from pipeline.data.output.parts import PartStore
+from pipeline.errors import ConfigError, EnvironmentFailed, FingerprintError, Interrupted, OutputError
+from pipeline.job import fingerprint
+from pipeline.job.appended import FOLDER, Batches
+from pipeline.job.audit import audit
+from tests.faults.store import FaultyStore
+from tests.job.conftest import TEXTS, run, runs, success
+
+pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+def add(job, name: str, texts: list[str], first_id: int, kind=None) -> None:
+    ids = pa.array(range(first_id, first_id + len(texts)), kind or pa.int64())
+    pq.write_table(pa.table({"id": ids, "text": texts}), job.folder / "in" / name, row_group_size=10)
+
+
+@pytest.fixture
+def begun(job):
+    """A finished job of 50 rows in two files, to which files come before, between and after them."""
+    run(job.rows(TEXTS, per_file=30))
+    job.before = {part.name: part.read_bytes() for part in job.parts()}
+    add(job, "a.parquet", [f"early {i}" for i in range(12)], 1000)
+    add(job, "f0x.parquet", [f"middle {i}" for i in range(5)], 2000)
+    return job
+
+
+def texts_by_id(job) -> dict[int, str]:
+    rows = job.table().to_pylist()
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row["generated_text"] for row in rows}
+
+
+def sound(job) -> bool:
+    found = audit(PartStore(str(job.output)), deep=True, say=lambda what: None)
+    assert found.sound, found.to_text()
+    return True
+
+
+def test_new_files_are_refused_and_the_message_says_how(begun):
+    with pytest.raises(FingerprintError, match=r"files\.a\.parquet: nothing -> (.|\n)*With --append"):
+        run(begun)
+    assert {part.name: part.read_bytes() for part in begun.parts()} == begun.before
+
+
+def test_they_alone_are_computed(begun):
+    report, _ = run(begun, append=True)
+    assert begun.before.items() <= {part.name: part.read_bytes() for part in begun.parts()}.items()
+    assert texts_by_id(begun).keys() == {*range(50), *range(1000, 1012), *range(2000, 2005)}
+    assert success(begun)["completed_rows"] == report.rows.written == 67
+    assert runs(begun)[-1]["rows_written"] == 17
+    assert sound(begun)
+
+
+def test_the_output_is_that_of_one_run_over_all_files(begun, tmp_path):
+    run(begun, append=True)
+    appended = texts_by_id(begun)
+    begun.output = tmp_path / "at-once"
+    run(begun, output={"path": str(begun.output)})
+    assert texts_by_id(begun) == appended
+
+
+def test_batches_follow_each_other_and_plain_runs_go_on(begun):
+    run(begun, append=True)
+    before = {part.name: part.read_bytes() for part in begun.parts()}
+    assert run(begun)[0].outcome == "finished"
+    add(begun, "0.parquet", ["last 1", "last 2"], 3000)
+    with pytest.raises(FingerprintError, match="--append"):
+        run(begun)
+    run(begun, append=True)
+    assert before.items() <= {part.name: part.read_bytes() for part in begun.parts()}.items()
+    assert success(begun)["completed_rows"] == 69
+    assert sound(begun)
+    run(begun, append=True)
+    assert len(Batches.of(PartStore(str(begun.output))).appended) == 2, "nothing was new"
+
+
+def test_a_run_that_is_stopped_goes_on_without_the_flag(begun):
+    begun.settings["run"] |= {"drain_s": 0.1, "units_in_flight": 1, "unit_rows": 2}
+    begun.output = begun.folder / "slow"
+    begun.settings["output"]["path"] = str(begun.output)
+    for name in ("a.parquet", "f0x.parquet"):
+        (begun.folder / "in" / name).rename(begun.folder / name)
+    run(begun.fake(step_s=0.05))
+    for name in ("a.parquet", "f0x.parquet"):
+        (begun.folder / name).rename(begun.folder / "in" / name)
+    with pytest.raises(Interrupted):
+        run(begun, [(lambda status: status.rows_written > 51, signal.SIGTERM)], append=True)
+    assert not (begun.output / "_SUCCESS").exists()
+    assert len(begun.parts()) < 34
+    run(begun)
+    assert success(begun)["completed_rows"] == 67
+    assert sound(begun)
+
+
+def test_an_unfinished_job_gets_its_own_rows_and_the_new_ones(job):
+    run(job.rows(TEXTS, per_file=30))
+    (job.output / "_SUCCESS").unlink()
+    job.parts()[0].unlink()
+    add(job, "a.parquet", ["early"], 1000)
+    run(job, append=True)
+    assert success(job)["completed_rows"] == 51
+    assert sound(job)
+
+
+def test_files_that_changed_or_are_gone_are_another_job_with_the_flag_too(begun):
+    run(begun, append=True)
+    add(begun, "f0x.parquet", ["changed"], 2000)
+    with pytest.raises(FingerprintError, match=r"f0x\.parquet was appended as a file of"):
+        run(begun, append=True)
+    (begun.folder / "in" / "f0x.parquet").unlink()
+    with pytest.raises(FingerprintError, match="is now gone"):
+        run(begun)
+    add(begun, "f0.parquet", ["changed"], 0)
+    with pytest.raises(FingerprintError):
+        run(begun, append=True)
+
+
+def test_a_changed_prompt_is_refused_and_nothing_is_put_on_record(begun):
+    with pytest.raises(FingerprintError, match=r"prompt\.template"):
+        run(begun, append=True, prompt={"template": "Read {text}"})
+    assert not (begun.output / FOLDER).exists()
+    assert (begun.output / "_SUCCESS").exists()
+
+
+def test_a_kept_column_of_another_type_is_refused_before_anything_is_written(job):
+    add(job, "f0.parquet", TEXTS[:20], 0, pa.int32())
+    run(job)
+    add(job, "a.parquet", TEXTS[20:30], 20, pa.int64())
+    with pytest.raises(OutputError, match="column 'id' is int32 in the parts that are there, and int64"):
+        run(job, append=True)
+    assert not (job.output / FOLDER).exists()
+    assert (job.output / "_SUCCESS").exists()
+
+
+def test_the_first_rows_alone_cannot_be_appended_to(job):
+    run(job.rows(TEXTS, per_file=30), input={"limit": 10})
+    with pytest.raises(ConfigError, match=r"input\.limit"):
+        run(job, append=True, input={"limit": 10})
+
+
+def test_two_runs_that_append_at_once(begun, monkeypatch):
+    record = Batches.record
+
+    def second(self, store, *rest):
+        record(self, store, *rest)
+        record(self, store, *rest)
+
+    monkeypatch.setattr(Batches, "record", second)
+    with pytest.raises(EnvironmentFailed, match="another run has appended"):
+        run(begun, append=True)
+    monkeypatch.undo()
+    run(begun)
+    assert success(begun)["completed_rows"] == 67
+
+
+def test_an_input_of_very_many_files(begun, monkeypatch, tmp_path):
+    """Whose names job.json does not list; an earlier version listed them nowhere."""
+    monkeypatch.setattr(fingerprint, "MAX_LISTED_FILES", 1)
+    begun.output = tmp_path / "many"
+    begun.settings["output"]["path"] = str(begun.output)
+    run(begun)
+    add(begun, "0.parquet", ["last"], 3000)
+    listed = begun.output / fingerprint.FILES
+    kept = listed.read_bytes()
+    listed.unlink()
+    with pytest.raises(FingerprintError, match="kept no list of its 4 input files"):
+        run(begun, append=True)
+    listed.write_bytes(kept)
+    run(begun, append=True)
+    assert success(begun)["completed_rows"] == 68
+    assert sound(begun)
+
+
+def test_error_rows_of_all_batches_are_tried_again(job, tmp_path):
+    job.rows(["fine", "text \u2620"]).fake(kill="\u2620", cured_by=str(tmp_path / "cured"))
+    run(job)
+    add(job, "a.parquet", ["new \u2620", "new"], 1000)
+    run(job, append=True)
+    assert success(job)["error_rows"] == 2
+    (tmp_path / "cured").touch()
+    run(job, retry_failed=True)
+    assert success(job)["error_rows"] == 0
+    assert sound(job)
+
+
+def test_it_is_merged_with_the_new_rows_last(begun, tmp_path):
+    run(begun, append=True)
+    compact(PartStore(str(begun.output)), PartStore(str(tmp_path / "m")), "input", 1 << 20, lambda what: None)
+    (file,) = (tmp_path / "m").glob("*.parquet")
+    assert pq.read_table(file)["id"].to_pylist() == [*range(50), *range(1000, 1012), *range(2000, 2005)]
+
+
+def test_in_a_store(begun):
+    with FaultyStore() as faulty:
+        bucket = faulty.bucket
+        for name in ("f0.parquet", "f1.parquet"):
+            bucket.upload(begun.folder / "in" / name, f"in/{name}")
+        places = {
+            "input": {"path": bucket.url("in"), "storage": dict(bucket.storage)},
+            "output": {"path": bucket.url("out"), "storage": dict(bucket.storage)},
+        }
+        run(begun, **places)
+        bucket.upload(begun.folder / "in" / "a.parquet", "in/a.parquet")
+        report, _ = run(begun, append=True, **places)
+        assert report.rows.written == 62
+        assert json.loads(bucket.get("out/_SUCCESS"))["completed_rows"] == 62
+
+
+def test_lines_of_json(job):
+    job.settings["input"] |= {"path": str(job.folder / "in" / "*.jsonl")}
+    lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)]
+    (job.folder / "in" / "b.jsonl").write_text("\n".join(lines[:40]))
+    run(job)
+    (job.folder / "in" / "a.jsonl").write_text("\n".join(lines[40:]))
+    run(job, append=True)
+    assert texts_by_id(job).keys() == set(range(50))
+    assert sound(job)
