@@ -71,8 +71,9 @@ def fingerprint(
     chat_template: str | None = None,
     later_files: Collection[str] = (),
 ) -> Fingerprint:
-    """`later_files`: names of those that were appended, which are not in it. `model`: digests by file name, and whether the chat template can ask for the date; `device`: what `engine.device`
-    became, without an index; `chat_template`: the text of `prompt.chat.template`."""
+    """`model`: digests by file name, and whether the chat template can ask for the date; `device`: what `engine.device`
+    became, without an index; `chat_template`: the text of `prompt.chat.template`; `later_files`: names of those that
+    were appended, which are not in it."""
     files = {name: digest for name, digest in file_digests(source).items() if name not in later_files}
     identity = _plain({**config.identity(), "files": _files(files), "model": dict(model)})
     if chat_template is not None:

@@ -71,8 +71,9 @@ def make_plan(
     retries: RetryCounts | None = None,
     batches: Batches | None = None,
 ) -> JobPlan:
-    """Read footers and model files. `batches`: of the output, where there are some, or --append is asked for. `device`: what `engine.device` became. `say`: told of a model's download.
-    `retries`: counts requests to stores that are tried again. Raises UserError's kinds."""
+    """Read footers and model files. `device`: what `engine.device` became. `say`: told of a model's download.
+    `retries`: counts requests to stores that are tried again. `batches`: the output's, which follow the files of its
+    first run. Raises UserError's kinds."""
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     config = with_model_defaults(config, model, say)
     source = open_source(config.input.path, config.input.storage, config.input.on_corrupt, retries)
