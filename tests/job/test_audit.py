@@ -188,7 +188,7 @@ def places(*rows: tuple[str, int]) -> pa.Table:
 )
 def test_rows_follow_each_other(windows, told):
     found: list[str] = []
-    rows = _Rows(found.append)
+    rows = _Rows(found.append, {})
     for window, some in enumerate(windows):
         rows.add(window, None if some is None else places(*some), True)
     rows.end()
