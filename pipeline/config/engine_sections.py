@@ -74,7 +74,8 @@ class EngineSection(Section):
     max_model_len: int | None = Field(
         default=None,
         ge=1,
-        description="The most tokens of a prompt and its completion together. The model's own context when left out.",
+        description="The most tokens of a prompt and its completion together. When left out the model's own context, or "
+        "what the KV cache holds if that is less.",
         examples=[4096],
     )
     max_num_seqs: int | None = Field(
@@ -109,8 +110,8 @@ class EngineSection(Section):
     )
     kv_cache_memory_bytes: Bytes | None = Field(
         default=None,
-        description="Size of the KV cache in bytes. What is left of the memory when left out; on CPU at most a "
-        "quarter of it.",
+        description="Size of the KV cache in bytes. When left out what gpu_memory_utilization leaves; on CPU what "
+        "max_num_seqs rows can need, at most a quarter of the free memory.",
         examples=["8 GiB"],
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(

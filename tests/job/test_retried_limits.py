@@ -8,8 +8,9 @@ import pytest
 from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.retried import KEY, RetriedRows
-from pipeline.errors import EnvironmentFailed, FingerprintError
+from pipeline.errors import EnvironmentFailed, FingerprintError, OutputError
 from pipeline.job.audit import audit
+from pipeline.job.watch import Watch
 from pipeline.report.render import text
 from pipeline.stores.local_folder import LocalFolder
 from tests.job.conftest import TEXTS, run, runs, success
@@ -94,6 +95,20 @@ def test_rows_that_were_never_computed_belong_to_the_first_limit(long):
     retry(long, 200)
     long.check(long.texts)
     assert success(long)["errors"] == {}
+
+
+def test_a_part_that_is_removed_meanwhile_is_not_made_under_the_new_limit(long, monkeypatch):
+    compute = Watch.compute
+
+    def removed_first(self, spec):
+        for part in long.parts():
+            part.unlink()
+        compute(self, spec)
+
+    monkeypatch.setattr(Watch, "compute", removed_first)
+    with pytest.raises(OutputError, match="was removed since the run began"):
+        retry(long, 200)
+    assert not long.parts()
 
 
 def test_a_run_that_fails_midway_leaves_whole_parts_of_both_kinds_and_goes_on(long, monkeypatch):

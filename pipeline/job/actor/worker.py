@@ -21,7 +21,7 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
-from pipeline.errors import PipelineError, RowError
+from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.tokenize import Chat, Tokenize
@@ -112,6 +112,7 @@ class Worker:
         # While the engine's process starts:
         tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
         self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
+        self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint)
         logprobs = spec.params.logprobs is not None
@@ -151,6 +152,9 @@ class Worker:
         # a task that Ray tries again may have got as far as that
         if self._store.folder.has(str(self._write.name(unit))):
             return self._there(unit)
+        if self._retried_limits:  # or the whole unit would be computed under them
+            name = self._store.folder.shown(str(self._write.name(unit)))
+            raise OutputError(f"{name}: was removed since the run began; run again without the change of limits first")
         requests, failed = self._tokenize(unit)
         kept = self._partial.load(unit)  # of a run that was stopped
         done = {completion.row_id for completion in kept}
