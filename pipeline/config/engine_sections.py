@@ -74,8 +74,8 @@ class EngineSection(Section):
     max_model_len: int | None = Field(
         default=None,
         ge=1,
-        description="The most tokens of a prompt and its completion together. When left out the model's own context, or "
-        "what the KV cache holds if that is less.",
+        description="The most tokens of a prompt and its completion together. When left out the model's own context, "
+        "or what the KV cache holds if that is less.",
         examples=[4096],
     )
     max_num_seqs: int | None = Field(
