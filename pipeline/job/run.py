@@ -132,7 +132,10 @@ def _plan(
     show(Status(phase="planning"))
     store = PartStore(config.output.path, config.output.storage, retries)
     batches = Batches.of(store, append)
-    say = lambda what: show(Status(phase=f"planning: {what}"))  # noqa: E731
+
+    def say(what: str) -> None:
+        show(Status(phase=f"planning: {what}"))
+
     plan = make_plan(config, resolve_device(config), say, retries, batches)
     forget_samples_of_another_job(store, plan.fingerprint)
     if retry_failed:
@@ -143,7 +146,7 @@ def _plan(
     if plan.batches.new is not None:
         check_types(plan, store)
         rows = plan.batches.num_rows(plan.source)
-        show(Status(phase=f"planning: {len(plan.batches.new):,} new files with {rows:,} rows are appended"))
+        say(f"{len(plan.batches.new):,} new files with {rows:,} rows are appended")
         plan.batches.record(store, rows, versions(), wall_time())
     return replace(plan, fingerprint=claimed), store
 

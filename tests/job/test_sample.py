@@ -89,7 +89,7 @@ def test_other_numerics_begin_anew_too(job):
 
 
 def test_what_an_ordinary_run_left_is_never_given_to_another_job(job):
-    job.rows(TEXTS).fake(step_s=0.05)
+    job.rows(TEXTS).fake(step_s=0.2)
     with pytest.raises(Interrupted):
         run(job, [(lambda status: status.rows_done > 0, signal.SIGTERM)], run={"drain_s": 0.1})
     for part in job.parts():
