@@ -168,25 +168,27 @@ def cut_windows(source: Source, max_rows: int, max_bytes: int, limit: int | None
     bytes.
 
     A window holds consecutive row groups; a row group that is larger than a window is cut into even slices. An
-    appended batch of files begins a window, so that those before it stay as they were.
+    appended batch of files begins a window, so that those before it stay as they were. Where the files before the first
+    batch hold no rows, window 0 is left to the empty part that they have.
     """
     assert min(max_rows, max_bytes) >= 1
     windows: list[Window] = []
     start = stop = num_bytes = 0
     first = _first_rows(source)
     ends_of_batches = {first[i] for i in source.batches}
+    index = 1 if 0 in ends_of_batches else 0
     end = source.num_rows if limit is None else min(limit, source.num_rows)
     for rows, size in _pieces(source, max_rows, max_bytes):
         if stop >= end:
             break
         is_full = stop + rows - start > max_rows or num_bytes + size > max_bytes
         if stop > start and (is_full or stop in ends_of_batches):
-            windows.append(Window(len(windows), start, stop))
+            windows.append(Window(index + len(windows), start, stop))
             start, num_bytes = stop, 0
         stop = min(stop + rows, end)
         num_bytes += size
     if stop > start:
-        windows.append(Window(len(windows), start, stop))
+        windows.append(Window(index + len(windows), start, stop))
     return tuple(windows)
 
 

@@ -110,7 +110,7 @@ def run_job(
                 reporter.note(f"appended: {len(plan.batches.new)} new files of the input")
             with _recorded(log, reporter, stop, "finished" if sample is None else "sampled"):
                 store.folder.clean_tmp()
-                if not plan.windows:
+                if not plan.windows or plan.windows[0].index > 0:
                     write_empty_part(plan, store, provenance(plan))
                 totals.check_error_rate()
                 if left.tasks:

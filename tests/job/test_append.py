@@ -225,3 +225,23 @@ def test_lines_of_json(job):
     run(job, append=True)
     assert texts_by_id(job).keys() == set(range(50))
     assert sound(job)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 45])
+def test_a_first_run_of_no_rows_has_an_empty_part_and_loses_none_of_what_is_appended(job, rows):
+    run(job.rows([]))
+    (empty,) = job.parts()
+    add(job, "a.parquet", [f"more {i}" for i in range(rows)], 50)
+    report, _ = run(job, append=True)
+    assert (report.rows.input, report.rows.written) == (rows, rows)
+    add(job, "b.parquet", [f"last {i}" for i in range(5)], 100)
+    run(job, append=True)
+    assert texts_by_id(job).keys() == {*range(50, 50 + rows), *range(100, 105)}
+    assert empty in job.parts()
+    assert success(job)["input_rows"] == rows + 5
+    assert sound(job)
+    for part in job.parts():
+        part.unlink()
+    run(job)
+    assert len(texts_by_id(job)) == rows + 5
+    assert sound(job)
