@@ -72,6 +72,11 @@ class Batches:
         return replace(source, files=tuple(files), batches=tuple(starts)), replace(self, new=new or None)
 
     @property
+    def count(self) -> int:
+        """With the new one."""
+        return len(self.appended) + (self.new is not None)
+
+    @property
     def later_files(self) -> set[str]:
         """Those that are not of the first run."""
         return {name for batch in (*self.appended, self.new or {}) for name in batch}
@@ -90,6 +95,11 @@ class Batches:
             raise EnvironmentFailed(
                 f"{store.folder.shown(place)}: another run has appended files to this output just now; run again"
             )
+
+
+def num_appended(store: PartStore) -> int:
+    """How many batches are on record, from one listing."""
+    return len(store.folder.names(FOLDER))
 
 
 def batch_numbers(store: PartStore) -> dict[str, int]:

@@ -32,7 +32,7 @@ from pipeline.job.plan import JobPlan, check_types, make_plan, what_is_left
 from pipeline.job.reporter import RunReporter, Show, close_telemetry, harmless
 from pipeline.job.sample import forget_samples_of_another_job, sample_tasks
 from pipeline.job.stop import Stopped, StopSignals
-from pipeline.job.success import read_success, verify, write_empty_part, write_success
+from pipeline.job.success import check_none_appended, read_success, verify, write_empty_part, write_success
 from pipeline.job.telemetry.logs import LogOptions
 from pipeline.job.telemetry.run_log import RunLog, load_runs, make_report, put_status, totals_so_far, versions
 from pipeline.job.telemetry.status import Status
@@ -242,6 +242,7 @@ def _recorded(log: RunLog, reporter: RunReporter, stop: StopSignals, outcome: Ou
 def _publish(plan: JobPlan, store: PartStore, log: RunLog, totals: OutputTotals, reporter: RunReporter) -> None:
     """Count every row of the output, and say that it is complete: `_SUCCESS`, and after that all else."""
     reporter.say("verifying")
+    check_none_appended(plan, store)
     started = time.monotonic_ns()
     counted = verify(plan, store, reporter.counted)
     totals.check_error_rate(counted)
@@ -249,6 +250,8 @@ def _publish(plan: JobPlan, store: PartStore, log: RunLog, totals: OutputTotals,
     reporter.say("publishing")
     try:
         write_success(plan, store, counted)
+    except Interrupted:
+        raise
     except PipelineError as error:
         raise type(error)(f"All {counted.rows} rows are written, but not _SUCCESS, which says so: {error}") from error
     totals.set_counted(counted)

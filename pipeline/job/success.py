@@ -10,7 +10,8 @@ from contextlib import closing
 from pipeline.data.output.inventory import Inventory, read_counts
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
-from pipeline.errors import OutputError, PipelineError
+from pipeline.errors import Interrupted, OutputError, PipelineError
+from pipeline.job.appended import num_appended
 from pipeline.job.plan import JobPlan, what_is_left
 
 _TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "num_error_input_tokens")  # as PartTotals
@@ -62,13 +63,15 @@ def read_success(store: PartStore) -> PartTotals | None:
 
 
 def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
-    """The last thing a job does."""
+    """The last thing a job does. Raises Interrupted, and leaves no `_SUCCESS`, where files were appended meanwhile."""
+    check_none_appended(plan, store)
     skipped = plan.source.skipped
     there = Inventory.of(store)
     counts = {
         "job": plan.config.name,
         "fingerprint": plan.fingerprint.digest,
         "input_rows": plan.num_rows,
+        "appended_batches": plan.batches.count,
         "completed_rows": totals.rows - totals.num_error_rows,
         "error_rows": totals.num_error_rows,
         "errors": dict(totals.error_rows),
@@ -80,3 +83,18 @@ def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
         "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in skipped],
     }
     store.folder.replace(SUCCESS, json.dumps(counts, indent=1).encode())
+    try:
+        check_none_appended(plan, store)  # the record may have come between the look above and `_SUCCESS`
+    except Interrupted:
+        if (read_counts(store) or {}).get("appended_batches") == plan.batches.count:  # not the other run's
+            store.folder.remove(SUCCESS)
+        raise
+
+
+def check_none_appended(plan: JobPlan, store: PartStore) -> None:
+    """Raise Interrupted where another run has appended files since this one planned: it does not count their rows."""
+    if num_appended(store) > plan.batches.count:
+        raise Interrupted(
+            f"{store.path}: another run has appended input files while this one ran. What is written is whole; the "
+            "same command goes on with them."
+        )

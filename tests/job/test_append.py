@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,8 +14,9 @@ from pipeline.errors import ConfigError, EnvironmentFailed, FingerprintError, In
 from pipeline.job import fingerprint
 from pipeline.job.appended import FOLDER, Batches
 from pipeline.job.audit import audit
+from pipeline.job.run import run_job
 from tests.faults.store import FaultyStore
-from tests.job.conftest import TEXTS, run, runs, success
+from tests.job.conftest import FAKES, TEXTS, run, runs, success
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -245,3 +247,56 @@ def test_a_first_run_of_no_rows_has_an_empty_part_and_loses_none_of_what_is_appe
     run(job)
     assert len(texts_by_id(job)) == rows + 5
     assert sound(job)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("phase", ["verifying", "publishing"])
+def test_a_run_whose_output_was_appended_to_meanwhile_does_not_say_that_it_is_complete(job, phase, killed):
+    """It would count the rows that it planned, though more belong to the output."""
+    job.rows(TEXTS)
+    ended = []
+
+    def append(status):
+        if killed and status.phase == "starting":
+            raise KeyboardInterrupt  # the record is there, none of its rows
+
+    def other():
+        try:
+            run_job(job.config(), backend=FAKES, append=True, progress=append)
+        except KeyboardInterrupt:
+            ended.append("killed")
+
+    def meanwhile(status):
+        if status.phase == phase and status.outcome == "running" and not (job.folder / "in/a.parquet").exists():
+            add(job, "a.parquet", [f"more {i}" for i in range(10)], 50)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    with pytest.raises(Interrupted, match="has appended input files while this one ran"):
+        run(job, show=meanwhile)
+    assert bool(ended) == killed
+    if killed:
+        assert not (job.output / "_SUCCESS").exists()
+    else:
+        assert success(job)["input_rows"] == 60, "the other run's"
+    run(job)
+    assert texts_by_id(job).keys() == set(range(60))
+    assert sound(job)
+
+
+def test_a_success_that_comes_after_the_record_of_a_batch_is_taken_back(job, monkeypatch):
+    from pipeline.job import success as module
+
+    of = module.Inventory.of
+
+    def record_first(store):
+        place = store.folder
+        place.create(f"{FOLDER}/0001.json", json.dumps({"format": 1, "files": {"a.parquet": "x"}}).encode())
+        return of(store)
+
+    job.rows(TEXTS[:8])
+    monkeypatch.setattr(module.Inventory, "of", record_first)
+    with pytest.raises(Interrupted, match="has appended input files"):
+        run(job)
+    assert not (job.output / "_SUCCESS").exists()
