@@ -1,10 +1,11 @@
-"""All files of an input together: their format, what planning finds in each, and the columns of all of them."""
+"""All files of an input together: their format, what planning finds in each, and the columns that they store."""
 
 import hashlib
 import posixpath
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -25,7 +26,17 @@ class SkippedFile:
     reason: str
 
 
-def files_of(fs: Any, root: str, names: list[str], keep_bad: bool) -> "_Footers | _Lines":
+class DatasetFiles(Protocol):
+    def look(self, index: int, relative: str, size: int) -> SourceFile:
+        """What planning needs of a file. Raises DamagedFile."""
+        ...
+
+    def columns(self, indices: Iterable[int]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
+        """As `merge_schemas`, of these files that were looked at, in their order."""
+        ...
+
+
+def files_of(fs: Any, root: str, names: list[str], keep_bad: bool) -> DatasetFiles:
     """What looks at the files, called `names` in messages, that lie below `root`. With `keep_bad` lines that are no
     rows are rows without values. Raises InputError where files are of two formats."""
     lines = [name for name in names if json_lines.is_json_lines(name)]
@@ -39,32 +50,34 @@ def files_of(fs: Any, root: str, names: list[str], keep_bad: bool) -> "_Footers 
 
 
 class _Footers:
-    """Looks at Parquet files. Of their schemas the distinct ones are kept, few however many files there are, each with
-    the first file that has it."""
+    """Looks at Parquet files. Of their schemas the distinct ones are kept, few however many files there are."""
 
     def __init__(self, fs: Any, root: str, names: list[str]) -> None:
         self._fs, self._root, self._names = fs, root, names
         self._lock = threading.Lock()
-        self._kept: dict[bytes, pa.Schema] = {}  # by a digest of what is stored
-        self._first: dict[bytes, int] = {}
+        self._number: dict[bytes, int] = {}  # of each distinct schema, by a digest of what is stored
+        self._kept: list[pa.Schema] = []
+        self._schema_of: dict[int, int] = {}  # file -> number
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
         name = self._names[index]
         got = read_footer(self._fs, posixpath.join(self._root, relative), size, name)
         key = hashlib.sha256(got.schema.remove_metadata().serialize()).digest()
         with self._lock:
-            if key not in self._kept:
+            if key not in self._number:
                 try:
-                    self._kept[key] = kept_schema(got.schema)
+                    self._kept.append(kept_schema(got.schema))
                 except UnicodeDecodeError as e:
                     raise DamagedFile(name, "the Parquet footer is damaged: a column's name is not UTF-8") from e
-            self._first[key] = min(index, self._first.get(key, index))
+                self._number[key] = len(self._kept) - 1
+            self._schema_of[index] = self._number[key]
         return SourceFile.of(relative, size, got)
 
-    def columns(self) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
-        """As `merge_schemas`, in the files' order, whatever the order in which they were read."""
-        in_order = sorted(self._first.items(), key=lambda item: item[1])
-        return merge_schemas([(self._names[i], self._kept[key]) for key, i in in_order])
+    def columns(self, indices: Iterable[int]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
+        first: dict[int, int] = {}  # file by schema
+        for index in sorted(indices):
+            first.setdefault(self._schema_of[index], index)
+        return merge_schemas([(self._names[i], self._kept[number]) for number, i in first.items()])
 
 
 class _Lines:
@@ -79,8 +92,8 @@ class _Lines:
         file, self._types[index] = json_lines.scan(self._fs, path, relative, size, name, self._keep_bad)
         return file
 
-    def columns(self) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
+    def columns(self, indices: Iterable[int]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
         types = JsonTypes()
-        for _, of_file in sorted(self._types.items()):
-            types.add_all(of_file)
+        for index in sorted(indices):
+            types.add_all(self._types[index])
         return types.schema(), {}, {}

@@ -9,7 +9,7 @@ are `units`'s work.
 import json
 import posixpath
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -19,10 +19,11 @@ import pyarrow as pa
 
 from pipeline.data import json_lines, parquet_file
 from pipeline.data.columns import did_you_mean, plain_schema
+from pipeline.data.dataset_columns import dataset_columns
 from pipeline.data.dataset_files import SkippedFile, files_of
 from pipeline.data.footer import DamagedFile
 from pipeline.data.listing import find_files, is_local
-from pipeline.data.partitions import partition_array, partition_columns
+from pipeline.data.partitions import partition_array
 from pipeline.data.source_file import Slice, SourceFile
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem
@@ -99,6 +100,7 @@ def open_source(
     storage: Mapping[str, Any] | None = None,
     on_corrupt: OnCorrupt = "fail",
     retries: RetryCounts | None = None,
+    is_later: Callable[[str], bool] | None = None,
 ) -> Source:
     """Find the files of a file, folder (read whole, recursively) or glob, local or an fsspec url: JSON Lines where
     they are called so, else Parquet.
@@ -107,7 +109,8 @@ def open_source(
     the root (of a glob: below the part before its first pattern) are columns. Where every file holds a column of
     that name, the files' own is taken. Reads every file's footer, in parallel, and every line of JSON Lines. Raises
     InputError naming what is missing, empty, damaged or of another format; under `on_corrupt` skip such files are in
-    `Source.skipped`. `retries` counts requests to a store that are tried again.
+    `Source.skipped`. `retries` counts requests to a store that are tried again. `is_later` says of a file by its
+    relative path whether it was appended to an output: it must fit the columns of the others.
     """
     storage = dict(storage or {})
     fs, root, found = find_files(path, storage, retries)
@@ -135,29 +138,21 @@ def open_source(
             f"input.path {shown_url(path)}: none of its {len(skipped)} files can be read, so there is nothing to do; "
             f"the first, {posixpath.join(shown, first.relative)}: {first.reason}"
         )
-    schema, missing, conflicts = dataset.columns()
-    partitions, outside = partition_columns(f.relative for f in files)
-    for column in [f for f in partitions if f.name in (*schema.names, *conflicts)]:
-        partitions.remove(column)
-        if column.name in missing:
-            conflicts[column.name] = (
-                f"some files hold it, {missing[column.name]} does not, and folders are named {column.name}=...; "
-                "which is meant cannot be told"
-            )
-            schema = schema.remove(schema.get_field_index(column.name))
-    missing |= {f.name: posixpath.join(shown, outside[f.name]) for f in partitions if f.name in outside}
-    kept = pa.schema([*schema, *partitions])
+    at = {i: found[i][0] for i, f in enumerate(read) if isinstance(f, SourceFile)}
+    later = {i: relative for i, relative in at.items() if is_later is not None and is_later(relative)}
+    first = {i: relative for i, relative in at.items() if i not in later}
+    columns = dataset_columns(dataset, (first, later), shown)
     return Source(
         shown,
         path,
         root,
         files,
-        plain_schema(kept),
-        kept,
-        missing,
-        conflicts,
+        plain_schema(columns.kept),
+        columns.kept,
+        columns.missing,
+        columns.conflicts,
         storage,
-        frozenset(f.name for f in partitions),
+        columns.partitions,
         on_corrupt,
         skipped,
     )

@@ -76,6 +76,11 @@ class Batches:
         """With the new one."""
         return len(self.appended) + (self.new is not None)
 
+    def is_later(self, name: str) -> bool:
+        """Whether a file is not of the first run, as far as is known before the files are looked at."""
+        is_new = self.more and self.first is not None and name not in self.first
+        return is_new or any(name in batch for batch in self.appended)
+
     @property
     def later_files(self) -> set[str]:
         """Those that are not of the first run."""

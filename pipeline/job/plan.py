@@ -14,12 +14,11 @@ from pipeline.checkpoints.chat_template import asks_for_date, folder_asks_for_da
 from pipeline.checkpoints.digest import model_digest
 from pipeline.checkpoints.locate import resolve_draft, resolve_model
 from pipeline.config import JobConfig
-from pipeline.data.columns import plain_schema
-from pipeline.data.output.parts import DoneUnits, PartName, PartStore
+from pipeline.data.output.parts import DoneUnits, PartName
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
-from pipeline.errors import ConfigError, OutputError
+from pipeline.errors import ConfigError
 from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.appended import Batches
 from pipeline.job.dataflow.spec import WindowTask
@@ -76,8 +75,9 @@ def make_plan(
     first run. Raises UserError's kinds."""
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     config = with_model_defaults(config, model, say)
-    source = open_source(config.input.path, config.input.storage, config.input.on_corrupt, retries)
-    source, batches = (batches or Batches()).arranged(source)
+    given, batches = config.input, batches or Batches()
+    source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later)
+    source, batches = batches.arranged(source)
     if config.input.limit is not None and (batches.more or batches.later_files):
         raise ConfigError("input.limit: files cannot be appended to an output of the first rows alone; leave one out")
     everything = (*source.schema.names, *source.conflicts)  # a column that cannot be kept is refused, not left out
@@ -95,22 +95,6 @@ def make_plan(
         config, source, model_digest(model), device.partition(":")[0], dated, template, batches.later_files
     )
     return JobPlan(config, source, windows, units, schema, model, draft, ours, batches, device, template)
-
-
-def check_types(plan: JobPlan, store: PartStore) -> None:
-    """Raise OutputError where appended files give a kept column another type than the parts have that are there."""
-    some_part = next(store.list(plan.fingerprint.short).parts(), None)
-    if some_part is None:
-        return
-    there = store.footer(some_part).schema.to_arrow_schema()
-    plain = plain_schema(plan.schema)  # versions before this one kept plain types
-    for i, column in enumerate(plan.schema):
-        if there.field(i).type not in (column.type, plain.field(i).type):
-            raise OutputError(
-                f"output.path {store.path}: column {column.name!r} is {there.field(i).type} in the parts that are "
-                f"there, and {column.type} with the files that are to be appended. Give them the same type, or compute "
-                "them into another output.path"
-            )
 
 
 def what_is_left(plan: JobPlan, stood: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:

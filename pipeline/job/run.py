@@ -28,7 +28,7 @@ from pipeline.job.actor_specs import flow_spec, provenance, resolve_device
 from pipeline.job.appended import Batches
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import check_dated, claim, file_digests, record_numerics, with_limits_of
-from pipeline.job.plan import JobPlan, check_types, make_plan, what_is_left
+from pipeline.job.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.reporter import RunReporter, Show, close_telemetry, harmless
 from pipeline.job.sample import forget_samples_of_another_job, sample_tasks
 from pipeline.job.stop import Stopped, StopSignals
@@ -144,7 +144,6 @@ def _plan(
     files = file_digests(plan.source)
     claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time(), files)
     if plan.batches.new is not None:
-        check_types(plan, store)
         rows = plan.batches.num_rows(plan.source)
         say(f"{len(plan.batches.new):,} new files with {rows:,} rows are appended")
         plan.batches.record(store, rows, versions(), wall_time())

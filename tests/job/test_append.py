@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import PartStore
-from pipeline.errors import ConfigError, EnvironmentFailed, FingerprintError, Interrupted, OutputError
+from pipeline.errors import ConfigError, EnvironmentFailed, FingerprintError, InputError, Interrupted
 from pipeline.job import fingerprint
 from pipeline.job.appended import FOLDER, Batches
 from pipeline.job.audit import audit
@@ -138,7 +138,7 @@ def test_a_kept_column_of_another_type_is_refused_before_anything_is_written(job
     add(job, "f0.parquet", TEXTS[:20], 0, pa.int32())
     run(job)
     add(job, "a.parquet", TEXTS[20:30], 20, pa.int64())
-    with pytest.raises(OutputError, match="column 'id' is int32 in the parts that are there, and int64"):
+    with pytest.raises(InputError, match=r"column 'id': the appended file .*a\.parquet has it as int64, .* as int32"):
         run(job, append=True)
     assert not (job.output / FOLDER).exists()
     assert (job.output / "_SUCCESS").exists()
@@ -300,3 +300,57 @@ def test_a_success_that_comes_after_the_record_of_a_batch_is_taken_back(job, mon
     with pytest.raises(Interrupted, match="has appended input files"):
         run(job)
     assert not (job.output / "_SUCCESS").exists()
+
+
+def test_the_type_of_a_prompt_column_stays_though_no_part_holds_it(job):
+    """0.1 as a float is another text than as a double: parts that are made again would have other prompts."""
+    for name, kind in (("f.parquet", pa.float32()), ("g.parquet", pa.float64())):
+        pq.write_table(pa.table({"id": [1], "x": pa.array([0.1], kind)}), job.folder / "in" / name)
+        if kind == pa.float32():
+            run(job, prompt={"template": "Say {x}"})
+    with pytest.raises(InputError, match=r"column 'x': the appended file .*g\.parquet has it as double, .* as float"):
+        run(job, append=True, prompt={"template": "Say {x}"})
+    assert not (job.output / FOLDER).exists()
+
+
+def test_a_column_that_only_the_new_files_have_is_refused_where_all_are_kept(job):
+    everything = {"input": {"columns": None}}
+    run(job.rows(TEXTS), **everything)
+    table = pa.table({"id": [50], "text": ["more"], "extra": [1]})
+    pq.write_table(table, job.folder / "in" / "a.parquet")
+    with pytest.raises(InputError, match=r"column 'extra': the appended file .*a\.parquet has it, the files that"):
+        run(job, append=True, **everything)
+
+
+def test_narrower_types_and_other_encodings_become_those_of_the_parts(job):
+    def put(name, first_id, n, kind, rest):
+        columns = {"id": range(first_id, first_id + 10), "text": ["x"] * 10, "n": pa.array(range(10), n), "kind": kind}
+        pq.write_table(pa.table({**columns, "rest": rest}), job.folder / "in" / name)
+
+    kept = {"input": {"columns": ["id", "n", "kind"]}}
+    put("f.parquet", 0, pa.int64(), pa.array(["red", "blue"] * 5).dictionary_encode(), [1] * 10)
+    run(job, **kept)
+    schema = pq.read_schema(job.parts()[0]).remove_metadata()
+    put("a.parquet", 10, pa.int8(), ["green"] * 10, ["not kept, of any type"] * 10)
+    run(job, append=True, **kept)
+    assert {row["id"]: row["kind"] for row in job.table().to_pylist()}[19] == "green"
+    assert len(texts_by_id(job)) == 20
+    assert all(pq.read_schema(part).remove_metadata().equals(schema) for part in job.parts())
+    assert sound(job)
+
+
+def test_values_of_folder_names_keep_their_type(job):
+    def put(site, first_id):
+        (job.folder / "in" / f"site={site}").mkdir()
+        add(job, f"site={site}/x.parquet", [f"more {i}" for i in range(5)], first_id)
+
+    everything = {"input": {"columns": None}}
+    put(1, 0), put(2, 5)
+    run(job, **everything)
+    put(0, 10)
+    run(job, append=True, **everything)
+    assert {row["id"]: row["site"] for row in job.table().to_pylist()}[12] == 0
+    assert sound(job)
+    put("north", 15)
+    with pytest.raises(InputError, match=r"column 'site': .*site=north/x\.parquet has it as string, .* as int64"):
+        run(job, append=True, **everything)
