@@ -35,6 +35,8 @@ def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
                          help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
             click.option("overlays", "--config", metavar="FILE", type=click.Path(), multiple=True,
                          help="Lay a file of the same form over the job file: configs/h100.yaml."),
+            click.option("params", "--param", metavar="NAME=VALUE", multiple=True,
+                         help="A value for a name that the job declares in params: date=2026-11-20. May be repeated."),
             click.option("--limit", type=click.IntRange(min=1), metavar="N",
                          help="Only the first N rows. Another N is another job, with an output of its own."),
         ]

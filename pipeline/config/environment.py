@@ -1,5 +1,7 @@
 """`${NAME}` and `${NAME:-default}` in a job file: environment variables, in the values of paths and nowhere else.
 
+In the paths of input and output a name that the job declares in `params` is that parameter.
+
 Prompts, templates and stop strings are never looked at: `${price}` in them is text.
 """
 
@@ -7,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value, dotted, merge
+from pipeline.config.parameters import Now, values_of
 
 PLACES: tuple[tuple[str, ...], ...] = (
     ("input", "path"),
@@ -15,18 +18,32 @@ PLACES: tuple[tuple[str, ...], ...] = (
     ("model", "draft"),
     ("prompt", "chat", "template"),
 )
+PARAMETER_PLACES = (("input", "path"), ("output", "path"))
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^{}]*))?\}")
 
 
-def expanded(document: Document, environ: Mapping[str, str]) -> Document:
+def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str, str], now: Now) -> Document:
     """`document` with the variables of its paths filled in. A variable that is empty counts as not set, as in a shell.
+    `given`: values of parameters. `now`: asked for the date in a zone.
 
-    Raises JobFileError with every variable that is neither set nor has a default.
+    Raises JobFileError with every variable that is neither set nor has a default, and what is wrong with parameters.
     """
-    mistakes: list[Mistake] = []
+    parameters, mistakes = values_of(document, given, now)
+    wrong = {mistake.key.removeprefix("params.") for mistake in mistakes}
+    unused = {*parameters}
+    environ = {**environ, **parameters}
     for place in PLACES:
         text = _value(document, place)
         if not isinstance(text, str) or "${" not in text:
+            continue
+        names = {name for name, _, _ in _VARIABLE.findall(text)}
+        if wrong & names:
+            continue  # told already
+        if place in PARAMETER_PLACES:
+            unused -= names
+        elif names & parameters.keys():
+            what = f"the parameter {min(names & parameters.keys())} cannot stand here"
+            mistakes.append(Mistake(document.where(place), dotted(place), what, "Only in input.path and output.path."))
             continue
         where, key = document.where(place), dotted(place)
         missing = [name for name, default, _ in _VARIABLE.findall(text) if not default and not environ.get(name)]
@@ -41,6 +58,9 @@ def expanded(document: Document, environ: Mapping[str, str]) -> Document:
         assert isinstance(data, dict)
         origins: dict[KeyPath, str] = {place[:n]: document.where(place[:n]) for n in range(1, len(place) + 1)}
         document = merge(document, Document(data, origins))
+    for name in sorted(unused):
+        where, hint = document.where(("params", name)), f"Write ${{{name}}} in input.path or output.path."
+        mistakes.append(Mistake(where, f"params.{name}", "is not used", hint))
     if mistakes:
         raise JobFileError(mistakes)
     return document

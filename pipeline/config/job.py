@@ -4,9 +4,9 @@
 change a token by rounding. *Free* may change from run to run.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, StringConstraints
 
 from pipeline.checkpoints.chat_template import read_template
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
@@ -19,6 +19,7 @@ from pipeline.config.sections import (
     PromptSection,
     RunSection,
     Section,
+    TodaySection,
 )
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 _CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: what the parts are made of
 
 
+ParameterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
 class JobConfig(Section):
     """One job, complete and checked. `where` says which line a key came from."""
 
@@ -39,6 +43,12 @@ class JobConfig(Section):
         description="What reports call the job. The file's name when left out.",
         examples=["summarize"],
         json_schema_extra={"type": ["string", "null"]},
+    )
+    params: dict[ParameterName, str | TodaySection | None] = Field(
+        default={},
+        description="Names that stand as `${NAME}` in input.path and output.path, each with its text, {today: ZONE} "
+        "for the date there, or null where every run gives it: --param NAME=VALUE.",
+        examples=[{"date": {"today": "Europe/Berlin"}}],
     )
     input: InputSection = Field(description="What is read.", examples=[{"path": "prompts.parquet"}])
     prompt: PromptSection = Field(

@@ -11,6 +11,8 @@ from pipeline.config.environment import expanded
 from pipeline.config.job import JobConfig
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, merge, parse_value, read
 from pipeline.config.mistakes import from_validation, section_at
+from pipeline.config.parameters import Now, given_on
+from pipeline.machine.host import zone_time
 
 
 def load_job(
@@ -19,9 +21,11 @@ def load_job(
     overlays: Iterable[str | Path] = (),
     limit: int | None = None,
     environ: Mapping[str, str] = os.environ,
+    params: Iterable[str] = (),
+    now: Now = zone_time,
 ) -> JobConfig:
     """The job in a file, with overlay files laid on top and then `key=value` settings. `environ`: what `${NAME}` in
-    paths stands for.
+    paths stands for. `params`: `name=value` of parameters that the job declares. `now`: the time in a zone.
 
     Raises JobFileError (a ConfigError) with every mistake found.
     """
@@ -34,7 +38,7 @@ def load_job(
         document = merge(document, _document_of(("input", "limit"), limit, "--limit"))
     if document.data.get("name") is None:
         document = merge(document, _document_of(("name",), Path(path).stem, str(path)))
-    return _job_of(document, environ)
+    return _job_of(document, environ, given_on(params), now)
 
 
 def job_from_flags(
@@ -52,8 +56,10 @@ def job_from_flags(
     return _job_of(document, environ)
 
 
-def _job_of(document: Document, environ: Mapping[str, str]) -> JobConfig:
-    document = expanded(document, environ)
+def _job_of(
+    document: Document, environ: Mapping[str, str], given: Mapping[str, str] | None = None, now: Now = zone_time
+) -> JobConfig:
+    document = expanded(document, environ, given or {}, now)
     try:
         job = JobConfig.model_validate(document.data)
     except ValidationError as error:

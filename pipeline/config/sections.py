@@ -388,6 +388,12 @@ class RunSection(Section):
     )
 
 
+class TodaySection(Section):
+    """A parameter that is the date of the day on which the run begins."""
+
+    today: str = Field(description="The time zone whose date it is.", examples=["Europe/Berlin"])
+
+
 class CostSection(Section):
     """`hourly_usd` is what one actor's machine (or its share of one) costs for an hour; null: unpriced."""
 

@@ -5,7 +5,7 @@ import platform
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, tzinfo
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,6 +20,11 @@ def now_us() -> int:
 def wall_time() -> datetime:
     """What a clock on the wall shows, to the second: local time, without a zone."""
     return datetime.now().replace(microsecond=0)
+
+
+def zone_time(zone: tzinfo) -> datetime:
+    """What a clock on a wall of that zone shows."""
+    return datetime.now(zone)
 
 
 def available_cores() -> int:

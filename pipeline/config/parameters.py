@@ -1,0 +1,66 @@
+"""A job's `params`: names that a job file declares, and the value that each has in this run.
+
+They are for the paths of scheduled jobs, `output: {path: "out/${date}"}`. A value comes from `--param`, else from the
+job file: a text, or the date of today in a stated time zone. It is a name, never a path: whoever fires a schedule
+cannot lead a job elsewhere.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from zoneinfo import ZoneInfo
+
+from pipeline.config.jobfile import Document, JobFileError, Mistake
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]{0,199}")
+
+Now = Callable[[ZoneInfo], datetime]
+
+
+def given_on(flags: Iterable[str]) -> dict[str, str]:
+    """`--param NAME=VALUE`, by name. Raises JobFileError."""
+    given = {}
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        if not equals or not name:
+            example = "Example: --param date=2026-11-20"
+            raise JobFileError([Mistake(f"--param {flag}", "", "expected NAME=VALUE", example)])
+        given[name] = value
+    return given
+
+
+def values_of(document: Document, given: Mapping[str, str], now: Now) -> tuple[dict[str, str], list[Mistake]]:
+    """Each declared parameter that has a value, and what is wrong with the others."""
+    declared = document.data.get("params")
+    declared = declared if isinstance(declared, dict) else {}
+    known = f"Declared: {', '.join(map(str, declared)) or 'none'}."
+    mistakes = [Mistake("--param", name, "is not declared in the job file", known) for name in given.keys() - declared]
+    values = {}
+    for name, default in declared.items():
+        try:
+            values[name] = _value(name, given.get(name, default), now)
+        except ValueError as error:
+            where = "--param" if name in given else document.where(("params", name))
+            what, hint = error.args
+            mistakes.append(Mistake(where, f"params.{name}", what, hint))
+    return values, mistakes
+
+
+def _value(name: str, value: object, now: Now) -> str:
+    """Raises ValueError with what is wrong and what to do."""
+    if _NAME.fullmatch(name) is None:
+        raise ValueError("is no name of a parameter", "It has letters, digits and _ alone, and begins with no digit.")
+    if value is None:
+        raise ValueError("has no value", f"Give --param {name}=...; or name the output folder.")
+    if isinstance(value, dict) and value.keys() == {"today"}:
+        try:
+            return now(ZoneInfo(str(value["today"]))).date().isoformat()
+        except (OSError, ValueError, KeyError):  # ZoneInfoNotFoundError is a KeyError
+            raise ValueError(f"{value['today']!r} is no time zone", "Example: Europe/Berlin") from None
+    if not isinstance(value, str):
+        raise ValueError("expected a text, {today: ZONE} or null", 'Numbers are put in quotes: "7".')
+    if _VALUE.fullmatch(value) is None or ".." in value:
+        hint = "It begins with a letter or digit and goes on with these and . _ = + @ - alone; it is no path."
+        raise ValueError(f"{value!r} cannot be part of a path", hint)
+    return value

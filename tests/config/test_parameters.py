@@ -1,0 +1,88 @@
+"""Parameters of a job file: names for parts of its paths, and nothing that leads elsewhere."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from pipeline.config import JobFileError, load_job
+
+JOB = """\
+params: {date: {today: Pacific/Auckland}, team: blue}
+input: {path: "in/${team}/${date}"}
+prompt: {template: "${date} {text}"}
+model: {path: demo}
+output: {path: "out/${date}"}
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    def load(*params, text=JOB, environ=None, at=datetime(2026, 11, 20, 12, 30, tzinfo=UTC), **options):
+        (tmp_path / "job.yaml").write_text(text)
+        path = tmp_path / "job.yaml"
+        return load_job(path, params=params, environ=environ or {}, now=lambda zone: at.astimezone(zone), **options)
+
+    return load
+
+
+def test_a_value_comes_from_the_command_else_from_the_job(job):
+    found = job()
+    assert (found.input.path, found.output.path) == ("in/blue/2026-11-21", "out/2026-11-21")
+    assert found.prompt.template == "${date} {text}"
+    found = job("date=2026-01-02", "team=red")
+    assert (found.input.path, found.output.path) == ("in/red/2026-01-02", "out/2026-01-02")
+    found = job("date=x", environ={"date": "of the environment"})
+    assert found.output.path == "out/x"
+
+
+def test_the_date_is_that_of_the_zone(job):
+    before, after = datetime(2026, 11, 20, 10, 59, tzinfo=UTC), datetime(2026, 11, 20, 11, 0, tzinfo=UTC)
+    assert job(at=before).output.path == "out/2026-11-20"
+    assert job(at=after).output.path == "out/2026-11-21"
+
+
+def test_a_date_that_yaml_takes_for_one_is_its_text(job):
+    assert job(text=JOB.replace("{today: Pacific/Auckland}", "2026-11-20")).output.path == "out/2026-11-20"
+
+
+def test_another_day_is_the_same_job(job):
+    assert job("date=1").identity() == job("date=2", "team=red").identity()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "..", "a/../b", "a/b", "/etc", "~", "-rf", ".hidden", "a b", "a\nb", "a\\b", "$(id)", "${HOME}", "a;b", "*",
+     "a?b", "[a]", "s3:x", "a#b", "%2e%2e", "a..b", "é", "٣", "x" * 201, "a\x00"],
+)  # fmt: skip
+def test_a_value_is_never_a_path(job, value):
+    with pytest.raises(JobFileError, match=r"--param: params\.date: .* cannot be part of a path"):
+        job(f"date={value}")
+
+
+def test_a_value_of_the_file_is_looked_at_as_well(job):
+    with pytest.raises(JobFileError, match=r"job\.yaml:1: params\.team: '\.\./blue' cannot be part of a path"):
+        job(text=JOB.replace("team: blue", "team: ../blue"))
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "expected"),
+    [
+        (["day=1"], JOB, "--param: day: is not declared in the job file\n    Declared: date, team."),
+        (["day=1"], JOB.replace("params:", "#"), "--param: day: is not declared in the job file\n    Declared: none."),
+        (["date"], JOB, "--param date: expected NAME=VALUE"),
+        (["=1"], JOB, "--param =1: expected NAME=VALUE"),
+        ([], JOB.replace("team: blue", "team: null"), "job.yaml:1: params.team: has no value\n    Give --param team="),
+        ([], JOB.replace("Pacific/Auckland", "Mars/Phobos"), "params.date: 'Mars/Phobos' is no time zone"),
+        ([], JOB.replace("Pacific/Auckland", "../../etc/passwd"), "params.date: '../../etc/passwd' is no time zone"),
+        ([], JOB.replace("team: blue", "team: blue, x: y"), "job.yaml:1: params.x: is not used\n    Write ${x} in"),
+        ([], JOB.replace("path: demo", 'path: "${team}"'), "model.path: the parameter team cannot stand here"),
+        ([], JOB.replace("team: blue", "team: blue, a-b: y"), "job.yaml:1: params.a-b: is no name of a parameter"),
+        ([], JOB.replace("{today: P", "{tomorrow: P"), "job.yaml:1: params.date: expected a text, {today"),
+        ([], JOB.replace("team: blue", "team: 7"), "job.yaml:1: params.team: expected a text, {today: ZONE} or null"),
+        ([], JOB.replace("{today: Pacific/Auckland}", "[1]"), "job.yaml:1: params.date: expected a text, {today"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_place(job, params, text, expected):
+    with pytest.raises(JobFileError) as error:
+        job(*params, text=text)
+    assert expected in str(error.value)
