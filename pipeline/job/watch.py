@@ -104,7 +104,10 @@ class Watch:
 
     def _look(self, flow: "Dataflow | InProcessDataflow") -> None:
         """Hear what the actors say; they keep their last word where the ledger does not answer."""
+        before = _lost_machines(self.log.actors)
         self.log.actors = flow.actors() or self.log.actors
+        for machine in sorted(_lost_machines(self.log.actors) - before):
+            self.reporter.warn(f"{machine} has left the cluster; the units that were open there are computed elsewhere")
 
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:
         """Take no more units, let the open ones finish within `run.drain_s`, keep what is finished of the rest.
@@ -130,6 +133,10 @@ class Watch:
                         break
         written = self.totals.now().rows
         raise Interrupted(f"Stopped by {self.stop.why} with {written} of {self.num_rows} rows written.")
+
+
+def _lost_machines(actors: list[ActorState]) -> set[str]:
+    return {actor.record.node for actor in actors if actor.record.node_lost}
 
 
 def _phase_of(actors: list[ActorState]) -> str:

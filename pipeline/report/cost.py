@@ -94,6 +94,7 @@ class Work:
     taken_rows: int = 0  # finished by a run that was stopped, delivered by a later one
     convicted_rows: int = 0  # that ended the engine's process and became error rows
     actors_replaced: int = 0
+    machines_lost: int = 0  # that left the cluster while the job ran on them
     storage_retries: Mapping[str, int] = field(default_factory=dict)
     restart_reasons: Mapping[str, int] = field(default_factory=dict)  # how engine processes ended, the commonest
     steps_out_of_memory: int = 0  # undone, and tried again with fewer tokens
@@ -301,6 +302,7 @@ def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]
         taken_rows=sum(actor.taken_rows for actor in actors),
         convicted_rows=sum(actor.convicted_rows for actor in actors),
         actors_replaced=sum(actor.replaces is not None for actor in actors),
+        machines_lost=sum(len({a.node_id for a in run.actors if a.node_lost}) for run in runs),
         storage_retries=summed([run.storage_retries for run in runs] + [a.storage_retries for a in actors]),
         restart_reasons=dict(reasons.most_common(MAX_REASONS)),
         steps_out_of_memory=sum(run.stat("num_out_of_memory") for run in runs),
@@ -310,7 +312,8 @@ def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]
 
 def _is_gone(run: RunRecord, actor: ActorRecord, runs: Sequence[RunRecord]) -> bool:
     """Whether nothing more will come of the actor."""
-    return run is not runs[-1] or run.outcome != "running" or actor.actor in {a.replaces for a in run.actors}
+    replaced = {a.replaces for a in run.actors}
+    return run is not runs[-1] or run.outcome != "running" or actor.node_lost or actor.actor in replaced
 
 
 def _total(usd: Iterable[float | None]) -> float | None:

@@ -25,6 +25,10 @@ FAULTS = {
         "engine actor replaced",
         "the time for tokens of its rows that were in no part; and start-up and load of the actor in its place",
     ),
+    "node_lost": (
+        "machine lost",
+        "as for a replaced actor; the time until another machine takes its place is not paid for and not in it",
+    ),
     "engine_restarted": (
         "engine process restarted",
         "the time for tokens of the rows inside, the time from its last word to its end, and start-up and load again",
@@ -61,6 +65,7 @@ class FaultCost(JsonRecord):
     usd: float | None = None
     work_usd: float | None = None
     at_least: bool = False
+    where: tuple[str, ...] = ()  # of lost machines: their names
 
     @property
     def title(self) -> str:
@@ -81,6 +86,7 @@ class _Sums:
         self.count = self.work_us = self.machine_us = 0
         self.tokens = Computed()
         self.usd = self.work_usd = 0.0
+        self.where: list[str] = []
 
     def add(self, run: RunRecord, tokens: Computed, work_us: int, start_us: int = 0) -> None:
         self.tokens += tokens
@@ -92,7 +98,9 @@ class _Sums:
     def cost(self, kind: str, priced: bool) -> FaultCost:
         usd, work_usd = (self.usd, self.work_usd) if priced else (None, None)
         at_least = kind == "run_killed"
-        return FaultCost(kind, self.count, self.tokens, self.work_us, self.machine_us, usd, work_usd, at_least)
+        return FaultCost(
+            kind, self.count, self.tokens, self.work_us, self.machine_us, usd, work_usd, at_least, tuple(self.where)
+        )
 
 
 def unseen_tokens(runs: Sequence[RunRecord], delivered_generated: int) -> int:
@@ -115,17 +123,21 @@ def fault_costs(runs: Sequence[RunRecord], delivered_generated: int, priced: boo
         end = _KIND_OF_END[run.outcome]
         replaced = {actor.replaces for actor in run.actors}
         goes_on = run.outcome == "running" and following is None
+        lost_nodes = {actor.node_id: actor.node for actor in run.actors if actor.node_lost}
+        sums["node_lost"].where += lost_nodes.values()
+        sums["node_lost"].count += len(lost_nodes)
         for actor in run.actors:
             _add_actor(sums, run, actor)
             gone = Computed(0, min(removed, actor.delivered.generated))
             removed -= gone.generated
             sums["part_removed"].add(run, gone, actor.time_of_us(gone))
-            lost, kind = actor.open, "actor_replaced" if actor.actor in replaced else end
+            is_gone = actor.node_lost or actor.actor in replaced
+            lost, kind = actor.open, "node_lost" if actor.node_lost else "actor_replaced" if is_gone else end
             if kind != "row_failed":  # some of it was written after the last that was heard
                 written = min(unseen, lost.generated)
                 unseen -= written
                 lost = _share(lost, lost.generated - written)
-            if not goes_on or actor.actor in replaced:
+            if is_gone or not goes_on:
                 sums[kind].add(run, lost, actor.time_of_us(lost))
         sums["unit_doubled"].count += run.units_lost
         sums["storage_retried"].count += sum(run.storage_retries.values())
@@ -147,8 +159,9 @@ def _add_actor(sums: dict[str, _Sums], run: RunRecord, actor: ActorRecord) -> No
     sums["unit_doubled"].add(run, actor.doubled, actor.time_of_us(actor.doubled))
     sums["storage_retried"].count += sum(actor.storage_retries.values())
     if actor.replaces is not None:
-        sums["actor_replaced"].count += 1
-        sums["actor_replaced"].add(run, Computed(), 0, _start_us(actor))
+        kind = "node_lost" if run.actors[actor.replaces].node_lost else "actor_replaced"
+        sums[kind].count += kind == "actor_replaced"
+        sums[kind].add(run, Computed(), 0, _start_us(actor))
 
 
 def _start_us(actor: ActorRecord) -> int:

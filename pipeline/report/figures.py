@@ -125,6 +125,7 @@ def _counts(work: Work) -> str:
     counts = [
         (work.restarts, "engine restarts"),
         (work.convicted_rows, "rows that ended the engine"),
+        (work.machines_lost, "machines lost"),
         (work.actors_replaced, "actors replaced"),
         (work.preemptions, "preemptions"),
         (work.recomputed_tokens, "tokens computed again after them"),

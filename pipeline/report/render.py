@@ -87,6 +87,7 @@ def text(report: RunReport) -> str:
     if report.faults:
         title = f"  What faults cost, estimated{'times':>24}{'tokens':>14}{'time':>10}{'USD':>15}"
         lines += _columns(title, "    {:<44}{:>7}{:>14}{:>10}{:>15}", fault_rows(report))
+        lines += [f"      {fault.title}: {node}" for fault in report.faults for node in fault.where]
     if len(report.runs) > 1:
         runs = [(run.run_id, run.outcome, seconds(run.wall_us), run.rows_written) for run in report.runs]
         lines += _columns(f"  Over {len(runs)} runs", "    {:<26}{:<12}{:>10}{:>12,} rows", runs)
@@ -131,6 +132,7 @@ def markdown(report: RunReport) -> str:
         how = "Tokens that were computed for nothing or computed again. How the machine time is estimated:"
         lines += [*_section("What faults cost, estimated", head, fault_rows(report), how), ""]
         lines += [f"- {fault.title}: {fault.how}." for fault in report.faults]
+        lines += [f"- {fault.title}: {_cell(node)}" for fault in report.faults for node in fault.where]
         if any(fault.at_least for fault in report.faults):
             lines += ["", "At least: of a killed run's last second or two, after its last record, nothing is known."]
     if report.work.restart_reasons:

@@ -115,6 +115,9 @@ class ActorRecord:
     taken_generated_tokens: int = 0  # of these
     storage_retries: dict[str, int] = field(default_factory=dict)  # of its requests to stores, by kind
     replaces: int | None = None  # the actor whose process had ended
+    host: str = ""  # the name of its machine
+    node_id: str = ""  # Ray's name for that machine; empty without Ray
+    node_lost: bool = False  # the machine has left the cluster
 
     def __post_init__(self) -> None:
         assert set(self.phases_us) == set(PHASES), f"phases {sorted(self.phases_us)}"
@@ -132,6 +135,11 @@ class ActorRecord:
     def open(self) -> Computed:
         """Computed, and neither delivered nor known to be lost or kept."""
         return self.computed.less(self.delivered + self.doubled + self.kept + self.died)
+
+    @property
+    def node(self) -> str:
+        """Its machine, for people: one that comes again under its host's name is another one to Ray."""
+        return f"{self.host} (Ray node {self.node_id[:8]})"
 
     def time_of_us(self, tokens: Computed) -> int:
         """The time that its engines took for so many tokens, on average."""

@@ -4,7 +4,8 @@ A plain class; `dataflow/graph.py` makes it a small actor of its own. It imports
 to be up before anything else can start.
 """
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from pipeline.job.telemetry.actor_state import ActorState
@@ -23,6 +24,15 @@ class Order(IntEnum):
     GIVE_UP = 2  # keep what is finished of the open units, and rest
 
 
+@dataclass(frozen=True)
+class Whereabouts:
+    """On which machine an actor's process runs, and for how long already. `node_id` is Ray's name for the machine."""
+
+    host: str = ""
+    node_id: str = ""
+    age_us: int = 0
+
+
 class Ledger:
     """What the engine actors last said. All times are this process's monotonic clock: no two hosts' clocks
     meet."""
@@ -35,6 +45,8 @@ class Ledger:
         self._heard_us: dict[int, int] = {}
         self._states: dict[int, ActorState] = {}
         self._replaced: dict[int, int] = {}  # actor to the one that took its place
+        self._where: dict[int, Whereabouts] = {}
+        self._num_moved = 0  # replacements that came up on another machine
         self._handles: list[bytes] = []
         self._order = Order.GO_ON
 
@@ -42,10 +54,14 @@ class Ledger:
         """The run goes on for so long already."""
         self._run_began_us = now_us() - run_us
 
-    def register(self, actor: bytes) -> tuple[int, int, bool] | None:
-        """A new actor's number, how long its time has run already (the first ones' since the run began, a
-        replacement's since its predecessor was last heard) and whether there were too many before it.
-        None before `begin`."""
+    def register(self, actor: bytes, where: Whereabouts = Whereabouts()) -> tuple[int, int, bool] | None:
+        """A new actor's number, how long its time has run already, and whether there were too many before it. None
+        before `begin`.
+
+        The first ones' time began with the run, a replacement's when its predecessor was last heard; on another machine
+        not before its own process: until then that machine was not this run's. Those are not counted as too many
+        either: machines may come and go for as long as they like.
+        """
         if self._run_began_us is None:
             return None
         self._handles.append(actor)
@@ -56,9 +72,13 @@ class Ledger:
             predecessor = min(silent, key=lambda n: self._heard_us[n])
             self._replaced[predecessor] = number
             born = self._heard_us[predecessor]
+            if where.node_id != self._where[predecessor].node_id:
+                self._num_moved += 1
+                born = max(born, now - where.age_us)
         self._births_us[number] = born
         self._heard_us[number] = now
-        return number, now - born, number >= self._max_actors
+        self._where[number] = where
+        return number, now - born, number - self._num_moved >= self._max_actors
 
     def report(self, state: ActorState) -> Order:
         """Take an actor's word and give it the run's."""
@@ -79,26 +99,30 @@ class Ledger:
         """What the actors registered with: their handles, packed."""
         return self._handles
 
-    def states(self, end: bool = False) -> list[ActorState]:
+    def states(self, end: bool = False, lost_nodes: Collection[str] = ()) -> list[ActorState]:
         """All actors' last words; one that has said nothing yet is starting up since its birth. With `end` the time
         since the last word is added, to the phase each was at rest in: an actor holds its machine until the run
-        ends, unless another took its place. While the run goes on, those that have not even registered are
+        ends, unless another took its place or the machine itself is in `lost_nodes`. While the run goes on, those that have not even registered are
         starting up too, or a run that is killed early would seem to have used no machine."""
         known = len(self._births_us) if end else max(len(self._births_us), self._num_actors)
-        states = [self._state(number) for number in range(known)]
+        states = [self._state(number, lost_nodes) for number in range(known)]
         if not end:
             return states
         now = self._now_us()
-        return [state if state.record.actor in self._replaced else self._extended(state, now) for state in states]
+        gone = {state.record.actor for state in states if state.record.node_lost} | self._replaced.keys()
+        return [state if state.record.actor in gone else self._extended(state, now) for state in states]
 
-    def _state(self, number: int) -> ActorState:
+    def _state(self, number: int, lost_nodes: Collection[str]) -> ActorState:
         state = self._states.get(number)
         if state is None:
             until = self._heard_us[number] if number in self._replaced else self._now_us()
             phases = {**no_phases(), "startup": max(0, until - self._births_us.get(number, 0))}
             state = ActorState(ActorRecord(number, phases))
         predecessor = next((old for old, new in self._replaced.items() if new == number), None)
-        return replace(state, record=replace(state.record, replaces=predecessor))
+        where = self._where.get(number, Whereabouts())
+        is_lost = where.node_id in lost_nodes
+        told = replace(state.record, replaces=predecessor, host=where.host, node_id=where.node_id, node_lost=is_lost)
+        return replace(state, record=told)
 
     def _now_us(self) -> int:
         """Since the run began."""

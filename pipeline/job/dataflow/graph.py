@@ -17,6 +17,7 @@ import json
 import logging
 import pickle
 import queue
+import socket
 import threading
 import time
 import traceback
@@ -37,16 +38,16 @@ from pipeline.data.source import narrowed
 from pipeline.data.source_file import SourceFile
 from pipeline.data.units import Unit
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.actor.ledger import REPORT_S, Ledger, Order
+from pipeline.job.actor.ledger import REPORT_S, Ledger, Order, Whereabouts
 from pipeline.job.actor.spot import SpotNotice
 from pipeline.job.actor.worker import Worker, WorkSpec
 from pipeline.job.dataflow.block_stats import forget_blocks
-from pipeline.job.dataflow.ray_session import connect, disconnect, session_logs
+from pipeline.job.dataflow.ray_session import connect, dead_nodes, disconnect, session_logs
 from pipeline.job.dataflow.reading import read_units
 from pipeline.job.dataflow.spec import NUM_READERS, EndOfUnits, FlowSpec, Spot, WindowTask
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.machine.host import available_cores, now_us
+from pipeline.machine.host import available_cores, now_us, process_age_us
 from pipeline.stores import failpoints
 
 # More readers for more actors. One was seen to render 16,000 rows of 2,000 characters a second (two shared cores, local
@@ -54,6 +55,7 @@ from pipeline.stores import failpoints
 ACTORS_PER_READER = 8
 BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
 BUFFER_BYTES_PER_UNIT = 8 * 2**20
+NODES_S = 5.0  # between two looks at which machines the cluster has lost
 _UNIT_SCHEMA = pa.schema([("window", pa.int32()), ("unit", pa.int32()), ("data", pa.large_binary())])
 
 
@@ -100,7 +102,8 @@ class EngineActor:
         failpoints.install_requested(requested)
         # As bytes: unpacking the handle would load all of Ray Data into the ledger's process, which all wait for.
         me = pickle.dumps(ray.get_runtime_context().current_actor)
-        while (entry := ray.get(ledger.register.remote(me))) is None:
+        where = Whereabouts(socket.gethostname(), ray.get_runtime_context().get_node_id(), process_age_us())
+        while (entry := ray.get(ledger.register.remote(me, where))) is None:
             time.sleep(0.05)  # the ledger is not told yet how long the run goes on already
         number, age_us, too_many = entry
         self._failure: PipelineError | None = None
@@ -175,6 +178,8 @@ class Dataflow:
         self.session_logs = session_logs()
         ledger = ray.remote(num_cpus=0)(Ledger)
         self._ledger: Any = ledger.remote(spec.actors)
+        self._lost_nodes: set[str] = set()
+        self._next_look_at_nodes = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")
         self._thread.start()
         try:
@@ -199,7 +204,10 @@ class Dataflow:
     def actors(self, end: bool = False) -> list[ActorState] | None:
         """What the actors last said; None when the ledger does not answer."""
         try:
-            return ray.get(self._ledger.states.remote(end), timeout=5.0)
+            if self._spec.ray_address is not None and (end or time.monotonic() >= self._next_look_at_nodes):
+                self._lost_nodes = dead_nodes()
+                self._next_look_at_nodes = time.monotonic() + NODES_S
+            return ray.get(self._ledger.states.remote(end, self._lost_nodes), timeout=5.0)
         except (ray.exceptions.RayError, TimeoutError):
             return None
 

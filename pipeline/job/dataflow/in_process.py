@@ -5,11 +5,12 @@ either way, and its supervisor starts it again. `graph.py` is the same flow for 
 """
 
 import queue
+import socket
 import threading
 import traceback
 
 from pipeline.errors import PipelineError
-from pipeline.job.actor.ledger import Ledger, Order
+from pipeline.job.actor.ledger import Ledger, Order, Whereabouts
 from pipeline.job.actor.worker import Worker
 from pipeline.job.dataflow.reading import read_units
 from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
@@ -37,7 +38,7 @@ class InProcessDataflow:
         self._has_left = False  # units that are not computed, since the run stops
         self._workers: list[Worker] = []
         for _ in range(spec.actors):
-            entry = self._ledger.register(b"")
+            entry = self._ledger.register(b"", Whereabouts(socket.gethostname()))
             assert entry is not None
             self._workers.append(Worker(spec.work, entry[0], now_us() - entry[1]))
         threading.Thread(target=self._run, daemon=True, name="dataflow").start()

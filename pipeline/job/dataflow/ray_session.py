@@ -91,6 +91,11 @@ def cluster_cpus(address: str, gpus: float, reserved: int) -> float:
     return max(1.0, float(int(min(each)))) if each else 1.0
 
 
+def dead_nodes() -> set[str]:
+    """Ray's names for the machines that have left the cluster, whether they were drained or died."""
+    return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+
+
 class _SafePath(JobConfig):
     """Ray lets workers look for modules first where the driver was started and where its script lies: a `random.py`
     there would be imported in the place of Python's. This sends them to this package alone."""

@@ -1,0 +1,73 @@
+"""A Ray cluster of several nodes on this machine: one dies in mid-job, another joins late, and each row comes once."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+ROOT = Path(__file__).parents[3]
+TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 13) for i in range(480)]
+NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100 * 2**20}  # room for one actor and one reader
+IN_FLIGHT, UNIT_ROWS = 2, 8
+
+
+@pytest.fixture
+def cluster():
+    # a node is taken for dead after a second and a half
+    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 * 2**20, "_system_config": quick}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    yield made
+    made.shutdown()
+
+
+def start(job):
+    command = [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+
+def wait_for_parts(job, driver, count):
+    deadline = time.monotonic() + 120
+    while len(job.parts()) < count:
+        assert driver.poll() is None, driver.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_work(job, cluster):
+    nodes = [cluster.add_node(**NODE) for _ in range(3)]
+    cluster.wait_for_nodes()
+    job.fake(step_s=0.15).rows(TEXTS)
+    of_actors = {"actors": 3, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
+    job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+    driver = start(job)
+    wait_for_parts(job, driver, 6)
+    cluster.remove_node(nodes[1], allow_graceful=False)
+    late = cluster.add_node(**NODE)
+    told = driver.communicate(timeout=180)[1].decode()
+    assert driver.returncode == 0, told
+
+    job.check(TEXTS)
+    report = json.loads((job.output / "_pipeline" / "report.json").read_text())
+    (run,) = report["runs"]
+    actors = run["actors"]
+    (lost,) = [actor for actor in actors if actor["node_lost"]]
+    assert lost["node_id"] == nodes[1].node_id
+    (replacement,) = [actor for actor in actors if actor["replaces"] == lost["actor"]]
+    assert replacement["node_id"] == late.node_id
+    assert replacement["units"] > 0
+    (fault,) = [fault for fault in report["faults"] if fault["kind"] == "node_lost"]
+    assert fault["count"] == 1
+    assert fault["where"] == [f"{lost['host']} (Ray node {lost['node_id'][:8]})"]
+    assert 0 <= fault["tokens"]["generated"] <= IN_FLIGHT * UNIT_ROWS * 6
+    assert fault["machine_us"] > 0
+    assert run["units_lost"] == 0
+    assert report["work"]["machines_lost"] == 1
+    assert "machine lost: " in (job.output / "_pipeline" / "report.md").read_text()
+    # the machine that is gone is not paid for after its end, the other one not before its beginning
+    machine_us = [sum(actor["phases_us"].values()) for actor in (lost, replacement)]
+    assert sum(machine_us) < run["wall_us"]
