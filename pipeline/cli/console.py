@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 import click
 
+from pipeline.cli.interrupt import was_raised
 from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.formatting import fitted, printable_json, printable_lines
 
@@ -79,7 +80,7 @@ def exit_code(error: BaseException) -> int:
             return Interrupted.exit_code
         case BrokenPipeError():
             return 1
-    return PipelineError.exit_code
+    return Interrupted.exit_code if was_raised() else PipelineError.exit_code
 
 
 def _say_error(error: BaseException) -> None:
@@ -97,6 +98,8 @@ def _say_error(error: BaseException) -> None:
             say("Interrupted.")
         case BrokenPipeError():
             _leave_unread(sys.stdout)
+        case _ if was_raised():
+            say("Interrupted.")
         case _:
             import traceback
 

@@ -157,6 +157,32 @@ def test_a_signal_that_comes_where_nothing_can_be_raised_comes_once_more():
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "Interrupted.\n")
 
 
+WRAPS_A_SIGNAL = """
+import os, signal, sys
+import pipeline.__main__ as entry
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pipeline.config":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise RuntimeError("SchemaError: Interrupt: SIGINT")
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["pipeline", "validate", "job.yaml"]
+entry.main()
+"""
+
+
+def test_a_signal_that_a_library_turns_into_an_error_of_its_own_is_still_one(tmp_path):
+    (tmp_path / "job.yaml").write_text("name: x\n")
+    done = subprocess.run(
+        [sys.executable, "-c", WRAPS_A_SIGNAL], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", "Interrupted.\n")
+
+
 def test_a_guard_that_is_killed_takes_the_command_with_it():
     process = start("print(os.getpid(), flush=True); time.sleep(60)")
     assert process.stdout is not None

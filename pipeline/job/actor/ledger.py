@@ -100,10 +100,13 @@ class Ledger:
         return self._handles
 
     def states(self, end: bool = False, lost_nodes: Collection[str] = ()) -> list[ActorState]:
-        """All actors' last words; one that has said nothing yet is starting up since its birth. With `end` the time
-        since the last word is added, to the phase each was at rest in: an actor holds its machine until the run
-        ends, unless another took its place or the machine itself is in `lost_nodes`. While the run goes on, those that have not even registered are
-        starting up too, or a run that is killed early would seem to have used no machine."""
+        """All actors' last words; one that has said nothing yet is starting up since its birth.
+
+        With `end` the time since the last word is added, to the phase each was at rest in: an actor holds its machine
+        until the run ends, unless another took its place or the machine is one of `lost_nodes`. While the run goes on,
+        those that have not even registered are starting up too, or a run that is killed early would seem to have used
+        no machine.
+        """
         known = len(self._births_us) if end else max(len(self._births_us), self._num_actors)
         states = [self._state(number, lost_nodes) for number in range(known)]
         if not end:

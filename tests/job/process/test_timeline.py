@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.job.actor.ledger import MAX_REPLACED, Ledger, Order
+from pipeline.job.actor.ledger import MAX_REPLACED, Ledger, Order, Whereabouts
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.report.run_record import ActorRecord, no_phases
@@ -139,6 +139,40 @@ def test_a_replacement_takes_over_where_its_predecessor_was_last_heard(monkeypat
     ends = ledger.states(end=True)
     assert [s.record.machine_us for s in ends] == [10_000_000, 20_000_000, 10_000_000]
     assert [s.record.replaces for s in ends] == [None, None, 0]
+
+
+def test_on_another_machine_a_replacement_begins_with_its_own_process(monkeypatch):
+    now = 0
+    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
+    ledger = Ledger(actors=1)
+    ledger.begin(run_us=0)
+    ledger.register(b"a", Whereabouts("host", "one", 1_000_000))
+    now = 10_000_000
+    ledger.report(state(0, 10_000_000))
+    now = 60_000_000
+    assert ledger.register(b"b", Whereabouts("host", "two", 4_000_000)) == (1, 4_000_000, False)
+    now = 90_000_000
+    ledger.report(state(1, 34_000_000))
+    now = 95_000_000
+    assert ledger.register(b"c", Whereabouts("host", "three", 9_000_000)) == (2, 5_000_000, False), "none held both"
+    now = 100_000_000
+    ends = ledger.states(end=True, lost_nodes={"two", "three"})
+    assert [s.record.machine_us for s in ends] == [10_000_000, 34_000_000, 5_000_000]
+    assert [s.record.node_lost for s in ends] == [False, True, True]
+    assert [(s.record.host, s.record.node_id) for s in ends] == [("host", "one"), ("host", "two"), ("host", "three")]
+    assert [s.record.machine_us for s in ledger.states(end=True, lost_nodes={"two"})][2] == 10_000_000
+
+
+def test_machines_may_come_and_go_for_as_long_as_they_like(monkeypatch):
+    now = 0
+    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
+    ledger = Ledger(actors=1)
+    ledger.begin(run_us=0)
+    for number in range(20):
+        assert ledger.register(b"", Whereabouts("host", str(number))) == (number, 0, False)
+        now += 10_000_000
+    entries = [ledger.register(b"", Whereabouts("host", "19")) for _ in range(1 + MAX_REPLACED)]
+    assert [entry[2] for entry in entries if entry] == [False] * MAX_REPLACED + [True]
 
 
 def test_actors_that_have_said_nothing_are_starting_up(monkeypatch):
