@@ -117,13 +117,13 @@ class Ledger:
 
     def _state(self, number: int, lost_nodes: Collection[str]) -> ActorState:
         state = self._states.get(number)
+        where = self._where.get(number, Whereabouts())
+        is_lost = where.node_id in lost_nodes
         if state is None:
-            until = self._heard_us[number] if number in self._replaced else self._now_us()
+            until = self._heard_us[number] if is_lost or number in self._replaced else self._now_us()
             phases = {**no_phases(), "startup": max(0, until - self._births_us.get(number, 0))}
             state = ActorState(ActorRecord(number, phases))
         predecessor = next((old for old, new in self._replaced.items() if new == number), None)
-        where = self._where.get(number, Whereabouts())
-        is_lost = where.node_id in lost_nodes
         told = replace(state.record, replaces=predecessor, host=where.host, node_id=where.node_id, node_lost=is_lost)
         return replace(state, record=told)
 

@@ -33,6 +33,7 @@ import ray.data
 import ray.exceptions
 from ray.data import ActorPoolStrategy, DataContext, Datasource, ExecutionResources, ReadTask, TaskPoolStrategy
 from ray.data.block import BlockMetadata
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.data.source import narrowed
 from pipeline.data.source_file import SourceFile
@@ -176,8 +177,10 @@ class Dataflow:
         self._summaries: queue.SimpleQueue[UnitSummary | PipelineError | None] = queue.SimpleQueue()
         self._started_ray = _connect(spec)
         self.session_logs = session_logs()
-        ledger = ray.remote(num_cpus=0)(Ledger)
-        self._ledger: Any = ledger.remote(spec.actors)
+        # Beside the driver: with any other machine of the cluster the run would lose what its actors said.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        ledger: Any = ray.remote(num_cpus=0)(Ledger)
+        self._ledger: Any = ledger.options(scheduling_strategy=here).remote(spec.actors)
         self._lost_nodes: set[str] = set()
         self._next_look_at_nodes = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")

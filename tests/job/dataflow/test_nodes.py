@@ -17,8 +17,8 @@ IN_FLIGHT, UNIT_ROWS = 2, 8
 
 @pytest.fixture
 def cluster():
-    # a node is taken for dead after a second and a half
-    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    # a node is taken for dead after five seconds; a living one may be slow to answer on a busy machine
+    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 10}
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 * 2**20, "_system_config": quick}
     made = Cluster(initialize_head=True, head_node_args=head)
     yield made
