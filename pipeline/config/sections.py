@@ -6,10 +6,10 @@ and the output are there is found out later, by the job.
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
-from pipeline.config.values import Bytes, Column, Columns, Moment, Place, Switch, false_is_off
+from pipeline.config.values import UNION_TAGS, Bytes, Column, Columns, Moment, Place, Switch, false_is_off
 from pipeline.errors import ConfigError
 from pipeline.stores.filesystem import is_url
 
@@ -282,15 +282,34 @@ class OutputSection(Section):
         return rename
 
 
+class PoolSection(Section):
+    """How many engines an elastic pool has."""
+
+    min: int = Field(ge=1, le=100_000, description="Engines that the run starts with.", examples=[1])
+    max: int = Field(ge=1, le=100_000, description="The most engines, where the cluster has room.", examples=[64])
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "PoolSection":
+        if self.max < self.min:
+            raise ValueError(f"expected max to be at least min; got min {self.min} and max {self.max}")
+        return self
+
+
+def _kind_of_pool(value: object) -> str:
+    return UNION_TAGS[isinstance(value, dict | PoolSection)]
+
+
 class RunSection(Section):
     """How the work is cut and run. `gpus_per_actor` null means 0 on cpu and 1 on cuda."""
 
-    actors: int = Field(
+    actors: Annotated[
+        Annotated[int, Field(ge=1, le=100_000), Tag(UNION_TAGS[0])] | Annotated[PoolSection, Tag(UNION_TAGS[1])],
+        Discriminator(_kind_of_pool),
+    ] = Field(
         default=1,
-        ge=1,
-        le=100_000,
-        description="Engines at once, each a copy of the model.",
-        examples=[8],
+        description="Engines at once, each a copy of the model. With {min: 1, max: 64} engines start as machines join "
+        "the cluster, and are given back as soon as no unit is left for them.",
+        examples=[8, {"min": 1, "max": 64}],
     )
     cpus_per_actor: float | None = Field(
         default=None,
@@ -386,6 +405,11 @@ class RunSection(Section):
         description="A Ray cluster to run on. Ray is started on this machine when left out.",
         examples=["auto"],
     )
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """The fewest and the most engines."""
+        return (self.actors, self.actors) if isinstance(self.actors, int) else (self.actors.min, self.actors.max)
 
 
 class TodaySection(Section):

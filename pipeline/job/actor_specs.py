@@ -27,7 +27,8 @@ def flow_spec(
     one. `retry_failed`: of a unit whose part is there, the error rows are computed again."""
     config, run = plan.config, plan.config.run
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
-    cpus = run.cpus_per_actor or _cpus(run.actors, run.ray_address, gpus)
+    fewest, most = run.pool
+    cpus = run.cpus_per_actor or _cpus(most, run.ray_address, gpus)
     work = WorkSpec(
         backend=backend,
         model=config.model.path,
@@ -60,7 +61,7 @@ def flow_spec(
         tasks,
         plan.units,
         work,
-        run.actors,
+        most,
         cpus,
         gpus,
         in_flight,
@@ -68,6 +69,7 @@ def flow_spec(
         spot,
         requested,
         always_ray=run.ray == "always",
+        min_actors=fewest,
     )
 
 

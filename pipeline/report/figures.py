@@ -76,6 +76,7 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Drafts", _drafting(report.speculated) if report.speculated is not None else ""),
         ("Engine", engine if work.steps else ""),
         ("Time", f"{seconds(report.wall_us)} wall, {seconds(report.machine_us)} of machine time"),
+        ("Pool", _pool(report)),
         ("Retried", _retried(report)),
         ("Lost work", _lost(report)),
         ("Faults", _counts(work)),
@@ -93,6 +94,16 @@ def _retried(report: RunReport) -> str:
             limits = ", ".join(f"{key} {value or 'left out'}" for key, value in run.retried_limits.items())
             told.append(f"{run.rows_written:,} error rows again under {limits} (run {run.run_id[:4]})")
     return "; ".join(told)
+
+
+def _pool(report: RunReport) -> str:
+    """How elastic pools grew and shrank."""
+    actors = [actor for run in report.runs for actor in run.actors]
+    joined = sum(actor.began_us > 0 and actor.replaces is None for actor in actors)
+    back = sum(actor.given_back for actor in actors)
+    if not joined and not back:
+        return ""
+    return f"{len(actors)} engines: {joined} joined after the start, {back} given back before the end"
 
 
 def phase_rows(report: RunReport) -> list[tuple[str, str, str, str]]:

@@ -118,6 +118,8 @@ class ActorRecord:
     host: str = ""  # the name of its machine
     node_id: str = ""  # Ray's name for that machine; empty without Ray
     node_lost: bool = False  # the machine has left the cluster
+    began_us: int = 0  # after the run's start, with which the first ones begin
+    given_back: bool = False  # by an elastic pool, before the run's end, as no unit was left for it
 
     def __post_init__(self) -> None:
         assert set(self.phases_us) == set(PHASES), f"phases {sorted(self.phases_us)}"

@@ -375,3 +375,15 @@ def test_the_date_of_a_chat_is_a_date_with_or_without_a_time(job):
 def test_what_is_no_date_of_a_chat(mistakes, value):
     (said,) = mistakes(text=MINIMAL.replace("column: text", f"column: text, chat: {{date: {value}}}"))
     assert "prompt.chat.date: expected a date, such as 2026-11-23" in said
+
+
+@pytest.mark.parametrize("pool", ["{min: 2, max: 5}", "5"])
+def test_actors_are_a_number_or_a_pool(job, pool):
+    assert job(sets=[f"run.actors={pool}"]).run.pool == ((2, 5) if "min" in pool else (5, 5))
+
+
+def test_a_pool_that_cannot_be_is_refused_with_its_key(mistakes):
+    assert "expected max to be at least min; got min 3 and max 2" in mistakes(sets=["run.actors={min: 3, max: 2}"])[0]
+    assert "run.actors.min: " in mistakes(sets=["run.actors={min: 0, max: 2}"])[0]
+    assert "run.actors.max: " in mistakes(sets=["run.actors={min: 1}"])[0]
+    assert "run.actors: " in mistakes(sets=["run.actors=0"])[0]

@@ -1,9 +1,10 @@
 """An engine and a tokenizer without a model: tokens follow from the prompt and the row's seed alone.
 
 How it behaves is written in the model folder's config.json under "fake": step_s, max_num_seqs, load_s, prints (a text),
-max_model_len (longer prompts are refused), cached (tokens at the head of every prompt but the first, from cache),
-fail_load (a kind of `pipeline.errors`, or a built-in one), and texts that, met in a running prompt, end the process
-(kill, segfault), hang it (hang) or raise (crash, out_of_memory). A `once` file path limits the fault to the first time.
+slow (a text) and slow_s (how long steps with it take), max_model_len (longer prompts are refused), cached (tokens at
+the head of every prompt but the first, from cache), fail_load (a kind of `pipeline.errors`, or a built-in one), and texts
+that, met in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash, out_of_memory). A
+`once` file path limits the fault to the first time.
 """
 
 import builtins
@@ -99,10 +100,13 @@ class FakeEngine:
             self.stats.prompt_tokens += len(request.prompt_token_ids)
             self.stats.cached_tokens += self.cached[request.row_id]
         prefilled = time.monotonic_ns() // 1000
+        step_s = self.fake.get("step_s", 0.0)
         for request, _, _ in self.running.values():
             text = bytes(token for token in request.prompt_token_ids if token < 256)  # of a real tokenizer's ids: some
             self._maybe_fail(text.decode(errors="replace"))
-        time.sleep(self.fake.get("step_s", 0.0))
+            if self.fake.get("slow", "\0") in text.decode(errors="replace"):
+                step_s = self.fake["slow_s"]
+        time.sleep(step_s)
         finished = []
         for key, (request, ids, num_done) in list(self.running.items()):
             self.stats.generated_tokens += 1

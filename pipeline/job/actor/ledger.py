@@ -13,6 +13,7 @@ from pipeline.machine.host import now_us
 from pipeline.report.run_record import ActorRecord, no_phases
 
 REPORT_S = 1.0  # how often an actor tells
+SILENT_S = 5.0  # an actor of an elastic pool that has no open units and is silent for longer was given back
 MAX_REPLACED = 3  # actors' own processes that may end, per actor; Ray itself would replace them for ever
 
 
@@ -37,9 +38,11 @@ class Ledger:
     """What the engine actors last said. All times are this process's monotonic clock: no two hosts' clocks
     meet."""
 
-    def __init__(self, actors: int) -> None:
+    def __init__(self, actors: int, most: int | None = None) -> None:
+        """`actors` are there from the run's start on; an elastic pool may have up to `most` at once."""
         self._num_actors = actors
-        self._max_actors = actors * (1 + MAX_REPLACED)
+        self._is_elastic = most is not None and most > actors
+        self._max_actors = (most or actors) * (1 + MAX_REPLACED)
         self._run_began_us: int | None = None
         self._births_us: dict[int, int] = {}  # since the run began, by actor number
         self._heard_us: dict[int, int] = {}
@@ -75,6 +78,8 @@ class Ledger:
             if where.node_id != self._where[predecessor].node_id:
                 self._num_moved += 1
                 born = max(born, now - where.age_us)
+        elif number >= self._num_actors:  # the pool grows
+            born = max(0, now - where.age_us)
         self._births_us[number] = born
         self._heard_us[number] = now
         self._where[number] = where
@@ -103,16 +108,17 @@ class Ledger:
         """All actors' last words; one that has said nothing yet is starting up since its birth.
 
         With `end` the time since the last word is added, to the phase each was at rest in: an actor holds its machine
-        until the run ends, unless another took its place or the machine is one of `lost_nodes`. While the run goes on,
-        those that have not even registered are starting up too, or a run that is killed early would seem to have used
-        no machine.
+        until the run ends, unless another took its place, the machine is one of `lost_nodes`, or the pool is elastic
+        and Ray gave the actor back. While the run goes on, those that have not even registered are starting up too, or
+        a run that is killed early would seem to have used no machine.
         """
         known = len(self._births_us) if end else max(len(self._births_us), self._num_actors)
         states = [self._state(number, lost_nodes) for number in range(known)]
         if not end:
             return states
         now = self._now_us()
-        gone = {state.record.actor for state in states if state.record.node_lost} | self._replaced.keys()
+        gone = {state.record.actor for state in states if state.record.node_lost or state.record.given_back}
+        gone |= self._replaced.keys()
         return [state if state.record.actor in gone else self._extended(state, now) for state in states]
 
     def _state(self, number: int, lost_nodes: Collection[str]) -> ActorState:
@@ -124,8 +130,22 @@ class Ledger:
             phases = {**no_phases(), "startup": max(0, until - self._births_us.get(number, 0))}
             state = ActorState(ActorRecord(number, phases))
         predecessor = next((old for old, new in self._replaced.items() if new == number), None)
-        told = replace(state.record, replaces=predecessor, host=where.host, node_id=where.node_id, node_lost=is_lost)
+        told = replace(
+            state.record,
+            replaces=predecessor,
+            host=where.host,
+            node_id=where.node_id,
+            node_lost=is_lost,
+            began_us=self._births_us.get(number, 0),
+            given_back=not is_lost and self._is_given_back(state),
+        )
         return replace(state, record=told)
+
+    def _is_given_back(self, state: ActorState) -> bool:
+        number = state.record.actor
+        if not self._is_elastic or state.record.open_units or number in self._replaced or number not in self._heard_us:
+            return False
+        return self._now_us() - self._heard_us[number] > SILENT_S * 1e6
 
     def _now_us(self) -> int:
         """Since the run began."""

@@ -33,6 +33,7 @@ import ray.data
 import ray.exceptions
 from ray.data import ActorPoolStrategy, DataContext, Datasource, ExecutionResources, ReadTask, TaskPoolStrategy
 from ray.data.block import BlockMetadata
+from ray.data.context import AutoscalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.data.source import narrowed
@@ -180,7 +181,7 @@ class Dataflow:
         # Beside the driver: with any other machine of the cluster the run would lose what its actors said.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         ledger: Any = ray.remote(num_cpus=0)(Ledger)
-        self._ledger: Any = ledger.options(scheduling_strategy=here).remote(spec.actors)
+        self._ledger: Any = ledger.options(scheduling_strategy=here).remote(spec.min_actors or spec.actors, spec.actors)
         self._lost_nodes: set[str] = set()
         self._next_look_at_nodes = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")
@@ -259,6 +260,12 @@ def _context(spec: FlowSpec) -> DataContext:
     context.print_on_execution_start = False
     context.max_errored_blocks = 0
     forget_blocks(context)
+    if spec.is_elastic:
+        # Of the units that could be in flight, a pool of the most actors has this share where one unit is: Ray adds
+        # actors at once, as many as the cluster has room for. It takes none away (no share is below nothing) while
+        # units are still to come, as each costs the loading of a model; after the last it takes all that are idle.
+        least = 1 / (2 * spec.actors * spec.units_in_flight)
+        context.autoscaling_config = AutoscalingConfig(least, -1.0)
     buffer = max(BUFFER_BYTES, BUFFER_BYTES_PER_UNIT * spec.actors * spec.units_in_flight)
     context.execution_options.resource_limits = ExecutionResources(object_store_memory=buffer)
     return context
@@ -294,7 +301,8 @@ def _graph(spec: FlowSpec, ledger: Any) -> ray.data.Dataset:
             num_cpus=spec.cpus,
             num_gpus=spec.gpus or None,
             compute=ActorPoolStrategy(
-                size=spec.actors,
+                min_size=spec.min_actors or spec.actors,
+                max_size=spec.actors,
                 max_tasks_in_flight_per_actor=spec.units_in_flight,
                 max_concurrent_calls_per_actor=spec.units_in_flight,
                 enable_true_multi_threading=True,

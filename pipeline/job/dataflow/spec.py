@@ -30,7 +30,8 @@ class Spot:
 
 @dataclass(frozen=True)
 class FlowSpec:
-    """All that a dataflow is made of. `cpus` and `gpus` are what one actor is booked with."""
+    """All that a dataflow is made of. `cpus` and `gpus` are what one actor is booked with; `actors` is the most that
+    there are at once, `min_actors` how many it starts with where they are fewer."""
 
     source: Source = field(repr=False)
     tasks: tuple[WindowTask, ...] = field(repr=False)
@@ -44,6 +45,11 @@ class FlowSpec:
     spot: Spot = Spot()
     failpoints: str = ""  # of tests
     always_ray: bool = False
+    min_actors: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.min_actors is not None and self.min_actors < self.actors
 
     @property
     def needs_ray(self) -> bool:

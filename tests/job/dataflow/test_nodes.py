@@ -1,4 +1,5 @@
-"""A Ray cluster of several nodes on this machine: one dies in mid-job, another joins late, and each row comes once."""
+"""A Ray cluster of several nodes on this machine: one dies in mid-job, another joins late, and each row comes once.
+An elastic pool grows and shrinks."""
 
 import json
 import subprocess
@@ -71,3 +72,31 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     # the machine that is gone is not paid for after its end, the other one not before its beginning
     machine_us = [sum(actor["phases_us"].values()) for actor in (lost, replacement)]
     assert sum(machine_us) < run["wall_us"]
+
+
+def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_tail_ends(job, cluster):
+    cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    texts = [*TEXTS, *(f"slow {i} " + "y" * 60 for i in range(UNIT_ROWS))]
+    job.fake(step_s=0.15, slow="slow", slow_s=3.0).rows(texts)
+    of_actors = {"actors": {"min": 1, "max": 3}, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
+    job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+    driver = start(job)
+    wait_for_parts(job, driver, 3)
+    joined = {cluster.add_node(**NODE).node_id for _ in range(2)}
+    told = driver.communicate(timeout=180)[1].decode()
+    assert driver.returncode == 0, told
+
+    job.check(texts)
+    report = json.loads((job.output / "_pipeline" / "report.json").read_text())
+    (run,) = report["runs"]
+    first, *later = sorted(run["actors"], key=lambda actor: actor["began_us"])
+    assert (first["began_us"], first["node_id"] in joined) == (0, False)
+    assert {actor["node_id"] for actor in later} == joined
+    assert all(actor["began_us"] > 0 and actor["units"] > 0 and actor["replaces"] is None for actor in later)
+    ends = [actor["began_us"] + sum(actor["phases_us"].values()) for actor in run["actors"]]
+    for actor, end in zip(run["actors"], ends, strict=True):
+        assert actor["given_back"] == (end < run["wall_us"] - 4e6), (ends, run["wall_us"])
+    assert sum(actor["given_back"] for actor in run["actors"]) == 2
+    page = (job.output / "_pipeline" / "report.md").read_text()
+    assert "3 engines: 2 joined after the start, 2 given back before the end" in page

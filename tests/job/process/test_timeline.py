@@ -175,6 +175,26 @@ def test_machines_may_come_and_go_for_as_long_as_they_like(monkeypatch):
     assert [entry[2] for entry in entries if entry] == [False] * MAX_REPLACED + [True]
 
 
+def test_of_an_elastic_pool_time_begins_with_a_process_and_ends_when_it_is_given_back(monkeypatch):
+    now = 0
+    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: now)
+    ledger = Ledger(1, 3)
+    ledger.begin(run_us=0)
+    assert ledger.register(b"a", Whereabouts("host", "one", 1_000_000)) == (0, 0, False)
+    now = 1_500_000
+    assert ledger.register(b"b", Whereabouts("host", "two", 1_000_000)) == (1, 1_000_000, False)
+    now = 20_000_000
+    ledger.report(state(1, 19_500_000))
+    now = 24_000_000
+    ledger.report(state(0, 24_000_000))
+    assert not any(s.record.given_back for s in ledger.states())
+    now = 26_000_000
+    ends = ledger.states(end=True)
+    assert [s.record.given_back for s in ends] == [False, True]
+    assert [s.record.began_us for s in ends] == [0, 500_000]
+    assert [s.record.machine_us for s in ends] == [26_000_000, 19_500_000]
+
+
 def test_actors_that_have_said_nothing_are_starting_up(monkeypatch):
     """Else a run that is killed while its engines load would seem to have used no machine."""
     now = 0
