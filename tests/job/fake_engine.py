@@ -1,10 +1,10 @@
 """An engine and a tokenizer without a model: tokens follow from the prompt and the row's seed alone.
 
-How it behaves is written in the model folder's config.json under "fake": step_s, max_num_seqs, load_s, prints (a text),
-slow (a text) and slow_s (how long steps with it take), max_model_len (longer prompts are refused), cached (tokens at
-the head of every prompt but the first, from cache), fail_load (a kind of `pipeline.errors`, or a built-in one), and texts
-that, met in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash, out_of_memory). A
-`once` file path limits the fault to the first time.
+How it behaves is written in the config.json of the model folder under "fake": step_s, max_num_seqs, load_s, prints (a
+text), slow (a text) and slow_s (how long steps with it take), max_model_len (longer prompts are refused), cached
+(tokens at the head of every prompt but the first, from cache), fail_load (a kind of `pipeline.errors`, or a built-in
+one), and texts that, met in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash,
+out_of_memory). A `once` file path limits the fault to the first time.
 """
 
 import builtins
