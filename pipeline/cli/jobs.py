@@ -1,7 +1,6 @@
 """The commands about a job and its output: run, validate, status, report, verify, compact."""
 
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +17,7 @@ from pipeline.cli.console import (
     say,
     stdout_is_claimed,
 )
-from pipeline.cli.options import Renamed
+from pipeline.cli.options import Renamed, job_overlays, param_option
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 
 if TYPE_CHECKING:
@@ -27,27 +26,9 @@ if TYPE_CHECKING:
     from pipeline.job.telemetry.status import Status
 
 
-def _overlays(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that change a job file on the way in, as `load_job` takes them."""
-    for option in reversed(
-        [
-            click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
-                         help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
-            click.option("overlays", "--config", metavar="FILE", type=click.Path(), multiple=True,
-                         help="Lay a file of the same form over the job file: configs/h100.yaml."),
-            click.option("params", "--param", metavar="NAME=VALUE", multiple=True,
-                         help="A value for a name that the job declares in params: date=2026-11-20. May be repeated."),
-            click.option("--limit", type=click.IntRange(min=1), metavar="N",
-                         help="Only the first N rows. Another N is another job, with an output of its own."),
-        ]
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
 @click.command()
 @click.argument("job", metavar="JOB.yaml", type=click.Path())
-@_overlays
+@job_overlays
 @click.option("--accept-numerics", is_flag=True,
               help="Go on although dtype or device differ from the output's first run.")  # fmt: skip
 @click.option("--retry-failed", is_flag=True,
@@ -138,7 +119,7 @@ def run_and_report(
 
 @click.command()
 @click.argument("job", metavar="JOB.yaml", type=click.Path())
-@_overlays
+@job_overlays
 @json_flag
 @answers
 def validate(job: str, as_json: bool, **overlays: Any) -> None:
@@ -169,10 +150,11 @@ def validate(job: str, as_json: bool, **overlays: Any) -> None:
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@param_option
 @click.option("-w", "--watch", is_flag=True, help="Go on until the run ends; with --json an object at each change.")
 @json_flag
 @answers
-def status(place: str, watch: bool, as_json: bool) -> None:
+def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> None:
     """Say how far a job is, from its output folder.
 
     \b
@@ -188,7 +170,7 @@ def status(place: str, watch: bool, as_json: bool) -> None:
     from pipeline.job.read_output import open_output
     from pipeline.job.telemetry.status import status_line
 
-    seen = Following(store := open_output(place))
+    seen = Following(store := open_output(place, params))
     now, doubt = seen.status, seen.doubt
 
     def as_object(status: "Status", doubt: str | None) -> None:
@@ -219,9 +201,10 @@ def status(place: str, watch: bool, as_json: bool) -> None:
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@param_option
 @json_flag
 @answers
-def report(place: str, as_json: bool) -> None:
+def report(place: str, params: tuple[str, ...], as_json: bool) -> None:
     """Print what a job did and cost, over all its runs, killed ones included.
 
     \b
@@ -232,7 +215,7 @@ def report(place: str, as_json: bool) -> None:
     from pipeline.job.read_output import damage_of, open_output, report_of
     from pipeline.report.render import text
 
-    store = open_output(place)
+    store = open_output(place, params)
     told = report_of(store)
     doubt = damage_of(store) if told.outcome == "finished" else None
     if as_json:
@@ -245,6 +228,7 @@ def report(place: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@param_option
 @click.option("--output", cls=Renamed, old="--to", required=True, type=click.Path(), metavar="PATH",
               help="A new folder, or an fsspec url.")  # fmt: skip
 @click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
@@ -252,7 +236,9 @@ def report(place: str, as_json: bool) -> None:
 @click.option("--target-size", default="256MB", show_default=True, metavar="SIZE", help="About how large a file is.")
 @json_flag
 @answers
-def compact(place: str, output: str, order: Literal["parts", "input"], target_size: str, as_json: bool) -> None:
+def compact(
+    place: str, params: tuple[str, ...], output: str, order: Literal["parts", "input"], target_size: str, as_json: bool
+) -> None:
     """Merge the parts of a finished job into a few large files in a new folder.
 
     \b
@@ -274,17 +260,18 @@ def compact(place: str, output: str, order: Literal["parts", "input"], target_si
     size = parse_bytes(target_size)
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
-    storage = output_of(place)[1] if is_url(output) else {}
-    done = merge(open_output(place), PartStore(output, storage), order, size, say)
+    storage = output_of(place, params)[1] if is_url(output) else {}
+    done = merge(open_output(place, params), PartStore(output, storage), order, size, say)
     print_answer(done, as_json)
 
 
 @click.command()
 @click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
+@param_option
 @click.option("--deep", is_flag=True, help="Read every page of every part, and see that each row is there once.")
 @json_flag
 @answers
-def verify(place: str, deep: bool, as_json: bool) -> None:
+def verify(place: str, params: tuple[str, ...], deep: bool, as_json: bool) -> None:
     """Say whether the output of a finished job is sound, and name all that is damaged.
 
     \b
@@ -302,7 +289,7 @@ def verify(place: str, deep: bool, as_json: bool) -> None:
     from pipeline.job.audit import audit
     from pipeline.job.read_output import open_output
 
-    found = audit(open_output(place), deep, say)
+    found = audit(open_output(place, params), deep, say)
     print_answer(found, as_json)
     if not found.sound:
         sys.exit(OutputError.exit_code)

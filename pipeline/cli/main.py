@@ -10,7 +10,7 @@ import sys
 import click
 
 from pipeline import __version__
-from pipeline.cli import bench, checkpoints, completion, doctor, init, jobs, logs, prompts, schema
+from pipeline.cli import bench, checkpoints, cluster, completion, doctor, init, jobs, logs, prompts, schema
 from pipeline.cli.console import leave_with_exit_code
 
 EPILOG = """\b
@@ -19,6 +19,7 @@ Start here:
   pipeline validate jobs/summarize.yaml      what the job is; nothing is run
   pipeline run jobs/summarize.yaml           run it, or go on where it stopped
   pipeline report out/summarize              what it cost
+  pipeline submit jobs/summarize.yaml        the same on a Ray cluster
   pipeline generate --input prompts.txt      a handful of prompts, without a job
   pipeline doctor jobs/summarize.yaml        whether this machine can run it
 
@@ -45,6 +46,7 @@ def cli() -> None:
 
 COMMANDS = (
     *(init.init, jobs.run, jobs.validate, jobs.status, logs.logs, jobs.report, jobs.compact, jobs.verify),
+    *(cluster.submit, cluster.submissions, cluster.cancel),
     *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),
     *(bench.bench, completion.completion),
 )

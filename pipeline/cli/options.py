@@ -1,6 +1,7 @@
-"""What click's options lack: an older name that is taken and not shown, and headings in a long help text."""
+"""Options that several commands share, and what click's lack: an older name that is taken and not shown, and headings
+in a long help text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -33,3 +34,26 @@ class Grouped(click.Command):
                 formatter.write_dl([shown.pop(name) for name in names])
         with formatter.section("Other"):
             formatter.write_dl(list(shown.values()))
+
+
+param_option = click.option(
+    "params", "--param", metavar="NAME=VALUE", multiple=True,
+    help="A value for a name that the job declares in params: date=2026-11-20. May be repeated.",
+)  # fmt: skip
+
+
+def job_overlays(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that change a job file on the way in, as `load_job` takes them."""
+    for option in reversed(
+        [
+            click.option("sets", "--set", metavar="KEY=VALUE", multiple=True,
+                         help="Change one key of the job file: sampling.max_tokens=32. May be repeated."),
+            click.option("overlays", "--config", metavar="FILE", type=click.Path(), multiple=True,
+                         help="Lay a file of the same form over the job file: configs/h100.yaml."),
+            param_option,
+            click.option("--limit", type=click.IntRange(min=1), metavar="N",
+                         help="Only the first N rows. Another N is another job, with an output of its own."),
+        ]
+    ):  # fmt: skip
+        command = option(command)
+    return command

@@ -4,13 +4,14 @@
 change a token by rounding. *Free* may change from run to run.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, StringConstraints
 
 from pipeline.checkpoints.chat_template import read_template
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
-from pipeline.config.jobfile import Document
+from pipeline.config.jobfile import Document, Value
 from pipeline.config.sections import (
     CostSection,
     InputSection,
@@ -74,6 +75,11 @@ class JobConfig(Section):
     def where(self, key: str) -> str:
         """`file:line` of a dotted key, or of the nearest key around it that is written down."""
         return self._document.where(tuple(key.split(".")))
+
+    @property
+    def data(self) -> Mapping[str, Value]:
+        """What the job file says after overlays, `--set`, parameters and variables, without defaults."""
+        return self._document.data
 
     def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
         """The engine's options, with the folders that the model and its draft model were found in."""

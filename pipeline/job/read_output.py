@@ -4,13 +4,14 @@ Owns reading it back for people; writing it is the job's. Nothing here changes t
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import load_job
 from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.parts import PartStore
-from pipeline.errors import OutputError
+from pipeline.errors import ConfigError, OutputError
 from pipeline.formatting import duration
 from pipeline.job.fingerprint import JOB
 from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_runs, silent_s
@@ -22,22 +23,24 @@ from pipeline.stores.filesystem import is_url
 SILENT_S = 120.0  # a run writes its status each few seconds
 
 
-def open_output(place: str) -> PartStore:
-    """The output at `place`, a folder or an fsspec url, or the one of the job file there. Raises OutputError,
-    ConfigError."""
-    path, storage = output_of(place)
+def open_output(place: str, params: Iterable[str] = ()) -> PartStore:
+    """The output at `place`, a folder or an fsspec url, or the one of the job file there with these `params`. Raises
+    OutputError, ConfigError."""
+    path, storage = output_of(place, params)
     if not is_url(path) and place == path and not Path(path).is_dir():
         problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
         raise OutputError(f"{place}: {problem}")
     return PartStore(path, storage)
 
 
-def output_of(place: str) -> tuple[str, dict[str, Any]]:
+def output_of(place: str, params: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
     """Where an output is and the fsspec options that it takes: `place` itself with none, or what the job file says."""
     path = Path(place)
     if is_url(place) or path.suffix not in (".yaml", ".yml") or path.is_dir():
+        if given := list(params):
+            raise ConfigError(f"--param {given[0]}: {place} is no job file, which alone has parameters")
         return place, {}
-    output = load_job(path).output
+    output = load_job(path, params=params).output
     return output.path, output.storage
 
 

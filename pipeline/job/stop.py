@@ -6,10 +6,12 @@ handler raises `Stopped` in the main thread. Libraries may be slow to let that e
 requests, an import), so a timer ends the process after GRACE_S; what follows is the same as after a kill.
 """
 
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -17,6 +19,7 @@ from typing import NoReturn
 from pipeline.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONE_STOP_S = 2.0  # nobody ends a drain that soon on purpose; Ctrl-C is SIGINT
 GRACE_S = 10.0  # from a signal that ends the run at once to the end of its process
 
 
@@ -27,7 +30,8 @@ class Stopped(BaseException):
 class StopSignals:
     """Handles SIGNALS between `__enter__` and `__exit__`, in the main thread; elsewhere it only counts `ask`.
 
-    SIGHUP stays ignored where it was, as `nohup` asks.
+    SIGHUP stays ignored where it was, as `nohup` asks. A SIGTERM within ONE_STOP_S of the last is the same stop:
+    Ray's job server and Slurm send one to each process of a run, and the guard passes its own on.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
@@ -35,6 +39,7 @@ class StopSignals:
         self._draining = False
         self._old: dict[int, object] = {}
         self._timer: threading.Timer | None = None
+        self._terminated_s = -math.inf  # when the last SIGTERM came
         self.count = 0  # stops asked for so far
         self.why = "a signal"  # of the first
 
@@ -70,6 +75,10 @@ class StopSignals:
         self.count += 1
 
     def _heard(self, number: int, frame: object) -> None:
+        if number == signal.SIGTERM:
+            last, self._terminated_s = self._terminated_s, time.monotonic()
+            if self._terminated_s < last + ONE_STOP_S:
+                return
         self.ask(signal.Signals(number).name)
         if self._draining and self.count < 2:
             return

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import Interrupted
 from pipeline.job import run as run_module
-from pipeline.job.stop import Stopped, StopSignals
+from pipeline.job.stop import ONE_STOP_S, Stopped, StopSignals
 from tests.job.conftest import TEXTS, run, runs
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -84,6 +84,17 @@ def test_signals_are_counted_while_draining_and_raise_elsewhere():
     assert {number: signal.getsignal(number) for number in NUMBERS} == old
 
 
+def test_one_stop_may_send_several_sigterms():
+    """Ray's job server sends one to the guard and one to the driver, and the guard passes its own on."""
+    with StopSignals() as stop, stop.draining():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.count == 1
+        stop._terminated_s -= ONE_STOP_S
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.count == 2
+
+
 @pytest.mark.parametrize(
     ("body", "signals"),
     [
@@ -114,8 +125,8 @@ with StopSignals(grace_s={0.5 if signals == 1 else 60.0}) as stop:
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "ready\n"
-    for _ in range(signals):
-        process.send_signal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[:signals]:
+        process.send_signal(number)
         time.sleep(0.2)
     _, said = process.communicate(timeout=20)
     assert process.returncode == Interrupted.exit_code
