@@ -28,6 +28,8 @@ POLL_S = 1.0
 LOST_S = 300.0  # without an answer of the job server until following it is given up
 _ADDRESS = "RAY_API_SERVER_ADDRESS"  # the one variable that Ray puts before its argument
 _DIGEST, _OUTPUT, _VERSION = "pipeline_job", "pipeline_output", "pipeline_version"
+# loggers that tell of each package and connection
+_TALKATIVE = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 _NOT_FOUND = 127  # a shell's exit code for a command that is not there
 
 
@@ -89,7 +91,7 @@ class JobServer:
         if address is not None:
             os.environ[_ADDRESS] = address
         self._place = os.environ.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "this machine"
-        for name in ("ray", "ray.dashboard.modules.job.sdk"):  # they tell of each package and connection
+        for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.WARNING)
         with self._asked():
             self._client = JobSubmissionClient()
