@@ -99,6 +99,38 @@ def _typed() -> str:
     return shlex.join(["pipeline", *sys.argv[1:]])
 
 
+@bench.command("cluster")
+@click.option("--actors", metavar="N,N", default="1,8,64,256", show_default=True, callback=_parse_sizes,
+              help="Machines of a pool, one engine each.")  # fmt: skip
+@click.option("--rows-per-actor", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--model", default="llama-8b", show_default=True, metavar="SHAPE|PATH", help="As of bench roofline.")
+@click.option("--card", default="h100", show_default=True, metavar="NAME", help="As of bench roofline.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="The median.")
+@click.option("--output-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="The median.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="sampling.max_tokens.")
+@click.option("--cold-start-s", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              help="From a machine's coming to its first step.")  # fmt: skip
+@click.option("--hourly-usd", type=click.FloatRange(min=0), default=2.5, show_default=True, help="Of a machine.")
+@click.option("--seed", type=int, default=1, show_default=True)
+@json_flag
+@answers
+def pools_of_machines(as_json: bool, **options: Any) -> None:
+    """A job on 1 to 1,024 machines, simulated: balance, the tail, losses, late machines, money, store requests.
+
+    \b
+    Examples:
+      pipeline bench cluster
+      pipeline bench cluster --actors 1024 --rows-per-actor 4096
+      pipeline bench cluster --max-tokens 4096 --output-tokens 400 --json
+
+    Nothing is run, no card is needed: rows of random lengths are cut into units as a job cuts them, and go through
+    engines whose steps take what the cost model says. Takes some 10 s; 1,024 actors a minute.
+    """
+    from pipeline.bench.cluster.pools import bench_cluster
+
+    _print_bench(bench_cluster(say=say, **options), as_json)
+
+
 @bench.command("engine")
 @_bench_options(model="qwen3-0.6b", requests=48, rounds=3)
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=120, show_default=True,

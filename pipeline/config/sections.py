@@ -346,10 +346,11 @@ class RunSection(Section):
         description="The most rows of a unit of work, which is a part file; a kill loses the units in flight.",
         examples=[256],
     )
-    units_in_flight: int = Field(
-        default=4,
+    units_in_flight: int | None = Field(
+        default=None,
         ge=1,
-        description="Units that an engine works on at once.",
+        description="Units that an engine works on at once. Left out, four, or as many as fill its batch where units "
+        "are cut into few rows because each may generate many tokens.",
         examples=[8],
     )
     max_error_rate: float = Field(

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.doctor.check import Setup
 from pipeline.doctor.speed import CONTEXT, Speed, speed_on
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.params import GPU_MAX_NUM_SEQS, EngineConfig
 from pipeline.engine.startup.memory import (
     CPU_SHARE,
     SLACK_BYTES,
@@ -21,7 +21,6 @@ from pipeline.engine.startup.memory import (
     free_cpu_bytes,
     weight_bytes,
 )
-from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
 from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
 from pipeline.kernels.cache import FP8, head_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.engine.startup.resolve import GPU_MAX_NUM_SEQS
+from pipeline.engine.params import GPU_MAX_NUM_SEQS
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card

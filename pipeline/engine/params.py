@@ -9,8 +9,14 @@ from typing import Literal
 
 from pipeline.errors import ConfigError
 
+GPU_MAX_NUM_SEQS, CPU_MAX_NUM_SEQS = 512, 64
 FinishReason = Literal["stop", "length", "error"]
 DRAFT_PLACES = 8  # places of drafts after the known tokens that are counted apart; the last one counts all from there
+
+
+def default_num_seqs(on_gpu: bool) -> int:
+    """Sequences running at once, where EngineConfig.max_num_seqs does not say."""
+    return GPU_MAX_NUM_SEQS if on_gpu else CPU_MAX_NUM_SEQS
 
 
 @dataclass(frozen=True)

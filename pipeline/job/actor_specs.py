@@ -4,9 +4,10 @@ import json
 import os
 
 from pipeline.config import JobConfig
+from pipeline.engine.params import default_num_seqs
 from pipeline.job.actor.tokenize import chat_of
 from pipeline.job.actor.worker import Backend, WorkSpec
-from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask
+from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
 from pipeline.job.plan import JobPlan
 from pipeline.job.telemetry.logs import Level
 from pipeline.job.telemetry.run_log import versions
@@ -54,7 +55,11 @@ def flow_spec(
         retry_failed=retry_failed,
         retried_limits=plan.retried_limits,
     )
-    spot, in_flight = Spot(run.spot_notice, run.drain_s), run.units_in_flight
+    spot, units = Spot(run.spot_notice, run.drain_s), plan.units
+    at_once = config.engine.max_num_seqs or default_num_seqs(plan.device.startswith("cuda"))
+    in_flight = run.units_in_flight or units_in_flight(
+        at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens
+    )
     requested = failpoints.requested(os.environ)
     return FlowSpec(
         plan.source,

@@ -144,6 +144,27 @@ def plan(results: Sequence[Result]) -> str:
     return markdown(["rows", "files", "parts", "plan", "resume", "execute", "verify"], rows)
 
 
+def cluster(results: Sequence[Result]) -> str:
+    """Pools of machines in simulated time, by what was varied."""
+    result = newest(results, "cluster")
+    rows = [
+        [
+            link(run["what"], result) if not i else run["what"],
+            f"{run['actors']:,}",
+            f"{run['rows']:,}",
+            f"{run['wall_s'] / 60:.1f}",
+            f"{run['imbalance']:.2%}",
+            f"{run['idle_share']:.2%}",
+            f"{run['useful_share']:.0%}",
+            f"{run['elastic_usd']:,.2f}",
+            f"{run['static_usd']:,.2f}",
+        ]
+        for i, run in enumerate(result.data["runs"])
+    ]
+    head = ["pool", "actors", "rows", "minutes", "imbalance", "idle at the tail", "useful", "elastic, $", "static, $"]
+    return markdown(head, rows)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "engine": engine,
     "job": job,
@@ -151,6 +172,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "ladder": ladder,
     "scheduler": step,
     "plan": plan,
+    "cluster": cluster,
 }
 
 

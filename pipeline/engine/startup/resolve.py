@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.params import EngineConfig, default_num_seqs
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations.rounded_linears import ROUNDINGS
 from pipeline.kernels.cache import FP8
@@ -13,7 +13,6 @@ from pipeline.model.config import DTYPES, ModelConfig
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
 DEFAULT_DRAFT_TOKENS = 6
-GPU_MAX_NUM_SEQS = 512
 MOST_DRAFT_TOKENS = 32
 KV_CACHE_DTYPES = ("auto", "fp8")
 PROPOSERS = ("ngram", "draft")
@@ -61,7 +60,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     _refuse_unserved(config)
     device = _device(config.device)
     on_gpu = device.type == "cuda"
-    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, GPU_MAX_NUM_SEQS if on_gpu else 64)
+    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, default_num_seqs(on_gpu))
     batched = _positive("max_num_batched_tokens", config.max_num_batched_tokens, 8192 if on_gpu else 2048)
     if batched < max_num_seqs:
         raise ConfigError(

@@ -46,15 +46,12 @@ from pipeline.job.actor.worker import Worker, WorkSpec
 from pipeline.job.dataflow.block_stats import forget_blocks
 from pipeline.job.dataflow.ray_session import connect, dead_nodes, disconnect, session_logs
 from pipeline.job.dataflow.reading import read_units
-from pipeline.job.dataflow.spec import NUM_READERS, EndOfUnits, FlowSpec, Spot, WindowTask
+from pipeline.job.dataflow.spec import ACTORS_PER_READER, NUM_READERS, EndOfUnits, FlowSpec, Spot, WindowTask
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import available_cores, now_us, process_age_us
 from pipeline.stores import failpoints
 
-# More readers for more actors. One was seen to render 16,000 rows of 2,000 characters a second (two shared cores, local
-# disk), some eight million tokens. What an engine on a GPU reads was not measured; a tenth of that would be much.
-ACTORS_PER_READER = 8
 BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
 BUFFER_BYTES_PER_UNIT = 8 * 2**20
 NODES_S = 5.0  # between two looks at which machines the cluster has lost

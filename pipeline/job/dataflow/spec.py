@@ -8,6 +8,20 @@ from pipeline.data.units import UnitSpec
 from pipeline.job.actor.worker import WorkSpec
 
 NUM_READERS = 2  # windows read at once; one for a single actor, as each is a process to start
+# More readers for more actors. One was seen to render so many rows of 2,000 characters a second (two shared cores,
+# local disk), some eight million tokens. What an engine on a GPU reads was not measured; a tenth would be much.
+READER_ROWS_PER_S = 16_000
+ACTORS_PER_READER = 8
+
+FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 48
+FULL_BATCHES = 4  # rows in flight, in batches: some wait, and of most units only the longest rows still run
+
+
+def units_in_flight(max_num_seqs: int, unit_rows: int, unit_tokens: int, max_tokens: int) -> int:
+    """How many units an engine of `max_num_seqs` rows at once needs open so that its batch stays full, by the most rows
+    that a unit can have. `pipeline bench cluster` compares it with others."""
+    rows = max(1, min(unit_rows, unit_tokens // max(1, max_tokens)))
+    return min(MOST_IN_FLIGHT, max(FEWEST_IN_FLIGHT, -(-FULL_BATCHES * max_num_seqs // rows)))
 
 
 @dataclass(frozen=True)
