@@ -36,6 +36,9 @@ if TYPE_CHECKING:
               "gives one; each part is replaced whole.")  # fmt: skip
 @click.option("--append", is_flag=True,
               help="Take in input files that are new since the first run: they alone are computed.")  # fmt: skip
+@click.option("--fired-at", metavar="TIME",
+              help="What parameters of {today: ZONE} take for now: @ and seconds since 1970, or a time with its zone. "
+              "For schedulers.")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N",
               help="Compute N rows of all lengths and show them; the full run takes them over.")  # fmt: skip
 @logging_options
@@ -46,6 +49,7 @@ def run(
     accept_numerics: bool,
     retry_failed: bool,
     append: bool,
+    fired_at: str | None,
     sample: int | None,
     verbose: bool,
     log_level: "Level",
@@ -70,10 +74,10 @@ def run(
     Logs of the driver and of each engine are kept in output.path/_pipeline/logs; `pipeline logs` shows them.
     """
     from pipeline.config import load_job
+    from pipeline.config.parameters import moment_of
 
-    run_and_report(
-        load_job(job, **overlays), as_json, verbose, log_level, accept_numerics, retry_failed, append, sample
-    )
+    config = load_job(job, **overlays, now=moment_of(fired_at))
+    run_and_report(config, as_json, verbose, log_level, accept_numerics, retry_failed, append, sample)
 
 
 def run_and_report(

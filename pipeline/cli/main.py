@@ -10,7 +10,7 @@ import sys
 import click
 
 from pipeline import __version__
-from pipeline.cli import bench, checkpoints, cluster, completion, doctor, init, jobs, logs, prompts, schema
+from pipeline.cli import bench, checkpoints, cluster, completion, doctor, init, jobs, logs, prompts, render, schema
 from pipeline.cli.console import leave_with_exit_code
 
 EPILOG = """\b
@@ -46,7 +46,7 @@ def cli() -> None:
 
 COMMANDS = (
     *(init.init, jobs.run, jobs.validate, jobs.status, logs.logs, jobs.report, jobs.compact, jobs.verify),
-    *(cluster.submit, cluster.submissions, cluster.cancel),
+    *(cluster.submit, cluster.submissions, cluster.cancel, render.render),
     *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),
     *(bench.bench, completion.completion),
 )

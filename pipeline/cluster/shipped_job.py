@@ -9,13 +9,13 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.chat_template import read_template
 from pipeline.config import JobConfig
-from pipeline.config.jobfile import Value
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
 
@@ -35,13 +35,19 @@ class ShippedJob:
     drain_s: float
 
     @classmethod
-    def of(cls, config: JobConfig) -> "ShippedJob":
-        """Raises ConfigError where the file of a chat template cannot be read."""
+    def of(cls, config: JobConfig, open_params: Mapping[str, str] | None = None) -> "ShippedJob":
+        """open_params: parameters that each run fills in with its date, by the text that stands for them in `config`.
+        Raises ConfigError where the file of a chat template cannot be read."""
         data: dict[str, Any] = copy.deepcopy(dict(config.data))
-        data.pop("params", None)  # they are filled in
+        declared = data.pop("params", {})  # the others are filled in
+        if open_params:
+            data["params"] = {name: declared[name] for name in open_params}
         data.setdefault("run", {}).setdefault("ray_address", "auto")
         for section, key in (("input", "path"), ("output", "path")):
-            data[section][key] = _everywhere(data[section][key])
+            place = _everywhere(data[section][key])
+            for name, text in (open_params or {}).items():
+                place = place.replace(text, f"${{{name}}}")
+            data[section][key] = place
         for key in ("path", "draft"):
             place = data["model"].get(key)
             if isinstance(place, str) and os.path.exists(os.path.expanduser(place)):  # a name is none
@@ -68,9 +74,9 @@ class ShippedJob:
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def _everywhere(place: Value) -> Value:
+def _everywhere(place: str) -> str:
     """A path that means the same in any working directory, where its disk is there."""
-    if not isinstance(place, str) or is_url(place):
+    if is_url(place):
         return place
     return os.path.abspath(os.path.expanduser(place))
 

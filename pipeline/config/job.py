@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, PrivateAttr, StringConstraints
 
 from pipeline.checkpoints.chat_template import read_template
+from pipeline.config.cluster import ClusterSection
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.sections import (
@@ -67,6 +68,11 @@ class JobConfig(Section):
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
     run: RunSection = Field(default=RunSection(), description="How the work is cut and run.", examples=[{"actors": 8}])
+    cluster: ClusterSection = Field(
+        default=ClusterSection(),
+        description="The cluster that `pipeline render` writes manifests of.",
+        examples=[{"image": "registry.example.com/parquet-batch-inference:0.1.0-cpu"}],
+    )
     cost: CostSection = Field(
         default=CostSection(), description="What the machines cost, for the report.", examples=[{"hourly_usd": 2.5}]
     )

@@ -7,15 +7,30 @@ cannot lead a job elsewhere.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from zoneinfo import ZoneInfo
 
 from pipeline.config.jobfile import Document, JobFileError, Mistake
+from pipeline.machine.host import zone_time
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]{0,199}")
 
 Now = Callable[[ZoneInfo], datetime]
+
+
+def moment_of(flag: str | None) -> Now:
+    """What `--fired-at` says the time is, in any zone; the clock's where it is None. Raises JobFileError."""
+    if flag is None:
+        return zone_time
+    try:
+        moment = datetime.fromtimestamp(int(flag[1:]), UTC) if flag[:1] == "@" else datetime.fromisoformat(flag)
+        if moment.tzinfo is None:
+            raise ValueError
+        return moment.astimezone
+    except (ValueError, OverflowError, OSError):
+        example = "Example: --fired-at 2026-11-24T02:00+01:00, or @ and seconds since 1970"
+        raise JobFileError([Mistake(f"--fired-at {flag}", "", "expected a time with its zone", example)]) from None
 
 
 def given_on(flags: Iterable[str]) -> dict[str, str]:

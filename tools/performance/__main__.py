@@ -5,17 +5,21 @@ from pathlib import Path
 
 from tools.performance.plots import PLOTS
 from tools.performance.results import load
-from tools.performance.tables import written
+from tools.performance.tables import performance_page, scale_page
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
+SCALE = ROOT / "docs" / "scale.md"
 FOLDER = ROOT / "docs" / "performance"
 
 
 def files() -> dict[Path, str]:
     """Every file that is generated, with what it has to hold now."""
     results = load(FOLDER / "results")
-    made = {PAGE: written(PAGE.read_text(encoding="utf-8"), results, FOLDER / "aims.json")}
+    made = {
+        PAGE: performance_page(PAGE.read_text(encoding="utf-8"), results, FOLDER / "aims.json"),
+        SCALE: scale_page(SCALE.read_text(encoding="utf-8"), results),
+    }
     return made | {FOLDER / "plots" / f"{name}.svg": plot(results) for name, plot in PLOTS.items()}
 
 

@@ -171,19 +171,27 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "speculation": speculation,
     "ladder": ladder,
     "scheduler": step,
-    "plan": plan,
-    "cluster": cluster,
 }
+SCALE_TABLES: dict[str, Callable[[Sequence[Result]], str]] = {"plan": plan, "cluster": cluster}
 
 
-def written(page: str, results: Sequence[Result], aims_file: Path) -> str:
-    """The page with its tables as the results have them now. Every table has to have its place."""
-    tables = {"aims": aims(results, json.loads(aims_file.read_text(encoding="utf-8")))}
-    tables |= {name: table(results) for name, table in TABLES.items()}
+def performance_page(page: str, results: Sequence[Result], aims_file: Path) -> str:
+    """docs/performance.md with its tables as the results have them now."""
+    aimed = {"aims": aims(results, json.loads(aims_file.read_text(encoding="utf-8")))}
+    return _written(page, aimed | {name: table(results) for name, table in TABLES.items()})
+
+
+def scale_page(page: str, results: Sequence[Result]) -> str:
+    """docs/scale.md with its tables as the results have them now."""
+    return _written(page, {name: table(results) for name, table in SCALE_TABLES.items()})
+
+
+def _written(page: str, tables: dict[str, str]) -> str:
+    """Every table has to have its place."""
     for name, table in tables.items():
         begin = f"<!-- table: {name} -->"
         place = re.compile(f"{re.escape(begin)}.*?{re.escape(END)}", re.DOTALL)
         if len(place.findall(page)) != 1:
-            raise ValueError(f"docs/performance.md: expected one {begin} with {END} after it")
+            raise ValueError(f"expected one {begin} with {END} after it")
         page = place.sub(lambda _, text=f"{begin}\n\n{table}\n{END}": text, page)
     return page
