@@ -22,6 +22,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 from pipeline import __version__
 from pipeline.cluster.shipped_job import JOB_FILE, ShippedJob
 from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted
+from pipeline.machine.host import wall_time
 
 BEYOND_DRAIN_S = 30  # from the end of run.drain_s to the end of the driver: parts and records are being written
 POLL_S = 1.0
@@ -53,7 +54,7 @@ class Submission:
 
     @property
     def seconds(self) -> float | None:
-        return None if self.began_s is None else (self.ended_s or time.time()) - self.began_s
+        return None if self.began_s is None else (self.ended_s or wall_time().timestamp()) - self.began_s
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,6 @@ with the code."""
 
 import json
 import re
-import shlex
 import tomllib
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, distribution
@@ -17,14 +16,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from pipeline.config import JobConfig, load_job
-
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMAGES = ("cpu", "cuda")
-RAY_JOB = yaml.safe_load((INFRA / "kuberay" / "rayjob-summarize.yaml").read_text())
-NIGHTLY = yaml.safe_load((INFRA / "kuberay" / "schedule.yaml").read_text())
+ONCE = list(yaml.safe_load_all((INFRA / "kuberay" / "once.k8s.yaml").read_text()))
 ACCESS = yaml.safe_load((INFRA / "kuberay" / "s3-access.yaml").read_text())
 POLICY = json.loads((INFRA / "s3" / "policy.json").read_text())
 
@@ -134,7 +130,7 @@ def test_every_dependency_is_pinned_within_its_bounds():
             for r in needs
             if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras))
         ]
-    assert RAY_JOB["spec"]["rayClusterSpec"]["rayVersion"] == pinned["ray"]
+    assert ONCE[-1]["spec"]["rayClusterSpec"]["rayVersion"] == pinned["ray"]
 
 
 # --- the rights on S3
@@ -273,141 +269,23 @@ def test_the_policy_names_what_it_gives():
     assert not allows("s3:ListBucket", BUCKET, "")
 
 
-# --- the manifests
-
-POD = {
-    "automountServiceAccountToken",
-    "containers",
-    "restartPolicy",
-    "securityContext",
-    "serviceAccountName",
-    "terminationGracePeriodSeconds",
-    "volumes",
-}
-CONTAINER = {"name", "image", "securityContext", "ports", "env", "envFrom", "lifecycle", "resources", "volumeMounts"}
-GROUP = {"rayStartParams", "template"}
-WORKERS = GROUP | {"groupName", "replicas", "minReplicas", "maxReplicas"}
-CLUSTER = {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
-JOB = {  # of ray.io/v1 RayJobSpec
-    "activeDeadlineSeconds",
-    "backoffLimit",
-    "entrypoint",
-    "rayClusterSpec",
-    "shutdownAfterJobFinishes",
-    "submitterPodTemplate",
-    "ttlSecondsAfterFinished",
-}
+# --- the manifests, of which tests/cluster/test_render.py has the rest
 
 
-def head_and_workers(job: dict) -> tuple[dict, dict]:
-    (workers,) = job["rayClusterSpec"]["workerGroupSpecs"]
-    return job["rayClusterSpec"]["headGroupSpec"], workers
-
-
-def pods(job: dict) -> list[dict]:
-    templates = [job["submitterPodTemplate"], *(group["template"] for group in head_and_workers(job))]
-    return [template["spec"] for template in templates]
-
-
-def container(pod: dict) -> dict:
-    (only,) = pod["containers"]
-    return only
-
-
-def cpus(group: dict) -> int:
-    return int(container(group["template"]["spec"])["resources"]["limits"]["cpu"])
-
-
-def configured(job: dict) -> JobConfig:
-    """The job that the entrypoint runs, as its paths are in the repository."""
-    words = shlex.split(job["entrypoint"].replace("$(date -u +%F)", "2026-01-31"))
-    assert words[:2] == ["pipeline", "run"]
-    assert words[3::2] == ["--set"] * len(words[3::2])
-    assert "WORKDIR /work" in (INFRA / "docker" / "Dockerfile.cpu").read_text()
-    here = [word.replace("/work/", f"{ROOT}/") for word in words]
-    return load_job(here[2], here[4::2])
-
-
-@pytest.mark.parametrize("job", [RAY_JOB["spec"], NIGHTLY["spec"]["jobTemplate"]], ids=["once", "nightly"])
-def test_the_cluster_runs_the_job_it_names(job):
-    from pipeline.job.dataflow.spec import NUM_READERS
-
-    config = configured(job)
-    assert config.run.ray_address == "auto"
-    assert Path(config.input.path).is_dir()
-    bucket, _, folder = config.output.path.removeprefix("s3://").partition("/")
+def test_manifests_fit_the_image_the_policy_and_the_account():
+    assert (ACCESS["apiVersion"], ACCESS["kind"]) == ("v1", "ServiceAccount")
+    config_map, *_, job = ONCE
+    shipped = json.loads(config_map["data"]["job.json"])
+    bucket, _, folder = shipped["output"]["path"].removeprefix("s3://").partition("/")
     for right in ("s3:GetObject", "s3:PutObject", "s3:DeleteObject"):
         assert allows(right, f"{bucket}/{folder}/part.parquet")
     assert allows("s3:ListBucket", bucket, f"{folder}/")
-    head, workers = head_and_workers(job)
-    assert head["rayStartParams"]["num-cpus"] == "0"
-    assert config.run.cpus_per_actor is not None
-    actors_each = config.run.actors / workers["replicas"]
-    readers_each = min(NUM_READERS, config.run.actors) / workers["replicas"]
-    assert actors_each * config.run.cpus_per_actor + readers_each <= cpus(workers)
-
-
-@pytest.mark.parametrize("job", [RAY_JOB["spec"], NIGHTLY["spec"]["jobTemplate"]], ids=["once", "nightly"])
-def test_a_cluster_that_ends_leaves_time_to_drain(job):
-    from pipeline.job.dataflow.graph import EngineActor
-    from pipeline.job.watch import GIVE_UP_S
-
-    run = configured(job).run
-    head, workers = head_and_workers(job)
-    pod = head["template"]["spec"]
-    (wait_s,) = [int(e["value"]) for e in container(pod)["env"] if e["name"] == "RAY_JOB_STOP_WAIT_TIME_S"]
-    assert run.drain_s + GIVE_UP_S < wait_s
-    titles = "/opt/venv/bin/pipeline", f"ray::MapWorker(MapBatches({EngineActor.__name__})).submit"
-    for waiting, title in zip((pod, workers["template"]["spec"]), titles, strict=True):
-        assert waiting["terminationGracePeriodSeconds"] >= wait_s + 10
-        *_, stay = container(waiting)["lifecycle"]["preStop"]["exec"]["command"]
-        assert int(re.findall(r"\{1\.\.(\d+)\}", stay)[0]) >= wait_s
-        pattern = re.findall(r"'(.*)'", stay)[0]
-        assert re.search(pattern, title)
-        assert not re.search(pattern, stay), "it would wait for itself"
-
-
-@pytest.mark.parametrize("job", [RAY_JOB["spec"], NIGHTLY["spec"]["jobTemplate"]], ids=["once", "nightly"])
-def test_keys_are_kuberays_and_pods_have_few_rights(job):
-    head, workers = head_and_workers(job)
-    assert set(job) == JOB
-    assert set(job["rayClusterSpec"]) == CLUSTER
-    assert set(head) == GROUP
-    assert set(workers) == WORKERS
-    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
-    assert job["shutdownAfterJobFinishes"] is True
-    assert job["backoffLimit"] >= 1
-    for pod in pods(job):
-        assert set(pod) <= POD
-        assert set(container(pod)) <= CONTAINER
-        assert pod["automountServiceAccountToken"] is False
-        assert pod["securityContext"]["runAsNonRoot"] is True
+    assert "WORKDIR /work" in (INFRA / "docker" / "Dockerfile.cpu").read_text()
+    assert (ROOT / Path(shipped["input"]["path"]).relative_to("/work")).is_dir()
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
         assert pod["securityContext"]["runAsUser"] == user_id()
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        limits = container(pod)["securityContext"]
-        assert limits == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        assert container(pod)["image"].rpartition(":")[2] not in ("", "latest")
-        assert {mount["name"] for mount in container(pod).get("volumeMounts", ())} == {
-            volume["name"] for volume in pod.get("volumes", ())
-        }
-        for variable in container(pod).get("env", ()):
-            assert not re.search(r"KEY|SECRET|TOKEN|PASSWORD", variable["name"])
-    for group in (head, workers):
-        assert group["template"]["spec"]["serviceAccountName"] == ACCESS["metadata"]["name"]
-
-
-def test_manifests_say_what_they_are():
-    assert (RAY_JOB["apiVersion"], RAY_JOB["kind"]) == ("ray.io/v1", "RayJob")
-    assert (NIGHTLY["apiVersion"], NIGHTLY["kind"]) == ("ray.io/v1", "RayCronJob")
-    assert set(NIGHTLY["spec"]) == {"schedule", "jobTemplate"}
-    assert (ACCESS["apiVersion"], ACCESS["kind"]) == ("v1", "ServiceAccount")
-
-
-def test_the_night_is_the_job_with_a_day_in_its_output():
-    once, nightly = RAY_JOB["spec"], NIGHTLY["spec"]["jobTemplate"]
-    assert nightly["entrypoint"].replace("/$(date -u +%F)", "") == once["entrypoint"]
-    assert {**nightly, "entrypoint": ""} == {**once, "entrypoint": ""}
-    minute, hour, *days = NIGHTLY["spec"]["schedule"].split()
-    assert days == ["*"] * 3
-    longest_s = (nightly["backoffLimit"] + 1) * nightly["activeDeadlineSeconds"]
-    assert int(hour) * 3600 + int(minute) * 60 + longest_s < 86_400, "a late try would find another day"
+        assert pod["serviceAccountName"] == ACCESS["metadata"]["name"]
+        (cache,) = [m["mountPath"] for m in pod["containers"][0]["volumeMounts"] if m["name"] == "cache"]
+        assert f"PIPELINE_CACHE={cache}" in " ".join(given("cpu", "ENV"))
