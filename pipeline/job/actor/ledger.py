@@ -23,6 +23,7 @@ class Order(IntEnum):
     GO_ON = 0
     ADMIT_NO_MORE = 1  # finish the units that are open, take no other
     GIVE_UP = 2  # keep what is finished of the open units, and rest
+    LEAVE = 3  # and end the process
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Ledger:
     """What the engine actors last said. All times are this process's monotonic clock: no two hosts' clocks
     meet."""
 
-    def __init__(self, actors: int, most: int | None = None) -> None:
-        """`actors` are there from the run's start on; an elastic pool may have up to `most` at once."""
+    def __init__(self, actors: int, most: int | None = None, drain_s: float = 0.0) -> None:
+        """`actors` are there from the run's start on; an elastic pool may have up to `most` at once. Those whose
+        machine is to leave the cluster have drain_s to finish what is open."""
         self._num_actors = actors
         self._is_elastic = most is not None and most > actors
         self._max_actors = (most or actors) * (1 + MAX_REPLACED)
@@ -52,6 +54,8 @@ class Ledger:
         self._num_moved = 0  # replacements that came up on another machine
         self._handles: list[bytes] = []
         self._order = Order.GO_ON
+        self._drain_s = drain_s
+        self._draining_us: dict[str, int] = {}  # since when a machine is about to leave
 
     def begin(self, run_us: int) -> None:
         """The run goes on for so long already."""
@@ -90,12 +94,19 @@ class Ledger:
         known = self._states.get(state.record.actor)
         if known is None or known.told <= state.told:
             self._states[state.record.actor] = state
-        self._heard_us[state.record.actor] = self._now_us()
-        return self._order
+        self._heard_us[state.record.actor] = now = self._now_us()
+        since = self._draining_us.get(self._where[state.record.actor].node_id)
+        if since is None or self._order > Order.GO_ON:
+            return self._order
+        return Order.LEAVE if not state.open_units or now - since > self._drain_s * 1e6 else Order.ADMIT_NO_MORE
 
     def give(self, order: Order) -> None:
         """Say to every actor that reports from now on."""
         self._order = order
+
+    def drain(self, nodes: Collection[str]) -> None:
+        """These machines are about to leave the cluster; all others are not."""
+        self._draining_us = {node: self._draining_us.get(node, self._now_us()) for node in nodes}
 
     def is_up(self) -> bool:
         return True

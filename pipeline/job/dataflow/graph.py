@@ -15,6 +15,7 @@ driver reads it for progress and for the run's record, which therefore also exis
 import contextlib
 import json
 import logging
+import os
 import pickle
 import queue
 import socket
@@ -44,7 +45,7 @@ from pipeline.job.actor.ledger import REPORT_S, Ledger, Order, Whereabouts
 from pipeline.job.actor.spot import SpotNotice
 from pipeline.job.actor.worker import Worker, WorkSpec
 from pipeline.job.dataflow.block_stats import forget_blocks
-from pipeline.job.dataflow.ray_session import connect, dead_nodes, disconnect, session_logs
+from pipeline.job.dataflow.ray_session import connect, dead_nodes, disconnect, draining_nodes, session_logs
 from pipeline.job.dataflow.reading import read_units
 from pipeline.job.dataflow.spec import ACTORS_PER_READER, NUM_READERS, EndOfUnits, FlowSpec, Spot, WindowTask
 from pipeline.job.telemetry.actor_state import ActorState
@@ -54,7 +55,7 @@ from pipeline.stores import failpoints
 
 BUFFER_BYTES = 256 * 2**20  # units between reading and computing, at least
 BUFFER_BYTES_PER_UNIT = 8 * 2**20
-NODES_S = 5.0  # between two looks at which machines the cluster has lost
+NODES_S = 2.0  # between two looks at which machines the cluster has lost or is about to
 _UNIT_SCHEMA = pa.schema([("window", pa.int32()), ("unit", pa.int32()), ("data", pa.large_binary())])
 
 
@@ -160,6 +161,8 @@ class EngineActor:
                     self._stopping.set()
                 if order >= Order.GIVE_UP:
                     self._worker.interrupt()
+                if order == Order.LEAVE and not self._worker.state().open_units:
+                    os._exit(0)  # Ray starts another one elsewhere, and gives it the units that were open here
             except ray.exceptions.RayError:
                 return  # the ledger ends with the run
             time.sleep(REPORT_S)
@@ -178,7 +181,8 @@ class Dataflow:
         # Beside the driver: with any other machine of the cluster the run would lose what its actors said.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         ledger: Any = ray.remote(num_cpus=0)(Ledger)
-        self._ledger: Any = ledger.options(scheduling_strategy=here).remote(spec.min_actors or spec.actors, spec.actors)
+        pool = spec.min_actors or spec.actors, spec.actors
+        self._ledger: Any = ledger.options(scheduling_strategy=here).remote(*pool, spec.spot.drain_s)
         self._lost_nodes: set[str] = set()
         self._next_look_at_nodes = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")
@@ -207,6 +211,7 @@ class Dataflow:
         try:
             if self._spec.ray_address is not None and (end or time.monotonic() >= self._next_look_at_nodes):
                 self._lost_nodes = dead_nodes()
+                self._ledger.drain.remote(draining_nodes() - self._lost_nodes)
                 self._next_look_at_nodes = time.monotonic() + NODES_S
             return ray.get(self._ledger.states.remote(end, self._lost_nodes), timeout=5.0)
         except (ray.exceptions.RayError, TimeoutError):

@@ -96,6 +96,12 @@ def dead_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
 
+def draining_nodes() -> set[str]:
+    """Ray's names for the machines that are about to leave: by `ray drain-node`, an autoscaler, or SIGTERM to their
+    Ray. Ray's own libraries ask in this way; it has no public one."""
+    return set(ray._private.state.state.get_draining_nodes())  # type: ignore[attr-defined]
+
+
 class _SafePath(JobConfig):
     """Ray lets workers look for modules first where the driver was started and where its script lies: a `random.py`
     there would be imported in the place of Python's. This sends them to this package alone."""

@@ -100,3 +100,31 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
     assert sum(actor["given_back"] for actor in run["actors"]) == 2
     page = (job.output / "_pipeline" / "report.md").read_text()
     assert "3 engines: 2 joined after the start, 2 given back before the end" in page
+
+
+def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhere(job, cluster):
+    nodes = [cluster.add_node(**NODE) for _ in range(2)]
+    cluster.wait_for_nodes()
+    job.fake(step_s=0.15).rows(TEXTS)
+    of_actors = {"actors": 2, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
+    job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+    driver = start(job)
+    wait_for_parts(job, driver, 6)
+    drain = ["drain-node", f"--address={cluster.address}", f"--node-id={nodes[1].node_id}", "--reason-message=test",
+             "--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=600"]  # fmt: skip
+    subprocess.run([Path(sys.executable).parent / "ray", *drain], check=True, capture_output=True)
+    late = cluster.add_node(**NODE)
+    told = driver.communicate(timeout=180)[1].decode()
+    assert driver.returncode == 0, told
+
+    job.check(TEXTS)
+    report = json.loads((job.output / "_pipeline" / "report.json").read_text())
+    actors = {actor["node_id"]: actor for actor in report["runs"][0]["actors"]}
+    assert actors.keys() == {nodes[0].node_id, nodes[1].node_id, late.node_id}
+    drained, joined = actors[nodes[1].node_id], actors[late.node_id]
+    assert joined["replaces"] == drained["actor"]
+    assert joined["units"] > 0
+    assert drained["units"] < actors[nodes[0].node_id]["units"]
+    assert report["runs"][0]["units_lost"] == 0
+    for fault in report["faults"]:  # Ray ends a drained machine that nobody uses
+        assert (fault["kind"], fault["tokens"], fault["work_us"]) == ("node_lost", {"prompt": 0, "generated": 0}, 0)
