@@ -56,6 +56,7 @@ class Ledger:
         self._order = Order.GO_ON
         self._drain_s = drain_s
         self._draining_us: dict[str, int] = {}  # since when a machine is about to leave
+        self._left: set[int] = set()  # actors that were told to, and have nothing open
 
     def begin(self, run_us: int) -> None:
         """The run goes on for so long already."""
@@ -74,7 +75,11 @@ class Ledger:
         self._handles.append(actor)
         number, now = len(self._births_us), self._now_us()
         born = 0
-        silent = [n for n in self._births_us if n not in self._replaced and now - self._heard_us[n] > 2e6 * REPORT_S]
+        silent = [
+            n
+            for n in self._births_us
+            if n not in self._replaced and (n in self._left or now - self._heard_us[n] > 2e6 * REPORT_S)
+        ]
         if silent:
             predecessor = min(silent, key=lambda n: self._heard_us[n])
             self._replaced[predecessor] = number
@@ -98,6 +103,8 @@ class Ledger:
         since = self._draining_us.get(self._where[state.record.actor].node_id)
         if since is None or self._order > Order.GO_ON:
             return self._order
+        if not state.open_units:
+            self._left.add(state.record.actor)
         return Order.LEAVE if not state.open_units or now - since > self._drain_s * 1e6 else Order.ADMIT_NO_MORE
 
     def give(self, order: Order) -> None:
@@ -129,7 +136,7 @@ class Ledger:
             return states
         now = self._now_us()
         gone = {state.record.actor for state in states if state.record.node_lost or state.record.given_back}
-        gone |= self._replaced.keys()
+        gone |= self._replaced.keys() | self._left
         return [state if state.record.actor in gone else self._extended(state, now) for state in states]
 
     def _state(self, number: int, lost_nodes: Collection[str]) -> ActorState:

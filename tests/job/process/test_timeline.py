@@ -228,3 +228,30 @@ def test_of_two_states_of_an_actor_the_later_one_counts_whichever_arrives_last(m
     ledger.report(ActorState(ActorRecord(0, units=18), told=6))
     ledger.report(ActorState(ActorRecord(0, units=17), told=5))
     assert ledger.states()[0].record.units == 18
+
+
+def test_an_actor_whose_machine_is_drained_leaves_and_is_not_paid_for_after_that(monkeypatch):
+    clock = [0]
+    monkeypatch.setattr("pipeline.job.actor.ledger.now_us", lambda: clock[0])
+    ledger = Ledger(1, drain_s=30.0)
+    ledger.begin(0)
+    number, _, _ = ledger.register(b"a", Whereabouts("host", "node-a"))
+
+    def word(told, open_units):
+        record = ActorRecord(number, {**no_phases(), "decode": clock[0]}, open_units=open_units)
+        return ledger.report(ActorState(record, told=told))
+
+    assert word(1, 2) == Order.GO_ON
+    ledger.drain({"node-a"})
+    assert word(2, 2) == Order.ADMIT_NO_MORE
+    clock[0] = 31_000_000
+    assert word(3, 1) == Order.LEAVE  # the time is over
+    ledger.drain({"node-b"})  # it was called off
+    assert word(4, 1) == Order.GO_ON
+    ledger.drain({"node-a"})
+    assert word(5, 0) == Order.LEAVE  # there is nothing left to do
+    clock[0] = 31_500_000
+    assert ledger.register(b"b", Whereabouts("host", "node-b", 100_000))[:2] == (1, 100_000)
+    clock[0] = 60_000_000
+    left, joined = ledger.states(end=True)
+    assert (left.record.machine_us, joined.record.replaces) == (31_000_000, number)
