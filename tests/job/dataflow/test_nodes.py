@@ -126,5 +126,6 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     assert joined["units"] > 0
     assert drained["units"] < actors[nodes[0].node_id]["units"]
     assert report["runs"][0]["units_lost"] == 0
-    for fault in report["faults"]:  # Ray ends a drained machine that nobody uses
-        assert (fault["kind"], fault["tokens"], fault["work_us"]) == ("node_lost", {"prompt": 0, "generated": 0}, 0)
+    for fault in report["faults"]:  # Ray ends a drained machine that nobody uses, soon or late
+        assert fault["kind"] in ("node_lost", "engine_restarted")
+        assert (fault["tokens"], fault["work_us"]) == ({"prompt": 0, "generated": 0}, 0)
