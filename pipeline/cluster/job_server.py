@@ -26,6 +26,7 @@ from pipeline.machine.host import wall_time
 
 BEYOND_DRAIN_S = 30  # from the end of run.drain_s to the end of the driver: parts and records are being written
 POLL_S = 1.0
+AGENT_S = 60.0  # a head that was just started answers some seconds before it takes jobs
 LOST_S = 300.0  # without an answer of the job server until following it is given up
 _ADDRESS = "RAY_API_SERVER_ADDRESS"  # the one variable that Ray puts before its argument
 _DIGEST, _OUTPUT, _VERSION = "pipeline_job", "pipeline_output", "pipeline_version"
@@ -189,21 +190,24 @@ class JobServer:
 
     def _sent(self, job: ShippedJob, options: list[str], submission_id: str) -> bool:
         """False where the name is taken by now."""
-        wait_s = int(job.drain_s) + BEYOND_DRAIN_S
-        with tempfile.TemporaryDirectory() as folder:
+        wait_s, deadline_s = int(job.drain_s) + BEYOND_DRAIN_S, time.monotonic() + AGENT_S
+        with tempfile.TemporaryDirectory() as folder, self._asked():
             job.write(Path(folder))
-            try:
-                self._client.submit_job(
-                    entrypoint=" ".join(["exec pipeline run", JOB_FILE, *options]),
-                    submission_id=submission_id,
-                    runtime_env={"working_dir": folder, "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}},
-                    metadata={_DIGEST: job.digest, _OUTPUT: job.output, _VERSION: __version__},
-                )
-            except RuntimeError as error:
-                if "already" in str(error) and submission_id in str(error):
-                    return False
-                raise EnvironmentFailed(f"{self._place} did not take the job: {error}") from error
-        return True
+            while True:
+                try:
+                    self._client.submit_job(
+                        entrypoint=" ".join(["exec pipeline run", JOB_FILE, *options]),
+                        submission_id=submission_id,
+                        runtime_env={"working_dir": folder, "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}},
+                        metadata={_DIGEST: job.digest, _OUTPUT: job.output, _VERSION: __version__},
+                    )
+                    return True
+                except RuntimeError as error:
+                    if "already exists" in str(error) and submission_id in str(error):
+                        return False
+                    if "No available agent" not in str(error) or time.monotonic() > deadline_s:
+                        raise EnvironmentFailed(f"{self._place} did not take the job: {error}") from error
+                time.sleep(POLL_S)
 
     @contextmanager
     def _asked(self) -> Iterator[None]:

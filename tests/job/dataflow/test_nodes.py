@@ -129,3 +129,21 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     for fault in report["faults"]:  # Ray ends a drained machine that nobody uses, soon or late
         assert fault["kind"] in ("node_lost", "engine_restarted")
         assert (fault["tokens"], fault["work_us"]) == ({"prompt": 0, "generated": 0}, 0)
+
+
+def test_all_workers_leave_and_others_come(job, cluster):
+    only = cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    job.fake(step_s=0.1).rows(TEXTS[:240])
+    of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
+    job.config(run={**of_actors, "ray_address": cluster.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+    driver = start(job)
+    wait_for_parts(job, driver, 3)
+    cluster.remove_node(only, allow_graceful=False)
+    late = cluster.add_node(**NODE)
+    told = driver.communicate(timeout=180)[1].decode()
+    assert driver.returncode == 0, told
+    job.check(TEXTS[:240])
+    report = json.loads((job.output / "_pipeline" / "report.json").read_text())
+    assert [actor["node_id"] for actor in report["runs"][0]["actors"]] == [only.node_id, late.node_id]
+    assert report["runs"][0]["units_lost"] == 0
