@@ -6,7 +6,16 @@ and the output are there is found out later, by the job.
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
 from pipeline.config.values import UNION_TAGS, Bytes, Column, Columns, Moment, Place, Switch, false_is_off
@@ -405,6 +414,12 @@ class RunSection(Section):
         default=None,
         description="A Ray cluster to run on. Ray is started on this machine when left out.",
         examples=["auto"],
+    )
+
+    metrics_address: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.\-\[\]:]+:[0-9]{1,5}$")] | None = Field(
+        default=None,
+        description="Where the driver shows /metrics to Prometheus, and /healthz: host:port. Nowhere when left out.",
+        examples=["0.0.0.0:9400"],
     )
 
     @property

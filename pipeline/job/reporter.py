@@ -7,10 +7,12 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pipeline.data.output.parts import PartStore
 from pipeline.job.plan import JobPlan
 from pipeline.job.telemetry.logs import DRIVER, Level, LogFolder, LogOptions
+from pipeline.job.telemetry.metrics_server import MetricsServer
 from pipeline.job.telemetry.pace import Pace
 from pipeline.job.telemetry.run_log import RunLog, make_report, put_status
 from pipeline.job.telemetry.status import Status, status_line, work
@@ -19,6 +21,9 @@ from pipeline.job.totals import OutputTotals
 from pipeline.report.cost import RunReport
 from pipeline.report.run_record import Computed, RunRecord
 from pipeline.stores.filesystem import is_url
+
+if TYPE_CHECKING:
+    from pipeline.job.telemetry.metrics import Health
 
 TICK_S = 1.0
 STORE_TICK_S = 10.0  # between records in an object store, where each is a request that is paid for
@@ -59,6 +64,8 @@ class RunReporter:
         self._driver_log = self.logs.log(DRIVER, logs.level)
         self._show_line, self._logged, self._logged_at = logs.show, "", 0.0
         self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them written before")
+        self._metrics = MetricsServer.at(plan.config.run.metrics_address, self.warn)
+        self._health: Health | None = None
 
     def note(self, text: str, level: Level = "info") -> None:
         """Add a line to the driver's log."""
@@ -82,6 +89,7 @@ class RunReporter:
         status = self.status()
         put_status(self._telemetry, status)
         self._show(status)
+        self._measure(status)
 
     def update(self, phase: str) -> None:
         """Show how far the run is in a phase; status and record are written as often as the output allows."""
@@ -90,10 +98,25 @@ class RunReporter:
         status = self.status()
         self._log_progress(status)
         if now < self._wrote_at + max(self._write_every_s, self._telemetry.last_write_s / WRITING_SHARE):
+            self._measure(status)
             return self._show(status)
         self._wrote_at = now
         self._log.save()
         self.say(phase)
+
+    def _measure(self, status: Status) -> None:
+        """Set what Prometheus is shown."""
+        if self._metrics is None:
+            return
+        from pipeline.job.telemetry.metrics import Health, Snapshot
+
+        log, config = self._log, self._plan.config
+        self._health = self._health or Health()
+        health, moved_s = self._health.look(status, log.actors)
+        errors = dict(log.written.error_rows)
+        self._metrics.snapshot = Snapshot(
+            config.name, status, log.actors, log.row_stats, errors, health, moved_s, config.cost.hourly_usd
+        )
 
     def _log_progress(self, status: Status) -> None:
         line, now = status_line(status), time.monotonic()
@@ -121,6 +144,8 @@ class RunReporter:
         close_telemetry(self._telemetry, self._show, self.status() if finished else None)
         self._driver_log.close()
         self.logs.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     def status(self) -> Status:
         log, held, goes_on = self._log, self._totals.now(), self._log.outcome == "running"

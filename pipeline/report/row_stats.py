@@ -38,6 +38,10 @@ class Histogram:
     def count(self) -> int:
         return sum(self.counts.values())
 
+    def values(self) -> list[tuple[int, int]]:
+        """Each bucket's middle, and how many."""
+        return [(_middle(bucket), count) for bucket, count in self.counts.items()]
+
     def __add__(self, other: "Histogram") -> "Histogram":
         buckets = sorted({*self.counts, *other.counts})
         return Histogram({b: self.counts.get(b, 0) + other.counts.get(b, 0) for b in buckets})

@@ -1,0 +1,177 @@
+"""What Prometheus is shown of a run: real names, sums that never fall, an address that ends with the run."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline.job.telemetry import metrics
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.job.telemetry.metrics import Health, Snapshot, cumulative
+from pipeline.job.telemetry.metrics_server import STALLED_S, MetricsServer
+from pipeline.job.telemetry.status import Status
+from pipeline.report.row_stats import Histogram, RowStats, Timing, latency_of
+from pipeline.report.run_record import ActorRecord, no_phases
+
+MONITORING = Path(__file__).parents[3] / "infra" / "monitoring"
+STATS = {"num_steps": 4, "prompt_tokens": 90, "cached_tokens": 10, "generated_tokens": 20, "batch_sum": 40,
+         "kv_used_ppm_sum": 2_000_000, "num_preemptions": 1}  # fmt: skip
+
+
+def actor(number=0, told=1, **record):
+    given = {"stats": STATS, "phases_us": {**no_phases(), "decode": 3_600_000_000}} | record
+    return ActorState(ActorRecord(number, **given), told=told)
+
+
+def snapshot(**changed):
+    rows = RowStats(latency_of([Timing(0, 2_000_000, 8_000_000, 7)]))
+    status = Status("0001-x", "running", rows_total=100, rows_done=8, rows_written=5, units=1, elapsed_s=3.0)
+    made = Snapshot("my job", status, [actor(host="h")], rows, {"empty_prompt": 2}, ["ready"], 1.0, 2.5)
+    return replace(made, **changed)
+
+
+@pytest.fixture
+def server():
+    made = MetricsServer("127.0.0.1:0")
+    yield made
+    made.close()
+
+
+def asked(server, path):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def shown(server):
+    """Every sample by its name and labels."""
+    code, text = asked(server, "/metrics")
+    assert code == 200
+    families = list(text_string_to_metric_families(text))
+    samples = [sample for family in families for sample in family.samples]
+    return {(s.name, *sorted(v for k, v in s.labels.items() if k not in ("job_name", "run"))): s for s in samples}
+
+
+def test_prometheus_reads_what_is_shown(server):
+    assert asked(server, "/metrics") == (200, "")
+    server.snapshot = snapshot()
+    found = shown(server)
+    value = {key: sample.value for key, sample in found.items()}
+    assert value["pipeline_rows",] == 100
+    assert value["pipeline_rows_written",] == 5
+    assert value["pipeline_generation_tokens_total", "0"] == 20
+    assert value["pipeline_engine_kv_cache_usage_total", "0"] == 2.0
+    assert value["pipeline_error_rows_total", "empty_prompt"] == 2
+    assert value["pipeline_phase_seconds_total", "0", "decode"] == 3600
+    assert value["pipeline_cost_usd_total",] == 2.5
+    assert value["pipeline_actor_health", "0", "h", "ready"] == 1
+    assert value["pipeline_actor_health", "0", "h", "silent"] == 0
+    assert value["pipeline_e2e_request_latency_seconds_bucket", "5.0"] == 0
+    assert value["pipeline_e2e_request_latency_seconds_bucket", "10.0"] == 1
+    assert value["pipeline_inter_token_latency_seconds_bucket", "1.0"] == 1
+    assert found["pipeline_rows",].labels == {"job_name": "my job", "run": "0001-x"}
+
+
+@pytest.mark.parametrize("job", ['a"b', "a\nb", "a\\b", "é{}"])
+def test_hostile_names_are_labels(server, job):
+    server.snapshot = snapshot(job=job)
+    assert shown(server)["pipeline_rows",].labels["job_name"] == job
+
+
+def test_histograms_add_up_to_the_values():
+    found, total_s = cumulative(Histogram.of([10_000, 90_000, 90_000, 3_000_000]), (0.05, 0.1, 1.0))
+    assert found == [("0.05", 1), ("0.1", 3), ("1.0", 3), ("+Inf", 4)]
+    assert total_s == pytest.approx(3.19, rel=1 / 32)
+
+
+def test_health_says_how_each_actor_is(server, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    health, status = Health(), Status("r", "running", rows_done=1)
+    there = [actor(0), actor(1, stats={}), actor(2, node_lost=True), actor(3, given_back=True)]
+    there[1] = replace(there[1], loading="reading weights")
+    assert health.look(status, there) == (["ready", "loading", "lost", "given back"], 0.0)
+    now = metrics.SILENT_S + 1
+    starting = actor(4, stats={}, phases_us={**no_phases(), "startup": 5})
+    assert health.look(status, [actor(0), starting]) == (["silent", "starting"], 0.0)
+    now += 10
+    assert health.look(status, [actor(0, told=2), starting]) == (["ready", "starting"], 10.0)
+    assert health.look(replace(status, rows_done=2), [actor(0, told=3)]) == (["ready"], 0.0)
+
+    assert asked(server, "/healthz") == (200, '{"well": true}')
+    server.snapshot = snapshot(moved_s=STALLED_S)
+    code, text = asked(server, "/healthz")
+    assert (code, json.loads(text)["well"], json.loads(text)["actors"]) == (
+        503, False, [{"actor": 0, "host": "h", "health": "ready"}],
+    )  # fmt: skip
+    assert asked(server, "/x")[0] == 404
+
+
+def test_an_address_that_is_taken_is_a_warning():
+    said = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert MetricsServer.at(f"127.0.0.1:{taken.getsockname()[1]}", said.append) is None
+    assert "in use" in said[0]
+    assert MetricsServer.at(None, said.append) is None
+
+
+def test_a_run_shows_its_metrics_and_the_address_ends_with_it(job, without_ray):
+    """Counters do not fall where an engine's process ends and another one begins."""
+    from tests.job.conftest import run
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    seen = []
+
+    def look(status):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                families = text_string_to_metric_families(answer.read().decode())
+                seen.append({(s.name, *sorted(s.labels.items())): s.value for f in families for s in f.samples})
+        except urllib.error.URLError:
+            assert not status.rows_done
+        return False
+
+    job.rows([f"text {i}" for i in range(120)]).fake(step_s=0.02)
+    run(job, [(look, 0)], run={**job.settings["run"], "metrics_address": f"127.0.0.1:{port}"})
+    counters = {key for found in seen for key in found if key[0].endswith(("_total", "_bucket", "_count"))}
+    assert counters
+    for key in counters:
+        values = [found[key] for found in seen if key in found]
+        assert values == sorted(values), key
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2)
+
+
+def test_the_dashboard_and_the_alerts_ask_for_names_that_are_shown(server):
+    server.snapshot = snapshot()
+    names = {name for name, *_ in shown(server)} | {"pipeline_storage_retries_total"}
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    asked_for = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
+    asked_for += [rule["expr"] for rule in rules]
+    assert len(asked_for) > 20
+    for expression in asked_for:
+        assert set(re.findall(r"pipeline_\w+", expression)) <= names, expression
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not there")
+def test_alerts_fire_when_they_should():
+    done = subprocess.run(
+        ["promtool", "test", "rules", "alerts_test.yml"], cwd=MONITORING, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
