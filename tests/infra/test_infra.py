@@ -3,6 +3,7 @@ with the code."""
 
 import json
 import re
+import subprocess
 import tomllib
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, distribution
@@ -15,6 +16,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from pipeline.config import load_job
 
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
@@ -289,3 +292,51 @@ def test_manifests_fit_the_image_the_policy_and_the_account():
         assert pod["serviceAccountName"] == ACCESS["metadata"]["name"]
         (cache,) = [m["mountPath"] for m in pod["containers"][0]["volumeMounts"] if m["name"] == "cache"]
         assert f"PIPELINE_CACHE={cache}" in " ".join(given("cpu", "ENV"))
+
+
+# --- clusters on machines
+
+
+def test_ray_takes_the_cluster_of_ray_up():
+    from ray.autoscaler._private.util import fillout_defaults, validate_config
+
+    cluster = yaml.safe_load((INFRA / "ray" / "cluster.yaml").read_text())
+    validate_config(fillout_defaults(cluster))
+    head, engine = (cluster["available_node_types"][name] for name in (cluster["head_node_type"], "engine"))
+    assert head["resources"] == {"CPU": 0}
+    assert engine["max_workers"] == cluster["max_workers"]
+    with pytest.raises(Exception, match="availble"):
+        validate_config(fillout_defaults(cluster | {"availble": {}}))
+
+
+def scripts():
+    sky = yaml.safe_load((INFRA / "skypilot" / "job.yaml").read_text())
+    assert set(sky) == {"name", "resources", "num_nodes", "workdir", "envs", "run"}
+    return {"sky": sky["run"], "slurm": (INFRA / "slurm" / "job.sbatch").read_text()}
+
+
+@pytest.mark.parametrize("name", ["sky", "slurm"])
+@pytest.mark.parametrize("code", [0, 75])
+def test_scripts_start_ray_run_the_job_and_pass_its_code_on(name, code, tmp_path):
+    """With stand-ins for Ray, Slurm and this program that write down how they were called."""
+    for word in ("ray", "srun", "scontrol", "sleep", "pipeline"):
+        tool = tmp_path / word
+        says = "echo node1; echo node2" if word == "scontrol" else f"exit {code}" if word == "pipeline" else ":"
+        tool.write_text(f'#!/bin/sh\necho "{word} $*" >> {tmp_path}/calls\n{says}\n')
+        tool.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "node1\nnode2", "SKYPILOT_NODE_RANK": "0",
+           "SKYPILOT_NUM_NODES": "2", "JOB": "my job.yaml", "OUTPUT": "s3://b/o", "SLURM_JOB_ID": "7",
+           "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", scripts()[name], "job", "my job.yaml"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    calls = (tmp_path / "calls").read_text()
+    (ran,) = [line for line in calls.splitlines() if line.startswith("pipeline run my job.yaml ")]
+    assert re.search(r"run\.ray_address=node1:\d+", ran)
+    assert f"run.actors={2 if name == 'sky' else 8}" in ran
+    assert re.search(r"(ray|overlap ray) start --head", calls)
+    if name == "slurm":
+        assert ("scontrol requeue 7" in calls) == (code == 75)
+    options = dict(re.findall(r"--set (run\.\w+)=(\S+)", ran))
+    load_job(ROOT / "jobs" / "summarize.yaml", [f"{key}={value}" for key, value in options.items()])
