@@ -73,6 +73,24 @@ def test_run_prints_the_report(work, pipe, job_that):
     assert seen["append"]
 
 
+def test_a_firing_has_the_date_of_its_moment_in_the_parameters_zone(work, pipe, job_that):
+    places = []
+
+    def run_job(config, **_):
+        places.append(config.output.path)
+        return build_report("demo", "1a2b3c4d", [finished_run()], PartTotals(3), 3)
+
+    job_that(run_job)
+    text = (work / "job.yaml").read_text().replace("path: out", "path: 'out/${date}'")
+    (work / "job.yaml").write_text(text + "params: {date: {today: Europe/Berlin}}\n")
+    for moment in ("@1795475100", "2026-11-23T23:05:00+00:00", "@1795475100"):
+        assert pipe("run", "job.yaml", "--fired-at", moment)[0] == 0
+    assert places == ["out/2026-11-24"] * 3
+    for moment in ("@x", "2026-11-23T23:05:00", "now", "@"):
+        code, _, err = pipe("run", "job.yaml", "--fired-at", moment)
+        assert (code, "expected a time with its zone" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     "error",
     [errors.ConfigError, errors.InputError, errors.ModelError, errors.FingerprintError, errors.OutputError,

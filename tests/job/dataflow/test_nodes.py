@@ -147,3 +147,25 @@ def test_all_workers_leave_and_others_come(job, cluster):
     report = json.loads((job.output / "_pipeline" / "report.json").read_text())
     assert [actor["node_id"] for actor in report["runs"][0]["actors"]] == [only.node_id, late.node_id]
     assert report["runs"][0]["units_lost"] == 0
+
+
+def test_the_head_restarts_and_the_same_command_goes_on(job):
+    job.fake(step_s=0.1).rows(TEXTS[:240])
+    of_actors = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1, "units_in_flight": IN_FLIGHT}
+
+    def begun():
+        made = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+        job.config(run={**of_actors, "ray_address": made.address, "window_rows": 40, "unit_rows": UNIT_ROWS})
+        return made, start(job)
+
+    cluster, driver = begun()
+    wait_for_parts(job, driver, 3)
+    cluster.shutdown()
+    told = driver.communicate(timeout=120)[1].decode()
+    assert driver.returncode != 0, told  # the command's guard makes 3 of what Ray ends a driver with
+    assert 0 < len(job.parts()) < 30
+    cluster, driver = begun()
+    told = driver.communicate(timeout=120)[1].decode()
+    cluster.shutdown()
+    assert driver.returncode == 0, told
+    job.check(TEXTS[:240])
