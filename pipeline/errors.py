@@ -13,6 +13,7 @@ A system's failure is an exception of this tree; `cli/console.py` prints it and 
     ├── TooManyRowErrors      1  run.max_error_rate was passed
     ├── EnvironmentFailed     3  disk, store, actors; the job can be resumed
     └── Interrupted          75  stopped by a signal; the job can be resumed
+        └── LimitReached         by cost.budget_usd or run.max_runtime
 """
 
 from enum import StrEnum
@@ -63,6 +64,10 @@ class EnvironmentFailed(PipelineError):
 
 class Interrupted(PipelineError):
     exit_code = 75
+
+
+class LimitReached(Interrupted):
+    pass
 
 
 def error_named(name: str, message: str) -> PipelineError:

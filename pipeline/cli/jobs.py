@@ -18,7 +18,7 @@ from pipeline.cli.console import (
     stdout_is_claimed,
 )
 from pipeline.cli.options import Renamed, job_overlays, param_option
-from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
+from pipeline.errors import ConfigError, EnvironmentFailed, LimitReached, OutputError
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 @click.option("--fired-at", metavar="TIME",
               help="What parameters of {today: ZONE} take for now: @ and seconds since 1970, or a time with its zone. "
               "For schedulers.")  # fmt: skip
+@click.option("--at-limit", type=click.IntRange(0, 255), metavar="CODE", default=75, show_default=True,
+              help="Exit code where cost.budget_usd or run.max_runtime ends the run; 0 for schedulers that would start "
+              "a failed one again.")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N",
               help="Compute N rows of all lengths and show them; the full run takes them over.")  # fmt: skip
 @logging_options
@@ -50,6 +53,7 @@ def run(
     retry_failed: bool,
     append: bool,
     fired_at: str | None,
+    at_limit: int,
     sample: int | None,
     verbose: bool,
     log_level: "Level",
@@ -77,7 +81,7 @@ def run(
     from pipeline.config.parameters import moment_of
 
     config = load_job(job, **overlays, now=moment_of(fired_at))
-    run_and_report(config, as_json, verbose, log_level, accept_numerics, retry_failed, append, sample)
+    run_and_report(config, as_json, verbose, log_level, accept_numerics, retry_failed, append, sample, at_limit)
 
 
 def run_and_report(
@@ -89,8 +93,10 @@ def run_and_report(
     retry_failed: bool = False,
     append: bool = False,
     sample: int | None = None,
+    at_limit: int = LimitReached.exit_code,
 ) -> None:
-    """Run a job and print its report; in a fork, but where a fork's results would be lost."""
+    """Run a job and print its report; in a fork, but where a fork's results would be lost. at_limit: the exit code of
+    LimitReached."""
     from pipeline.cli.guard import guarded
     from pipeline.cli.progress import progress_for
     from pipeline.stores.redaction import shown_url
@@ -102,15 +108,19 @@ def run_and_report(
 
         with progress_for(with_log=verbose) as progress:
             logs = LogOptions(log_level, progress.line if verbose else None)
-            report = run_job(
-                config,
-                accept_numerics=accept_numerics,
-                retry_failed=retry_failed,
-                append=append,
-                sample=sample,
-                progress=progress,
-                logs=logs,
-            )
+            try:
+                report = run_job(
+                    config,
+                    accept_numerics=accept_numerics,
+                    retry_failed=retry_failed,
+                    append=append,
+                    sample=sample,
+                    progress=progress,
+                    logs=logs,
+                )
+            except LimitReached as error:
+                error.exit_code = at_limit
+                raise
         output = shown_url(config.output.path).rstrip("/")
         if sample is not None and report.outcome == "sampled":
             from pipeline.cli.sample import print_sample

@@ -18,7 +18,17 @@ from pydantic import (
 )
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
-from pipeline.config.values import UNION_TAGS, Bytes, Column, Columns, Moment, Place, Switch, false_is_off
+from pipeline.config.values import (
+    UNION_TAGS,
+    Bytes,
+    Column,
+    Columns,
+    Duration,
+    Moment,
+    Place,
+    Switch,
+    false_is_off,
+)
 from pipeline.errors import ConfigError
 from pipeline.stores.filesystem import is_url
 
@@ -397,6 +407,11 @@ class RunSection(Section):
         description="A run in which nothing moves for so many seconds ends with exit code 3.",
         examples=[3600],
     )
+    max_runtime: Duration | None = Field(
+        default=None,
+        description="A run ends itself in time to be over after so long, resumably, with exit code 75.",
+        examples=["6 h"],
+    )
     spot_notice: Annotated[
         Literal["off", "aws", "gcp", "azure"], false_is_off(Literal["off", "aws", "gcp", "azure"])
     ] = Field(
@@ -443,3 +458,15 @@ class CostSection(Section):
         "when left out.",
         examples=[2.5],
     )
+    budget_usd: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="What the job may cost over all its runs, in US dollars. A run ends itself in time to stay below, "
+        "resumably, with exit code 75; with a higher budget the same command goes on. Needs hourly_usd.",
+        examples=[40],
+    )
+
+    @model_validator(mode="after")
+    def _budget_has_a_price(self) -> "CostSection":
+        if self.budget_usd is not None and self.hourly_usd is None:
+            raise ValueError("expected hourly_usd beside budget_usd: a budget is counted in machine time at that price")
+        return self

@@ -18,10 +18,13 @@ _SWITCH = {"on": True, "yes": True, "off": False, "no": False}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d)")
 
 # For editors: as much of the above as a pattern can say. None refuses what is accepted.
 _SWITCH_PATTERN = "^([oO][nN]|[oO][fF][fF]|[yY][eE][sS]|[nN][oO])$"
 _SIZE_PATTERN = r"^\s*[0-9][0-9_]*(\.[0-9]+)?\s*(([kKmMgGtT][iI]?)?[bB])?\s*$"  # many editors read 8_000 as text
+_DURATION_PATTERN = r"^\s*[0-9]+(\.[0-9]+)?\s*(s|min|m|h|d)\s*$"
 _MOMENT_PATTERN = r"^[0-9]{4}-?(W?[0-9]{2})[^Zz+]*$"
 
 
@@ -56,6 +59,20 @@ def _bytes(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise _refuse("a number of bytes, such as 8_000_000 or 8 GiB")
+
+
+def parse_duration(text: str) -> float | None:
+    """`90 min` in seconds; None where the text is no duration."""
+    match = _DURATION.fullmatch(text.strip())
+    return float(match[1]) * _SECONDS[match[2]] if match else None
+
+
+def _duration(value: object) -> object:
+    if isinstance(value, str) and (seconds := parse_duration(value)) is not None:
+        return seconds
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise _refuse("a duration, such as 90 min or 6 h, or a number of seconds")
 
 
 def _moment(value: object) -> object:
@@ -139,12 +156,22 @@ _COLUMN_SCHEMA: dict[str, Any] = {
 }
 _SWITCH_SCHEMA = {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": _SWITCH_PATTERN}]}
 _BYTES_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE_PATTERN}]}
+_DURATION_SCHEMA = {
+    "anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "pattern": _DURATION_PATTERN}]
+}
 _COLUMNS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "uniqueItems": True}]}
 _STRINGS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA}]}
 _TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 Switch = Annotated[bool, BeforeValidator(_switch), WithJsonSchema(_SWITCH_SCHEMA)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), WithJsonSchema(_BYTES_SCHEMA)]
+# In seconds.
+Duration = Annotated[
+    float,
+    BeforeValidator(_duration),
+    Field(gt=0, le=31_536_000, allow_inf_nan=False),
+    WithJsonSchema(_DURATION_SCHEMA),
+]
 # A local wall time in ISO form.
 Moment = Annotated[str, BeforeValidator(_moment), WithJsonSchema({"type": "string", "pattern": _MOMENT_PATTERN})]
 Place = Annotated[str, Field(min_length=1), AfterValidator(_no_login)]  # a path or an fsspec url

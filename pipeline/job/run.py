@@ -28,6 +28,7 @@ from pipeline.job.actor_specs import flow_spec, provenance, resolve_device
 from pipeline.job.appended import Batches
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import check_dated, claim, file_digests, record_numerics, with_limits_of
+from pipeline.job.limits import RunLimits
 from pipeline.job.plan import JobPlan, make_plan, what_is_left
 from pipeline.job.reporter import RunReporter, Show, close_telemetry, harmless
 from pipeline.job.sample import forget_samples_of_another_job, sample_tasks
@@ -83,6 +84,7 @@ def run_job(
                 if wrong is None:
                     return _already_complete(plan, store, left.stood, earlier, show)
                 show(Status(phase=f"planning: all parts are counted again: {wrong}"))
+            limits = RunLimits(config.cost, config.run, earlier if left.tasks else ())
             if left.tasks:
                 check_dated(store, plan.fingerprint)
             if accept_numerics:
@@ -117,7 +119,7 @@ def run_job(
                     plan = _with_types_of_parts(plan, store, left.stood)
                     engine = backend or Backend()
                     spec = flow_spec(plan, left.tasks, engine, log.run_id, left.has_failed, logs.level)
-                    Watch(config.run, log, totals, reporter, stop, plan.num_rows).compute(spec)
+                    Watch(config.run, log, totals, reporter, stop, limits, plan.num_rows).compute(spec)
                 if sample is None:
                     _publish(plan, store, log, totals, reporter)
             return reporter.report

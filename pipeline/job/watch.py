@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.config.sections import RunSection
-from pipeline.errors import Interrupted, PipelineError, error_named
+from pipeline.errors import Interrupted, LimitReached, PipelineError, error_named
 from pipeline.job.actor.ledger import Order
 from pipeline.job.actor.spot import SpotNotice
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
+from pipeline.job.limits import BUDGET, RESERVE_S, Limit, RunLimits, must_drain
 from pipeline.job.reporter import TICK_S, RunReporter
 from pipeline.job.stall import Stall
 from pipeline.job.stop import StopSignals
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.job.dataflow.graph import Dataflow
 
 NEXT_S = 0.2  # to wait for a unit, before signals and actors are looked at
+RUNNING = "running"
 GIVE_UP_S = 10.0  # to keep what is finished of open units, at the end of a drain
 
 
@@ -34,6 +36,7 @@ class Watch:
     totals: OutputTotals
     reporter: RunReporter
     stop: StopSignals
+    limits: RunLimits
     num_rows: int
 
     def compute(self, spec: FlowSpec) -> None:
@@ -45,7 +48,7 @@ class Watch:
             try:
                 self._consume(flow)
             except EndOfUnits:
-                pass
+                self.log.stopped_by = ""
             except PipelineError:
                 if flow.session_logs is not None:
                     collect_ray_logs(flow.session_logs, self.reporter.logs.path / RAY)
@@ -77,7 +80,7 @@ class Watch:
         return SpotNotice(cloud, lambda: self.stop.ask(asked), self.reporter.warn)
 
     def _consume(self, flow: "Dataflow | InProcessDataflow") -> None:
-        next_look = 0.0
+        next_look, began = 0.0, None
         stall = Stall(self.settings.progress_timeout_s)
         while True:
             self._take_next(flow)
@@ -85,7 +88,12 @@ class Watch:
                 return self._drain(flow)
             if time.monotonic() >= next_look:
                 self._look(flow)
-                self.reporter.update(_phase_of(self.log.actors))
+                phase = _phase_of(self.log.actors)
+                if phase == RUNNING and began is None:
+                    began = time.monotonic()
+                if limit := self._limit_that_stops(time.monotonic() - began if began is not None else 0.0):
+                    return self._drain_for(limit, flow)
+                self.reporter.update(phase)
                 stall.look(self.log.written.units + self.log.lost.units, self.log.actors)
                 next_look = time.monotonic() + TICK_S
 
@@ -109,16 +117,46 @@ class Watch:
         for machine in sorted(_lost_machines(self.log.actors) - before):
             self.reporter.warn(f"{machine} has left the cluster; the units that were open there are computed elsewhere")
 
+    def _limit_that_stops(self, running_s: float) -> Limit | None:
+        """The limit of the job that would be passed if more units were begun; says so beforehand, once."""
+        limit = self.limits.nearest(self.log.actors, self.log.wall_us / 1e6)
+        if warning := self.limits.warning(limit):
+            self.reporter.warn(warning)
+        if limit is None or not must_drain(limit, self.log.actors, self.log.written.units, running_s):
+            return None
+        return limit
+
+    def _drain_for(self, limit: Limit, flow: "Dataflow | InProcessDataflow") -> None:
+        """Drain in the time that a limit leaves; a signal on the way drains as it does at any time. Always raises:
+        LimitReached, Interrupted or EndOfUnits."""
+        self.reporter.warn(f"draining: {limit.key}, {limit.used} are used")
+        self.log.stopped_by = limit.key
+        self._wind_down(flow, max(0.0, limit.left_s - RESERVE_S))
+        if self.stop.count:
+            self.log.stopped_by = ""
+            return self._drain(flow)
+        written = self.totals.now().rows
+        raise LimitReached(
+            f"{limit.key}: another unit would have passed it, so the run ended itself with {written} of {self.num_rows} "
+            f"rows written. {'Raise it to go on.' if limit.key == BUDGET else 'The next run does more.'}"
+        )
+
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:
         """Take no more units, let the open ones finish within `run.drain_s`, keep what is finished of the rest.
 
         A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if it got to the end.
         """
-        seen = self.stop.count
         self.reporter.note(f"draining: {self.stop.why}")
+        self._wind_down(flow, self.settings.drain_s)
+        written = self.totals.now().rows
+        raise Interrupted(f"Stopped by {self.stop.why} with {written} of {self.num_rows} rows written.")
+
+    def _wind_down(self, flow: "Dataflow | InProcessDataflow", finish_s: float) -> None:
+        """Take no more units; after finish_s stop in the middle of those that are open. A signal ends it at once."""
+        seen = self.stop.count
         # seconds after which each actor has reported since the order
         for order, limit_s, heard_s in (
-            (Order.ADMIT_NO_MORE, self.settings.drain_s, 3 * TICK_S),
+            (Order.ADMIT_NO_MORE, finish_s, 3 * TICK_S),
             (Order.GIVE_UP, GIVE_UP_S, TICK_S),
         ):
             flow.order(order)
@@ -131,8 +169,6 @@ class Watch:
                     next_look = time.monotonic() + TICK_S
                     if time.monotonic() > given + heard_s and not any(a.open_units for a in self.log.actors):
                         break
-        written = self.totals.now().rows
-        raise Interrupted(f"Stopped by {self.stop.why} with {written} of {self.num_rows} rows written.")
 
 
 def _lost_machines(actors: list[ActorState]) -> set[str]:
@@ -141,6 +177,6 @@ def _lost_machines(actors: list[ActorState]) -> set[str]:
 
 def _phase_of(actors: list[ActorState]) -> str:
     if any(actor.record.stats.get("num_steps") for actor in actors):
-        return "running"
+        return RUNNING
     what = next((actor.loading for actor in actors if actor.loading), "")
     return f"loading the model: {what}" if what else "loading the model"

@@ -58,7 +58,7 @@ class _Markdown(str):
 
 def text(report: RunReport) -> str:
     """The report as a terminal shows it at the end of a run."""
-    lines = [f"{printable(report.job)}: {_ENDED.get(report.outcome, report.outcome)}", ""]
+    lines = [f"{printable(report.job)}: {_ended(report)}", ""]
     for label, value in facts(report):
         lines += wrap(value, _WIDTH, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
     lines += _columns("  Where the machine time went", "    {:<10}{:>10}{:>9}  {}", phase_rows(report))
@@ -96,7 +96,7 @@ def text(report: RunReport) -> str:
 
 def markdown(report: RunReport) -> str:
     """The report as `report.md` keeps it."""
-    lines = [f"# {_cell(report.job)}", "", f"Outcome: **{_ENDED.get(report.outcome, report.outcome)}**", ""]
+    lines = [f"# {_cell(report.job)}", "", f"Outcome: **{_ended(report)}**", ""]
     lines += _table(["", ""], facts(report))
     phases = [(phase, PHASE_MEANING[phase], *told, _bar_cell(bars)) for phase, *told, bars in phase_rows(report)]
     phases.append((_Markdown("**all**"), "machine time of all actors", seconds(report.machine_us), "", ""))
@@ -146,6 +146,13 @@ def markdown(report: RunReport) -> str:
         ran_on = [(key, str(value)) for key, value in (last.resolved | last.versions).items()]
         lines += _section("What it ran on (last run)", ["", ""], ran_on)
     return "\n".join(lines) + "\n"
+
+
+def _ended(report: RunReport) -> str:
+    limit = report.runs[-1].stopped_by if report.runs else ""
+    if limit and report.outcome == "interrupted":
+        return f"stopped inside {limit}; the same command goes on" + " with a higher one" * (limit != "run.max_runtime")
+    return _ENDED.get(report.outcome, report.outcome)
 
 
 def _columns(title: str, form: str, rows: Sequence[Sequence[object]]) -> list[str]:

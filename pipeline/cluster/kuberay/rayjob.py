@@ -46,6 +46,8 @@ def config_map(config: JobConfig, name: str, shipped: ShippedJob) -> dict[str, A
 
 def spec(config: JobConfig, name: str, options: str = "") -> dict[str, Any]:
     """The RayJobSpec. `options`: of `pipeline run`, as a shell reads them."""
+    if config.cost.budget_usd is not None or config.run.max_runtime is not None:
+        options += " --at-limit 0"  # backoffLimit would spend again
     fewest, most = config.run.pool
     cluster: dict[str, Any] = {
         "rayVersion": RAY_VERSION,

@@ -85,6 +85,7 @@ class RunLog:
         self.write_us = 0
         self.first_errors: list[str] = []  # to show when there are too many
         self.skipped_files: list[SkippedInput] = []
+        self.stopped_by = ""
         self._skipped_told = False
 
     @property
@@ -131,6 +132,7 @@ class RunLog:
             storage_retries=self._retries.counted(),
             skipped_files=self.skipped_files,
             telemetry_failures=self._telemetry.failures,
+            stopped_by=self.stopped_by,
         )
 
     def save(self) -> None:

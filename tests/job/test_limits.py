@@ -1,0 +1,124 @@
+"""cost.budget_usd and run.max_runtime: a run ends itself inside them, and the next one does the rest."""
+
+import pytest
+
+from pipeline.config.sections import CostSection, RunSection
+from pipeline.errors import LimitReached
+from pipeline.job.limits import BUDGET, MAX_RUNTIME, Limit, RunLimits, must_drain
+from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.report.run_record import ActorRecord, RunRecord, no_phases
+from tests.job.conftest import TEXTS, Started, run, runs
+
+A_SECOND = 3600.0  # an hour's price at which a machine second costs one dollar
+SLOW = {"step_s": 0.1, "max_num_seqs": 2}
+
+
+@pytest.fixture
+def soon(without_ray, monkeypatch):
+    """Ticks of a fake job are short, and so is what it needs to come to rest."""
+    for module in ("limits", "watch"):
+        monkeypatch.setattr(f"pipeline.job.{module}.RESERVE_S", 1.0)
+
+
+def state(actor=0, open_units=0, decode_us=0, **record) -> ActorState:
+    return ActorState(ActorRecord(actor, no_phases() | {"decode": decode_us}, open_units=open_units, **record))
+
+
+def told(job, number=-1):
+    return job.output / "_pipeline" / "logs" / runs(job)[number]["run_id"] / "driver.log"
+
+
+def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row_once(job, soon):
+    job.fake(**SLOW).rows(TEXTS)
+    price = {"hourly_usd": A_SECOND}
+    with pytest.raises(LimitReached, match="cost.budget_usd: another unit would have passed it") as error:
+        run(job, cost=price | {"budget_usd": 6.0}, run={"units_in_flight": 1})
+    assert error.value.exit_code == 75
+    first = runs(job)[0]
+    assert (first["outcome"], first["stopped_by"]) == ("interrupted", BUDGET)
+    spent = sum(sum(actor["phases_us"].values()) for actor in first["actors"]) / 1e6
+    assert 2.0 < spent <= 6.0
+    assert 0 < first["rows_written"] < len(TEXTS)
+    assert "draining: cost.budget_usd, " in told(job).read_text()
+    report, _ = run(job, cost=price | {"budget_usd": 100.0})
+    job.check(TEXTS)
+    assert report.outcome == "finished" and report.cost.total_usd <= 100.0
+    assert runs(job)[1]["stopped_by"] == ""
+
+
+def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(job, soon):
+    job.fake(**SLOW).rows(TEXTS)
+    cost = {"hourly_usd": A_SECOND, "budget_usd": 4.0}
+    with pytest.raises(LimitReached):
+        run(job, cost=cost, run={"units_in_flight": 1})
+    started = Started.count
+    with pytest.raises(LimitReached, match="what is left does not pay for the start"):
+        run(job, cost=cost | {"budget_usd": 2.0})
+    assert Started.count == started and len(runs(job)) == 1
+    run(job)  # without a budget
+    job.check(TEXTS)
+    run(job, cost=cost | {"budget_usd": 2.0})  # nothing is left to pay for
+
+
+def test_a_run_ends_inside_its_time(job, soon):
+    job.fake(**SLOW).rows(TEXTS)
+    with pytest.raises(LimitReached, match="run.max_runtime: another unit.*The next run does more"):
+        run(job, run={"max_runtime": "5 s", "units_in_flight": 1})
+    assert runs(job)[0]["wall_us"] < 5e6 and runs(job)[0]["stopped_by"] == MAX_RUNTIME
+    run(job)
+    job.check(TEXTS)
+
+
+def test_a_unit_that_takes_longer_than_was_thought_is_left_in_the_middle_and_its_rows_are_kept(job, soon):
+    texts = TEXTS[:8]
+    job.fake(step_s=0.5, max_num_seqs=2).rows(texts)
+    with pytest.raises(LimitReached):
+        run(job, run={"max_runtime": "4 s", "unit_rows": 50, "window_rows": 50})
+    first = runs(job)[0]
+    assert first["wall_us"] < 5e6 and first["rows_written"] == 0
+    report, _ = run(job, run={"unit_rows": 50, "window_rows": 50})
+    job.check(texts)
+    assert report.work.taken_rows > 0
+
+
+def test_a_budget_counts_every_actor_and_the_runs_before():
+    cost, section = CostSection(hourly_usd=A_SECOND, budget_usd=100.0), RunSection(actors=2)
+    earlier = [
+        RunRecord("1", "", actors=[ActorRecord(0, no_phases() | {"load": 2_000_000}, {"num_steps": 1})], hourly_usd=1.0)
+    ]
+    limit = RunLimits(cost, section, earlier).nearest([state(0, decode_us=10**7), state(1, decode_us=2 * 10**7)], 15.0)
+    assert limit is not None and limit.key == BUDGET
+    assert limit.left_s == pytest.approx((100 - 30) / 2, abs=0.01)
+    gone = [state(0, decode_us=10**7, node_lost=True), state(1, decode_us=2 * 10**7)]
+    assert RunLimits(cost, section, ()).nearest(gone, 15.0).left_s == pytest.approx(70)
+    with pytest.raises(LimitReached):  # two engines take two seconds each to load, and three dollars are left
+        RunLimits(CostSection(hourly_usd=A_SECOND, budget_usd=3.0), section, [
+            RunRecord("1", "", actors=[ActorRecord(0, no_phases() | {"load": 2_000_000}, {"num_steps": 1})])
+        ])  # fmt: skip
+
+
+def test_it_is_said_once_when_most_of_a_limit_is_used():
+    limits = RunLimits(CostSection(), RunSection(max_runtime=100.0), ())
+    assert limits.warning(limits.nearest([], 79.0)) is None
+    assert "run.max_runtime: 81 s of 2 min are used" in limits.warning(limits.nearest([], 81.0))
+    assert limits.warning(limits.nearest([], 90.0)) is None
+
+
+def test_nothing_is_limited_where_nothing_is_asked():
+    assert RunLimits(CostSection(), RunSection(), ()).nearest([state()], 10**6) is None
+
+
+@pytest.mark.parametrize(
+    ("left_s", "open_units", "done", "running_s", "drains"),
+    [
+        (100.0, 4, 0, 90.0, False),  # none has ended: it takes 90 s at least
+        (92.0, 4, 0, 90.0, True),
+        (43.1, 4, 10, 100.0, False),  # a unit ends every 10 s, four are open
+        (42.9, 4, 10, 100.0, True),
+        (3.1, 0, 0, 0.0, False),  # still loading
+        (2.9, 0, 0, 0.0, True),
+    ],
+)
+def test_no_unit_is_begun_that_would_not_end_in_time(left_s, open_units, done, running_s, drains):
+    actors = [state(0, open_units=open_units - 1), state(1, open_units=1)] if open_units else []
+    assert must_drain(Limit(BUDGET, "", left_s, 0.0), actors, done, running_s) is drains
