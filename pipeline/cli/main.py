@@ -10,13 +10,27 @@ import sys
 import click
 
 from pipeline import __version__
-from pipeline.cli import bench, checkpoints, cluster, completion, doctor, init, jobs, logs, prompts, render, schema
+from pipeline.cli import (
+    bench,
+    checkpoints,
+    cluster,
+    completion,
+    doctor,
+    init,
+    jobs,
+    logs,
+    plan,
+    prompts,
+    render,
+    schema,
+)
 from pipeline.cli.console import leave_with_exit_code
 
 EPILOG = """\b
 Start here:
   pipeline init my.yaml --input data         write a job file for a dataset
   pipeline validate jobs/summarize.yaml      what the job is; nothing is run
+  pipeline plan jobs/summarize.yaml          what it will take, in hours and money
   pipeline run jobs/summarize.yaml           run it, or go on where it stopped
   pipeline report out/summarize              what it cost
   pipeline submit jobs/summarize.yaml        the same on a Ray cluster
@@ -45,7 +59,7 @@ def cli() -> None:
 
 
 COMMANDS = (
-    *(init.init, jobs.run, jobs.validate, jobs.status, logs.logs, jobs.report, jobs.compact, jobs.verify),
+    *(init.init, jobs.validate, plan.plan, jobs.run, jobs.status, logs.logs, jobs.report, jobs.compact, jobs.verify),
     *(cluster.submit, cluster.submissions, cluster.cancel, render.render),
     *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),
     *(bench.bench, completion.completion),

@@ -22,7 +22,7 @@ def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -
     through the chat template, and counted."""
     if source.num_rows == 0:
         return None
-    ((unit,),) = [list(_units(config, source, Window(0, 0, 1)))]
+    ((unit,),) = [list(units_of(config, source, Window(0, 0, 1)))]
     prompt, error, message, file, row = (
         unit.own(name)[0].as_py() for name in ("_prompt", "_error", "_error_message", "source_file", "source_row")
     )
@@ -49,8 +49,8 @@ def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize) -> dict
     total = source.num_rows if config.input.limit is None else min(config.input.limit, source.num_rows)
     lengths: list[int] = []
     errors: Counter[str] = Counter()
-    for window in _sampled(total):
-        for unit in _units(config, source, window):
+    for window in sampled(total):
+        for unit in units_of(config, source, window):
             requests, failed = tokenize(unit)
             lengths += [len(request.prompt_token_ids) for request in requests]
             errors.update(str(completion.error) for completion in failed)
@@ -66,16 +66,23 @@ def prompt_tokens(config: JobConfig, source: Source, tokenize: Tokenize) -> dict
     }
 
 
-def _units(config: JobConfig, source: Source, window: Window) -> Units:
+def units_of(config: JobConfig, source: Source, window: Window) -> Units:
     spec = replace(config.unit_spec(), sampling_columns={})
     return make_units(read_window(source, window, spec.columns), spec, window.index)
 
 
-def _sampled(total: int) -> list[Window]:
-    if total <= _STRETCHES * _STRETCH_ROWS:
-        return [Window(0, 0, total)] if total else []
-    starts = [i * total // _STRETCHES for i in range(_STRETCHES)]
-    return [Window(i, start, start + _STRETCH_ROWS) for i, start in enumerate(starts)]
+def sampled(total: int, rows: int = _STRETCHES * _STRETCH_ROWS) -> list[Window]:
+    """Stretches of the input, evenly spread, with about so many rows in all; everything where there are no more."""
+    if total <= rows:
+        return [Window(i, start, min(start + _STRETCH_ROWS, total)) for i, start in _stretches(total, total)]
+    return [Window(i, start, start + _STRETCH_ROWS) for i, start in _stretches(total, rows)]
+
+
+def _stretches(total: int, rows: int) -> list[tuple[int, int]]:
+    if rows >= total:
+        return list(enumerate(range(0, total, _STRETCH_ROWS)))
+    count = -(-rows // _STRETCH_ROWS)
+    return [(i, i * total // count) for i in range(count)]
 
 
 def _quantile(lengths: list[int], q: float) -> int | None:

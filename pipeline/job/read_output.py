@@ -14,7 +14,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.errors import ConfigError, OutputError
 from pipeline.formatting import duration
 from pipeline.job.fingerprint import JOB
-from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_runs, silent_s
+from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_estimate, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import RunReport, build_report
 from pipeline.report.run_record import RunRecord
@@ -97,7 +97,7 @@ def report_of(store: PartStore) -> RunReport:
                 return kept
         job = _read(store, JOB, "the job's own record, _pipeline/job.json, is missing")
         rows = _read(store, STATUS, "the job's status, _pipeline/status.json, is missing")["rows_total"]
-        return build_report(job["job"], job["fingerprint"], runs, store.totals(), rows)
+        return build_report(job["job"], job["fingerprint"], runs, store.totals(), rows, load_estimate(store))
     except (KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{store.path}/_pipeline: not written by this version ({error!r})") from None
 

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.data.output.parts import PartStore
+from pipeline.job.history import remember
 from pipeline.job.plan import JobPlan
 from pipeline.job.telemetry.logs import DRIVER, Level, LogFolder, LogOptions
 from pipeline.job.telemetry.metrics_server import MetricsServer
 from pipeline.job.telemetry.pace import Pace
-from pipeline.job.telemetry.run_log import RunLog, make_report, put_status
+from pipeline.job.telemetry.run_log import RunLog, load_estimate, make_report, put_status
 from pipeline.job.telemetry.status import Status, status_line, work
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.totals import OutputTotals
@@ -64,6 +65,7 @@ class RunReporter:
         self._driver_log = self.logs.log(DRIVER, logs.level)
         self._show_line, self._logged, self._logged_at = logs.show, "", 0.0
         self.note(f"run {log.run_id}: {plan.num_rows} rows, {totals.now().rows} of them written before")
+        self._estimate = load_estimate(store)
         self._metrics = MetricsServer.at(plan.config.run.metrics_address, self.warn)
         self._health: Health | None = None
 
@@ -136,10 +138,11 @@ class RunReporter:
         self.note(f"ended: {log.outcome}")
         self.phase = log.outcome
         log.save()
-        runs, held = [*self._earlier, log.record()], self._totals.now()
-        self.report = make_report(
-            self._telemetry, plan.config.name, plan.fingerprint.digest, runs, held, plan.num_rows, finished
-        )
+        record = log.record()
+        remember(plan, record)
+        runs, held = [*self._earlier, record], self._totals.now()
+        name, digest, rows = plan.config.name, plan.fingerprint.digest, plan.num_rows
+        self.report = make_report(self._telemetry, name, digest, runs, held, rows, finished, self._estimate)
         self.say(log.outcome)
         close_telemetry(self._telemetry, self._show, self.status() if finished else None)
         self._driver_log.close()

@@ -35,7 +35,15 @@ from pipeline.job.sample import forget_samples_of_another_job, sample_tasks
 from pipeline.job.stop import Stopped, StopSignals
 from pipeline.job.success import check_none_appended, read_success, verify, write_empty_part, write_success
 from pipeline.job.telemetry.logs import LogOptions
-from pipeline.job.telemetry.run_log import RunLog, load_runs, make_report, put_status, totals_so_far, versions
+from pipeline.job.telemetry.run_log import (
+    RunLog,
+    load_estimate,
+    load_runs,
+    make_report,
+    put_status,
+    totals_so_far,
+    versions,
+)
 from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.totals import OutputTotals
@@ -198,7 +206,16 @@ def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: li
     show(status)
     totals = read_success(store) or store.totals(done)
     telemetry = Telemetry(store.folder)
-    report = make_report(telemetry, plan.config.name, plan.fingerprint.digest, runs, totals, rows, finished=True)
+    report = make_report(
+        telemetry,
+        plan.config.name,
+        plan.fingerprint.digest,
+        runs,
+        totals,
+        rows,
+        finished=True,
+        estimate=load_estimate(store),
+    )
     put_status(telemetry, replace(status, phase="finished", units=totals.units, error_rows=totals.num_error_rows))
     remove_all(store)
     close_telemetry(telemetry, show, status)

@@ -137,8 +137,8 @@ class Watch:
             return self._drain(flow)
         written = self.totals.now().rows
         raise LimitReached(
-            f"{limit.key}: another unit would have passed it, so the run ended itself with {written} of {self.num_rows} "
-            f"rows written. {'Raise it to go on.' if limit.key == BUDGET else 'The next run does more.'}"
+            f"{limit.key}: another unit would have passed it, so the run ended itself with {written} of {self.num_rows} rows "
+            f"written. {'Raise it to go on.' if limit.key == BUDGET else 'The next run does more.'}"
         )
 
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:

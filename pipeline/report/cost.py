@@ -18,6 +18,7 @@ from typing import Any
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.drafts import Speculated
+from pipeline.report.estimate import Estimate, EstimateAndActual, compare
 from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
 from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
@@ -166,6 +167,7 @@ class RunReport(JsonRecord):
     examples: Mapping[str, tuple[ErrorExample, ...]] = field(default_factory=dict)
     faults: tuple[FaultCost, ...] = ()
     speculated: Speculated | None = None
+    estimate: EstimateAndActual | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -185,12 +187,19 @@ class RunReport(JsonRecord):
         raw["input_tokens_per_s"] = self.input_tokens_per_s
         raw["generated_tokens_per_s"] = self.generated_tokens_per_s
         raw["runs"] = [run.to_json() | {"machine_us": run.machine_us} for run in self.runs]
+        if self.estimate is not None:
+            raw["estimate"]["ratio"] = self.estimate.ratio
         raw["faults"] = [fault.to_json() for fault in self.faults]
         return raw
 
 
 def build_report(
-    job_name: str, fingerprint: str, runs: Sequence[RunRecord], totals: PartTotals, input_rows: int
+    job_name: str,
+    fingerprint: str,
+    runs: Sequence[RunRecord],
+    totals: PartTotals,
+    input_rows: int,
+    estimate: Estimate | None = None,
 ) -> RunReport:
     """The report over all runs of a job, killed ones included, in the order they ran. `totals`: of the output."""
     phases_us = {phase: sum(run.phase_us(phase) for run in runs) for phase in PHASES}
@@ -223,6 +232,7 @@ def build_report(
         examples={code: stats.errors[code][:count] for code, count in errors.items() if code in stats.errors},
         faults=faults,
         speculated=Speculated.of(runs),
+        estimate=compare(estimate, runs) if estimate is not None else None,
     )
 
 

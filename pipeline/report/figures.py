@@ -6,6 +6,7 @@ from math import floor, log10
 from pipeline.formatting import printable
 from pipeline.report.cost import RunReport, Work
 from pipeline.report.drafts import Speculated
+from pipeline.report.estimate import EstimateAndActual
 from pipeline.report.row_stats import ErrorExample
 from pipeline.report.run_record import RunRecord, SkippedInput, per_second
 
@@ -231,6 +232,30 @@ def draft_rows(speculated: Speculated | None) -> list[tuple[str, str, str, str, 
         tokens = f"{line.tokens_per_sequence_step:.2f}" if line.drafted_steps else ""
         told.append((line.batch, f"{steps:,}", f"{line.drafted_steps:,}", tokens, saved, line.on_steps / steps))
     return told
+
+
+_SHOWN = {"rows": "rows", "prompt_tokens": "prompt tokens computed", "generated_tokens": "generated tokens",
+          "machine_us": "machine time", "wall_us": "time", "usd": "US dollars"}  # fmt: skip
+
+
+def estimate_rows(both: EstimateAndActual) -> list[tuple[str, str, str, str]]:
+    """What, expected, what came, and the ratio; phases of which nothing was expected and nothing came are left out."""
+
+    def shown(what: str, value: float) -> str:
+        if what in ("rows", "prompt_tokens", "generated_tokens"):
+            return f"{value:,.0f}"
+        return money(value) if what == "usd" else seconds(round(value))
+
+    return [
+        (
+            _SHOWN.get(line.what, f"  {line.what}"),
+            shown(line.what, line.expected),
+            shown(line.what, line.actual),
+            "" if line.ratio is None else f"{line.ratio:.2f}",
+        )
+        for line in both.lines
+        if line.expected or line.actual
+    ]
 
 
 def example_line(example: ErrorExample) -> str:

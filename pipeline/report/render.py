@@ -15,6 +15,7 @@ from pipeline.report.figures import (
     bar,
     cost_rows,
     draft_rows,
+    estimate_rows,
     example_line,
     facts,
     fault_rows,
@@ -65,6 +66,9 @@ def text(report: RunReport) -> str:
     lines += _columns("  Cost", "    {:<28}{:>14}", cost_rows(report))
     if report.cost.total_usd is None:
         lines.append("    To price it, set cost.hourly_usd: what one actor's machine costs for an hour.")
+    if report.estimate is not None:
+        title = f"  Estimate and actual{'expected':>27}{'came':>12}{'ratio':>9}"
+        lines += _columns(title, "    {:<26}{:>16}{:>12}{:>9}", estimate_rows(report.estimate))
     if latency := latency_rows(report):
         title = f"  Latency of a row{'p50':>17}{'p95':>12}{'p99':>12}"
         lines += [*_columns(title, "    {:<22}{:>9}{:>12}{:>12}", latency), f"    {LATENCY_NOTE}."]
@@ -108,6 +112,11 @@ def markdown(report: RunReport) -> str:
     unpriced = "Unpriced: set `cost.hourly_usd`, what one actor's machine costs for an hour."
     notes = [unpriced] * (report.cost.total_usd is None) + [f"How it is divided: {report.cost.method}."]
     lines += _section("Cost", ["", "US dollars"], cost_rows(report), *notes)
+    if report.estimate is not None:
+        made = report.estimate.estimate
+        note = f"Estimated {made.made_at} from {made.speeds_from}; lengths of completions: {made.lengths_from}."
+        head = ["", "expected", "came", "ratio"]
+        lines += _section("Estimate and actual", head, estimate_rows(report.estimate), note)
     if latency := latency_rows(report):
         lines += _section("Latency of a row", ["", "p50", "p95", "p99"], latency, f"{LATENCY_NOTE}. {LATENCY_ERROR}.")
     if drafts := draft_rows(report.speculated):

@@ -141,11 +141,13 @@ class ErrorExample:
 
 @dataclass(frozen=True)
 class RowStats(JsonRecord):
-    """Of any number of delivered rows. `lengths` by the bucket's longest prompt, `errors` by code."""
+    """Of any number of delivered rows. `lengths` by the bucket's longest prompt, `errors` by code; `outputs`: generated
+    tokens of completed rows, by the same buckets."""
 
     latency: Latency = field(default_factory=Latency)
     lengths: Mapping[int, LengthBucket] = field(default_factory=dict)
     errors: Mapping[str, tuple[ErrorExample, ...]] = field(default_factory=dict)
+    outputs: Mapping[int, Histogram] = field(default_factory=dict)
 
     def __add__(self, other: "RowStats") -> "RowStats":
         """Of the examples, those of `self` come first."""
@@ -155,4 +157,8 @@ class RowStats(JsonRecord):
             self.latency + other.latency,
             {n: self.lengths.get(n, LengthBucket()) + other.lengths.get(n, LengthBucket()) for n in lengths},
             {code: (self.errors.get(code, ()) + other.errors.get(code, ()))[:MAX_EXAMPLES] for code in codes},
+            {
+                n: self.outputs.get(n, Histogram()) + other.outputs.get(n, Histogram())
+                for n in sorted({*self.outputs, *other.outputs})
+            },
         )

@@ -199,6 +199,7 @@ class RunRecord(JsonRecord):
     sample_rows: int = 0  # of a run with --sample, which writes no parts: how many rows it was asked for
     retried_limits: dict[str, Any] = field(default_factory=dict)  # of its error rows, where not the job's
     stopped_by: str = ""  # the key of the job file whose limit ended it
+    sampled_stats: RowStats = field(default_factory=RowStats)  # of the rows of a run with --sample
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -31,7 +31,7 @@ def told(job, number=-1):
 def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row_once(job, soon):
     job.fake(**SLOW).rows(TEXTS)
     price = {"hourly_usd": A_SECOND}
-    with pytest.raises(LimitReached, match="cost.budget_usd: another unit would have passed it") as error:
+    with pytest.raises(LimitReached, match=r"cost.budget_usd: another unit would have passed it") as error:
         run(job, cost=price | {"budget_usd": 6.0}, run={"units_in_flight": 1})
     assert error.value.exit_code == 75
     first = runs(job)[0]
@@ -42,7 +42,8 @@ def test_a_run_ends_inside_its_budget_and_a_higher_one_finishes_it_with_each_row
     assert "draining: cost.budget_usd, " in told(job).read_text()
     report, _ = run(job, cost=price | {"budget_usd": 100.0})
     job.check(TEXTS)
-    assert report.outcome == "finished" and report.cost.total_usd <= 100.0
+    assert report.outcome == "finished"
+    assert report.cost.total_usd <= 100.0
     assert runs(job)[1]["stopped_by"] == ""
 
 
@@ -54,7 +55,8 @@ def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(
     started = Started.count
     with pytest.raises(LimitReached, match="what is left does not pay for the start"):
         run(job, cost=cost | {"budget_usd": 2.0})
-    assert Started.count == started and len(runs(job)) == 1
+    assert Started.count == started
+    assert len(runs(job)) == 1
     run(job)  # without a budget
     job.check(TEXTS)
     run(job, cost=cost | {"budget_usd": 2.0})  # nothing is left to pay for
@@ -62,9 +64,10 @@ def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(
 
 def test_a_run_ends_inside_its_time(job, soon):
     job.fake(**SLOW).rows(TEXTS)
-    with pytest.raises(LimitReached, match="run.max_runtime: another unit.*The next run does more"):
+    with pytest.raises(LimitReached, match=r"run.max_runtime: another unit.*The next run does more"):
         run(job, run={"max_runtime": "5 s", "units_in_flight": 1})
-    assert runs(job)[0]["wall_us"] < 5e6 and runs(job)[0]["stopped_by"] == MAX_RUNTIME
+    assert runs(job)[0]["wall_us"] < 5e6
+    assert runs(job)[0]["stopped_by"] == MAX_RUNTIME
     run(job)
     job.check(TEXTS)
 
@@ -75,7 +78,8 @@ def test_a_unit_that_takes_longer_than_was_thought_is_left_in_the_middle_and_its
     with pytest.raises(LimitReached):
         run(job, run={"max_runtime": "4 s", "unit_rows": 50, "window_rows": 50})
     first = runs(job)[0]
-    assert first["wall_us"] < 5e6 and first["rows_written"] == 0
+    assert first["wall_us"] < 5e6
+    assert first["rows_written"] == 0
     report, _ = run(job, run={"unit_rows": 50, "window_rows": 50})
     job.check(texts)
     assert report.work.taken_rows > 0
@@ -87,7 +91,8 @@ def test_a_budget_counts_every_actor_and_the_runs_before():
         RunRecord("1", "", actors=[ActorRecord(0, no_phases() | {"load": 2_000_000}, {"num_steps": 1})], hourly_usd=1.0)
     ]
     limit = RunLimits(cost, section, earlier).nearest([state(0, decode_us=10**7), state(1, decode_us=2 * 10**7)], 15.0)
-    assert limit is not None and limit.key == BUDGET
+    assert limit is not None
+    assert limit.key == BUDGET
     assert limit.left_s == pytest.approx((100 - 30) / 2, abs=0.01)
     gone = [state(0, decode_us=10**7, node_lost=True), state(1, decode_us=2 * 10**7)]
     assert RunLimits(cost, section, ()).nearest(gone, 15.0).left_s == pytest.approx(70)

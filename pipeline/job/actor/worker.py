@@ -25,7 +25,7 @@ from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.tokenize import Chat, Tokenize
-from pipeline.job.actor.write import Write
+from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process.main import load_factory
 from pipeline.job.process.supervisor import Launch, Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
@@ -177,7 +177,7 @@ class Worker:
             for i, text in enumerate(unit.own("_prompt").to_pylist())
         ]
         self._write.sample(unit, completions, self._run_id, prompts)
-        return UnitSummary(unit.window, unit.index, sampled_rows=unit.num_rows)
+        return UnitSummary(unit.window, unit.index, row_stats=row_stats(unit, completions), sampled_rows=unit.num_rows)
 
     def _there(self, unit: Unit) -> UnitSummary | None:
         """What becomes of a unit that has its part: nothing, or with `retry_failed` its error rows are computed again

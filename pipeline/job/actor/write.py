@@ -20,6 +20,7 @@ from pipeline.report.row_stats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
     ErrorExample,
+    Histogram,
     LengthBucket,
     RowStats,
     Timing,
@@ -145,12 +146,15 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
     """What the unit's rows were like; of each error code the first rows by their place in the input."""
     completed = [c for c in completions if c.error is None]
     lengths: dict[int, LengthBucket] = {}
+    generated: dict[int, list[int]] = {}
     for c in completed:
         bucket = length_bucket(c.num_prompt_tokens)
         row = LengthBucket(1, c.num_prompt_tokens, c.num_cached_tokens, len(c.token_ids))
         lengths[bucket] = lengths.get(bucket, LengthBucket()) + row
+        generated.setdefault(bucket, []).append(len(c.token_ids))
     timings = [Timing(c.queued_us, c.first_token_us, c.last_token_us, len(c.token_ids)) for c in completed]
-    return RowStats(latency_of(timings), dict(sorted(lengths.items())), _examples(unit, completions))
+    outputs = {bucket: Histogram.of(counts) for bucket, counts in sorted(generated.items())}
+    return RowStats(latency_of(timings), dict(sorted(lengths.items())), _examples(unit, completions), outputs)
 
 
 def _examples(unit: Unit, completions: list[Completion]) -> dict[str, tuple[ErrorExample, ...]]:

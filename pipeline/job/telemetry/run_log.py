@@ -9,6 +9,7 @@ import platform
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +24,7 @@ from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import now_us, package_versions, process_mark
 from pipeline.report.cost import RunReport, build_report
+from pipeline.report.estimate import Estimate
 from pipeline.report.render import markdown
 from pipeline.report.row_stats import RowStats
 from pipeline.report.run_record import Outcome, RunRecord, SkippedInput
@@ -31,6 +33,7 @@ from pipeline.stores.retries import RetryCounts
 RUNS = "_pipeline/runs"
 SKIPPED = "_pipeline/skipped"  # the damaged files that a run left out, written once: there may be many
 STATUS = "_pipeline/status.json"
+PLAN = "_pipeline/plan.json"
 REPORT_JSON = "_pipeline/report.json"
 REPORT_MARKDOWN = "_pipeline/report.md"
 NUM_SHOWN_ERRORS = 5
@@ -82,6 +85,7 @@ class RunLog:
         self.sampled_rows = 0
         self.found_units = 0  # of these, the ones that were found before any work
         self.row_stats = RowStats()  # of the parts this run made
+        self.sampled_stats = RowStats()
         self.write_us = 0
         self.first_errors: list[str] = []  # to show when there are too many
         self.skipped_files: list[SkippedInput] = []
@@ -98,7 +102,9 @@ class RunLog:
         self.sampled_rows += unit.sampled_rows
         shown = [example.line(code) for code, some in unit.row_stats.errors.items() for example in some]
         self.first_errors += shown[: NUM_SHOWN_ERRORS - len(self.first_errors)]
-        if unit.written:
+        if unit.sampled_rows:
+            self.sampled_stats += unit.row_stats
+        elif unit.written:
             self.written += unit.totals
             self.computed += unit.renewed or unit.totals
             self.row_stats += unit.row_stats
@@ -133,6 +139,7 @@ class RunLog:
             skipped_files=self.skipped_files,
             telemetry_failures=self._telemetry.failures,
             stopped_by=self.stopped_by,
+            sampled_stats=self.sampled_stats,
         )
 
     def save(self) -> None:
@@ -203,15 +210,24 @@ def make_report(
     totals: PartTotals,
     input_rows: int,
     finished: bool,
+    estimate: Estimate | None = None,
 ) -> RunReport:
     """The job's report over its runs, written beside the run. `finished`: the output is complete, in whatever way its
     last run ended."""
-    report = build_report(job_name, fingerprint, runs, totals, input_rows)
+    report = build_report(job_name, fingerprint, runs, totals, input_rows, estimate)
     if finished:
         report = replace(report, outcome="finished")
     telemetry.put(REPORT_JSON, json.dumps(report.to_json(), indent=1).encode())
     telemetry.put(REPORT_MARKDOWN, markdown(report).encode())
     return report
+
+
+def load_estimate(store: PartStore) -> Estimate | None:
+    """What `pipeline plan` expected of the job; None where it was not asked, or what it left cannot be read."""
+    with suppress(ValueError, TypeError, KeyError):
+        raw = store.folder.read(PLAN)
+        return None if raw is None else Estimate.from_json(json.loads(raw))
+    return None
 
 
 def put_status(telemetry: Telemetry, status: Status) -> None:

@@ -1,0 +1,1 @@
+"""What a job will take in hours and money, before it runs."""

@@ -1,0 +1,93 @@
+"""How fast the cards of `hardware.yaml` would compute a job, by the cost model: nothing was run on one.
+
+A sample of the job's requests goes through the simulated schedule of one engine, with kernels at a stated share of the
+card's data sheet. The high end of an interval is at that share, the low end at all of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.config import JobConfig
+from pipeline.engine.params import GPU_MAX_NUM_SEQS
+from pipeline.engine.startup.memory import SLACK_BYTES
+from pipeline.errors import ConfigError
+from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.model.config import ModelConfig
+from pipeline.roofline.cards import Card
+from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Reached, Weights
+from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, kv_room, simulate_job
+
+BLOCK_SIZE = 64  # of the KV cache on a card
+MAX_NUM_BATCHED_TOKENS = 8192
+LOAD_BYTES_PER_S = 1e9  # of the checkpoint's files, assumed
+STARTUP_S = 40.0  # of a process with CUDA and its kernels, assumed
+BEST = Reached()
+ASSUMED = Reached(bandwidth=0.7, kv=0.7, gemm=0.6, int4=0.5, attention=0.4, fp8=0.5, step_s=0.002)
+ASSUMED_TOLD = "kernels at 40 to 70 % of the data sheet and 2 ms beside each step: assumed, nothing ran on a card"
+
+
+@dataclass(frozen=True)
+class OnCard:
+    """best and assumed: the sample of requests, with kernels at the data sheet and at the assumed share of it; None
+    where it does not fit, as `lacks` says."""
+
+    card: str
+    weights: str
+    kv_tokens: int
+    max_num_seqs: int
+    best: JobSeconds | None = None
+    assumed: JobSeconds | None = None
+    load_s: float = 0.0
+    lacks: str = ""
+
+
+def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:
+    """By name, what the model's linears can be: its own form first."""
+    own = config.weights_on_card()
+    forms = {"16 bit": DENSE, "AWQ int4": AWQ, "fp8": Weights(int4=False, fp8=True)}
+    own_name = "AWQ int4" if own.int4 else "16 bit"
+    return {own_name: own, **{name: form for name, form in forms.items() if name != own_name}}
+
+
+def on_card(
+    card: Card,
+    config: ModelConfig,
+    job: JobConfig,
+    requests: Sequence[RequestTokens],
+    weights_name: str | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+) -> OnCard:
+    """What is left out is as the job has it."""
+    forms = kinds_of_weights(config)
+    name = weights_name or ("fp8" if job.engine.activation_dtype == "fp8" else next(iter(forms)))
+    weights, size = forms[name], config.size
+    seqs = max_num_seqs or job.engine.max_num_seqs or GPU_MAX_NUM_SEQS
+    tokens = max_num_batched_tokens or job.engine.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
+    value_bytes = size.fp8_value_bytes if job.engine.kv_cache_dtype == "fp8" else DENSE_BYTES
+    base = OnCard(card.name, name, 0, seqs)
+    if weights.fp8 and card.fp8_flops is None:
+        return replace(base, lacks="has no fp8 products")
+    ceilings = Ceilings.of_card(card, BEST)
+    slack = int(SLACK_BYTES / size.kv_bytes_per_token(value_bytes))
+    cached = replace(weights, cached=True, fused_tokens=CROSSOVER_CACHED if weights.int4 else None)
+    scratch = replace(weights, cached=False, fused_tokens=CROSSOVER_SCRATCH if weights.int4 else None)
+    longest = max(request.prompt + request.output for request in requests)
+    found: OnCard | None = None
+    for form in (cached, scratch) if weights.int4 else (cached,):
+        room = kv_room(size, form, ceilings, kv_value_bytes=value_bytes) - slack
+        if room < longest + BLOCK_SIZE:
+            continue
+        batching = Batching(seqs, max(tokens, seqs), room, BLOCK_SIZE)
+        try:
+            best, assumed = (
+                simulate_job(requests, size, form, replace(ceilings, reached=reached), batching, 0, value_bytes)
+                for reached in (BEST, ASSUMED)
+            )
+        except ConfigError as error:
+            return replace(base, lacks=str(error))
+        load_s = (size.linear_parameters * form.read_bytes + 2 * size.head_parameters * DENSE_BYTES) / LOAD_BYTES_PER_S
+        now = OnCard(card.name, name, room, seqs, best, assumed, load_s)
+        if found is None or found.assumed is None or assumed.wall_s < found.assumed.wall_s:
+            found = now
+    return found or replace(base, lacks="the weights and one request do not fit its memory")

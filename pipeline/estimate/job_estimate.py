@@ -1,0 +1,298 @@
+"""What a job will take: its tokens, its time and money on this machine and on each known card.
+
+The formulas are in docs/cost.md. Nothing is computed here but what a sample of prompts needs; the probe, where one is
+asked for, is a run with --sample, whose rows the job's run takes over.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, date, datetime
+from math import ceil
+from typing import Any
+
+from pipeline.config import JobConfig
+from pipeline.data.output.parts import PartStore
+from pipeline.engine.params import default_num_seqs
+from pipeline.errors import ConfigError
+from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, OnCard, on_card
+from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts
+from pipeline.estimate.measured import Speed, measured_speed
+from pipeline.estimate.prices import FILE, PriceList, load_prices
+from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_pool
+from pipeline.formatting import nearest
+from pipeline.job.actor.tokenize import Tokenize, chat_of
+from pipeline.job.actor_specs import resolve_device
+from pipeline.job.fingerprint import JOB
+from pipeline.job.history import Remembered, recall
+from pipeline.job.plan import JobPlan, make_plan
+from pipeline.job.run import run_job
+from pipeline.job.telemetry.run_log import PLAN, load_runs
+from pipeline.machine.host import wall_time
+from pipeline.model.config import read_config
+from pipeline.report.estimate import Estimate, Interval
+from pipeline.report.run_record import no_phases
+from pipeline.roofline.cards import Card, load_cards
+from pipeline.roofline.job_simulation import RequestTokens
+from pipeline.tokenization.tokenizer import Tokenizer
+
+CPU_BLOCK_SIZE = 16
+MAX_SIMULATED = 2048  # requests that go through the simulated schedule of a card
+FEWEST_BATCHES = 4  # of a card's batch, so that its beginning and end weigh little
+
+
+@dataclass(frozen=True)
+class PoolEstimate:
+    """So many engines. machine_us: of them all, from their start to the end of the last one. usd: None without a
+    price."""
+
+    place: str
+    actors: int
+    wall_us: Interval
+    machine_us: Interval
+    usd: Interval | None = None
+    spot_usd: Interval | None = None
+    interruptions: float = 0.0  # of a spot machine, expected
+    weights: str = ""
+    basis: str = ""
+    lacks: str = ""
+
+
+@dataclass(frozen=True)
+class JobEstimate:
+    """estimate: on this machine, None where nothing is known of its speed."""
+
+    job: str
+    rows: int
+    rows_left: int
+    sample: PromptSample
+    prompts: Interval
+    cached_tokens: float
+    generated: Interval
+    lengths: OutputLengths
+    estimate: Estimate | None
+    here: tuple[PoolEstimate, ...]
+    cards: tuple[PoolEstimate, ...]
+    advice: tuple[Advice, ...]
+    doubts: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        raw = asdict(replace(self, sample=replace(self.sample, requests=(), means=()), lengths=self.lengths))
+        raw["sample"] = {key: getattr(self.sample, key) for key in ("rows", "errors", "total_rows", "shared")} | {
+            "tokens_each": asdict(self.sample.tokens_each)
+        }
+        raw["lengths"] = {"each": asdict(self.lengths.each), "come_from": self.lengths.come_from}
+        return raw
+
+
+def estimate_job(
+    config: JobConfig,
+    *,
+    sample: int = 2000,
+    probe: int | None = None,
+    hardware: Sequence[str] = (),
+    actors: Sequence[int] = (),
+    prices: PriceList | None = None,
+    today: date | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> JobEstimate:
+    """hardware: names of cards, all known ones when left out. actors: how many engines, the job's own when left out.
+
+    With a probe so many rows are computed first, and kept for the job's run. Raises what planning a run raises, and
+    ConfigError for a card that is not known.
+    """
+    cards, price_list = _cards(hardware), prices or load_prices(FILE)
+    if probe:
+        say(f"computing a probe of {probe:,} rows")
+        run_job(config, sample=probe)
+    plan = make_plan(config, resolve_device(config), say)
+    store = PartStore(config.output.path, config.output.storage)
+    history = recall(plan)
+    rows_left = plan.num_rows - _rows_done(store, plan)
+    tokenizer = Tokenizer.from_folder(str(plan.model), plan.chat_template)
+    tokenize = Tokenize(tokenizer, plan.config.sampling_params(), config.seed, chat_of(plan.config, wall_time()))
+    block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
+    say(f"reading a sample of {min(sample, plan.num_rows):,} rows")
+    prompts = sample_prompts(plan.config, plan.source, tokenize, sample, block)
+    if not prompts.requests:
+        raise ConfigError(
+            f"input.path {config.input.path}: none of the {prompts.rows} sampled rows has a usable prompt"
+        )
+    lengths = output_lengths(prompts.requests, history)
+    computed_rows = rows_left * (1 - prompts.errors / prompts.rows)
+    prompt_tokens = prompts.tokens_each.times(computed_rows)
+    shared = _shared(prompts, history)
+    generated = lengths.each.times(computed_rows)
+    speed = measured_speed(history)
+    counts = tuple(actors) or (plan.config.run.pool[1],)
+    units = _units(plan, computed_rows, prompts, lengths)
+    work = _Work(prompt_tokens.times(1 - shared), generated, computed_rows, units)
+    here: tuple[PoolEstimate, ...] = ()
+    made: Estimate | None = None
+    if speed is not None and computed_rows >= 1:
+        here = tuple(_here(speed, work, n, config.cost.hourly_usd) for n in counts)
+        made = _estimate(plan, store, speed, work, lengths, prompt_tokens.expected * shared)
+    elsewhere, advice = _on_cards(cards, plan, prompts, lengths, work, counts, price_list)
+    advice += advice_for_pool(here, work.units, plan.config.run.unit_rows) if here else ()
+    used = PriceList(tuple(p for p in price_list.prices if any(p.card == c.name for c in cards)), 0.0)
+    doubts = tuple(used.doubts(today or wall_time().date()))
+    return JobEstimate(
+        config.name, plan.num_rows, rows_left, prompts, prompt_tokens, prompt_tokens.expected * shared, generated,
+        lengths, made, here, elsewhere, advice, doubts,
+    )  # fmt: skip
+
+
+def save_estimate(config: JobConfig, estimate: Estimate) -> None:
+    """Keep it in the job's output, for the report of the run that follows."""
+    store = PartStore(config.output.path, config.output.storage)
+    store.folder.replace(PLAN, json.dumps(estimate.to_json(), indent=1).encode())
+
+
+@dataclass(frozen=True)
+class _Work:
+    """prompt: tokens that are computed."""
+
+    prompt: Interval
+    generated: Interval
+    rows: float
+    units: float
+
+    def imbalance(self, actors: int) -> float:
+        """How much longer the last of so many engines takes than all of them on average, units being alike."""
+        each = self.units / actors
+        return ceil(each) / each if actors > 1 else 1.0
+
+
+def _cards(names: Sequence[str]) -> list[Card]:
+    known = {card.name: card for card in load_cards()}
+    chosen = []
+    for name in names:
+        found = [card for full, card in known.items() if full.lower() == name.lower()]
+        found = found or [card for full, card in known.items() if full.lower().startswith(name.lower())]
+        if not found:
+            close = nearest(name, known)
+            hint = f" Did you mean {close}?" if close else ""
+            raise ConfigError(f"--hardware {name}: no such card; expected one of {', '.join(known)}.{hint}")
+        chosen.append(found[0])
+    return chosen or list(known.values())
+
+
+def _rows_done(store: PartStore, plan: JobPlan) -> int:
+    if store.folder.read(JOB) is None:
+        return 0
+    return min(plan.num_rows, store.list(plan.fingerprint.short).num_rows)
+
+
+def _shared(sample: PromptSample, history: Sequence[Remembered]) -> float:
+    """The share of prompt tokens from cache: as earlier runs of the job had it, else as the sample shows."""
+    for run in (each.run for each in history if each.same_work):
+        tokens = run.stat("prompt_tokens")
+        if tokens:
+            return run.stat("cached_tokens") / tokens
+    return sample.shared
+
+
+def _units(plan: JobPlan, rows: float, sample: PromptSample, lengths: OutputLengths) -> float:
+    run = plan.config.run
+    most = sum(len(r.prompt_token_ids) + r.params.max_tokens for r in sample.requests) / len(sample.requests)
+    return max(1.0, rows / run.unit_rows, rows * most / run.unit_tokens)
+
+
+def _here(speed: Speed, work: _Work, actors: int, hourly_usd: float | None) -> PoolEstimate:
+    def wall_us(prompt: float, generated: float) -> float:
+        share = speed.compute_us(prompt, generated) / actors * work.imbalance(actors)
+        return speed.startup_us + speed.load_us + share
+
+    expected = wall_us(work.prompt.expected, work.generated.expected)
+    low = wall_us(work.prompt.low, work.generated.low) * (1 - speed.spread)
+    high = wall_us(work.prompt.high, work.generated.high) * (1 + speed.spread)
+    each = Interval(low, expected, high)
+    machine = each.times(actors)
+    usd = None if hourly_usd is None else machine.times(hourly_usd / 3.6e9)
+    driver = Interval(*[speed.driver_us] * 3)
+    return PoolEstimate("this machine", actors, each + driver, machine, usd, basis=speed.comes_from)
+
+
+def _estimate(
+    plan: JobPlan, store: PartStore, speed: Speed, work: _Work, lengths: OutputLengths, cached: float
+) -> Estimate:
+    actors, hourly_usd = plan.config.run.pool[1], plan.config.cost.hourly_usd
+    pool = _here(speed, work, actors, hourly_usd)
+    phases: dict[str, int] = no_phases()
+    phases["startup"], phases["load"] = round(speed.startup_us * actors), round(speed.load_us * actors)
+    phases["prefill"] = round(speed.prompt_token_us * work.prompt.expected)
+    phases["decode"] = round(speed.generated_token_us * work.generated.expected)
+    phases["waiting"] = round(speed.beside * (phases["prefill"] + phases["decode"]))
+    phases["tail"] = max(0, round(pool.machine_us.expected) - sum(phases.values()))
+    return Estimate(
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        runs_before=len(load_runs(store)) if store.folder.read(JOB) is not None else 0,
+        rows=round(work.rows),
+        prompt_tokens=work.prompt,
+        cached_tokens=cached,
+        generated_tokens=work.generated,
+        machine_us=pool.machine_us,
+        wall_us=pool.wall_us,
+        phases_us=phases,
+        hourly_usd=hourly_usd,
+        speeds_from=speed.comes_from,
+        lengths_from=lengths.come_from,
+        actors=actors,
+    )
+
+
+def _on_cards(
+    cards: Sequence[Card],
+    plan: JobPlan,
+    sample: PromptSample,
+    lengths: OutputLengths,
+    work: _Work,
+    counts: Sequence[int],
+    prices: PriceList,
+) -> tuple[tuple[PoolEstimate, ...], tuple[Advice, ...]]:
+    """Each card with each number of engines, and what is worth changing there."""
+    if work.rows < 1:
+        return (), ()
+    model, config = read_config(plan.model), plan.config
+    shared = 1 - work.prompt.expected / max(1.0, sample.tokens_each.expected * work.rows)
+    pairs = [
+        RequestTokens(max(1, round(len(r.prompt_token_ids) * (1 - shared))), output)
+        for r, output in zip(sample.requests, lengths.drawn, strict=True)
+    ]
+    fewest = FEWEST_BATCHES * (config.engine.max_num_seqs or default_num_seqs(on_gpu=True))
+    pairs = (pairs * max(1, ceil(fewest / len(pairs))))[:MAX_SIMULATED]
+    told: list[PoolEstimate] = []
+    for card in cards:
+        found = on_card(card, model, config, pairs)
+        told += [_card_pool(found, work, len(pairs), actors, prices) for actors in counts]
+    best = next((card for card in cards if any(p.place == card.name and not p.lacks for p in told)), None)
+    advice = advice_for_card(best, model, config, pairs) if best is not None and len(cards) == 1 else ()
+    return tuple(told), advice
+
+
+def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: PriceList) -> PoolEstimate:
+    nothing = Interval(0, 0, 0)
+    if found.best is None or found.assumed is None:
+        return PoolEstimate(found.card, actors, nothing, nothing, weights=found.weights, lacks=found.lacks)
+    scale = work.rows / requests / actors * work.imbalance(actors)
+    start_s = STARTUP_S + found.load_s
+    # The assumed speed is expected; the data sheet's is the best there is, and as much slower again the worst.
+    tokens = work.prompt.expected + work.generated.expected
+    fewest, most = (work.prompt.low + work.generated.low) / tokens, (work.prompt.high + work.generated.high) / tokens
+    slow_s = found.assumed.wall_s * found.assumed.wall_s / found.best.wall_s
+    each = Interval(
+        (start_s + scale * found.best.wall_s * fewest) * 1e6,
+        (start_s + scale * found.assumed.wall_s) * 1e6,
+        (start_s + scale * slow_s * most) * 1e6,
+    )
+    machine, price = each.times(actors), prices.of(found.card)
+    usd = spot = None
+    interruptions = prices.spot_interruptions_per_hour * machine.expected / 3.6e9
+    if price is not None and price.on_demand_usd is not None:
+        usd = machine.times(price.on_demand_usd / 3.6e9)
+    if price is not None and price.spot_usd is not None:
+        lost = prices.spot_interruptions_per_hour * start_s / 3600  # a new machine starts and loads again
+        spot = machine.times(price.spot_usd / 3.6e9 * (1 + lost))
+    return PoolEstimate(
+        found.card, actors, each, machine, usd, spot, interruptions, found.weights, "the cost model, not measured"
+    )

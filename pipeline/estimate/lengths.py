@@ -1,0 +1,128 @@
+"""How many tokens a job has: its prompts from a sample of them, its completions from runs before, or an assumption.
+
+Intervals are of 95 %: of the prompts, two standard errors of the mean over the stretches that were read, as rows that
+lie together are alike; of the completions, the same over the rows that earlier runs wrote.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, stdev
+
+import numpy as np
+
+from pipeline.config import JobConfig
+from pipeline.data.source import Source, Window
+from pipeline.engine.params import Request
+from pipeline.job.actor.tokenize import Tokenize
+from pipeline.job.history import Remembered
+from pipeline.job.prompt_preview import sampled, units_of
+from pipeline.report.estimate import Interval
+from pipeline.report.row_stats import Histogram, RowStats, length_bucket
+
+LEAST_ERROR = 0.03  # of a mean: what no sample rules out
+ASSUMED = Interval(0.1, 0.5, 1.0)  # of max_tokens, where nothing is known
+
+
+@dataclass(frozen=True)
+class PromptSample:
+    """rows were read, of which `errors` have no prompt that can be computed. shared: of the sample's prompt tokens,
+    those in blocks that an earlier prompt of it had at its beginning. means: of prompt tokens, by stretch."""
+
+    requests: tuple[Request, ...]
+    rows: int
+    errors: int
+    total_rows: int
+    shared: float
+    means: tuple[float, ...]
+
+    @property
+    def tokens_each(self) -> Interval:
+        """Of a row that is computed."""
+        lengths = [len(request.prompt_token_ids) for request in self.requests]
+        mean = fmean(lengths) if lengths else 0.0
+        if self.rows >= self.total_rows or len(self.means) < 2:
+            return Interval(mean, mean, mean)
+        error = 2 * stdev(self.means) / sqrt(len(self.means)) * sqrt(1 - self.rows / self.total_rows)
+        return Interval(max(0.0, mean - error), mean, mean + error)
+
+
+def sample_prompts(config: JobConfig, source: Source, tokenize: Tokenize, rows: int, block_size: int) -> PromptSample:
+    """Read about so many rows, evenly spread over the input, and tokenize them."""
+    total = source.num_rows if config.input.limit is None else min(config.input.limit, source.num_rows)
+    requests: list[Request] = []
+    means: list[float] = []
+    errors = 0
+    for window in sampled(total, rows):
+        of_window = list(_requests(config, source, window, tokenize))
+        found = [request for requests, _ in of_window for request in requests]
+        errors += sum(failed for _, failed in of_window)
+        requests += found
+        if found:
+            means.append(fmean(len(request.prompt_token_ids) for request in found))
+    return PromptSample(
+        tuple(requests), len(requests) + errors, errors, total, _shared(requests, block_size), tuple(means)
+    )
+
+
+def _requests(
+    config: JobConfig, source: Source, window: Window, tokenize: Tokenize
+) -> Iterator[tuple[list[Request], int]]:
+    for unit in units_of(config, source, window):
+        requests, failed = tokenize(unit)
+        yield requests, len(failed)
+
+
+def _shared(requests: Sequence[Request], block_size: int) -> float:
+    """The share of prompt tokens that are in whole blocks which a prompt before began with; never a prompt's last
+    token, which is always computed."""
+    seen: set[int] = set()
+    cached = total = 0
+    for request in requests:
+        ids = request.prompt_token_ids
+        total += len(ids)
+        chain, is_cached = 0, True
+        for start in range(0, (len(ids) - 1) // block_size * block_size, block_size):
+            chain = hash((chain, tuple(ids[start : start + block_size])))
+            is_cached = is_cached and chain in seen
+            cached += block_size * is_cached
+            seen.add(chain)
+    return cached / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class OutputLengths:
+    """Generated tokens of a row: the mean, and for each request of a sample one that it may have. `come_from`: for
+    people."""
+
+    each: Interval
+    drawn: tuple[int, ...]
+    come_from: str
+
+
+def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -> OutputLengths:
+    """From runs of the same work by bucket of prompt length; else from the assumption."""
+    most = np.array([request.params.max_tokens for request in requests] or [0])
+    runs = [each.run for each in history if each.same_work]
+    stats = sum((run.row_stats + run.sampled_stats for run in runs), RowStats())
+    known = {bucket: histogram for bucket, histogram in stats.outputs.items() if histogram.count}
+    if not known:
+        each = ASSUMED.times(float(most.mean()))
+        drawn = np.maximum(1, most * ASSUMED.expected).astype(int)
+        return OutputLengths(each, tuple(drawn.tolist()), f"assumed: half of max_tokens, {most.mean():,.0f} on average")
+    everything = sum(known.values(), Histogram())
+    rng = np.random.default_rng(0)
+    drawn, mean, square_error = np.zeros(len(requests), dtype=int), 0.0, 0.0
+    buckets = np.array([length_bucket(len(request.prompt_token_ids)) for request in requests])
+    for bucket in np.unique(buckets).tolist():
+        here = buckets == bucket
+        counted = known.get(bucket, everything).values()
+        values = np.repeat([value for value, _ in counted], [count for _, count in counted])
+        drawn[here] = rng.choice(values, here.sum())
+        share = here.mean()
+        mean += share * float(np.minimum(values, most.max()).mean())
+        square_error += (share * float(values.std()) / sqrt(len(values))) ** 2
+    drawn = np.clip(drawn, 1, most)
+    error = max(2 * sqrt(square_error), LEAST_ERROR * mean)
+    told = f"{everything.count:,} rows of {len(runs)} earlier run{'s' * (len(runs) > 1)} of this job"
+    return OutputLengths(Interval(max(1.0, mean - error), mean, mean + error), tuple(drawn.tolist()), told)

@@ -1,0 +1,76 @@
+"""How fast this machine computes a model, as runs before measured it.
+
+An engine's time is start-up and load, once each, and then so much for each prompt token that is computed and each token
+that is generated. Steps with few sequences are dearer for each of them; runs over as many rows as the job has, or a
+probe that fills the batch, are therefore the better guide. Time at rest and work done twice are a share of the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.job.history import Remembered
+from pipeline.report.estimate import Interval
+from pipeline.report.run_record import Computed, RunRecord
+
+LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
+MAX_RUNS = 3  # the newest say most about now
+FEW_ROWS = 0.5  # of those that the batch holds, below which a run says little
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Microseconds. start-up, load and driver: once each, of an actor and of the run. beside: of the time of computing,
+    what came beside it (waiting, repeated work). spread: of the speed, up and down."""
+
+    startup_us: float
+    load_us: float
+    prompt_token_us: float
+    generated_token_us: float
+    beside: float
+    driver_us: float
+    spread: float
+    comes_from: str
+
+    def compute_us(self, prompt_tokens: float, generated_tokens: float) -> float:
+        busy_us = self.prompt_token_us * prompt_tokens + self.generated_token_us * generated_tokens
+        return busy_us * (1 + self.beside)
+
+
+def measured_speed(history: Sequence[Remembered]) -> Speed | None:
+    """None where no run before computed anything. history: the newest first."""
+    runs = [each.run for each in history if _computed(each.run).prompt and _computed(each.run).generated]
+    if not runs:
+        return None
+    most = max(_computed(run).all for run in runs)
+    large = [run for run in runs if _computed(run).all >= FEW_ROWS * most]  # a probe beside whole runs says little
+    chosen = large[:MAX_RUNS]
+    computed = sum(map(_computed, chosen), Computed())
+    prefill, decode = (sum(run.phase_us(phase) for run in chosen) for phase in ("prefill", "decode"))
+    rest = sum(run.phase_us("waiting") + run.phase_us("repeated") for run in chosen)
+    last = next(run for run in runs if run.actors)
+    actors = [actor for actor in last.actors if actor.stats.get("num_steps")]
+    rates = [_us_each(run) for run in chosen]
+    spread = max(LEAST_SPREAD, (max(rates) - min(rates)) / (2 * min(rates)))
+    told = f"{len(chosen)} run{'s' * (len(chosen) > 1)} on this machine, the last one {last.started_at[:10]}"
+    return Speed(
+        startup_us=sum(actor.phases_us["startup"] for actor in actors) / len(actors),
+        load_us=sum(actor.phases_us["load"] for actor in actors) / len(actors),
+        prompt_token_us=prefill / computed.prompt,
+        generated_token_us=decode / computed.generated,
+        beside=rest / max(1, prefill + decode),
+        driver_us=max(0, last.wall_us - max(actor.machine_us for actor in last.actors)),
+        spread=spread,
+        comes_from=told,
+    )
+
+
+def _computed(run: RunRecord) -> Computed:
+    return sum((actor.computed for actor in run.actors), Computed())
+
+
+def _us_each(run: RunRecord) -> float:
+    return (run.phase_us("prefill") + run.phase_us("decode")) / _computed(run).all
+
+
+def around(expected: float, spread: float) -> Interval:
+    return Interval(expected * (1 - spread), expected, expected * (1 + spread))

@@ -1,0 +1,76 @@
+"""A job's estimate as text for a terminal."""
+
+from pipeline.estimate.cards import ASSUMED_TOLD
+from pipeline.estimate.job_estimate import JobEstimate, PoolEstimate
+from pipeline.formatting import duration, printable
+from pipeline.report.estimate import Interval
+from pipeline.report.figures import aligned, money, percent, seconds
+from pipeline.report.run_record import PHASES
+
+NOTHING_KNOWN = (
+    "Nothing is known of this model's speed on this machine. `--probe 64` computes so many rows and measures; the run "
+    "takes them over."
+)
+
+
+def text(found: JobEstimate) -> str:
+    sample = found.sample
+    whole = "all rows" if sample.rows >= sample.total_rows else f"a sample of {sample.rows:,} rows"
+    errors = f"; {percent(sample.errors / sample.rows)} have no usable prompt" if sample.errors else ""
+    left = "" if found.rows_left == found.rows else f", {found.rows_left:,} of them left"
+    lines = [
+        f"{printable(found.job)}: {found.rows:,} rows{left}",
+        "",
+        f"  Prompts     {_tokens(found.prompts)} tokens, {_tokens(sample.tokens_each)} each, from {whole}{errors}",
+        f"              {percent(found.cached_tokens / max(1.0, found.prompts.expected))} of them in prefixes that are "
+        "computed once",
+        f"  Generated   {_tokens(found.generated)} tokens, {_tokens(found.lengths.each)} each, from "
+        f"{found.lengths.come_from}",
+    ]
+    if found.here:
+        lines += ["", f"  On this machine, by {found.here[0].basis}"]
+        lines += [f"    {line}" for line in aligned(_here_rows(found.here))]
+    else:
+        lines += ["", f"  {'Nothing is left to compute.' if not found.rows_left else NOTHING_KNOWN}"]
+    if found.estimate is not None:
+        phases = [f"{name} {seconds(us)}" for name in PHASES if (us := found.estimate.phases_us[name])]
+        lines.append(f"    {', '.join(phases)}")
+    if found.cards:
+        lines += ["", "  On cards, by the cost model; low, expected and high"]
+        lines += [f"    {line}" for line in aligned(_card_rows(found.cards))]
+        lines += [f"    {pool.place}: {pool.lacks}" for pool in found.cards if pool.lacks]
+        lines.append(f"    Expected: {ASSUMED_TOLD}.")
+    lines += [f"    {doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts]
+    if found.advice:
+        lines += ["", "  Worth changing"]
+        for each in found.advice:
+            effect = "" if each.effect is None else f" ({each.effect:.0%} less time, by the cost model)"
+            lines.append(f"    {each.key}{effect}: {each.why}")
+    return "\n".join(lines)
+
+
+def _tokens(count: Interval) -> str:
+    shown = f"{count.expected:,.0f}"
+    low, high = f"{count.low:,.0f}", f"{count.high:,.0f}"
+    return shown if low == shown == high else f"{shown} ({low} to {high})"
+
+
+def _here_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
+    rows = [["engines", "time", "low", "high", "machine time", "US dollars", "low", "high"]]
+    for p in pools:
+        times = (seconds(round(us)) for us in (p.wall_us.expected, p.wall_us.low, p.wall_us.high))
+        usd = ["unpriced", "", ""] if p.usd is None else [money(v) for v in (p.usd.expected, p.usd.low, p.usd.high)]
+        rows.append([f"{p.actors:,}", *times, seconds(round(p.machine_us.expected)), *usd])
+    return rows
+
+
+def _card_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
+    rows = [["card", "weights", "engines", "time", "low", "high", "on demand", "low", "high", "spot", "interruptions"]]
+    for p in pools:
+        if p.lacks:
+            continue
+        times = (duration(us / 1e6) for us in (p.wall_us.expected, p.wall_us.low, p.wall_us.high))
+        usd = ["", "", ""] if p.usd is None else [money(v) for v in (p.usd.expected, p.usd.low, p.usd.high)]
+        spot = "" if p.spot_usd is None else money(p.spot_usd.expected)
+        rows.append([p.place, p.weights, f"{p.actors:,}", *times, *usd, spot, f"{p.interruptions:.1f}"])
+    return rows

@@ -1,0 +1,99 @@
+"""What was expected of a job before it ran, kept in its output as `_pipeline/plan.json`, and set beside what came.
+
+Whoever makes it is `pipeline.estimate`. Times are whole microseconds, money is US dollars.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline.report.json_record import JsonRecord
+from pipeline.report.run_record import PHASES, RunRecord
+
+
+@dataclass(frozen=True)
+class Interval:
+    """low <= expected <= high."""
+
+    low: float
+    expected: float
+    high: float
+
+    def times(self, factor: float) -> "Interval":
+        return Interval(self.low * factor, self.expected * factor, self.high * factor)
+
+    def __add__(self, other: "Interval") -> "Interval":
+        return Interval(self.low + other.low, self.expected + other.expected, self.high + other.high)
+
+
+@dataclass(frozen=True)
+class Estimate(JsonRecord):
+    """Of the rows that were left when it was made, after `runs_before` runs. phases_us: machine time, expected.
+    hourly_usd: None where the job declares no price. speeds_from, lengths_from: for people."""
+
+    made_at: str
+    runs_before: int
+    rows: int
+    prompt_tokens: Interval  # computed ones
+    cached_tokens: float
+    generated_tokens: Interval
+    machine_us: Interval
+    wall_us: Interval
+    phases_us: dict[str, int] = field(default_factory=dict)
+    hourly_usd: float | None = None
+    speeds_from: str = ""
+    lengths_from: str = ""
+    actors: int = 1
+
+    @property
+    def usd(self) -> Interval | None:
+        return None if self.hourly_usd is None else self.machine_us.times(self.hourly_usd / 3.6e9)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A line: expected, what came, and the ratio of these (None where nothing was expected)."""
+
+    what: str
+    expected: float
+    actual: float
+
+    @property
+    def ratio(self) -> float | None:
+        return self.actual / self.expected if self.expected else None
+
+
+@dataclass(frozen=True)
+class EstimateAndActual:
+    """Of the runs since the estimate. `lines`: rows, tokens, machine time whole and by phase, wall time, money."""
+
+    estimate: Estimate
+    lines: tuple[Compared, ...]
+
+    @property
+    def ratio(self) -> float | None:
+        """Of machine time, what came to what was expected."""
+        return next(line.ratio for line in self.lines if line.what == "machine_us")
+
+
+def compare(estimate: Estimate, runs: Sequence[RunRecord]) -> EstimateAndActual | None:
+    """None as long as no run since the estimate has used machine time. runs: all of the job, in order."""
+    since = runs[estimate.runs_before :]
+    machine_us = sum(run.machine_us for run in since)
+    if not machine_us:
+        return None
+    lines = [
+        Compared("rows", estimate.rows, sum(run.rows_written for run in since)),
+        Compared(
+            "prompt_tokens", estimate.prompt_tokens.expected, sum(run.input_tokens - run.cached_tokens for run in since)
+        ),
+        Compared("generated_tokens", estimate.generated_tokens.expected, sum(run.generated_tokens for run in since)),
+        *(
+            Compared(phase, estimate.phases_us.get(phase, 0), sum(run.phase_us(phase) for run in since))
+            for phase in PHASES
+        ),
+        Compared("machine_us", estimate.machine_us.expected, machine_us),
+        Compared("wall_us", estimate.wall_us.expected, sum(run.wall_us for run in since)),
+    ]
+    if estimate.usd is not None:
+        lines.append(Compared("usd", estimate.usd.expected, sum(run.usd(run.machine_us) for run in since)))
+    return EstimateAndActual(estimate, tuple(lines))
