@@ -4,6 +4,7 @@ fixture that runs the command line in this process."""
 import io
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Engines of real jobs have two all the same; those that wait leave the processor to the other workers' tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# What runs remember for `pipeline plan` is not the user's here.
+os.environ.setdefault("PIPELINE_CACHE", tempfile.mkdtemp(prefix="pipeline-tests-"))
 
 # Triton reads this when it is imported. Where there is a GPU the same tests run compiled, on it.
 if not Path("/dev/nvidiactl").exists():

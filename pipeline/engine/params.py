@@ -191,6 +191,10 @@ class EngineStats:
     memory is repeated work. batch_sum adds the sequences of each step, kv_used_ppm_sum the used share of the KV cache
     of each step (parts per million).
 
+    plain_steps to plain_rows_us are sums over the plain steps, which generated one token for each of their rows and did
+    nothing else: 1, rows, rows**2, microseconds, rows * microseconds. A line of time by rows is
+    fitted to them (`pipeline.estimate.measured`).
+
     num_draft_steps are the steps that computed drafts; drafted_1 counts drafts in the first place after the known
     tokens and accepted_1 those of them that the model confirmed, and so on. One number for each place, because these
     totals travel and add up as plain integers. Computing drafts is part of decode_us.
@@ -208,6 +212,11 @@ class EngineStats:
     repeated_us: int = 0
     batch_sum: int = 0
     kv_used_ppm_sum: int = 0
+    plain_steps: int = 0
+    plain_rows: int = 0
+    plain_rows_squared: int = 0
+    plain_us: int = 0
+    plain_rows_us: int = 0
     num_draft_steps: int = 0
     drafted_1: int = 0
     drafted_2: int = 0

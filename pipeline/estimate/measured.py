@@ -1,8 +1,10 @@
 """How fast this machine computes a model, as runs before measured it.
 
 An engine's time is start-up and load, once each, and then so much for each prompt token that is computed and each token
-that is generated. Steps with few sequences are dearer for each of them; runs over as many rows as the job has, or a
-probe that fills the batch, are therefore the better guide. Time at rest and work done twice are a share of the rest.
+that is generated. Steps with few rows are dearer for each of them: where a run was too small to fill its batch, as a
+probe is, a token generated in a full one is taken from the line that fits the times of its plain steps by their rows.
+Drafts, which may make it cheaper still, need more steps than a probe has to prove themselves. Time at rest and work
+done twice are a share of the rest.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,8 @@ from pipeline.report.run_record import Computed, RunRecord
 
 LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
 MAX_RUNS = 3  # the newest say most about now
-FEW_ROWS = 0.5  # of those that the batch holds, below which a run says little
+FEW_TOKENS = 0.5  # of those of the largest run, below which a run beside it says little
+FULL = 0.8  # of its batch that a run has to fill, on average, to be taken as it is
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,13 @@ class Speed:
         return busy_us * (1 + self.beside)
 
 
-def measured_speed(history: Sequence[Remembered]) -> Speed | None:
-    """None where no run before computed anything. history: the newest first."""
+def measured_speed(history: Sequence[Remembered], rows: float) -> Speed | None:
+    """None where no run before computed anything. history: the newest first. rows: of the job, for each engine."""
     runs = [each.run for each in history if _computed(each.run).prompt and _computed(each.run).generated]
     if not runs:
         return None
     most = max(_computed(run).all for run in runs)
-    large = [run for run in runs if _computed(run).all >= FEW_ROWS * most]  # a probe beside whole runs says little
+    large = [run for run in runs if _computed(run).all >= FEW_TOKENS * most]  # a probe beside whole runs says little
     chosen = large[:MAX_RUNS]
     computed = sum(map(_computed, chosen), Computed())
     prefill, decode = (sum(run.phase_us(phase) for run in chosen) for phase in ("prefill", "decode"))
@@ -56,7 +59,7 @@ def measured_speed(history: Sequence[Remembered]) -> Speed | None:
         startup_us=sum(actor.phases_us["startup"] for actor in actors) / len(actors),
         load_us=sum(actor.phases_us["load"] for actor in actors) / len(actors),
         prompt_token_us=prefill / computed.prompt,
-        generated_token_us=decode / computed.generated,
+        generated_token_us=_generated_us(chosen, decode / computed.generated, rows),
         beside=rest / max(1, prefill + decode),
         driver_us=max(0, last.wall_us - max(actor.machine_us for actor in last.actors)),
         spread=spread,
@@ -66,6 +69,21 @@ def measured_speed(history: Sequence[Remembered]) -> Speed | None:
 
 def _computed(run: RunRecord) -> Computed:
     return sum((actor.computed for actor in run.actors), Computed())
+
+
+def _generated_us(runs: Sequence[RunRecord], measured: float, rows: float) -> float:
+    """Of a generated token, with the batch as full as `rows` make it. measured: with the batch as it was."""
+    sums = [
+        sum(run.stat(f"plain_{name}") for run in runs) for name in ("steps", "rows", "rows_squared", "us", "rows_us")
+    ]
+    count, x, xx, y, xy = sums
+    batch = min(rows, float(runs[0].resolved.get("max_num_seqs", 0)))
+    spread = count * xx - x * x
+    if not count or not spread or x / count >= FULL * batch:
+        return measured
+    a_row_us = max(0.0, (count * xy - x * y) / spread)
+    a_step_us = max(0.0, (y - a_row_us * x) / count)
+    return min(measured, a_row_us + a_step_us / batch)
 
 
 def _us_each(run: RunRecord) -> float:

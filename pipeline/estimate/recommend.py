@@ -41,7 +41,7 @@ def advice_for_card(
         return ()
     by_rows = {seqs: on_card(card, model, job, requests, max_num_seqs=seqs) for seqs in ROWS}
     advice = [
-        Advice(f"engine.max_num_seqs: {seqs}", _why_rows(now, seqs, better), gain)
+        Advice(f"engine.max_num_seqs: {seqs}", _why_rows(now, better), gain)
         for seqs, better, gain in _best(now, by_rows, job.engine.max_num_seqs or GPU_MAX_NUM_SEQS)
     ]
     by_tokens = {n: on_card(card, model, job, requests, max_num_batched_tokens=n) for n in TOKENS}
@@ -66,11 +66,11 @@ def _best(now: OnCard, tried: Mapping[K, OnCard], used: K) -> list[tuple[K, OnCa
     return [(key, best, gain)] if key != used and gain >= WORTH else []
 
 
-def _why_rows(now: OnCard, seqs: int, better: OnCard) -> str:
-    assert better.assumed is not None
+def _why_rows(now: OnCard, better: OnCard) -> str:
+    assert now.assumed is not None and better.assumed is not None
     return (
         f"the KV cache has room for {better.kv_tokens:,} tokens; {better.assumed.sequences:.0f} rows at once on average "
-        f"instead of {now.assumed.sequences if now.assumed else 0:.0f}, so that each reading of the weights serves more"
+        f"instead of {now.assumed.sequences:.0f}, so that a reading of the weights serves more of them"
     )
 
 

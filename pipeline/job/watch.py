@@ -135,10 +135,13 @@ class Watch:
         if self.stop.count:
             self.log.stopped_by = ""
             return self._drain(flow)
-        written = self.totals.now().rows
+        written, what_now = (
+            self.totals.now().rows,
+            "Raise it to go on." if limit.key == BUDGET else "The next does more.",
+        )
         raise LimitReached(
-            f"{limit.key}: another unit would have passed it, so the run ended itself with {written} of {self.num_rows} rows "
-            f"written. {'Raise it to go on.' if limit.key == BUDGET else 'The next run does more.'}"
+            f"{limit.key}: another unit would have passed it, so the run ended itself with {written} of {self.num_rows} "
+            f"rows written. {what_now}"
         )
 
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:

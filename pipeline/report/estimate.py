@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pipeline.report.json_record import JsonRecord
 from pipeline.report.run_record import PHASES, RunRecord
 
+LEAST_SHARE = 0.01  # of the machine time, below which a phase has no ratio
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -51,15 +53,16 @@ class Estimate(JsonRecord):
 
 @dataclass(frozen=True)
 class Compared:
-    """A line: expected, what came, and the ratio of these (None where nothing was expected)."""
+    """A line: expected, what came, and the ratio of these (None where next to nothing was expected)."""
 
     what: str
     expected: float
     actual: float
+    least: float = 1e-12
 
     @property
     def ratio(self) -> float | None:
-        return self.actual / self.expected if self.expected else None
+        return self.actual / self.expected if self.expected >= self.least else None
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,12 @@ def compare(estimate: Estimate, runs: Sequence[RunRecord]) -> EstimateAndActual 
         ),
         Compared("generated_tokens", estimate.generated_tokens.expected, sum(run.generated_tokens for run in since)),
         *(
-            Compared(phase, estimate.phases_us.get(phase, 0), sum(run.phase_us(phase) for run in since))
+            Compared(
+                phase,
+                estimate.phases_us.get(phase, 0),
+                sum(run.phase_us(phase) for run in since),
+                least=estimate.machine_us.expected * LEAST_SHARE,
+            )
             for phase in PHASES
         ),
         Compared("machine_us", estimate.machine_us.expected, machine_us),

@@ -64,13 +64,19 @@ class StepTokens(NamedTuple):
         prefill = int(np.maximum(np.minimum(end_P, prompt_P) - np.maximum(start_P, lost_P), 0).sum())
         return cls(prefill, plan.num_tokens - repeated - prefill, repeated)
 
-    def add_time(self, stats: EngineStats, step_us: int) -> None:
+    def add_time(self, stats: EngineStats, step_us: int, has_drafts: bool) -> None:
         """Add the step's time to `stats`, split in proportion to these numbers."""
         total = max(sum(self), 1)
         prefill_us, repeated_us = step_us * self.prefill // total, step_us * self.repeated // total
         stats.prefill_us += prefill_us
         stats.repeated_us += repeated_us
         stats.decode_us += step_us - prefill_us - repeated_us
+        if self.decode == total and not has_drafts:
+            stats.plain_steps += 1
+            stats.plain_rows += total
+            stats.plain_rows_squared += total * total
+            stats.plain_us += step_us
+            stats.plain_rows_us += total * step_us
 
 
 @dataclass(frozen=True)

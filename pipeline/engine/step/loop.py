@@ -48,7 +48,7 @@ class StepLoop:
         self.computing = None
         tokens = self.scheduler.commit(plan)
         self._take(plan.sampling_slot_S, output)
-        tokens.add_time(self.stats, (perf_counter_ns() - begun_ns) // 1000)
+        tokens.add_time(self.stats, (perf_counter_ns() - begun_ns) // 1000, plan.draft_S is not None)
 
     def _sample(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput | Verified:
         """The next tokens of the sequences that sample: one each, or those that follow from their drafts."""

@@ -58,7 +58,7 @@ class OverlappedLoop(StepLoop):
         in_flight = StepInFlight.of(slot_S, pending, self.table, self.scheduler.running)
         if len(in_flight.slot_K):
             self.in_flight, self._drafted = in_flight, drafted
-        tokens.add_time(self.stats, (perf_counter_ns() - begun_ns) // 1000)
+        tokens.add_time(self.stats, (perf_counter_ns() - begun_ns) // 1000, plan.draft_S is not None)
 
     def land(self, ahead: StepPlan | None = None) -> None:
         """Wait for the step in flight and take its tokens. ahead: a step that is planned with them, whose blocks are

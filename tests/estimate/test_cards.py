@@ -1,0 +1,63 @@
+"""Estimates of cards: what fits, what a card lacks, and what is worth changing there."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load_job
+from pipeline.estimate.cards import kinds_of_weights, on_card
+from pipeline.estimate.job_estimate import PoolEstimate
+from pipeline.estimate.recommend import WORTH, advice_for_card, advice_for_pool
+from pipeline.model.config import read_config
+from pipeline.report.estimate import Interval
+from pipeline.roofline.cards import load_cards
+from pipeline.roofline.job_simulation import RequestTokens
+
+CARDS = {card.name: card for card in load_cards()}
+DEMO = read_config(Path("pipeline/demo/models/target"))
+EIGHT_B = replace(DEMO, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, num_kv_heads=8,
+                  head_dim=128, vocab_size=151_936)  # fmt: skip
+REQUESTS = [RequestTokens(500, 100)] * 300
+
+
+@pytest.fixture(scope="module")
+def job():
+    return load_job("jobs/summarize.yaml")
+
+
+def test_a_data_sheet_is_faster_than_what_is_assumed_and_a_faster_card_than_a_slower_one(job):
+    fast, slow = on_card(CARDS["H100 80GB SXM"], EIGHT_B, job, REQUESTS), on_card(CARDS["L40S"], EIGHT_B, job, REQUESTS)
+    assert fast.best.wall_s < fast.assumed.wall_s
+    assert fast.assumed.wall_s < slow.assumed.wall_s
+    assert fast.load_s == slow.load_s > 10
+
+
+def test_what_does_not_fit_or_is_not_there_is_said(job):
+    huge = replace(EIGHT_B, num_layers=400)
+    assert on_card(CARDS["L4"], huge, job, REQUESTS).lacks == "the weights and one request do not fit its memory"
+    assert on_card(CARDS["A100 80GB SXM"], EIGHT_B, job, REQUESTS, "fp8").lacks == "has no fp8 products"
+    assert on_card(CARDS["H100 80GB SXM"], EIGHT_B, job, REQUESTS, "fp8").lacks == ""
+    assert list(kinds_of_weights(EIGHT_B)) == ["16 bit", "AWQ int4", "fp8"]
+
+
+def test_advice_is_what_the_cost_model_says_and_only_what_is_worth_it(job):
+    card = CARDS["L4"]
+    now = on_card(card, EIGHT_B, job, REQUESTS)
+    advice = {each.key: each for each in advice_for_card(card, EIGHT_B, job, REQUESTS)}
+    weights = [key for key in advice if key.startswith("weights: ")]
+    assert len(weights) == 1  # 16 GB of weights leave next to no room on a card of 24
+    better = on_card(card, EIGHT_B, job, REQUESTS, weights[0].removeprefix("weights: "))
+    assert advice[weights[0]].effect == pytest.approx(1 - better.assumed.wall_s / now.assumed.wall_s)
+    assert all(each.effect >= WORTH for each in advice.values())
+
+
+def test_as_many_engines_as_their_start_and_the_last_units_allow():
+    def pool(actors, machine_us):
+        each = Interval(machine_us, machine_us, machine_us)
+        return PoolEstimate("this machine", actors, each, each)
+
+    advice = advice_for_pool([pool(1, 100), pool(4, 115), pool(64, 400)], units=600, unit_rows=512)
+    assert [each.key for each in advice] == ["run.actors: 4"]
+    few = advice_for_pool([pool(8, 100)], units=16, unit_rows=512)
+    assert [each.key for each in few] == ["run.unit_rows: 128"]

@@ -1,0 +1,53 @@
+"""This machine's speed, from the records of runs."""
+
+import pytest
+
+from pipeline.estimate.measured import measured_speed
+from tests.estimate.conftest import remembered
+
+
+def plain_steps(counts_and_rows, a_step_us=100, a_row_us=7):
+    """The engine's sums over plain steps that take exactly so long."""
+    steps = [(rows, a_step_us + a_row_us * rows) for count, rows in counts_and_rows for _ in range(count)]
+    return {
+        "plain_steps": len(steps),
+        "plain_rows": sum(rows for rows, _ in steps),
+        "plain_rows_squared": sum(rows**2 for rows, _ in steps),
+        "plain_us": sum(us for _, us in steps),
+        "plain_rows_us": sum(rows * us for rows, us in steps),
+    }
+
+
+def test_a_token_takes_what_it_took():
+    speed = measured_speed([remembered(prompt=1000, cached_tokens=200, generated=500, wall_us=8500)], rows=10**6)
+    assert speed is not None
+    assert (speed.startup_us, speed.load_us, speed.driver_us) == (300, 700, 500)
+    assert speed.prompt_token_us == pytest.approx(2000 / 800)
+    assert speed.generated_token_us == pytest.approx(10)
+    assert speed.compute_us(800, 500) == pytest.approx(7000)
+
+
+def test_a_run_that_filled_half_its_batch_says_what_a_full_one_takes():
+    sums = plain_steps([(10, 8), (10, 32)])
+    speed = measured_speed([remembered(decode_us=10**5, **sums)], rows=10**6)
+    assert speed.generated_token_us == pytest.approx(100 / 64 + 7)
+    few = measured_speed([remembered(decode_us=10**5, **sums)], rows=40)
+    assert few.generated_token_us == pytest.approx(100 / 40 + 7)  # the job has no more rows
+
+
+@pytest.mark.parametrize("sums", [plain_steps([(10, 64)]), plain_steps([(10, 60), (10, 62)]), {}])
+def test_a_full_batch_is_taken_as_it_was(sums):
+    assert measured_speed([remembered(**sums)], rows=10**6).generated_token_us == pytest.approx(10)
+
+
+def test_a_probe_says_nothing_beside_a_whole_run_and_several_runs_say_how_sure_it_is():
+    probe = remembered(prompt=10, generated=5, prefill_us=10**6, decode_us=10**6)
+    assert measured_speed([probe, remembered()], 10**6).prompt_token_us == pytest.approx(2)
+    assert measured_speed([remembered()], 10**6).spread == 0.1
+    slower = remembered(prefill_us=4000, decode_us=10_000)
+    assert measured_speed([slower, remembered()], 10**6).spread == pytest.approx(0.5)
+
+
+def test_nothing_is_known_without_a_run_that_generated():
+    assert measured_speed([], 10) is None
+    assert measured_speed([remembered(generated=0)], 10) is None
