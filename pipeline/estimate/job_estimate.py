@@ -18,6 +18,7 @@ from pipeline.errors import ConfigError
 from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, OnCard, on_card
 from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts
 from pipeline.estimate.measured import Speed, measured_speed
+from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.prices import FILE, PriceList, load_prices
 from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_pool
 from pipeline.formatting import nearest
@@ -39,23 +40,6 @@ from pipeline.tokenization.tokenizer import Tokenizer
 CPU_BLOCK_SIZE = 16
 MAX_SIMULATED = 2048  # requests that go through the simulated schedule of a card
 FEWEST_BATCHES = 4  # of a card's batch, so that its beginning and end weigh little
-
-
-@dataclass(frozen=True)
-class PoolEstimate:
-    """So many engines. machine_us: of them all, from their start to the end of the last one. usd: None without a
-    price."""
-
-    place: str
-    actors: int
-    wall_us: Interval
-    machine_us: Interval
-    usd: Interval | None = None
-    spot_usd: Interval | None = None
-    interruptions: float = 0.0  # of a spot machine, expected
-    weights: str = ""
-    basis: str = ""
-    lacks: str = ""
 
 
 @dataclass(frozen=True)

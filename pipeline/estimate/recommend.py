@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from pipeline.config import JobConfig
 from pipeline.engine.params import GPU_MAX_NUM_SEQS
 from pipeline.estimate.cards import MAX_NUM_BATCHED_TOKENS, OnCard, kinds_of_weights, on_card
+from pipeline.estimate.pool import PoolEstimate
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
 from pipeline.roofline.job_simulation import RequestTokens
-
-if TYPE_CHECKING:
-    from pipeline.estimate.job_estimate import PoolEstimate
 
 K = TypeVar("K", int, str)
 WORTH = 0.03  # of the time: less is within what a model of it can tell
@@ -67,14 +65,15 @@ def _best(now: OnCard, tried: Mapping[K, OnCard], used: K) -> list[tuple[K, OnCa
 
 
 def _why_rows(now: OnCard, better: OnCard) -> str:
-    assert now.assumed is not None and better.assumed is not None
+    assert now.assumed is not None
+    assert better.assumed is not None
     return (
         f"the KV cache has room for {better.kv_tokens:,} tokens; {better.assumed.sequences:.0f} rows at once on average "
         f"instead of {now.assumed.sequences:.0f}, so that a reading of the weights serves more of them"
     )
 
 
-def advice_for_pool(pools: "Sequence[PoolEstimate]", units: float, unit_rows: int) -> tuple[Advice, ...]:
+def advice_for_pool(pools: Sequence[PoolEstimate], units: float, unit_rows: int) -> tuple[Advice, ...]:
     """How many engines, and how large a unit, by the time that starting takes and the units there are."""
     advice: list[Advice] = []
     for pool in pools:

@@ -1,7 +1,8 @@
 """A job's estimate as text for a terminal."""
 
 from pipeline.estimate.cards import ASSUMED_TOLD
-from pipeline.estimate.job_estimate import JobEstimate, PoolEstimate
+from pipeline.estimate.job_estimate import JobEstimate
+from pipeline.estimate.pool import PoolEstimate
 from pipeline.formatting import duration, printable
 from pipeline.report.estimate import Interval
 from pipeline.report.figures import aligned, money, percent, seconds

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import load_job
 from pipeline.estimate.cards import kinds_of_weights, on_card
-from pipeline.estimate.job_estimate import PoolEstimate
+from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.recommend import WORTH, advice_for_card, advice_for_pool
 from pipeline.model.config import read_config
 from pipeline.report.estimate import Interval
