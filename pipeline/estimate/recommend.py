@@ -68,8 +68,8 @@ def _why_rows(now: OnCard, better: OnCard) -> str:
     assert now.assumed is not None
     assert better.assumed is not None
     return (
-        f"the KV cache has room for {better.kv_tokens:,} tokens; {better.assumed.sequences:.0f} rows at once on average "
-        f"instead of {now.assumed.sequences:.0f}, so that a reading of the weights serves more of them"
+        f"the KV cache has room for {better.kv_tokens:,} tokens; {better.assumed.sequences:.0f} rows at once on "
+        f"average instead of {now.assumed.sequences:.0f}, so that a reading of the weights serves more of them"
     )
 
 

@@ -135,13 +135,10 @@ class Watch:
         if self.stop.count:
             self.log.stopped_by = ""
             return self._drain(flow)
-        written, what_now = (
-            self.totals.now().rows,
-            "Raise it to go on." if limit.key == BUDGET else "The next does more.",
-        )
+        so_far = f"{self.totals.now().rows} of {self.num_rows} rows written"
+        what_now = "Raise it to go on." if limit.key == BUDGET else "The next run does more."
         raise LimitReached(
-            f"{limit.key}: another unit would have passed it, so the run ended itself with {written} of {self.num_rows} "
-            f"rows written. {what_now}"
+            f"{limit.key}: another unit would have passed it, so the run ended itself with {so_far}. {what_now}"
         )
 
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:

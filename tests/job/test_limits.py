@@ -64,7 +64,7 @@ def test_what_earlier_runs_spent_counts_so_that_a_scheduler_can_not_spend_again(
 
 def test_a_run_ends_inside_its_time(job, soon):
     job.fake(**SLOW).rows(TEXTS)
-    with pytest.raises(LimitReached, match=r"run.max_runtime: another unit.*The next does more"):
+    with pytest.raises(LimitReached, match=r"run.max_runtime: another unit.*The next run does more"):
         run(job, run={"max_runtime": "5 s", "units_in_flight": 1})
     assert runs(job)[0]["wall_us"] < 5e6
     assert runs(job)[0]["stopped_by"] == MAX_RUNTIME
