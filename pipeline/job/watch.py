@@ -57,6 +57,7 @@ class Watch:
                 if notice is not None:
                     notice.close()
                 self.log.actors = flow.actors(end=True) or self.log.actors
+                self.log.observe()
                 started = time.monotonic_ns()
                 flow.close()
                 self.log.driver_us["ray_stop"] = (time.monotonic_ns() - started) // 1000
@@ -114,6 +115,7 @@ class Watch:
         """Hear what the actors say; they keep their last word where the ledger does not answer."""
         before = _lost_machines(self.log.actors)
         self.log.actors = flow.actors() or self.log.actors
+        self.log.observe()
         for machine in sorted(_lost_machines(self.log.actors) - before):
             self.reporter.warn(f"{machine} has left the cluster; the units that were open there are computed elsewhere")
 

@@ -40,6 +40,8 @@ LENGTHS_NOTE = (
 DRAFTS_NOTE = (
     "Bars: the share of steps in which drafting was on. Saved: against plain steps, by the measured cost of steps"
 )
+RUN_HEAD = ("run", "started", "outcome", "wall", "actors", "rows written", "tokens in", "of them from cache",
+            "in error rows", "tokens out", "USD per hour")  # fmt: skip
 _WIDTH = 100  # of a terminal
 _NARROW = 20
 _ENDED = {
@@ -59,7 +61,7 @@ class _Markdown(str):
 
 def text(report: RunReport) -> str:
     """The report as a terminal shows it at the end of a run."""
-    lines = [f"{printable(report.job)}: {_ended(report)}", ""]
+    lines = [f"{printable(report.job)}: {ended(report)}", ""]
     for label, value in facts(report):
         lines += wrap(value, _WIDTH, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
     lines += _columns("  Where the machine time went", "    {:<10}{:>10}{:>9}  {}", phase_rows(report))
@@ -100,7 +102,7 @@ def text(report: RunReport) -> str:
 
 def markdown(report: RunReport) -> str:
     """The report as `report.md` keeps it."""
-    lines = [f"# {_cell(report.job)}", "", f"Outcome: **{_ended(report)}**", ""]
+    lines = [f"# {_cell(report.job)}", "", f"Outcome: **{ended(report)}**", ""]
     lines += _table(["", ""], facts(report))
     phases = [(phase, PHASE_MEANING[phase], *told, _bar_cell(bars)) for phase, *told, bars in phase_rows(report)]
     phases.append((_Markdown("**all**"), "machine time of all actors", seconds(report.machine_us), "", ""))
@@ -147,9 +149,7 @@ def markdown(report: RunReport) -> str:
     if report.work.restart_reasons:
         lines += ["", "How engine processes ended (what they printed: `_pipeline/logs/<run>/engine-<actor>.log`):", ""]
         lines += [f"- {count:,} times: {_cell(reason)}" for reason, count in report.work.restart_reasons.items()]
-    head = ["run", "started", "outcome", "wall", "actors", "rows written", "tokens in", "of them from cache",
-            "in error rows", "tokens out", "USD per hour"]  # fmt: skip
-    lines += _section("Runs", head, [run_row(run) for run in report.runs])
+    lines += _section("Runs", list(RUN_HEAD), [run_row(run) for run in report.runs])
     if report.runs:
         last = report.runs[-1]
         ran_on = [(key, str(value)) for key, value in (last.resolved | last.versions).items()]
@@ -157,7 +157,8 @@ def markdown(report: RunReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ended(report: RunReport) -> str:
+def ended(report: RunReport) -> str:
+    """How the job's last run ended, and what to do."""
     limit = report.runs[-1].stopped_by if report.runs else ""
     if limit and report.outcome == "interrupted":
         return f"stopped inside {limit}; the same command goes on" + " with a higher one" * (limit != "run.max_runtime")

@@ -152,6 +152,19 @@ class ActorRecord:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What the engines of a run had done, in sums, so long after it began. running: engines that had open units."""
+
+    at_us: int
+    prompt: int
+    generated: int
+    steps: int
+    batch_sum: int
+    kv_used_ppm_sum: int
+    running: int
+
+
+@dataclass(frozen=True)
 class SkippedInput:
     """A file of the input that was left out because it is damaged, as `input.on_corrupt: skip` asks."""
 
@@ -200,6 +213,7 @@ class RunRecord(JsonRecord):
     retried_limits: dict[str, Any] = field(default_factory=dict)  # of its error rows, where not the job's
     stopped_by: str = ""  # the key of the job file whose limit ended it
     sampled_stats: RowStats = field(default_factory=RowStats)  # of the rows of a run with --sample
+    moments: list[Moment] = field(default_factory=list)  # how it went over time (`moments.py`)
     schema_version: int = SCHEMA_VERSION
 
     @property

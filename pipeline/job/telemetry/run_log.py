@@ -25,6 +25,7 @@ from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import now_us, package_versions, process_mark
 from pipeline.report.cost import RunReport, build_report
 from pipeline.report.estimate import Estimate
+from pipeline.report.moments import Moments
 from pipeline.report.render import markdown
 from pipeline.report.row_stats import RowStats
 from pipeline.report.run_record import Outcome, RunRecord, SkippedInput
@@ -86,6 +87,7 @@ class RunLog:
         self.found_units = 0  # of these, the ones that were found before any work
         self.row_stats = RowStats()  # of the parts this run made
         self.sampled_stats = RowStats()
+        self.moments = Moments()
         self.write_us = 0
         self.first_errors: list[str] = []  # to show when there are too many
         self.skipped_files: list[SkippedInput] = []
@@ -111,6 +113,10 @@ class RunLog:
         else:
             self.lost += unit.totals
             self.found_units += unit.found
+
+    def observe(self) -> None:
+        """Keep where the run stands now, for pictures of how it went."""
+        self.moments.add(self.wall_us, [actor.record for actor in self.actors])
 
     def record(self) -> RunRecord:
         resolved = dict(self._begun.resolved)
@@ -140,6 +146,7 @@ class RunLog:
             telemetry_failures=self._telemetry.failures,
             stopped_by=self.stopped_by,
             sampled_stats=self.sampled_stats,
+            moments=list(self.moments.kept),
         )
 
     def save(self) -> None:

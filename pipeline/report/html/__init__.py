@@ -1,0 +1,1 @@
+"""A job's report as one page for a browser."""
