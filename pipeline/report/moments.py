@@ -1,7 +1,7 @@
 """How a run went over time: what its engines had computed at some moments, for pictures of it.
 
-Of a run of any length there are at most MAX_MOMENTS, evenly spread: when there are more, every second one is dropped and
-the next ones are taken half as often.
+Of a run of any length there are at most MAX_MOMENTS, evenly spread: when there are more, every second one is dropped
+and the next ones are taken half as often.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """A chart as a piece of SVG that stands in a page: as wide as a phone, in the colours of the page.
 
-matplotlib draws with stand-in colours, which are then replaced by the page's CSS variables, so that one drawing serves a
-dark page and a light one. Text stays text.
+matplotlib draws with stand-in colours, which are then replaced by the page's CSS variables, so that one drawing serves
+a dark page and a light one. Text stays text.
 """
 
 import io

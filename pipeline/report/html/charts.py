@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from pipeline.formatting import printable
 from pipeline.report.cost import RunReport
 from pipeline.report.figures import money, percent, seconds
 from pipeline.report.html.chart import HATCHES, INK, SERIES, STYLES, Chart, chart
@@ -192,13 +191,14 @@ def _completion_lengths(report: RunReport) -> Chart | None:
         return None
     values = whole.values()
     longest = max(value for value, _ in values)
-    width = max(1, -(-(longest + 1) // MAX_BARS))
-    bars = [0] * (longest // width + 1)
+    width = max(1, -(-(longest + 1 - min(value for value, _ in values)) // MAX_BARS))
+    first = min(value for value, _ in values) // width
+    bars = [0] * (longest // width + 1 - first)
     for value, count in values:
-        bars[value // width] += count
+        bars[value // width - first] += count
 
     def draw(axes: Axes) -> None:
-        edges = [i * width for i in range(len(bars) + 1)]
+        edges = [(first + i) * width for i in range(len(bars) + 1)]
         axes.stairs(bars, edges, fill=True, color=SERIES[0])
         axes.set_xlabel("generated tokens of a row")
         axes.set_ylabel("completed rows")
@@ -247,9 +247,8 @@ def _actors(report: RunReport) -> Chart | None:
             axes.barh(range(len(actors)), values, 0.7, left=begin, label=label, color=SERIES[i], hatch=HATCHES[i],
                       edgecolor=INK, linewidth=0.4)  # fmt: skip
             begin = [start + value for start, value in zip(begin, values)]
-        names = [printable(f"{actor.actor}") for actor in actors]
-        axes.set_yticks(range(len(actors)), names)
-        axes.invert_yaxis()
+        axes.set_yticks(range(len(actors)), [str(actor.actor) for actor in actors])
+        axes.set_ylim(max(3, len(actors)) - 0.5, -0.5)  # the first on top
         axes.grid(axis="y", visible=False)
         axes.set_ylabel("engine")
         axes.set_xlabel("seconds of its last run")

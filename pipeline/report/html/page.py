@@ -45,7 +45,7 @@ def html(report: RunReport) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     told = [
-        Table(t.title, t.head, tuple(tuple(printable(str(cell)) for cell in row) for row in t.rows), t.note)
+        Table(t.title, t.head, tuple(tuple(printable(str(cell)) for cell in row) for row in t.rows), printable(t.note))
         for t in _tables(report)
     ]
     page = environment.get_template("report.html.jinja")

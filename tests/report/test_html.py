@@ -1,0 +1,153 @@
+"""The report as a page: whole, self-contained, with its charts, and data only as text."""
+
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.report.cost import RunReport, build_report
+from pipeline.report.estimate import Estimate, Interval
+from pipeline.report.html.page import html
+from pipeline.report.moments import MAX_MOMENTS, Moments, stretches
+from pipeline.report.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
+from pipeline.report.run_record import PHASES, ActorRecord, Computed, Moment, RunRecord, SkippedInput
+
+HOSTILE = "<script>alert(1)</script> & $x^2$ \x1b[31m \u202e \"'"
+CHARTS = {"speed", "running", "kv", "phases", "waterfall", "estimate", "prompts", "completions", "latency", "actors"}
+
+
+def a_report(name: str = "summaries", num_actors: int = 2, hourly_usd: float | None = 2.5) -> RunReport:
+    latency = Histogram.of(range(1000, 100_000, 500))
+    stats = RowStats(
+        Latency(latency, latency, latency),
+        {64: LengthBucket(90, 4000, 10, 900), 4096: LengthBucket(10, 20_000, 0, 100)},
+        {HOSTILE[:60]: (ErrorExample(HOSTILE, 3, HOSTILE),)},
+        {64: Histogram.of(range(100))},
+    )
+    phases = {phase: 1_000_000 * (i + 1) for i, phase in enumerate(PHASES)}
+    work = {"num_steps": 50, "batch_sum": 900, "generated_tokens": 1000, "prompt_tokens": 24_000}
+    actors = [ActorRecord(i, phases, work, delivered=Computed(24_000, 1000)) for i in range(num_actors)]
+    moments = [Moment(i * 10**6, i * 500, i * 20, i, i * 18, i * 300_000, num_actors) for i in range(29)]
+    run = RunRecord(
+        "0001", "2026-11-24", "finished", wall_us=28_000_000, actors=actors, rows_written=101, input_tokens=24_000,
+        cached_tokens=10, generated_tokens=1000, row_stats=stats, moments=moments, hourly_usd=hourly_usd,
+        resolved={"device": HOSTILE}, skipped_files=[SkippedInput(HOSTILE, 3, HOSTILE)],
+    )  # fmt: skip
+    totals = PartTotals(101, 1, {HOSTILE[:60]: 1}, 24_000, 10, 1000)
+    made = Estimate("", 0, 101, Interval(1, 2, 3), 0.0, Interval(1, 2, 3), Interval(1e6, 5e7, 9e7), Interval(1, 2, 3),
+                    phases, speeds_from=HOSTILE, lengths_from=HOSTILE)  # fmt: skip
+    return build_report(name, "f" * 64, [run], totals, 101, made)
+
+
+class Page(HTMLParser):
+    """What a browser sees of it: texts, tags, and that each is closed."""
+
+    VOID = frozenset({"meta", "br", "path", "use", "rect"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts, self.tags, self.ids, self.open = [], [], [], []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.ids += [value for key, value in attrs if key == "id"]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Page:
+    return Page(html(a_report(HOSTILE)))
+
+
+def test_every_chart_is_there_once_and_every_tag_is_closed(hostile):
+    assert set(hostile.ids) >= CHARTS
+    assert hostile.tags.count("figure") == hostile.tags.count("svg") == len(CHARTS)
+    assert len(hostile.ids) == len(set(hostile.ids))
+    assert hostile.open == []
+
+
+def test_nothing_is_fetched_and_nothing_is_run(hostile):
+    assert not {"script", "link", "img", "iframe", "object"} & set(hostile.tags)
+    links = [value for key, value in hostile.attributes if key in ("href", "xlink:href", "src")]
+    assert links
+    assert all(value.startswith("#") for value in links)
+    assert not [key for key, _ in hostile.attributes if key.startswith("on")]
+
+
+def test_names_and_messages_are_text(hostile):
+    said = " ".join(hostile.texts)
+    assert said.count("<script>alert(1)</script>") >= 6
+    assert "\x1b" not in said
+    assert "\u202e" not in said
+
+
+def test_it_is_small_with_any_number_of_engines_and_its_colours_are_the_page_s():
+    page = html(a_report(num_actors=300))
+    assert len(page.encode()) < 2_000_000
+    assert "The 16 that took longest, of 300." in page
+    assert "#0a0" not in page
+    assert "#010101" not in page
+
+
+def test_what_is_not_known_is_left_out():
+    report = a_report(hourly_usd=None)
+    assert "waterfall" not in Page(html(report)).ids
+    bare = build_report("x", "f" * 64, [replace(report.runs[0], moments=[], row_stats=RowStats())], PartTotals(), 0)
+    assert CHARTS & set(Page(html(bare)).ids) == {"phases", "actors"}
+    assert not CHARTS & set(Page(html(build_report("x", "f" * 64, [], PartTotals(), 0))).ids)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [360, 1440])
+def test_a_browser_shows_it_without_an_error_and_no_wider_than_its_window(tmp_path, width):
+    page = tmp_path / "report.html"
+    # no window of a headless browser is narrower than 500: the page's own width is set
+    probe = (
+        f"<style>body {{width: {width}px}}</style><script>document.title = document.body.scrollWidth</script></body>"
+    )
+    page.write_text(html(a_report(HOSTILE)).replace("</body>", probe))
+    told = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+         "--window-size=1440,900", f"file://{page}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "CONSOLE" not in told.stderr
+    assert int(told.stdout.partition("<title>")[2].partition("<")[0]) <= width
+
+
+def test_moments_are_few_and_even_however_long_a_run_is():
+    moments = Moments()
+    for second in range(10_000):
+        moments.add(second * 10**6, [ActorRecord(0, stats={"generated_tokens": second})])
+    assert MAX_MOMENTS / 2 <= len(moments.kept) <= MAX_MOMENTS
+    gaps = {b.at_us - a.at_us for a, b in zip(moments.kept, moments.kept[1:])}
+    assert len(gaps) == 1
+    assert moments.kept[-1].generated > 9800
+
+
+def test_a_stretch_is_what_grew_between_two_moments():
+    before, now = Moment(10**6, 100, 10, 5, 50, 10**6, 2), Moment(3 * 10**6, 300, 50, 15, 150, 6 * 10**6, 2)
+    (found,) = stretches([before, now], began_s=10.0)
+    assert (found.from_s, found.to_s) == (11, 13)
+    assert (found.prompt_per_s, found.generated_per_s) == (100, 20)
+    assert (found.running, found.kv_used) == (20, 0.5)  # ten rows a step, in two engines
+    assert [s.prompt_per_s for s in stretches([now, replace(before, at_us=5 * 10**6)])] == [0]
