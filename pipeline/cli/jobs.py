@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pipeline.config import JobConfig
     from pipeline.job.telemetry.logs import Level
     from pipeline.job.telemetry.status import Status
-    from pipeline.report.cost import RunReport
 
 
 @click.command()
@@ -212,52 +211,6 @@ def status(place: str, params: tuple[str, ...], watch: bool, as_json: bool) -> N
     print_result(f"  run {now.run_id}, {now.units:,} units written, {now.actors} actors")
     if doubt:
         print_result(f"  {doubt}")
-
-
-@click.command()
-@click.argument("place", metavar="OUTPUT|JOB.yaml", type=click.Path())
-@param_option
-@click.option("--html", "page", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Also write it as one HTML file with charts, which needs no network.")  # fmt: skip
-@json_flag
-@answers
-def report(place: str, params: tuple[str, ...], page: str | None, as_json: bool) -> None:
-    """Print what a job did and cost, over all its runs, killed ones included.
-
-    \b
-    Examples:
-      pipeline report out/summarize
-      pipeline report jobs/summarize.yaml --json
-      pipeline report out/summarize --html report.html
-
-    Where `pipeline plan` was asked before, its estimate stands beside what came.
-    """
-    from pipeline.job.read_output import damage_of, open_output, report_of
-    from pipeline.report.render import text
-
-    store = open_output(place, params)
-    told = report_of(store)
-    doubt = damage_of(store) if told.outcome == "finished" else None
-    if page is not None:
-        _write_page(told, page)
-    if as_json:
-        print_json({**told.to_json(), "stale": doubt})
-        return
-    print_result(text(told))
-    if doubt:
-        print_result(f"\n  {doubt}")
-
-
-def _write_page(told: "RunReport", page: str) -> None:
-    from pathlib import Path
-
-    from pipeline.report.html.page import html
-
-    try:
-        Path(page).write_text(html(told), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"--html {page}: {error.strerror or error}") from None
-    say(f"written: {page}")
 
 
 @click.command()

@@ -22,6 +22,7 @@ from pipeline.cli import (
     plan,
     prompts,
     render,
+    report,
     schema,
 )
 from pipeline.cli.console import leave_with_exit_code
@@ -59,7 +60,7 @@ def cli() -> None:
 
 
 COMMANDS = (
-    *(init.init, jobs.validate, plan.plan, jobs.run, jobs.status, logs.logs, jobs.report, jobs.compact, jobs.verify),
+    *(init.init, jobs.validate, plan.plan, jobs.run, jobs.status, logs.logs, report.report, jobs.compact, jobs.verify),
     *(cluster.submit, cluster.submissions, cluster.cancel, render.render),
     *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),
     *(bench.bench, completion.completion),

@@ -11,9 +11,10 @@ from pipeline.config import JobConfig
 from pipeline.engine.params import GPU_MAX_NUM_SEQS
 from pipeline.engine.startup.memory import SLACK_BYTES
 from pipeline.errors import ConfigError
+from pipeline.formatting import nearest
 from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
 from pipeline.model.config import ModelConfig
-from pipeline.roofline.cards import Card
+from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Reached, Weights
 from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, kv_room, simulate_job
 
@@ -41,6 +42,33 @@ class OnCard:
     lacks: str = ""
 
 
+@dataclass(frozen=True)
+class CardServing:
+    """How an engine would serve there, as a job says; None: as engines do by themselves."""
+
+    activation_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+
+    @classmethod
+    def of(cls, job: JobConfig) -> "CardServing":
+        engine = job.engine
+        return cls(engine.activation_dtype, engine.kv_cache_dtype, engine.max_num_seqs, engine.max_num_batched_tokens)
+
+
+def find_card(name: str, option: str) -> Card:
+    """By its name or the beginning of it, in any case. Raises ConfigError, which begins with `option`."""
+    known = {card.name: card for card in load_cards()}
+    found = [card for full, card in known.items() if full.lower() == name.lower()]
+    found = found or [card for full, card in known.items() if full.lower().startswith(name.lower())]
+    if not found:
+        close = nearest(name, known)
+        hint = f" Did you mean {close}?" if close else ""
+        raise ConfigError(f"{option} {name}: no such card; expected one of {', '.join(known)}.{hint}")
+    return found[0]
+
+
 def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:
     """By name, what the model's linears can be: its own form first."""
     own = config.weights_on_card()
@@ -52,19 +80,17 @@ def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:
 def on_card(
     card: Card,
     config: ModelConfig,
-    job: JobConfig,
+    serving: CardServing,
     requests: Sequence[RequestTokens],
     weights_name: str | None = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
 ) -> OnCard:
-    """What is left out is as the job has it."""
+    """weights_name: of `kinds_of_weights`; the model's own form when left out, or fp8 where activations are."""
     forms = kinds_of_weights(config)
-    name = weights_name or ("fp8" if job.engine.activation_dtype == "fp8" else next(iter(forms)))
+    name = weights_name or ("fp8" if serving.activation_dtype == "fp8" else next(iter(forms)))
     weights, size = forms[name], config.size
-    seqs = max_num_seqs or job.engine.max_num_seqs or GPU_MAX_NUM_SEQS
-    tokens = max_num_batched_tokens or job.engine.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
-    value_bytes = size.fp8_value_bytes if job.engine.kv_cache_dtype == "fp8" else DENSE_BYTES
+    seqs = serving.max_num_seqs or GPU_MAX_NUM_SEQS
+    tokens = serving.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
+    value_bytes = size.fp8_value_bytes if serving.kv_cache_dtype == "fp8" else DENSE_BYTES
     base = OnCard(card.name, name, 0, seqs)
     if weights.fp8 and card.fp8_flops is None:
         return replace(base, lacks="has no fp8 products")

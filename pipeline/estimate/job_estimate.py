@@ -7,7 +7,7 @@ asked for, is a run with --sample, whose rows the job's run takes over.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, date, datetime
+from datetime import UTC, date
 from math import ceil
 from typing import Any
 
@@ -15,13 +15,12 @@ from pipeline.config import JobConfig
 from pipeline.data.output.parts import PartStore
 from pipeline.engine.params import default_num_seqs
 from pipeline.errors import ConfigError
-from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, OnCard, on_card
+from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, find_card, on_card
 from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts
 from pipeline.estimate.measured import Speed, measured_speed
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.prices import FILE, PriceList, load_prices
 from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_pool
-from pipeline.formatting import nearest
 from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.job.actor_specs import resolve_device
 from pipeline.job.fingerprint import JOB
@@ -29,7 +28,7 @@ from pipeline.job.history import Remembered, recall
 from pipeline.job.plan import JobPlan, make_plan
 from pipeline.job.run import run_job
 from pipeline.job.telemetry.run_log import PLAN, load_runs
-from pipeline.machine.host import wall_time
+from pipeline.machine.host import wall_time, zone_time
 from pipeline.model.config import read_config
 from pipeline.report.estimate import Estimate, Interval
 from pipeline.report.run_record import no_phases
@@ -85,7 +84,8 @@ def estimate_job(
     With a probe so many rows are computed first, and kept for the job's run. Raises what planning a run raises, and
     ConfigError for a card that is not known.
     """
-    cards, price_list = _cards(hardware), prices or load_prices(FILE)
+    cards = [find_card(name, "--hardware") for name in hardware] or list(load_cards())
+    price_list = prices or load_prices(FILE)
     if probe:
         say(f"computing a probe of {probe:,} rows")
         run_job(config, sample=probe)
@@ -147,20 +147,6 @@ class _Work:
         return ceil(each) / each if actors > 1 else 1.0
 
 
-def _cards(names: Sequence[str]) -> list[Card]:
-    known = {card.name: card for card in load_cards()}
-    chosen = []
-    for name in names:
-        found = [card for full, card in known.items() if full.lower() == name.lower()]
-        found = found or [card for full, card in known.items() if full.lower().startswith(name.lower())]
-        if not found:
-            close = nearest(name, known)
-            hint = f" Did you mean {close}?" if close else ""
-            raise ConfigError(f"--hardware {name}: no such card; expected one of {', '.join(known)}.{hint}")
-        chosen.append(found[0])
-    return chosen or list(known.values())
-
-
 def _rows_done(store: PartStore, plan: JobPlan) -> int:
     if store.folder.read(JOB) is None:
         return 0
@@ -209,7 +195,7 @@ def _estimate(
     phases["waiting"] = round(speed.beside * (phases["prefill"] + phases["decode"]))
     phases["tail"] = max(0, round(pool.machine_us.expected) - sum(phases.values()))
     return Estimate(
-        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        made_at=zone_time(UTC).isoformat(timespec="seconds"),
         runs_before=len(load_runs(store)) if store.folder.read(JOB) is not None else 0,
         rows=round(work.rows),
         prompt_tokens=work.prompt,
@@ -247,10 +233,10 @@ def _on_cards(
     pairs = (pairs * max(1, ceil(fewest / len(pairs))))[:MAX_SIMULATED]
     told: list[PoolEstimate] = []
     for card in cards:
-        found = on_card(card, model, config, pairs)
+        found = on_card(card, model, CardServing.of(config), pairs)
         told += [_card_pool(found, work, len(pairs), actors, prices) for actors in counts]
     best = next((card for card in cards if any(p.place == card.name and not p.lacks for p in told)), None)
-    advice = advice_for_card(best, model, config, pairs) if best is not None and len(cards) == 1 else ()
+    advice = advice_for_card(best, model, CardServing.of(config), pairs) if best is not None and len(cards) == 1 else ()
     return tuple(told), advice
 
 

@@ -1,12 +1,11 @@
 """What to change before a job runs, each with its reason and what it is expected to bring."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pipeline.config import JobConfig
 from pipeline.engine.params import GPU_MAX_NUM_SEQS
-from pipeline.estimate.cards import MAX_NUM_BATCHED_TOKENS, OnCard, kinds_of_weights, on_card
+from pipeline.estimate.cards import MAX_NUM_BATCHED_TOKENS, CardServing, OnCard, kinds_of_weights, on_card
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
@@ -31,22 +30,22 @@ class Advice:
 
 
 def advice_for_card(
-    card: Card, model: ModelConfig, job: JobConfig, requests: Sequence[RequestTokens]
+    card: Card, model: ModelConfig, serving: CardServing, requests: Sequence[RequestTokens]
 ) -> tuple[Advice, ...]:
     """Rows and tokens of a step and the form of the weights, by the cost model."""
-    now = on_card(card, model, job, requests)
+    now = on_card(card, model, serving, requests)
     if now.assumed is None:
         return ()
-    by_rows = {seqs: on_card(card, model, job, requests, max_num_seqs=seqs) for seqs in ROWS}
+    by_rows = {seqs: on_card(card, model, replace(serving, max_num_seqs=seqs), requests) for seqs in ROWS}
     advice = [
         Advice(f"engine.max_num_seqs: {seqs}", _why_rows(now, better), gain)
-        for seqs, better, gain in _best(now, by_rows, job.engine.max_num_seqs or GPU_MAX_NUM_SEQS)
+        for seqs, better, gain in _best(now, by_rows, serving.max_num_seqs or GPU_MAX_NUM_SEQS)
     ]
-    by_tokens = {n: on_card(card, model, job, requests, max_num_batched_tokens=n) for n in TOKENS}
-    for tokens, _, gain in _best(now, by_tokens, job.engine.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS):
+    by_tokens = {n: on_card(card, model, replace(serving, max_num_batched_tokens=n), requests) for n in TOKENS}
+    for tokens, _, gain in _best(now, by_tokens, serving.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS):
         why = "prompts are computed in fewer, fuller steps" if tokens > MAX_NUM_BATCHED_TOKENS else "steps are shorter"
         advice.append(Advice(f"engine.max_num_batched_tokens: {tokens}", why, gain))
-    forms = {name: on_card(card, model, job, requests, weights_name=name) for name in kinds_of_weights(model)}
+    forms = {name: on_card(card, model, serving, requests, name) for name in kinds_of_weights(model)}
     for name, _, gain in _best(now, forms, now.weights):
         why = "a checkpoint of that form, or model.quantization, computes the same requests sooner on this card"
         advice.append(Advice(f"weights: {name}", why, gain))

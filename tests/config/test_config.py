@@ -13,7 +13,9 @@ from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-PRESETS = sorted(set((ROOT / "configs").glob("*.yaml")) - {ROOT / "configs" / "hardware.yaml"})
+PRESETS = sorted(
+    {*(ROOT / "configs").glob("*.yaml")} - {ROOT / "configs" / n for n in ("hardware.yaml", "prices.yaml")}
+)
 MINIMAL = """\
 input: {path: data}
 prompt: {column: text}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load_job
-from pipeline.estimate.cards import kinds_of_weights, on_card
+from pipeline.estimate.cards import CardServing, kinds_of_weights, on_card
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.recommend import WORTH, advice_for_card, advice_for_pool
 from pipeline.model.config import read_config
@@ -23,7 +23,7 @@ REQUESTS = [RequestTokens(500, 100)] * 300
 
 @pytest.fixture(scope="module")
 def job():
-    return load_job("jobs/summarize.yaml")
+    return CardServing.of(load_job("jobs/summarize.yaml"))
 
 
 def test_a_data_sheet_is_faster_than_what_is_assumed_and_a_faster_card_than_a_slower_one(job):

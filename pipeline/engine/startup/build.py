@@ -71,6 +71,7 @@ def _built(
         _capture_steps(runner, draft_runner, resolved, say)
     about: dict[str, str | int] = {
         "device": str(resolved.device),
+        **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
         "dtype": str(resolved.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(resolved.kv_dtype).removeprefix("torch."),
         "max_model_len": max_model_len,

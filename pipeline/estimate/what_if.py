@@ -1,0 +1,182 @@
+"""What a job that ran would have taken on other hardware, with another number of engines, form of weights or price.
+
+Measured: the run's own phases. Modelled: how the time of computing would change, by the cost model of a card. Where
+the run was on no known card, the card's time is the cost model's own, at the assumed share of its data sheet.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.locate import locate_model
+from pipeline.errors import ConfigError
+from pipeline.estimate.cards import STARTUP_S, CardServing, OnCard, find_card, on_card
+from pipeline.estimate.prices import PriceList
+from pipeline.model.config import ModelConfig, read_config
+from pipeline.report.cost import RunReport
+from pipeline.report.figures import aligned, money, seconds
+from pipeline.roofline.cards import Card, load_cards
+from pipeline.roofline.job_simulation import RequestTokens
+
+KEYS = ("hardware", "actors", "quantization", "price")
+QUANTIZATIONS = {"awq": "AWQ int4", "none": "16 bit", "fp8": "fp8"}
+REQUESTS = 1024  # of the simulated schedule
+
+
+@dataclass(frozen=True)
+class Case:
+    """Times in microseconds; usd: None without a price."""
+
+    name: str
+    wall_us: float
+    machine_us: float
+    usd: float | None
+    basis: str
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    changes: Mapping[str, str]
+    now: Case
+    then: Case
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        rows = [["", "time", "machine time", "US dollars"]]
+        for case in (self.now, self.then):
+            rows.append([case.name, seconds(round(case.wall_us)), seconds(round(case.machine_us)), money(case.usd)])
+        notes = [f"{case.name}: {case.basis}" for case in (self.now, self.then)]
+        return "\n".join([*aligned(rows), "", *notes])
+
+
+def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) -> WhatIf:
+    """changes: of KEYS. Raises ConfigError for one that is none, or cannot be answered."""
+    for key in changes:
+        if key not in KEYS:
+            raise ConfigError(f"--what-if {key}: expected one of {', '.join(KEYS)}")
+    run = next((run for run in reversed(report.runs) if run.stat("num_steps")), None)
+    if run is None or not report.tokens.generated:
+        raise ConfigError("--what-if: no run of this job has computed anything that was delivered")
+    phases = report.phases_us
+    engines = max(1, len([actor for actor in run.actors if actor.machine_us]))
+    computing = report.machine_us - phases["startup"] - phases["load"] - phases["tail"]
+    started = [actor for each in report.runs for actor in each.actors if actor.stats.get("num_steps")]
+    start_us = sum(actor.phases_us["startup"] + actor.phases_us["load"] for actor in started) / len(started)
+    now = Case("now", report.wall_us, report.machine_us, report.cost.total_usd, "measured")
+
+    actors = _whole("actors", changes.get("actors", str(engines)))
+    hourly_usd = run.hourly_usd if "price" not in changes else _number("price", changes["price"])
+    basis = ["computing as measured"]
+    if "hardware" in changes or "quantization" in changes:
+        scaled = _on_hardware(report, changes, computing, run.resolved)
+        computing, basis = scaled.computing_us, [scaled.basis]
+        start_us = scaled.start_us if scaled.start_us is not None else start_us
+        price = prices.of(scaled.card.name)
+        if "price" not in changes and "hardware" in changes:
+            hourly_usd = price.on_demand_usd if price is not None else None
+            basis.append(f"priced as of {price.listed}, {price.source}" if price else "no price is known")
+    units = max(1, sum(each.units_written for each in report.runs))
+    share = units / actors
+    imbalance = ceil(share) / share if actors > 1 else 1.0
+    each_us = start_us + computing / actors * imbalance
+    machine_us = each_us * actors
+    usd = None if hourly_usd is None else machine_us * hourly_usd / 3.6e9
+    name = ", ".join(f"{key} {value}" for key, value in changes.items()) or "again"
+    if "actors" in changes:
+        basis.append(f"{units:,} units over {actors:,} engines, each with its start")
+    return WhatIf(dict(changes), now, Case(name, each_us, machine_us, usd, "; ".join(basis)))
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    card: Card
+    computing_us: float
+    start_us: float | None
+    basis: str
+
+
+def _on_hardware(
+    report: RunReport, changes: Mapping[str, str], computing_us: float, resolved: Mapping[str, Any]
+) -> _Scaled:
+    """The time of computing on a card, with a form of the weights."""
+    own = _own_card(resolved)
+    card = find_card(changes["hardware"], "--what-if hardware") if "hardware" in changes else own
+    if card is None:
+        raise ConfigError(
+            "--what-if quantization: the cost model is of cards, and this job ran on none; add hardware=CARD"
+        )
+    model = _model(report)
+    requests = _requests(report)
+    serving = CardServing(kv_cache_dtype="fp8" if "fp8" in str(resolved.get("kv_cache_dtype", "")) else "auto")
+    wanted = changes.get("quantization")
+    if wanted is not None and wanted not in QUANTIZATIONS:
+        raise ConfigError(f"--what-if quantization={wanted}: expected one of {', '.join(QUANTIZATIONS)}")
+    name = QUANTIZATIONS[wanted] if wanted is not None else None
+    there = _fits(on_card(card, model, serving, requests, name))
+    if own is not None:
+        here = _fits(on_card(own, model, serving, requests, None))
+        ratio = there.assumed.wall_s / here.assumed.wall_s  # pyright: ignore[reportOptionalMemberAccess]
+        told = f"computing {ratio:.2f} times as long, by the cost model, against the measured time on {own.name}"
+        return _Scaled(card, computing_us * ratio, None, told)
+    rows = sum(bucket.rows.rows for bucket in report.lengths)
+    us = there.assumed.wall_s / len(requests) * rows * 1e6  # pyright: ignore[reportOptionalMemberAccess]
+    told = f"{card.name} with {there.weights} by the cost model alone, nothing measured on a card"
+    return _Scaled(card, us, (STARTUP_S + there.load_s) * 1e6, told)
+
+
+def _fits(found: OnCard) -> OnCard:
+    if found.assumed is None:
+        raise ConfigError(f"--what-if: {found.card} with {found.weights}: {found.lacks}")
+    return found
+
+
+def _own_card(resolved: Mapping[str, Any]) -> Card | None:
+    device = str(resolved.get("device_name", resolved.get("device", "")))
+    return next((card for card in load_cards() if card.device == device), None)
+
+
+def _model(report: RunReport) -> ModelConfig:
+    path = str(report.runs[-1].config_free.get("model", {}).get("path", ""))
+    return read_config(Path(locate_model(path)))
+
+
+def _requests(report: RunReport) -> list[RequestTokens]:
+    """As many of each bucket of prompt lengths as it has of the rows, each as long as its mean."""
+    rows = sum(bucket.rows.rows for bucket in report.lengths)
+    requests: list[RequestTokens] = []
+    for bucket in report.lengths:
+        of, count = bucket.rows, max(1, round(REQUESTS * bucket.rows.rows / rows))
+        prompt = max(1, (of.input_tokens - of.cached_tokens) // of.rows)
+        requests += [RequestTokens(prompt, max(1, of.generated_tokens // of.rows))] * count
+    return requests
+
+
+def _whole(key: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--what-if {key}={text}: expected a whole number from 1 on")
+    return int(text)
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"--what-if {key}={text}: expected US dollars for an hour of one engine's machine")
+    return value
+
+
+def parsed(texts: Sequence[str]) -> dict[str, str]:
+    """KEY=VALUE of the command line; several in one text are divided by spaces or commas."""
+    changes: dict[str, str] = {}
+    for text in (each for whole in texts for each in whole.replace(",", " ").split()):
+        key, sign, value = text.partition("=")
+        if not sign or not value:
+            raise ConfigError(f"--what-if {text}: expected KEY=VALUE, such as hardware=h100")
+        changes[key] = value
+    return changes

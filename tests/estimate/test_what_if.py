@@ -1,0 +1,168 @@
+"""What a job would have taken otherwise, two jobs side by side, and the same tokens at a hosted price."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli.main import cli
+from pipeline.data.output.part_totals import PartTotals
+from pipeline.errors import ConfigError
+from pipeline.estimate.prices import load_prices
+from pipeline.estimate.what_if import parsed, what_if
+from pipeline.report.comparison import Hosted, batch_efficiency, compare_reports
+from pipeline.report.cost import RunReport, build_report
+from pipeline.report.row_stats import LengthBucket, RowStats
+from pipeline.report.run_record import ActorRecord, RunRecord
+
+EXAMPLE = Path("docs/cost.md").read_text().rpartition("### A worked example")[2]
+SECONDS = {"startup": 60, "load": 120, "prefill": 1200, "decode": 3600, "repeated": 60, "waiting": 240, "tail": 120}
+HALF = dict(SECONDS.items()) | {"prefill": 600, "decode": 2040}
+
+
+def a_report(phases=SECONDS, hourly_usd: float | None = 2.5, **resolved) -> RunReport:
+    """The job of docs/cost.md."""
+    actor = ActorRecord(0, {phase: s * 10**6 for phase, s in phases.items()}, {"num_steps": 1, "generated_tokens": 1})
+    stats = RowStats(lengths={512: LengthBucket(100_000, 30_000_000, 0, 6_000_000)})
+    run = RunRecord("1", "", "finished", wall_us=actor.machine_us, actors=[actor], hourly_usd=hourly_usd,
+                    units_written=90, row_stats=stats, resolved=resolved,
+                    config_free={"model": {"path": "demo:target"}})  # fmt: skip
+    return build_report("x", "f" * 64, [run], PartTotals(100_000, 90, {}, 30_000_000, 0, 6_000_000), 100_000)
+
+
+def told(label: str) -> float:
+    (number,) = re.findall(rf"^\| {re.escape(label)} \| ([0-9.,]+)", EXAMPLE, re.M)
+    return float(number.replace(",", ""))
+
+
+def test_the_worked_example_is_what_the_program_computes():
+    before, after = a_report(), a_report(phases=HALF)
+    assert after.cost.total_usd == pytest.approx(2.25)
+    assert before.cost.per_row_usd == pytest.approx(told("cost of a row before"))
+    worth = compare_reports(("a", "b"), before, after, 5e6, 1500).worth
+    assert worth is not None
+    assert worth.before_usd == pytest.approx(told("a month before"))
+    assert worth.after_usd == pytest.approx(told("a month after"))
+    assert worth.savings_usd == pytest.approx(told("savings a month"))
+    assert worth.payback_months == pytest.approx(told("payback"))
+    assert Hosted.of(before, 0.15, 0.60).total_usd == pytest.approx(told("hosted, at 0.15 and 0.60"))
+    four = what_if(before, {"actors": "4"}, load_prices()).then
+    assert four.wall_us / 1e6 == pytest.approx(told("what if on 4 engines: time"), abs=0.5)
+    assert four.machine_us / 1e6 == pytest.approx(told("what if on 4 engines: machine time"), abs=2)
+
+
+def test_nothing_changed_is_nearly_what_was():
+    found = what_if(a_report(), {"actors": "1"}, load_prices())
+    assert found.then.machine_us == found.now.machine_us - 120e6  # one engine waits for no other at the end
+    assert found.now.usd == pytest.approx(3.75)
+    dearer = what_if(a_report(), {"actors": "1", "price": "5"}, load_prices())
+    assert dearer.then.usd == pytest.approx(2 * found.then.usd)
+
+
+def test_on_a_card_the_measured_time_is_scaled_and_elsewhere_the_model_speaks_alone():
+    elsewhere = what_if(a_report(device="cpu"), {"hardware": "h100"}, load_prices())
+    assert "by the cost model alone, nothing measured on a card" in elsewhere.then.basis
+    on_l4 = a_report(device_name="NVIDIA L4")
+    same, faster = (what_if(on_l4, {"hardware": card}, load_prices()).then for card in ("l4", "h100"))
+    assert "1.00 times as long, by the cost model, against the measured time on L4" in same.basis
+    assert same.machine_us == pytest.approx(5280e6)
+    assert faster.machine_us < same.machine_us
+    assert same.usd == pytest.approx(5280 / 3600 * load_prices().of("L4").on_demand_usd)
+    packed = what_if(on_l4, {"quantization": "awq"}, load_prices()).then
+    assert packed.machine_us != same.machine_us
+    assert packed.usd == pytest.approx(packed.machine_us * 2.5 / 3.6e9)  # the same machine costs the same
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpu": "h100"}, "--what-if gpu: expected one of hardware"),
+        ({"actors": "0"}, "--what-if actors=0: expected a whole number"),
+        ({"price": "-1"}, "--what-if price=-1: expected US dollars"),
+        ({"hardware": "h1000"}, "no such card"),
+        ({"hardware": "h100", "quantization": "q4"}, "quantization=q4: expected one of awq"),
+        ({"hardware": "a100", "quantization": "fp8"}, "has no fp8 products"),
+        ({"quantization": "awq"}, "ran on none; add hardware=CARD"),
+    ],
+)
+def test_what_cannot_be_answered_is_said(changes, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        what_if(a_report(device="cpu"), changes, load_prices())
+
+
+def test_a_job_that_computed_nothing_has_no_what_if():
+    empty = build_report("x", "f" * 64, [], PartTotals(), 0)
+    with pytest.raises(ConfigError, match="no run of this job"):
+        what_if(empty, {"actors": "2"}, load_prices())
+
+
+def test_changes_are_read_as_they_are_typed():
+    assert parsed(["hardware=h100,actors=4", "price=2"]) == {"hardware": "h100", "actors": "4", "price": "2"}
+    with pytest.raises(ConfigError, match="expected KEY=VALUE"):
+        parsed(["h100"])
+
+
+def test_a_change_for_the_worse_is_never_paid_back_and_an_unpriced_job_has_no_return():
+    worth = compare_reports(("a", "b"), a_report(phases=HALF), a_report(), 5e6, 10).worth
+    assert worth is not None
+    assert worth.payback_months is None
+    assert "$75.00 more a month" in " ".join(worth.to_text())
+    with pytest.raises(ConfigError, match="b has no cost of a row"):
+        compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None), 5e6)
+    assert compare_reports(("a", "b"), a_report(), a_report(hourly_usd=None)).worth is None
+
+
+def test_every_figure_of_two_reports_stands_beside_the_other():
+    figures = {figure.what: figure for figure in compare_reports(("a", "b"), a_report(), a_report(phases=HALF)).figures}
+    assert figures["machine time"].ratio == pytest.approx(3240 / 5400)
+    assert figures["cost"].ratio == pytest.approx(0.6)
+    assert figures["error rows"].ratio is None
+    assert batch_efficiency(a_report()) == pytest.approx(4800 / 5400)
+    assert batch_efficiency(replace(a_report(), machine_us=0)) == 0
+
+
+@pytest.fixture
+def output(tmp_path) -> Path:
+    folder = tmp_path / "out" / "_pipeline"
+    (folder / "runs").mkdir(parents=True)
+    report = a_report()
+    (folder / "runs" / "1.json").write_text(json.dumps(report.runs[0].to_json()))
+    (folder / "report.json").write_text(json.dumps(report.to_json()))
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--what-if", "actors=4"], "actors 4"),
+        (["--hosted", "0.15,0.6"], "would take $8.10; this job took $3.75, 0.46 times that"),
+        (["--html", "{}/page.html"], "Where the machine time went"),
+        (["{}/out", "--rows-per-month", "1e6"], "At 1,000,000 rows a month"),
+    ],
+)
+def test_the_command_answers(output, args, said):
+    filled = [arg.format(output.parent) for arg in args]
+    result = CliRunner().invoke(cli, ["report", str(output), *filled])
+    assert result.exit_code == 0, result.output
+    assert said in result.stdout
+    as_json = CliRunner().invoke(cli, ["report", str(output), *filled, "--json"])
+    assert json.loads(as_json.stdout)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["{}", "{}"], "expected one output, or two"),
+        (["{}", "--html", "x.html"], "of one output, not of two"),
+        (["--rows-per-month", "5"], "expected two outputs"),
+        (["--hosted", "cheap"], "expected two prices"),
+        (["--html", "/nowhere/x.html"], "--html /nowhere/x.html"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(output, args, said):
+    result = CliRunner().invoke(cli, ["report", str(output), *(arg.format(output) for arg in args)])
+    assert result.exit_code == 2
+    assert said in result.stderr
