@@ -140,7 +140,8 @@ class Watch:
         so_far = f"{self.totals.now().rows} of {self.num_rows} rows written"
         what_now = "Raise it to go on." if limit.key == BUDGET else "The next run does more."
         raise LimitReached(
-            f"{limit.key}: another unit would have passed it, so the run ended itself with {so_far}. {what_now}"
+            f"{limit.key}: another unit would have passed it, so the run ended itself with {so_far}; finished "
+            f"rows of units that were open are kept beside them. {what_now}"
         )
 
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:

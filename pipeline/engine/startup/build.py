@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import ModelRunner, Place

@@ -50,6 +50,7 @@ def _over_time(report: RunReport) -> Iterator[Chart]:
         for start in starts[1:]:
             axes.axvline(start, color=INK, linewidth=0.6, linestyle=(0, (1, 3)))
         axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
         axes.set_xlabel("seconds since the job began")
         axes.set_ylabel(unit)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}{'%' * (unit == '%')}"))
@@ -223,7 +224,7 @@ def _latency(report: RunReport) -> Chart | None:
 
     def draw(axes: Axes) -> None:
         _bars(axes, labels, [us / 1e6 for us in values], [seconds(us) for us in values])
-        axes.set_xlabel("seconds since the engine took the row in")
+        axes.set_xlabel("seconds since the engine took it in")
 
     return chart("latency", "Latency of a row", f"Half end within {seconds(values[-3])}.", draw)
 
