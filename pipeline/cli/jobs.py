@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipeline.config import JobConfig
     from pipeline.job.telemetry.logs import Level
     from pipeline.job.telemetry.status import Status
+    from pipeline.report.cost import RunReport
 
 
 @click.command()
@@ -127,8 +128,16 @@ def run_and_report(
 
             return print_sample(config, report, output, as_json)
         if as_json:
-            return print_json(report.to_json())
+            print_json(report.to_json())
+            return _leave_if_missed(report, config)
         print_result(f"{text(report)}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md")
+        _leave_if_missed(report, config)
+
+
+def _leave_if_missed(report: "RunReport", config: "JobConfig") -> None:
+    if report.missed and config.targets.exit_code:
+        say(f"Targets missed: {', '.join(target.key for target in report.missed)}")
+        sys.exit(config.targets.exit_code)
 
 
 @click.command()

@@ -23,6 +23,7 @@ from pipeline.config.sections import (
     Section,
     TodaySection,
 )
+from pipeline.config.targets import TargetsSection
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.stores.redaction import shown_url
@@ -75,6 +76,11 @@ class JobConfig(Section):
     )
     cost: CostSection = Field(
         default=CostSection(), description="What the machines cost, for the report.", examples=[{"hourly_usd": 2.5}]
+    )
+    targets: TargetsSection = Field(
+        default=TargetsSection(),
+        description="What the finished job is expected to keep to, and who is told when it does not.",
+        examples=[{"max_usd_per_1m_generated": 0.5}],
     )
     _document: Document = PrivateAttr(default_factory=lambda: Document({}))
 
@@ -184,4 +190,5 @@ class JobConfig(Section):
             "output": {"path": shown_url(self.output.path)},
             "run": self.run.model_dump(exclude=_CUT),
             "cost": self.cost.model_dump(),
+            "targets": self.targets.limits(),
         }

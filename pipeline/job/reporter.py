@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.data.output.parts import PartStore
 from pipeline.job.history import remember
+from pipeline.job.notify import notify
 from pipeline.job.plan import JobPlan
 from pipeline.job.telemetry.logs import DRIVER, Level, LogFolder, LogOptions
 from pipeline.job.telemetry.metrics_server import MetricsServer
@@ -22,6 +23,7 @@ from pipeline.job.totals import OutputTotals
 from pipeline.report.cost import RunReport
 from pipeline.report.run_record import Computed, RunRecord
 from pipeline.stores.filesystem import is_url
+from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
     from pipeline.job.telemetry.metrics import Health
@@ -143,12 +145,25 @@ class RunReporter:
         runs, held = [*self._earlier, record], self._totals.now()
         name, digest, rows = plan.config.name, plan.fingerprint.digest, plan.num_rows
         self.report = make_report(self._telemetry, name, digest, runs, held, rows, finished, self._estimate)
+        self._tell_missed()
         self.say(log.outcome)
         close_telemetry(self._telemetry, self._show, self.status() if finished else None)
         self._driver_log.close()
         self.logs.close()
         if self._metrics is not None:
             self._metrics.close()
+
+    def notify(self, event: str, **what: object) -> None:
+        """Tell whoever `targets.notify` names."""
+        config = self._plan.config
+        about = {"event": event, "job": config.name, "run": self._log.run_id, "output": shown_url(config.output.path)}
+        notify(config.targets.notify, {**about, **what}, self.warn)
+
+    def _tell_missed(self) -> None:
+        missed = [{"target": t.key, "limit": t.limit, "actual": t.actual} for t in self.report.missed]
+        if missed and self._log.outcome == "finished":
+            self.note(f"targets missed: {', '.join(str(each['target']) for each in missed)}", "warning")
+            self.notify("targets_missed", missed=missed)
 
     def status(self) -> Status:
         log, held, goes_on = self._log, self._totals.now(), self._log.outcome == "running"

@@ -124,6 +124,7 @@ class Watch:
         limit = self.limits.nearest(self.log.actors, self.log.wall_us / 1e6)
         if warning := self.limits.warning(limit):
             self.reporter.warn(warning)
+            self.reporter.notify("limit_near", limit=limit and limit.key, used=limit and limit.used)
         if limit is None or not must_drain(limit, self.log.actors, self.log.written.units, running_s):
             return None
         return limit
@@ -132,6 +133,7 @@ class Watch:
         """Drain in the time that a limit leaves; a signal on the way drains as it does at any time. Always raises:
         LimitReached, Interrupted or EndOfUnits."""
         self.reporter.warn(f"draining: {limit.key}, {limit.used} are used")
+        self.reporter.notify("limit_reached", limit=limit.key, used=limit.used)
         self.log.stopped_by = limit.key
         self._wind_down(flow, max(0.0, limit.left_s - RESERVE_S))
         if self.stop.count:

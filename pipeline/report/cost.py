@@ -13,7 +13,7 @@ refused or found in the cache makes none of them cheaper.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pipeline.data.output.part_totals import PartTotals
@@ -23,6 +23,7 @@ from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
 from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
 from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, split_exactly, summed
+from pipeline.report.targets import Target, targets_of
 
 METHOD = (
     "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"
@@ -168,6 +169,7 @@ class RunReport(JsonRecord):
     faults: tuple[FaultCost, ...] = ()
     speculated: Speculated | None = None
     estimate: EstimateAndActual | None = None
+    targets: tuple[Target, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -180,8 +182,14 @@ class RunReport(JsonRecord):
         """Delivered generated tokens per second of machine time, everything included."""
         return per_second(self.tokens.generated, self.machine_us)
 
+    @property
+    def missed(self) -> tuple[Target, ...]:
+        """The targets that a finished job missed."""
+        return tuple(t for t in self.targets if t.is_missed) if self.outcome == "finished" else ()
+
     def to_json(self) -> dict[str, Any]:
         raw = super().to_json()
+        raw["targets"] = [{**asdict(target), "is_missed": target.is_missed} for target in self.targets]
         raw["rows"]["completed"] = self.rows.completed
         raw["tokens"]["computed"] = self.tokens.computed
         raw["input_tokens_per_s"] = self.input_tokens_per_s
@@ -213,7 +221,7 @@ def build_report(
     cost = allocate(runs, tokens, rows.written)
     faults = fault_costs(runs, tokens.generated, priced=cost.total_usd is not None)
     stats = sum((run.row_stats for run in reversed(runs)), RowStats())  # rows that were tried again: the last result
-    return RunReport(
+    report = RunReport(
         job=job_name,
         fingerprint=fingerprint,
         outcome=runs[-1].outcome if runs else "running",
@@ -234,6 +242,30 @@ def build_report(
         speculated=Speculated.of(runs),
         estimate=compare(estimate, runs) if estimate is not None else None,
     )
+    limits = runs[-1].config_free.get("targets", {}) if runs else {}
+    return replace(report, targets=targets_of(_actuals(report), limits)) if limits else report
+
+
+def _actuals(report: RunReport) -> dict[str, float | None]:
+    """What the job file's `targets` are compared with."""
+    computing = report.phases_us.get("prefill", 0) + report.phases_us.get("decode", 0)
+    row, first = report.latency.get("row_us"), report.latency.get("first_token_us")
+
+    def seconds(us: int | None) -> float | None:
+        return None if us is None else us / 1e6
+
+    return {
+        "max_usd_per_1m_prompt": report.cost.per_1m_prompt_usd,
+        "max_usd_per_1m_generated": report.cost.per_1m_generated_usd,
+        "min_generated_per_s": report.generated_tokens_per_s,
+        "min_batch_efficiency": computing / report.machine_us if report.machine_us else None,
+        "min_kv_used": report.work.mean_kv_used,
+        "max_error_rate": report.rows.errors / report.rows.written if report.rows.written else None,
+        "max_row_p50_s": row and seconds(row.p50),
+        "max_row_p95_s": row and seconds(row.p95),
+        "max_row_p99_s": row and seconds(row.p99),
+        "max_first_token_p95_s": first and seconds(first.p95),
+    }
 
 
 def _lengths(

@@ -234,6 +234,15 @@ def draft_rows(speculated: Speculated | None) -> list[tuple[str, str, str, str, 
     return told
 
 
+def target_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
+    """Target, its limit, what came, and whether it was kept."""
+
+    def shown(value: float | None) -> str:
+        return "unknown" if value is None else f"{value:,.4g}"
+
+    return [(t.key, shown(t.limit), shown(t.actual), "missed" if t.is_missed else "kept") for t in report.targets]
+
+
 _SHOWN = {"rows": "rows", "prompt_tokens": "prompt tokens computed", "generated_tokens": "generated tokens",
           "machine_us": "machine time", "wall_us": "time", "usd": "US dollars"}  # fmt: skip
 

@@ -26,6 +26,7 @@ from pipeline.report.figures import (
     run_row,
     seconds,
     skipped_files,
+    target_rows,
     unseen_rows,
 )
 from pipeline.report.row_stats import HISTOGRAM_ERROR
@@ -68,6 +69,9 @@ def text(report: RunReport) -> str:
     lines += _columns("  Cost", "    {:<28}{:>14}", cost_rows(report))
     if report.cost.total_usd is None:
         lines.append("    To price it, set cost.hourly_usd: what one actor's machine costs for an hour.")
+    if report.targets:
+        title = f"  Targets{'limit':>36}{'came':>14}"
+        lines += _columns(title, "    {:<28}{:>10}{:>14}  {}", target_rows(report))
     if report.estimate is not None:
         title = f"  Estimate and actual{'expected':>27}{'came':>12}{'ratio':>9}"
         lines += _columns(title, "    {:<26}{:>16}{:>12}{:>9}", estimate_rows(report.estimate))
@@ -114,6 +118,8 @@ def markdown(report: RunReport) -> str:
     unpriced = "Unpriced: set `cost.hourly_usd`, what one actor's machine costs for an hour."
     notes = [unpriced] * (report.cost.total_usd is None) + [f"How it is divided: {report.cost.method}."]
     lines += _section("Cost", ["", "US dollars"], cost_rows(report), *notes)
+    if report.targets:
+        lines += _section("Targets", ["", "limit", "came", ""], target_rows(report))
     if report.estimate is not None:
         made = report.estimate.estimate
         note = f"Estimated {made.made_at} from {made.speeds_from}; lengths of completions: {made.lengths_from}."

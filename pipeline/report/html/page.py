@@ -25,6 +25,7 @@ from pipeline.report.figures import (
     run_row,
     seconds,
     skipped_files,
+    target_rows,
 )
 from pipeline.report.html.charts import charts
 from pipeline.report.render import LATENCY_NOTE, LENGTHS_NOTE, RUN_HEAD, ended
@@ -66,6 +67,7 @@ def _tables(report: RunReport) -> list[Table]:
         _table("Where the machine time went", ("phase", "what it is", "time", "share"), phases),
         _table("Cost", ("", "US dollars"), cost_rows(report), method),
     ]
+    tables.append(_table("Targets", ("", "limit", "came", ""), target_rows(report)))
     if report.estimate is not None:
         made = report.estimate.estimate
         note = f"Estimated {made.made_at} from {made.speeds_from}; lengths of completions: {made.lengths_from}."

@@ -1,0 +1,31 @@
+"""Tells somebody outside of what a run came to: `targets.notify`, a url or a file.
+
+A failure to tell is a warning: no row depends on it.
+"""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.stores.redaction import shown_url
+
+ANSWER_S = 10.0
+
+
+def notify(place: str | None, event: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    """Send one event, where somebody wants it."""
+    if place is None:
+        return
+    line = json.dumps(dict(event), ensure_ascii=False)
+    try:
+        if place.startswith(("http://", "https://")):
+            request = urllib.request.Request(place, line.encode(), {"Content-Type": "application/json"}, method="POST")
+            with urllib.request.urlopen(request, timeout=ANSWER_S):
+                return
+        with Path(place).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        warn(f"targets.notify {shown_url(place)}: {type(error).__name__}: {error}")

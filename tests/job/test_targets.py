@@ -1,0 +1,117 @@
+"""The section `targets`: what is missed is named, told, and has an exit code."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from pipeline.cli.main import cli
+from pipeline.config.targets import TargetsSection
+from pipeline.errors import LimitReached
+from pipeline.job.notify import notify
+from pipeline.report.targets import Target, targets_of
+from tests.job.conftest import FAKES, TEXTS, run
+
+pytestmark = pytest.mark.usefixtures("without_ray")
+PRICE = {"hourly_usd": 1.0}
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("key", "limit", "actual", "missed"),
+    [
+        ("max_row_p95_s", 2.0, 2.0, False),
+        ("max_row_p95_s", 2.0, 2.1, True),
+        ("min_batch_efficiency", 0.8, 0.8, False),
+        ("min_batch_efficiency", 0.8, 0.79, True),
+        ("max_usd_per_1m_prompt", 1.0, None, True),
+    ],
+)
+def test_a_limit_is_kept_up_to_itself_and_what_is_not_known_is_missed(key, limit, actual, missed):
+    assert Target(key, limit, actual).is_missed is missed
+
+
+def test_every_key_of_the_section_has_a_figure(job):
+    settings = {name: 0.5 for name in TargetsSection.model_fields if name not in ("exit_code", "notify")}
+    report, _ = run(job.rows(TEXTS), targets=settings, cost=PRICE)
+    assert {target.key for target in report.targets} == set(settings)
+    unknown = {target.key for target in report.targets if target.actual is None}
+    assert unknown == set()
+    assert targets_of({}, {"of another version": 1.0}) == ()
+
+
+def test_what_is_missed_is_named_and_told(job, tmp_path):
+    told = tmp_path / "told.jsonl"
+    targets = {"max_row_p50_s": 1e-9, "max_error_rate": 0.5, "notify": str(told)}
+    report, _ = run(job.rows(TEXTS), targets=targets)
+    assert [target.key for target in report.missed] == ["max_row_p50_s"]
+    (event,) = lines(told)
+    assert (event["event"], event["job"]) == ("targets_missed", "job")
+    assert event["missed"][0]["target"] == "max_row_p50_s"
+    assert "max_row_p50_s" in (job.output / "_pipeline" / "report.md").read_text()
+    kept = json.loads((job.output / "_pipeline" / "report.json").read_text())["targets"]
+    assert {target["key"]: target["is_missed"] for target in kept} == {"max_row_p50_s": True, "max_error_rate": False}
+
+
+def test_nothing_is_told_where_all_is_kept(job, tmp_path):
+    report, _ = run(job.rows(TEXTS), targets={"max_error_rate": 0.5, "notify": str(tmp_path / "told")})
+    assert report.missed == ()
+    assert not (tmp_path / "told").exists()
+
+
+def test_limits_are_told_when_they_are_near_and_when_they_are_reached(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.job.limits.RESERVE_S", 0.3)
+    monkeypatch.setattr("pipeline.job.watch.RESERVE_S", 0.3)
+    told = tmp_path / "told.jsonl"
+    job.fake(step_s=0.1, load_s=2.0, max_num_seqs=2).rows(TEXTS)
+    with pytest.raises(LimitReached):
+        run(job, run={"max_runtime": "3 s", "units_in_flight": 1}, targets={"notify": str(told)})
+    events = [(event["event"], event["limit"]) for event in lines(told)]
+    assert events[-1] == ("limit_reached", "run.max_runtime")
+    assert set(events[:-1]) <= {("limit_near", "run.max_runtime")}
+
+
+def test_a_webhook_gets_json_and_one_that_fails_is_a_warning():
+    got = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append((self.headers["Content-Type"], json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(204 if len(got) == 1 else 500)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Hook)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    warned: list[str] = []
+    place = f"http://user:secret@127.0.0.1:{server.server_port}/hook".replace("user:secret@", "")
+    notify(place, {"event": "targets_missed", "job": "é"}, warned.append)
+    assert got == [("application/json", {"event": "targets_missed", "job": "é"})]
+    assert warned == []
+    notify(place, {"event": "x"}, warned.append)
+    assert "HTTPError" in warned[0]
+    server.shutdown()
+    notify("/nowhere/at/all.jsonl", {"event": "x"}, warned.append)
+    assert "targets.notify /nowhere/at/all.jsonl: FileNotFoundError" in warned[1]
+    notify(None, {"event": "x"}, warned.append)
+    assert len(warned) == 2
+
+
+@pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 0)])
+def test_a_scheduler_sees_what_was_missed_by_the_exit_code(job, monkeypatch, code, expected):
+    monkeypatch.setattr("pipeline.job.run.Backend", lambda: FAKES)
+    job.config(targets={"max_row_p50_s": 1e-9, "exit_code": code})
+    job.rows(TEXTS)
+    assert yaml.safe_load((job.folder / "job.yaml").read_text())["targets"]["exit_code"] == code
+    result = CliRunner().invoke(cli, ["run", str(job.folder / "job.yaml")])
+    assert result.exit_code == expected, result.output
+    assert ("Targets missed: max_row_p50_s" in result.stderr) is bool(code)
+    assert "max_row_p50_s" in result.stdout
