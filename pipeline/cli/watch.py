@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 40
 HEAD_LINES = 9  # of the drawing, beside its actors
-_DOING = {"startup": "starting", "load": "loading", "repeated": "recomputing", "tail": "done"}
+_DOING = {"startup": "starting", "load": "loading", "drafts": "decode", "preempted": "recomputing",
+          "retried": "recomputing", "write": "writing", "tail": "done"}  # fmt: skip
 
 
 class ActorRates:

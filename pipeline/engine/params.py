@@ -182,14 +182,18 @@ class Completion:
     last_token_us: int = 0
 
 
+STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us")  # of EngineStats
+
+
 @dataclass
 class EngineStats:
     """Running totals of one engine, all integers so that sums are exact. Times in microseconds.
 
     prompt_tokens and generated_tokens count every finished or running request once; recomputed_tokens is work done
-    again after a preemption. step_us = prefill_us + decode_us + repeated_us; the time of a step that did not fit the
-    memory is repeated work. batch_sum adds the sequences of each step, kv_used_ppm_sum the used share of the KV cache
-    of each step (parts per million).
+    again after a preemption. The time of all steps is the sum of STEP_TIMES: a step's is divided in proportion to its
+    tokens, of which rejected drafts take drafts_us and those computed again preempted_us; a step that did not fit the
+    memory is retried_us. batch_sum adds the sequences of each step, kv_used_ppm_sum the used share of the KV cache of
+    each step (parts per million).
 
     plain_steps to plain_rows_us are sums over the plain steps, which generated one token for each of their rows and did
     nothing else: 1, rows, rows**2, microseconds, rows * microseconds. A line of time by rows is
@@ -197,7 +201,7 @@ class EngineStats:
 
     num_draft_steps are the steps that computed drafts; drafted_1 counts drafts in the first place after the known
     tokens and accepted_1 those of them that the model confirmed, and so on. One number for each place, because these
-    totals travel and add up as plain integers. Computing drafts is part of decode_us.
+    totals travel and add up as plain integers. rejected_drafts are those of all places that it did not confirm.
     """
 
     num_steps: int = 0
@@ -209,7 +213,9 @@ class EngineStats:
     num_out_of_memory: int = 0  # steps that were undone because they did not fit the memory
     prefill_us: int = 0
     decode_us: int = 0
-    repeated_us: int = 0
+    drafts_us: int = 0
+    preempted_us: int = 0
+    retried_us: int = 0
     batch_sum: int = 0
     kv_used_ppm_sum: int = 0
     plain_steps: int = 0
@@ -218,6 +224,7 @@ class EngineStats:
     plain_us: int = 0
     plain_rows_us: int = 0
     num_draft_steps: int = 0
+    rejected_drafts: int = 0
     drafted_1: int = 0
     drafted_2: int = 0
     drafted_3: int = 0
@@ -238,6 +245,11 @@ class EngineStats:
     def since(self, before: "EngineStats") -> "EngineStats":
         """What the totals grew by after `before`, a copy of them."""
         return EngineStats(*(now - then for now, then in zip(astuple(self), astuple(before))))
+
+    @property
+    def step_us(self) -> int:
+        """The time of all steps."""
+        return sum(getattr(self, name) for name in STEP_TIMES)
 
     @property
     def drafted_by_place(self) -> list[int]:

@@ -192,7 +192,8 @@ def _estimate(
     phases["startup"], phases["load"] = round(speed.startup_us * actors), round(speed.load_us * actors)
     phases["prefill"] = round(speed.prompt_token_us * work.prompt.expected)
     phases["decode"] = round(speed.generated_token_us * work.generated.expected)
-    phases["waiting"] = round(speed.beside * (phases["prefill"] + phases["decode"]))
+    computing = phases["prefill"] + phases["decode"]
+    phases |= {phase: round(share * computing) for phase, share in speed.beside.items()}
     phases["tail"] = max(0, round(pool.machine_us.expected) - sum(phases.values()))
     return Estimate(
         made_at=zone_time(UTC).isoformat(timespec="seconds"),

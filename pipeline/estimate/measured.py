@@ -3,11 +3,11 @@
 An engine's time is start-up and load, once each, and then so much for each prompt token that is computed and each token
 that is generated. Steps with few rows are dearer for each of them: where a run was too small to fill its batch, as a
 probe is, a token generated in a full one is taken from the line that fits the times of its plain steps by their rows.
-Drafts, which may make it cheaper still, need more steps than a probe has to prove themselves. Time at rest and work
-done twice are a share of the rest.
+Drafts, which may make it cheaper still, need more steps than a probe has to prove themselves. Time at rest, rejected
+drafts and work done twice are a share of the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.job.history import Remembered
@@ -17,26 +17,27 @@ from pipeline.report.run_record import Computed, RunRecord
 LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
 MAX_RUNS = 3  # the newest say most about now
 FEW_TOKENS = 0.5  # of those of the largest run, below which a run beside it says little
+BESIDE = ("drafts", "preempted", "retried", "waiting", "write")  # phases that grow with the work
 FULL = 0.8  # of its batch that a run has to fill, on average, to be taken as it is
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Microseconds. start-up, load and driver: once each, of an actor and of the run. beside: of the time of computing,
-    what came beside it (waiting, repeated work). spread: of the speed, up and down."""
+    """Microseconds. start-up, load and driver: once each, of an actor and of the run. beside: by phase, what came
+    beside the time of computing, as a share of it. spread: of the speed, up and down."""
 
     startup_us: float
     load_us: float
     prompt_token_us: float
     generated_token_us: float
-    beside: float
+    beside: Mapping[str, float]
     driver_us: float
     spread: float
     comes_from: str
 
     def compute_us(self, prompt_tokens: float, generated_tokens: float) -> float:
         busy_us = self.prompt_token_us * prompt_tokens + self.generated_token_us * generated_tokens
-        return busy_us * (1 + self.beside)
+        return busy_us * (1 + sum(self.beside.values()))
 
 
 def measured_speed(history: Sequence[Remembered], rows: float) -> Speed | None:
@@ -49,7 +50,7 @@ def measured_speed(history: Sequence[Remembered], rows: float) -> Speed | None:
     chosen = large[:MAX_RUNS]
     computed = sum(map(_computed, chosen), Computed())
     prefill, decode = (sum(run.phase_us(phase) for run in chosen) for phase in ("prefill", "decode"))
-    rest = sum(run.phase_us("waiting") + run.phase_us("repeated") for run in chosen)
+    beside = {phase: sum(run.phase_us(phase) for run in chosen) / max(1, prefill + decode) for phase in BESIDE}
     last = next(run for run in runs if run.actors)
     actors = [actor for actor in last.actors if actor.stats.get("num_steps")]
     rates = [_us_each(run) for run in chosen]
@@ -60,7 +61,7 @@ def measured_speed(history: Sequence[Remembered], rows: float) -> Speed | None:
         load_us=sum(actor.phases_us["load"] for actor in actors) / len(actors),
         prompt_token_us=prefill / computed.prompt,
         generated_token_us=_generated_us(chosen, decode / computed.generated, rows),
-        beside=rest / max(1, prefill + decode),
+        beside=beside,
         driver_us=max(0, last.wall_us - max(actor.machine_us for actor in last.actors)),
         spread=spread,
         comes_from=told,

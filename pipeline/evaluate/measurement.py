@@ -257,5 +257,5 @@ class _Rows:
         return _Outputs(
             [done[i] for i in range(len(rows))],
             1e6 * (spent.prompt_tokens - spent.cached_tokens) / max(1, spent.prefill_us),
-            1e6 * spent.generated_tokens / max(1, spent.decode_us),
+            1e6 * spent.generated_tokens / max(1, spent.decode_us + spent.drafts_us),
         )

@@ -17,6 +17,7 @@ from pipeline.job.fingerprint import JOB
 from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_estimate, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import RunReport, build_report
+from pipeline.report.json_record import SCHEMA_VERSION
 from pipeline.report.run_record import RunRecord
 from pipeline.stores.filesystem import is_url
 
@@ -93,7 +94,7 @@ def report_of(store: PartStore) -> RunReport:
     try:
         if store.folder.read(REPORT_JSON) is not None:
             kept = RunReport.from_json(_read(store, REPORT_JSON, ""))
-            if list(kept.runs) == runs:
+            if list(kept.runs) == runs and kept.schema_version == SCHEMA_VERSION:
                 return kept
         job = _read(store, JOB, "the job's own record, _pipeline/job.json, is missing")
         rows = _read(store, STATUS, "the job's status, _pipeline/status.json, is missing")["rows_total"]

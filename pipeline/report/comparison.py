@@ -126,18 +126,12 @@ def _figures(a: RunReport, b: RunReport) -> Iterator[Figure]:
     for phase in PHASES:
         if a.phases_us.get(phase) or b.phases_us.get(phase):
             yield Figure(f"  {phase}", "us", a.phases_us.get(phase, 0), b.phases_us.get(phase, 0))
-    yield Figure("batch efficiency", "share", batch_efficiency(a), batch_efficiency(b))
+    yield Figure("batch efficiency", "share", a.batch_efficiency, b.batch_efficiency)
     yield Figure("generated tokens/s", "rate", a.generated_tokens_per_s, b.generated_tokens_per_s)
     yield Figure("cost", "usd", a.cost.total_usd, b.cost.total_usd)
     yield Figure("  1M prompt tokens", "usd", a.cost.per_1m_prompt_usd, b.cost.per_1m_prompt_usd)
     yield Figure("  1M generated tokens", "usd", a.cost.per_1m_generated_usd, b.cost.per_1m_generated_usd)
     yield Figure("  a row", "usd", a.cost.per_row_usd, b.cost.per_row_usd)
-
-
-def batch_efficiency(report: RunReport) -> float:
-    """The share of the machine time in which engines computed what was new."""
-    computing = report.phases_us.get("prefill", 0) + report.phases_us.get("decode", 0)
-    return computing / report.machine_us if report.machine_us else 0.0
 
 
 @dataclass(frozen=True)

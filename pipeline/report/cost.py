@@ -1,14 +1,7 @@
-"""What a job cost over all its runs: machine time, its price, and which tokens it is charged to.
+"""A job's report over all its runs: rows, tokens, work, time, money, and what the plan had expected.
 
-Owns the allocation and the report's numbers; `faults.py` estimates what faults cost, `render.py` writes it all
-out for people. Prices are declared by the job, never looked up. A job without a price is unpriced (null), not free.
-
-Allocation: reading prompts (prefill) is charged to prompt tokens and writing (decode) to generated tokens.
-All other machine time (start-up, load, repeated work, waiting, the tail) is charged to both in the
-proportion of those two, because it was spent to make them possible. The divisor is what was delivered in the
-output and had to be computed for it: prompt tokens of completed rows without those from cache, and generated ones. So
-work lost to a killed run, or spent on rows that failed, makes the delivered tokens dearer, and a prompt that was
-refused or found in the cache makes none of them cheaper.
+Owns the report's numbers; `account.py` divides machine time and money, `faults.py` estimates what faults cost,
+`render.py` writes it all out for people.
 """
 
 from collections import Counter
@@ -17,19 +10,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pipeline.data.output.part_totals import PartTotals
+from pipeline.report.account import Cost, Tokens, accounted, allocate, shares_us
 from pipeline.report.drafts import Speculated
 from pipeline.report.estimate import Estimate, EstimateAndActual, compare
 from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
 from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
-from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, split_exactly, summed
+from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, summed
 from pipeline.report.targets import Target, targets_of
 
-METHOD = (
-    "prefill time is charged to prompt tokens, decode time to generated tokens, all other machine time to"
-    " both in proportion to those two; divided by what was delivered in the output: prompt tokens computed for"
-    " completed rows (none from cache, none of error rows), generated tokens, rows"
-)
 PERCENTS = (50, 95, 99)
 MAX_REASONS = 10  # of engine restarts that are told
 
@@ -46,25 +35,6 @@ class Rows:
     @property
     def completed(self) -> int:
         return self.written - self.errors
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Of completed rows: `cached` is the share of `input` that was served from shared KV blocks, the rest was computed.
-    `error_input` are prompt tokens of error rows: delivered in no case, whether an engine had begun them or not.
-
-    What engines computed for rows that failed in them is work that nobody got (`row_failed` in `faults.py`).
-    """
-
-    input: int
-    cached: int
-    generated: int
-    error_input: int = 0
-
-    @property
-    def computed(self) -> int:
-        """Prompt tokens that had to be computed."""
-        return self.input - self.cached
 
 
 @dataclass(frozen=True)
@@ -101,21 +71,6 @@ class Work:
     restart_reasons: Mapping[str, int] = field(default_factory=dict)  # how engine processes ended, the commonest
     steps_out_of_memory: int = 0  # undone, and tried again with fewer tokens
     telemetry_failures: int = 0  # writes of status, record and report that failed
-
-
-@dataclass(frozen=True)
-class Cost:
-    """US dollars; None where there is no price, or nothing to divide by."""
-
-    total_usd: float | None
-    prompt_usd: float | None
-    generated_usd: float | None
-    per_1m_prompt_usd: float | None
-    per_1m_generated_usd: float | None
-    per_1m_blended_usd: float | None
-    per_row_usd: float | None
-    unpriced_runs: int
-    method: str = METHOD
 
 
 @dataclass(frozen=True)
@@ -183,6 +138,11 @@ class RunReport(JsonRecord):
         return per_second(self.tokens.generated, self.machine_us)
 
     @property
+    def batch_efficiency(self) -> float:
+        """The share of the machine time in which engines computed what was delivered."""
+        return (self.phases_us["prefill"] + self.phases_us["decode"]) / self.machine_us if self.machine_us else 0.0
+
+    @property
     def missed(self) -> tuple[Target, ...]:
         """The targets that a finished job missed."""
         return tuple(t for t in self.targets if t.is_missed) if self.outcome == "finished" else ()
@@ -210,16 +170,18 @@ def build_report(
     estimate: Estimate | None = None,
 ) -> RunReport:
     """The report over all runs of a job, killed ones included, in the order they ran. `totals`: of the output."""
-    phases_us = {phase: sum(run.phase_us(phase) for run in runs) for phase in PHASES}
     machine_us = sum(run.machine_us for run in runs)
-    assert sum(phases_us.values()) == machine_us, f"phases {phases_us} do not sum to {machine_us} us"
     errors = {code: count for code, count in sorted(totals.error_rows.items()) if count}
     rows = Rows(input_rows, totals.rows, sum(errors.values()), errors)
     tokens = Tokens(
         totals.num_input_tokens, totals.num_cached_tokens, totals.num_generated_tokens, totals.num_error_input_tokens
     )
-    cost = allocate(runs, tokens, rows.written)
-    faults = fault_costs(runs, tokens.generated, priced=cost.total_usd is not None)
+    faults, lost = fault_costs(runs, tokens.generated)
+    accounts = accounted(runs, lost)
+    phases_us = {phase: sum(account[phase] for account in accounts) for phase in PHASES}
+    cost = allocate(runs, accounts, tokens, rows.written)
+    if cost.total_usd is None:
+        faults = tuple(fault.unpriced() for fault in faults)
     stats = sum((run.row_stats for run in reversed(runs)), RowStats())  # rows that were tried again: the last result
     report = RunReport(
         job=job_name,
@@ -236,11 +198,16 @@ def build_report(
         driver_us=summed([run.driver_us for run in runs]),
         runs=tuple(runs),
         latency={f.name: Percentiles.of(getattr(stats.latency, f.name)) for f in fields(stats.latency)},
-        lengths=_lengths(stats.lengths, machine_us, phases_us),
+        lengths=tuple(
+            LengthCost(longest, bucket, us)
+            for (longest, bucket), us in zip(
+                stats.lengths.items(), shares_us(list(stats.lengths.values()), machine_us, phases_us), strict=True
+            )
+        ),
         examples={code: stats.errors[code][:count] for code, count in errors.items() if code in stats.errors},
         faults=faults,
         speculated=Speculated.of(runs),
-        estimate=compare(estimate, runs) if estimate is not None else None,
+        estimate=compare(estimate, runs, accounts) if estimate is not None else None,
     )
     limits = runs[-1].config_free.get("targets", {}) if runs else {}
     return replace(report, targets=targets_of(_actuals(report), limits)) if limits else report
@@ -248,7 +215,6 @@ def build_report(
 
 def _actuals(report: RunReport) -> dict[str, float | None]:
     """What the job file's `targets` are compared with."""
-    computing = report.phases_us.get("prefill", 0) + report.phases_us.get("decode", 0)
     row, first = report.latency.get("row_us"), report.latency.get("first_token_us")
 
     def seconds(us: int | None) -> float | None:
@@ -258,7 +224,7 @@ def _actuals(report: RunReport) -> dict[str, float | None]:
         "max_usd_per_1m_prompt": report.cost.per_1m_prompt_usd,
         "max_usd_per_1m_generated": report.cost.per_1m_generated_usd,
         "min_generated_per_s": report.generated_tokens_per_s,
-        "min_batch_efficiency": computing / report.machine_us if report.machine_us else None,
+        "min_batch_efficiency": report.batch_efficiency if report.machine_us else None,
         "min_kv_used": report.work.mean_kv_used,
         "max_error_rate": report.rows.errors / report.rows.written if report.rows.written else None,
         "max_row_p50_s": row and seconds(row.p50),
@@ -266,56 +232,6 @@ def _actuals(report: RunReport) -> dict[str, float | None]:
         "max_row_p99_s": row and seconds(row.p99),
         "max_first_token_p95_s": first and seconds(first.p95),
     }
-
-
-def _lengths(
-    lengths: Mapping[int, LengthBucket], machine_us: int, phases_us: Mapping[str, int]
-) -> tuple[LengthCost, ...]:
-    """All machine time, divided among the buckets as the cost is among tokens: what prompts are charged by the prompt
-    tokens that were computed, the rest by the generated ones."""
-    if not lengths:
-        return ()
-    for_prompts, for_generated = split_exactly(machine_us, [phases_us["prefill"], phases_us["decode"]])
-    prompt_us = split_exactly(for_prompts, [n.input_tokens - n.cached_tokens for n in lengths.values()])
-    generated_us = split_exactly(for_generated, [n.generated_tokens for n in lengths.values()])
-    return tuple(
-        LengthCost(longest, rows, p + g)
-        for (longest, rows), p, g in zip(lengths.items(), prompt_us, generated_us, strict=True)
-    )
-
-
-def allocate(runs: Sequence[RunRecord], tokens: Tokens, rows: int) -> Cost:
-    """The price of all machine time, and its share of prompt and generated tokens (see the head of this
-    file).
-
-    One run without a price leaves the whole job unpriced, as a part of its machine time has no known cost.
-    """
-    # A run that never got as far as an actor used no machine time, so that its price is not missed.
-    unpriced = sum(run.hourly_usd is None and run.machine_us > 0 for run in runs)
-    if unpriced or not any(run.hourly_usd is not None for run in runs):
-        return Cost(None, None, None, None, None, None, None, unpriced_runs=unpriced)
-    usd = dict.fromkeys(PHASES, 0.0)
-    for run in runs:
-        for phase in PHASES:
-            usd[phase] += run.usd(run.phase_us(phase))
-    total = sum(usd.values())
-    direct = usd["prefill"] + usd["decode"]
-    prompt = total * usd["prefill"] / direct if direct else None
-    generated = total * usd["decode"] / direct if direct else None
-    return Cost(
-        total_usd=total,
-        prompt_usd=prompt,
-        generated_usd=generated,
-        per_1m_prompt_usd=_each(prompt, tokens.computed, 1_000_000),
-        per_1m_generated_usd=_each(generated, tokens.generated, 1_000_000),
-        per_1m_blended_usd=_each(total, tokens.computed + tokens.generated, 1_000_000),
-        per_row_usd=_each(total, rows, 1),
-        unpriced_runs=0,
-    )
-
-
-def _each(usd: float | None, count: int, times: int) -> float | None:
-    return usd * times / count if usd is not None and count > 0 else None
 
 
 def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]) -> Work:

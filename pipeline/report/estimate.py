@@ -3,7 +3,7 @@
 Whoever makes it is `pipeline.estimate`. Times are whole microseconds, money is US dollars.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.report.json_record import JsonRecord
@@ -78,8 +78,11 @@ class EstimateAndActual:
         return next(line.ratio for line in self.lines if line.what == "machine_us")
 
 
-def compare(estimate: Estimate, runs: Sequence[RunRecord]) -> EstimateAndActual | None:
-    """None as long as no run since the estimate has used machine time. runs: all of the job, in order."""
+def compare(
+    estimate: Estimate, runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]]
+) -> EstimateAndActual | None:
+    """None as long as no run since the estimate has used machine time. runs: all of the job, in order, and the machine
+    time of each by phase."""
     since = runs[estimate.runs_before :]
     machine_us = sum(run.machine_us for run in since)
     if not machine_us:
@@ -94,7 +97,7 @@ def compare(estimate: Estimate, runs: Sequence[RunRecord]) -> EstimateAndActual 
             Compared(
                 phase,
                 estimate.phases_us.get(phase, 0),
-                sum(run.phase_us(phase) for run in since),
+                sum(account[phase] for account in accounts[estimate.runs_before :]),
                 least=estimate.machine_us.expected * LEAST_SHARE,
             )
             for phase in PHASES

@@ -5,9 +5,9 @@ of it or was kept for the next run. So nothing that one run lost is hidden by wh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.report.json_record import JsonRecord
 from pipeline.report.run_record import ActorRecord, Computed, Outcome, RunRecord
@@ -33,7 +33,7 @@ FAULTS = {
         "engine process restarted",
         "the time for tokens of the rows inside, the time from its last word to its end, and start-up and load again",
     ),
-    "preempted": ("sequence preempted", "the phase `repeated`, less what belongs to restarts"),
+    "preempted": ("sequence preempted", "the phase `preempted`"),
     "unit_doubled": ("unit computed whose part was already there", "the time for its tokens"),
     "part_removed": ("parts removed after they were written", "the time for their generated tokens"),
     "row_failed": ("rows that failed in the engine", "the time for the tokens computed for them until then"),
@@ -75,8 +75,21 @@ class FaultCost(JsonRecord):
     def how(self) -> str:
         return FAULTS[self.kind][1]
 
+    def unpriced(self) -> "FaultCost":
+        return replace(self, usd=None, work_usd=None)
+
     def to_json(self) -> dict[str, Any]:
         return super().to_json() | {"title": self.title, "how": self.how}
+
+
+class LostTime(NamedTuple):
+    """Of one run: the time of reading prompts and of writing that went into tokens which nobody got."""
+
+    prefill_us: int = 0
+    decode_us: int = 0
+
+    def plus(self, other: "LostTime") -> "LostTime":
+        return LostTime(self.prefill_us + other.prefill_us, self.decode_us + other.decode_us)
 
 
 class _Sums:
@@ -95,11 +108,10 @@ class _Sums:
         self.usd += run.usd(work_us + start_us)
         self.work_usd += run.usd(work_us)
 
-    def cost(self, kind: str, priced: bool) -> FaultCost:
-        usd, work_usd = (self.usd, self.work_usd) if priced else (None, None)
-        at_least = kind == "run_killed"
+    def cost(self, kind: str) -> FaultCost:
+        at_least, where = kind == "run_killed", tuple(self.where)
         return FaultCost(
-            kind, self.count, self.tokens, self.work_us, self.machine_us, usd, work_usd, at_least, tuple(self.where)
+            kind, self.count, self.tokens, self.work_us, self.machine_us, self.usd, self.work_usd, at_least, where
         )
 
 
@@ -112,9 +124,11 @@ def _known_tokens(runs: Sequence[RunRecord]) -> int:
     return sum(a.delivered.generated + a.taken_generated_tokens for run in runs for a in run.actors)
 
 
-def fault_costs(runs: Sequence[RunRecord], delivered_generated: int, priced: bool) -> tuple[FaultCost, ...]:
-    """Of all kinds that happened, in the order of `FAULTS`. `delivered_generated`: tokens that the output holds."""
+def fault_costs(runs: Sequence[RunRecord], delivered_generated: int) -> tuple[tuple[FaultCost, ...], list[LostTime]]:
+    """Of all kinds that happened, in the order of `FAULTS`, at the prices of the runs; and the time of each run that
+    went into tokens which nobody got. `delivered_generated`: tokens that the output holds."""
     sums = {kind: _Sums() for kind in FAULTS}
+    lost_times: list[LostTime] = []
     unseen = unseen_tokens(runs, delivered_generated)
     # While a run goes on its actors may know of parts that are not counted in the output yet.
     complete = bool(runs) and runs[-1].outcome == "finished"
@@ -124,13 +138,17 @@ def fault_costs(runs: Sequence[RunRecord], delivered_generated: int, priced: boo
         replaced = {actor.replaces for actor in run.actors}
         goes_on = run.outcome == "running" and following is None
         lost_nodes = {actor.node_id: actor.node for actor in run.actors if actor.node_lost}
+        lost_time = LostTime()
         sums["node_lost"].where += lost_nodes.values()
         sums["node_lost"].count += len(lost_nodes)
         for actor in run.actors:
             _add_actor(sums, run, actor)
+            for tokens in (actor.died, actor.doubled):
+                lost_time = lost_time.plus(LostTime(*actor.times_of_us(tokens)))
             gone = Computed(0, min(removed, actor.delivered.generated))
             removed -= gone.generated
             sums["part_removed"].add(run, gone, actor.time_of_us(gone))
+            lost_time = lost_time.plus(LostTime(*actor.times_of_us(gone)))
             is_gone = actor.node_lost or actor.actor in replaced
             lost, kind = actor.open, "node_lost" if actor.node_lost else "actor_replaced" if is_gone else end
             if kind != "row_failed":  # some of it was written after the last that was heard
@@ -139,6 +157,8 @@ def fault_costs(runs: Sequence[RunRecord], delivered_generated: int, priced: boo
                 lost = _share(lost, lost.generated - written)
             if is_gone or not goes_on:
                 sums[kind].add(run, lost, actor.time_of_us(lost))
+                lost_time = lost_time.plus(LostTime(*actor.times_of_us(lost)))
+        lost_times.append(lost_time)
         sums["unit_doubled"].count += run.units_lost
         sums["storage_retried"].count += sum(run.storage_retries.values())
         if end != "row_failed" and not goes_on:
@@ -146,7 +166,8 @@ def fault_costs(runs: Sequence[RunRecord], delivered_generated: int, priced: boo
             if following is not None:
                 started_us = sum(_start_us(actor) for actor in following.actors if actor.replaces is None)
                 sums[end].add(following, Computed(), 0, started_us)
-    return tuple(sums[kind].cost(kind, priced) for kind in FAULTS if sums[kind].count or sums[kind].tokens.all)
+    happened = [kind for kind in FAULTS if sums[kind].count or sums[kind].tokens.all]
+    return tuple(sums[kind].cost(kind) for kind in happened), lost_times
 
 
 def _add_actor(sums: dict[str, _Sums], run: RunRecord, actor: ActorRecord) -> None:
@@ -155,7 +176,7 @@ def _add_actor(sums: dict[str, _Sums], run: RunRecord, actor: ActorRecord) -> No
     sums["engine_restarted"].add(run, actor.died, died_us, actor.restart_us)
     sums["preempted"].count += actor.stats.get("num_preemptions", 0)
     again = Computed(actor.stats.get("recomputed_tokens", 0))
-    sums["preempted"].add(run, again, actor.phases_us["repeated"] - actor.died_us)
+    sums["preempted"].add(run, again, actor.phases_us["preempted"])
     sums["unit_doubled"].add(run, actor.doubled, actor.time_of_us(actor.doubled))
     sums["storage_retried"].count += sum(actor.storage_retries.values())
     if actor.replaces is not None:

@@ -108,8 +108,8 @@ def _pool(report: RunReport) -> str:
 
 
 def phase_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
-    """Phase, time, share, and the share as a bar."""
-    shares = [(phase, us, _share(us, report.machine_us)) for phase, us in report.phases_us.items()]
+    """Phase, time, share, and the share as a bar; those that took no time are left out."""
+    shares = [(phase, us, _share(us, report.machine_us)) for phase, us in report.phases_us.items() if us]
     return [(phase, seconds(us), percent(share), bar(share)) for phase, us, share in shares]
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
-SCHEMA_VERSION = 1  # of the records that a run leaves: grows when a key goes or means something else
+SCHEMA_VERSION = 2  # of the records that a run leaves: grows when a key goes or means something else
 
 
 class JsonRecord:

@@ -13,17 +13,20 @@ from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.row_stats import RowStats
 
 # The phases of an actor's time. They do not overlap and together are all of it, from the start of the actor's
-# process to its end. Writing parts happens beside them and is counted in `RunRecord.write_us`.
-PHASES = ("startup", "load", "prefill", "decode", "repeated", "waiting", "tail")
+# process to its end. Parts are written beside them (all of that is `RunRecord.write_us`): `write` is idle time.
+PHASES = ("startup", "load", "prefill", "decode", "drafts", "preempted", "retried", "write", "waiting", "tail")
 
 PHASE_MEANING = {
     "startup": "process, imports, device",
     "load": "weights, warm-up",
     "prefill": "reading prompts",
     "decode": "writing tokens",
-    "repeated": "work done again after a preemption",
-    "waiting": "no rows at hand",
-    "tail": "the last rows, other actors done",
+    "drafts": "draft tokens that were rejected",
+    "preempted": "work done again after a preemption",
+    "retried": "work that was lost, or done again after a failure",
+    "write": "idle while a part was written",
+    "waiting": "idle, no rows at hand",
+    "tail": "idle, other actors finish the last rows",
 }
 
 MICROSECONDS_PER_HOUR = 3_600_000_000
@@ -104,7 +107,7 @@ class ActorRecord:
     restarts: int = 0  # engine processes that ended on their own or were ended because they hung
     restart_reasons: list[str] = field(default_factory=list)  # how they ended, of the first few
     restart_us: int = 0  # start-up and load of the engine processes after the first
-    died_us: int = 0  # of the phase `repeated`: between an engine process's last word and its end, with rows in it
+    died_us: int = 0  # of the phase `retried`: between an engine process's last word and its end, with rows in it
     convicted_rows: int = 0  # that ended the engine's process and became error rows
     open_units: int = 0  # begun and not finished at the moment of this record
     delivered: Computed = field(default_factory=Computed)  # of completed rows of parts that it wrote
@@ -143,12 +146,16 @@ class ActorRecord:
         """Its machine, for people: one that comes again under its host's name is another one to Ray."""
         return f"{self.host} (Ray node {self.node_id[:8]})"
 
-    def time_of_us(self, tokens: Computed) -> int:
-        """The time that its engines took for so many tokens, on average."""
+    def times_of_us(self, tokens: Computed) -> tuple[int, int]:
+        """The time that its engines took for so many prompt tokens, and for so many generated ones, on average."""
         computed = self.computed
         prompt = self.phases_us["prefill"] * min(tokens.prompt, computed.prompt) // max(1, computed.prompt)
         generated = self.phases_us["decode"] * min(tokens.generated, computed.generated) // max(1, computed.generated)
-        return prompt + generated
+        return prompt, generated
+
+    def time_of_us(self, tokens: Computed) -> int:
+        """Both."""
+        return sum(self.times_of_us(tokens))
 
 
 @dataclass(frozen=True)
@@ -234,9 +241,17 @@ class RunRecord(JsonRecord):
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "RunRecord":
         """Also of earlier versions, whose actors lack phases that came later, or what they delivered."""
-        actors = [{**actor, "phases_us": no_phases() | actor.get("phases_us", {})} for actor in raw.get("actors", [])]
+        actors = [{**actor, "phases_us": _phases_of(actor)} for actor in raw.get("actors", [])]
         run = super().from_json({**raw, "actors": actors})
         return run if all("delivered" in actor for actor in actors) else replace(run, actors=_with_deliveries(run))
+
+
+def _phases_of(actor: Mapping[str, Any]) -> dict[str, int]:
+    """All phases. Earlier versions had `repeated` in the place of `preempted` and `retried`."""
+    phases = no_phases() | actor.get("phases_us", {})
+    repeated = phases.pop("repeated", 0)
+    died = min(actor.get("died_us", 0), repeated)
+    return phases | {"preempted": phases["preempted"] + repeated - died, "retried": phases["retried"] + died}
 
 
 def _with_deliveries(run: RunRecord) -> list[ActorRecord]:

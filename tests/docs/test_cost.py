@@ -5,12 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.cost import Tokens, allocate
+from pipeline.report.account import Tokens, accounted, allocate
+from pipeline.report.faults import LostTime
 from pipeline.report.run_record import PHASES, ActorRecord, RunRecord
 
 PAGE = Path("docs/cost.md").read_text()
 EXAMPLE = PAGE.partition("### A worked example")[2]
-WORDS = {"startup": "start-up", "repeated": "repeated work"}
+WORDS = {
+    "startup": "start-up",
+    "drafts": "rejected drafts",
+    "preempted": "work done again after preemptions",
+    "retried": "lost work",
+    "write": "writing",
+}
 
 
 def told(label: str) -> float:
@@ -25,7 +32,8 @@ def phase_us(phase: str) -> int:
 
 def test_the_worked_example_is_what_the_program_computes():
     run = RunRecord("1", "", actors=[ActorRecord(0, {phase: phase_us(phase) for phase in PHASES})], hourly_usd=2.5)
-    cost = allocate([run], Tokens(30_000_000, 0, 6_000_000), rows=1)
+    accounts = accounted([run], [LostTime()])
+    cost = allocate([run], accounts, Tokens(30_000_000, 0, 6_000_000), rows=1)
     assert run.machine_us == told("machine time") * 1e6
     assert cost.total_usd == pytest.approx(told("total"))
     assert cost.prompt_usd == pytest.approx(told("money of prompts"))

@@ -413,7 +413,10 @@ def test_the_real_model_gives_the_same_tokens(folder: Path) -> None:
         )
         engine.scheduler.admission.expected_output = 1
         assert same(dict(enumerate(engine.generate(prompts, params))), dict(enumerate(plain)))
-        assert sum(engine.stats.accepted_by_place) > 100
+        drafted, accepted = sum(engine.stats.drafted_by_place), sum(engine.stats.accepted_by_place)
+        assert accepted > 100
+        assert engine.stats.rejected_drafts == drafted - accepted > 0
+        assert 0 < engine.stats.drafts_us < engine.stats.decode_us
         assert engine.stats.num_steps < num_plain_steps
 
 

@@ -8,7 +8,9 @@ from click.testing import CliRunner
 from pipeline.cli.main import cli
 from pipeline.estimate.job_estimate import _Work
 from pipeline.estimate.render import NOTHING_KNOWN
+from pipeline.report.account import accounted
 from pipeline.report.estimate import Estimate, Interval, compare
+from pipeline.report.faults import LostTime
 from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, no_phases
 
 JOB = ["jobs/summarize.yaml", "--limit", "96", "--set", "sampling.max_tokens=24"]
@@ -103,8 +105,10 @@ def test_only_runs_since_the_estimate_are_set_beside_it():
 
     each = Interval(1, 2, 3)
     made = Estimate("", 1, 3, each, 0.0, each, Interval(50, 100, 150), each, {"decode": 100}, hourly_usd=3.6e9)
-    assert compare(made, [a_run(1000)]) is None
-    found = compare(made, [a_run(1000), a_run(70), a_run(50)])
+    runs = [a_run(1000), a_run(70), a_run(50)]
+    accounts = accounted(runs, [LostTime()] * 3)
+    assert compare(made, runs[:1], accounts[:1]) is None
+    found = compare(made, runs, accounts)
     assert found is not None
     assert found.ratio == pytest.approx(1.2)
     assert {line.what: line.actual for line in found.lines}["rows"] == 6

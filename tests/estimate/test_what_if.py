@@ -13,19 +13,20 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import ConfigError
 from pipeline.estimate.prices import load_prices
 from pipeline.estimate.what_if import parsed, what_if
-from pipeline.report.comparison import Hosted, batch_efficiency, compare_reports
+from pipeline.report.comparison import Hosted, compare_reports
 from pipeline.report.cost import RunReport, build_report
 from pipeline.report.row_stats import LengthBucket, RowStats
 from pipeline.report.run_record import ActorRecord, RunRecord
 
 EXAMPLE = Path("docs/cost.md").read_text().rpartition("### A worked example")[2]
-SECONDS = {"startup": 60, "load": 120, "prefill": 1200, "decode": 3600, "repeated": 60, "waiting": 240, "tail": 120}
+SECONDS = {"startup": 60, "load": 120, "prefill": 1200, "decode": 3600, "drafts": 30, "preempted": 20, "retried": 10,
+           "write": 15, "waiting": 225, "tail": 120}  # fmt: skip
 HALF = dict(SECONDS.items()) | {"prefill": 600, "decode": 2040}
 
 
 def a_report(phases=SECONDS, hourly_usd: float | None = 2.5, **resolved) -> RunReport:
     """The job of docs/cost.md."""
-    actor = ActorRecord(0, {phase: s * 10**6 for phase, s in phases.items()}, {"num_steps": 1, "generated_tokens": 1})
+    actor = ActorRecord(0, {phase: s * 10**6 for phase, s in phases.items()}, {"num_steps": 1})
     stats = RowStats(lengths={512: LengthBucket(100_000, 30_000_000, 0, 6_000_000)})
     run = RunRecord("1", "", "finished", wall_us=actor.machine_us, actors=[actor], hourly_usd=hourly_usd,
                     units_written=90, row_stats=stats, resolved=resolved,
@@ -120,8 +121,8 @@ def test_every_figure_of_two_reports_stands_beside_the_other():
     assert figures["machine time"].ratio == pytest.approx(3240 / 5400)
     assert figures["cost"].ratio == pytest.approx(0.6)
     assert figures["error rows"].ratio is None
-    assert batch_efficiency(a_report()) == pytest.approx(4800 / 5400)
-    assert batch_efficiency(replace(a_report(), machine_us=0)) == 0
+    assert a_report().batch_efficiency == pytest.approx(4800 / 5400)
+    assert replace(a_report(), machine_us=0).batch_efficiency == 0
 
 
 @pytest.fixture

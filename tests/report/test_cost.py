@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.report.cost import RunReport, Tokens, allocate, build_report
+from pipeline.report.account import Tokens, accounted, allocate
+from pipeline.report.cost import RunReport, build_report
+from pipeline.report.faults import LostTime
 from pipeline.report.figures import aligned, bar, money, seconds
 from pipeline.report.render import markdown, text
 from pipeline.report.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
@@ -32,7 +34,7 @@ def report(*runs: RunRecord, **totals) -> RunReport:
     return build_report("job", "1a2b3c4d", runs, replace(TOTALS, **totals), 200)
 
 
-AN_HOUR = run(prefill=HOUR // 4, decode=HOUR // 2, load=HOUR // 8, tail=HOUR // 8)
+AN_HOUR = delivering(run(prefill=HOUR // 4, decode=HOUR // 2, load=HOUR // 8, tail=HOUR // 8))
 
 
 def test_the_cost_of_an_hour_by_hand():
@@ -71,7 +73,7 @@ def test_each_run_has_its_own_price_and_actors_add_up():
 
 @given(
     st.lists(
-        st.tuples(st.floats(0.01, 100), st.lists(st.integers(0, 10**13), min_size=7, max_size=7)),
+        st.tuples(st.floats(0.01, 100), st.lists(st.integers(0, 10**13), min_size=len(PHASES), max_size=len(PHASES))),
         min_size=1,
         max_size=4,
     ),
@@ -104,7 +106,8 @@ def test_one_unpriced_run_leaves_the_job_unpriced_unless_it_used_nothing():
 
 
 def test_nothing_to_divide_by_is_not_a_price_of_zero():
-    cost = allocate([run(1.0, load=HOUR)], Tokens(0, 0, 0), rows=0)
+    runs = [run(1.0, load=HOUR)]
+    cost = allocate(runs, accounted(runs, [LostTime()]), Tokens(0, 0, 0), rows=0)
     assert cost.total_usd == pytest.approx(1.0)
     assert (cost.prompt_usd, cost.per_1m_prompt_usd, cost.per_1m_blended_usd, cost.per_row_usd) == (None,) * 4
     assert text(report(run(1.0, load=HOUR), rows=0, num_input_tokens=0))
@@ -141,11 +144,12 @@ def test_json_comes_back():
 
 
 def test_what_people_read():
-    built = report(run(outcome="killed", prefill=HOUR // 4, decode=HOUR * 3 // 4), run(decode=HOUR))
+    killed = delivering(run(outcome="killed", prefill=HOUR // 4, decode=HOUR * 3 // 4))
+    built = report(killed, delivering(run(decode=HOUR)), num_generated_tokens=600_000)
     shown, page = text(built), markdown(built)
     for told in (shown, page):
         assert "180 of 200: 178 completed, 2 errors" in told
-        assert "2,000,000 in (1,999,500 computed, 500 from cache), 500,000 out" in told
+        assert "2,000,000 in (1,999,500 computed, 500 from cache), 600,000 out" in told
         assert "prompt_too_long" in told
         assert "87.5 %" in told
         assert "█" * 26 in told
@@ -167,7 +171,7 @@ def test_data_is_neither_markdown_nor_html_on_the_page():
         row_stats=RowStats(errors={"null_prompt": (evil,)}),
         skipped_files=[SkippedInput("<b>.parquet", 1, "<i>")],
         resolved={"device": "<u>"},
-        actors=[replace(actor(), restart_reasons=["signal <s> [x](y)"], restarts=1)],
+        actors=[replace(actor(phases={"prefill": 5}), restart_reasons=["signal <s> [x](y)"], restarts=1)],
     )
     page = markdown(report(run_of, error_rows={"null_prompt": 1}))
     for tag in ("<img", "<b>", "<i>", "<u>", "<s>", "\x1b", "\u202e", " [x](y)"):
@@ -276,7 +280,7 @@ def test_each_fault_inside_a_run_has_its_own_figures():
         restart_reasons=["signal SIGKILL", "signal SIGKILL"], delivered=Computed(150, 700), died=Computed(50, 200),
         doubled=Computed(0, 100), storage_retries={"throttled": 4},
         stats={"num_preemptions": 5, "recomputed_tokens": 70},
-        phases={"startup": 20, "load": 60, "prefill": 400, "decode": 2000, "repeated": 90},
+        phases={"startup": 20, "load": 60, "prefill": 400, "decode": 2000, "preempted": 60, "retried": 30},
     )  # fmt: skip
     run = ended("finished", lost, replacement, units_lost=1, storage_retries={"timeout": 1})
     built = report(run, num_generated_tokens=760)
@@ -289,6 +293,11 @@ def test_each_fault_inside_a_run_has_its_own_figures():
         "storage_retried": (5, Computed(), 0, 0),
     }
     assert built.work.wasted_generated_tokens == 40 + 200 + 100
+    lost_decode_us = 400 + 400 + 200  # of the actor that was lost, of rows that died, of the doubled unit
+    assert built.phases_us == no_phases() | {
+        "startup": 20, "load": 60, "prefill": 400 - 100, "decode": 3000 - lost_decode_us, "preempted": 60,
+        "retried": 30 + 100 + lost_decode_us,
+    }  # fmt: skip
     assert built.work.storage_retries == {"timeout": 1, "throttled": 4}
     assert built.work.restart_reasons == {"signal SIGKILL": 2}
     assert (built.work.actors_replaced, built.work.convicted_rows) == (1, 1)
@@ -335,6 +344,8 @@ def test_lost_work_is_never_negative_nor_more_than_was_computed(actors, delivere
         assert 0 <= record.open.generated <= record.computed.generated
         assert record.time_of_us(Computed(10**6, 10**6)) <= record.machine_us
     built = report(ended("killed", *records), num_generated_tokens=delivered)
+    assert sum(built.phases_us.values()) == built.machine_us
+    assert min(built.phases_us.values()) >= 0
     known_lost = sum(r.died.generated + r.doubled.generated for r in records)
     assert known_lost <= built.work.wasted_generated_tokens <= known_lost + sum(r.open.generated for r in records)
 
@@ -348,7 +359,7 @@ def with_stats() -> RunRecord:
         {64: LengthBucket(90, 1000, 100, 300), 128: LengthBucket(80, 9000, 0, 100)},
         {"null_prompt": (ErrorExample("a|b.parquet", 7, "<b>no\nprompt"),)},
     )
-    return replace(run(prefill=100, decode=300, load=1), row_stats=stats)
+    return replace(delivering(run(prefill=100, decode=300, load=1)), row_stats=stats)
 
 
 def test_time_by_length_is_all_of_the_machine_time():

@@ -56,7 +56,7 @@ def main(job: str) -> None:
         done += engine.step()
     marks.append(time.perf_counter())
     load_s, tokenize_s, work_s = (after - before for before, after in pairwise(marks))
-    steps_us = engine.stats.prefill_us + engine.stats.decode_us + engine.stats.repeated_us
+    steps_us = engine.stats.step_us
     answers = [[*c.row_id, answer_digest(c.text, len(c.token_ids), c.finish_reason)] for c in done]
     told = {
         "load_s": load_s,

@@ -258,6 +258,7 @@ _DRAFTED, _ACCEPTED = ([f"{what}_{place}" for place in range(1, DRAFT_PLACES + 1
 def record_drafts(stats: EngineStats, drafted_S: np.ndarray, accepted_S: np.ndarray) -> None:
     """Add a step with drafts to `stats`: how many of each sequence's were computed, and how many of them accepted."""
     stats.num_draft_steps += 1
+    stats.rejected_drafts += int(drafted_S.sum() - accepted_S.sum())
     counts = vars(stats)
     for names, count_S in ((_DRAFTED, drafted_S), (_ACCEPTED, accepted_S)):
         for name, count in zip(names, _by_place(count_S)):

@@ -36,7 +36,7 @@ class StepLoop:
 
     def step(self) -> None:
         """Run one step. Completions go to the calls that asked for them."""
-        begun_ns = perf_counter_ns()
+        begun_ns, rejected = perf_counter_ns(), self.stats.rejected_drafts
         plan = self.scheduler.plan()
         if plan is None:
             return
@@ -48,7 +48,8 @@ class StepLoop:
         self.computing = None
         tokens = self.scheduler.commit(plan)
         self._take(plan.sampling_slot_S, output)
-        tokens.add_time(self.stats, (perf_counter_ns() - begun_ns) // 1000, plan.draft_S is not None)
+        step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
+        tokens.add_time(self.stats, step_us, plan.draft_S is not None, rejected)
 
     def _sample(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput | Verified:
         """The next tokens of the sequences that sample: one each, or those that follow from their drafts."""

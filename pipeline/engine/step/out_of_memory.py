@@ -42,7 +42,7 @@ class MemoryRecovery:
         # By now the error is gone, and with it the frames that held the step's tensors.
         self._loop.land()
         self._make_smaller(plan)
-        self._loop.stats.repeated_us += (perf_counter_ns() - begun_ns) // 1000
+        self._loop.stats.retried_us += (perf_counter_ns() - begun_ns) // 1000
 
     def abort(self, is_meant: Callable[[Sequence], bool]) -> list[Sequence]:
         """Forget those sequences wherever they are, and return them."""

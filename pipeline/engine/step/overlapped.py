@@ -39,7 +39,7 @@ class OverlappedLoop(StepLoop):
 
     def step(self) -> None:
         """Launch one step, and take the tokens of the one before."""
-        begun_ns = perf_counter_ns()
+        begun_ns, rejected = perf_counter_ns(), self.stats.rejected_drafts
         self._placeholders = Placeholders(self.table, self.in_flight)
         try:
             plan = self._plan()
@@ -58,7 +58,9 @@ class OverlappedLoop(StepLoop):
         in_flight = StepInFlight.of(slot_S, pending, self.table, self.scheduler.running)
         if len(in_flight.slot_K):
             self.in_flight, self._drafted = in_flight, drafted
-        tokens.add_time(self.stats, (perf_counter_ns() - begun_ns) // 1000, plan.draft_S is not None)
+        # Most of this time the device computed the step whose tokens were taken: what it rejected counts here.
+        step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
+        tokens.add_time(self.stats, step_us, plan.draft_S is not None, rejected)
 
     def land(self, ahead: StepPlan | None = None) -> None:
         """Wait for the step in flight and take its tokens. ahead: a step that is planned with them, whose blocks are

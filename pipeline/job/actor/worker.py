@@ -31,6 +31,7 @@ from pipeline.job.process.supervisor import Launch, Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import Level, LogFolder, engine_log
 from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.machine.host import now_us
 from pipeline.report.run_record import ActorRecord
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
@@ -164,7 +165,9 @@ class Worker:
                 self._partial.save(unit, generated)
                 self._add(kept=computed(generated[len(kept) :]))
             return None if len(generated) < len(requests) else self._sampled(unit, failed + generated)
+        began_us = now_us()
         summary = self._write(unit, failed + generated)
+        self._supervisor.wrote(began_us)
         if kept:
             self._partial.remove(unit)
         self._count(summary, kept, generated[len(kept) :])
@@ -191,7 +194,9 @@ class Worker:
         generated = self._supervisor.generate(requests)
         if len(generated) < len(requests):
             return None
+        began_us = now_us()
         summary = self._write.again(again, failed + generated, name, part)
+        self._supervisor.wrote(began_us)
         self._count(summary, [], generated)
         return summary
 

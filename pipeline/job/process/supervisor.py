@@ -113,6 +113,11 @@ class Supervisor:
             convicted = self._rows.num_convicted
             return Deaths(self._restarts, tuple(self._reasons), self._lost, restart_us, died_us, convicted)
 
+    def wrote(self, began_us: int) -> None:
+        """A part was written from then until now."""
+        with self._lock:
+            self._timeline.wrote(began_us, now_us())
+
     def at_rest(self) -> str:
         """The phase the actor's time goes to while nothing more is heard of it."""
         with self._lock:

@@ -14,7 +14,7 @@ from pipeline.report.run_record import PHASES, ActorRecord
 
 MAX_ACTORS = 16  # in the chart of actors: those that took longest
 MAX_BARS = 16  # of a distribution
-_COMPUTING = ("prefill", "decode", "repeated")
+_COMPUTING = ("prefill", "decode", "drafts", "preempted", "retried")
 _LATENCIES = {"first_token_us": "to first token", "row_us": "to last token"}
 
 
@@ -124,8 +124,7 @@ def _waterfall(report: RunReport) -> Chart | None:
     total = report.cost.total_usd
     if not total or not report.machine_us:
         return None
-    usd = {phase: sum(run.usd(run.phase_us(phase)) for run in report.runs) for phase in PHASES}
-    usd = {phase: value for phase, value in usd.items() if value}
+    usd = {phase: value for phase, value in (report.cost.phases_usd or {}).items() if value}
     lefts = [sum(list(usd.values())[:i]) for i in range(len(usd))]
     scale, unit = _scaled(total)
 

@@ -331,9 +331,9 @@ def test_phases_sum_to_the_time_exactly(start, tmp_path):
         timeline = supervisor._timeline
         assert sum(timeline.phases(timeline.covered_us).values()) == timeline.covered_us - timeline.birth_us
         phases = timeline.phases(timeline.covered_us)
-        assert 0 < timeline.died_us == phases["repeated"]
+        assert 0 < timeline.died_us == phases["retried"]
         assert 100_000 < timeline.restart_us(timeline.covered_us) < phases["startup"] + phases["load"]
-    assert all(phases[name] > 0 for name in ("startup", "load", "decode", "repeated", "waiting", "tail")), phases
+    assert all(phases[name] > 0 for name in ("startup", "load", "decode", "retried", "waiting", "tail")), phases
     assert phases["load"] >= 200_000
     assert phases["tail"] >= 500_000
     assert supervisor.stats()["generated_tokens"] > 0

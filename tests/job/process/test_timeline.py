@@ -10,11 +10,11 @@ from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.report.run_record import ActorRecord, no_phases
 
-STATS = {"prefill_us": 0, "decode_us": 0, "repeated_us": 0}
+STATS = {"prefill_us": 0, "decode_us": 0}
 
 
-def stats(prefill: int, decode: int, repeated: int = 0) -> dict[str, int]:
-    return {"prefill_us": prefill, "decode_us": decode, "repeated_us": repeated}
+def stats(prefill: int, decode: int, **others: int) -> dict[str, int]:
+    return {"prefill_us": prefill, "decode_us": decode} | others
 
 
 def test_a_plain_life():
@@ -24,8 +24,8 @@ def test_a_plain_life():
     timeline.progress(300, 0, 50, STATS)  # waiting for the first unit
     timeline.progress(500, 150, 0, stats(30, 120))
     timeline.progress(600, 150, 100, stats(30, 120))  # idle: a tail, unless it goes on
-    assert timeline.phases(600) == {
-        "startup": 50, "load": 100, "prefill": 30, "decode": 120, "repeated": 0, "waiting": 100, "tail": 100,
+    assert timeline.phases(600) == no_phases() | {
+        "startup": 50, "load": 100, "prefill": 30, "decode": 120, "waiting": 100, "tail": 100,
     }  # fmt: skip
     timeline.progress(700, 200, 0, stats(30, 170))
     assert timeline.phases(700)["waiting"] == 100 + 100 + 50
@@ -41,7 +41,7 @@ def test_time_that_the_engine_did_not_count_goes_where_its_work_was():
     assert timeline.phases(1100)["decode"] == 767
 
 
-def test_work_lost_with_a_process_is_repeated_work_and_a_new_one_starts_up():
+def test_work_lost_with_a_process_is_retried_and_a_new_one_starts_up():
     timeline = Timeline(0)
     timeline.enter(None, 10)
     timeline.progress(20, 10, 0, stats(0, 10))
@@ -49,12 +49,38 @@ def test_work_lost_with_a_process_is_repeated_work_and_a_new_one_starts_up():
     timeline.enter("load", 60)
     timeline.enter(None, 80)
     timeline.progress(90, 10, 0, stats(0, 10))  # counts from zero again
-    assert timeline.phases(90) == {
-        "startup": 20, "load": 20, "prefill": 0, "decode": 20, "repeated": 30, "waiting": 0, "tail": 0,
-    }  # fmt: skip
+    assert timeline.phases(90) == no_phases() | {"startup": 20, "load": 20, "decode": 20, "retried": 30}
     assert (timeline.died_us, timeline.restart_us(90)) == (30, 30)
     timeline.lost(95, had_rows=False)
     assert (timeline.died_us, timeline.restart_us(100)) == (30, 35)
+
+
+def test_a_step_is_divided_among_all_kinds_of_its_work():
+    timeline = Timeline(0)
+    timeline.enter(None, 0)
+    timeline.progress(100, 100, 0, stats(10, 40, drafts_us=20, preempted_us=25, retried_us=5))
+    assert timeline.phases(100) == no_phases() | {
+        "prefill": 10, "decode": 40, "drafts": 20, "preempted": 25, "retried": 5,
+    }  # fmt: skip
+
+
+def test_idle_time_in_which_a_part_was_written_is_writing():
+    timeline = Timeline(0)
+    timeline.enter(None, 0)
+    timeline.progress(100, 100, 0, stats(0, 100))
+    timeline.progress(200, 100, 100, stats(0, 100))  # idle from 100 on
+    timeline.wrote(50, 130)  # of which it was busy up to 100
+    assert {k: v for k, v in timeline.phases(200).items() if v} == {"decode": 100, "write": 30, "tail": 70}
+    timeline.wrote(120, 150)  # another thread's, at the same time for a while
+    assert {k: v for k, v in timeline.phases(200).items() if v} == {"decode": 100, "write": 50, "tail": 50}
+    timeline.progress(300, 200, 0, stats(0, 200))  # work came at 200
+    assert {k: v for k, v in timeline.phases(300).items() if v} == {"decode": 200, "write": 50, "waiting": 50}
+    timeline.wrote(140, 260)  # told after that
+    assert {k: v for k, v in timeline.phases(300).items() if v} == {"decode": 200, "write": 100}
+    timeline.progress(400, 200, 100, stats(0, 200))
+    timeline.wrote(290, 310)
+    timeline.progress(500, 200, 200, stats(0, 200))
+    assert {k: v for k, v in timeline.phases(500).items() if v} == {"decode": 200, "write": 110, "tail": 190}
 
 
 def test_an_open_phase_reaches_up_to_now():
@@ -65,31 +91,36 @@ def test_an_open_phase_reaches_up_to_now():
     assert timeline.at_rest == "load"
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["progress", "idle", "lost", "load", "ready"]), st.integers(0, 1000)))
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["progress", "idle", "lost", "load", "ready", "wrote"]), st.integers(0, 1000))
+)
 
 
 @settings(deadline=None, max_examples=50)
 @given(EVENTS)
 def test_phases_always_sum_to_the_time(events):
-    now, busy, work = 5, 0, [0, 0, 0]
+    now, busy, work = 5, 0, [0, 0, 0, 0, 0]
     timeline = Timeline(now)
     up = False
     for kind, us in events:
-        now += us
+        now += us if kind != "wrote" else 0
         if kind == "ready":
             timeline.enter(None, now)
-            up, busy, work = True, 0, [0, 0, 0]
+            up, busy, work = True, 0, [0, 0, 0, 0, 0]
         elif kind == "load":
             timeline.enter("load", now)
             up = False
         elif kind == "lost":
             timeline.lost(now, had_rows=us % 2 == 0)
             up = False
+        elif kind == "wrote":
+            timeline.wrote(now - 3 * us, now - us // 3)
         elif up:
             part = us // 2 if kind == "progress" else 0
             busy += part
-            work = [work[0] + part // 3, work[1] + part // 4, work[2]]
-            timeline.progress(now, busy, us - part, stats(*work))
+            work = [each + part // (3 + i) for i, each in enumerate(work)]
+            others = dict(zip(("drafts_us", "preempted_us", "retried_us"), work[2:]))
+            timeline.progress(now, busy, us - part, stats(*work[:2], **others))
         phases = timeline.phases(now)
         assert sum(phases.values()) == now - 5
         assert min(phases.values()) >= 0
