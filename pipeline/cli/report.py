@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 @param_option
 @click.option("--html", "page", type=click.Path(dir_okay=False), metavar="FILE",
               help="Also write it as one HTML file with charts, which needs no network.")  # fmt: skip
+@click.option("--by", "column", metavar="COLUMN",
+              help="Divide machine time and money by a column of the output: source_file, finish_reason, or one that "
+              "was kept of the input.")  # fmt: skip
+@click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, metavar="N",
+              help="With --by: how many values to name, the dearest first.")  # fmt: skip
 @click.option("--what-if", "changes", metavar="KEY=VALUE", multiple=True,
               help="What it would have taken with another hardware (a card of configs/hardware.yaml), actors, "
               "quantization (awq, none, fp8) or price (US dollars for an hour of an engine's machine). May be "
@@ -35,6 +40,8 @@ def report(
     places: tuple[str, ...],
     params: tuple[str, ...],
     page: str | None,
+    column: str | None,
+    top: int,
     changes: tuple[str, ...],
     hosted: str | None,
     rows_per_month: float | None,
@@ -48,6 +55,7 @@ def report(
       pipeline report out/summarize
       pipeline report jobs/summarize.yaml --json
       pipeline report out/summarize --html report.html
+      pipeline report out/summarize --by source_file
       pipeline report out/summarize --what-if hardware=h100,actors=4
       pipeline report out/summarize --hosted 0.15,0.60
       pipeline report out/before out/after --rows-per-month 50e6 --effort-usd 4000
@@ -55,14 +63,15 @@ def report(
     Where `pipeline plan` was asked before, its estimate stands beside what came. What is measured and what a model
     says is told each time; docs/cost.md has the formulas.
     """
-    from pipeline.job.read_output import damage_of, open_output, report_of
+    from pipeline.estimate.what_if import with_quantization
+    from pipeline.job.read_output import damage_of, divided_by, open_output, report_of
     from pipeline.report.render import text
 
     if len(places) > 2:
         raise ConfigError(f"{places[2]}: expected one output, or two to compare")
     if len(places) == 2:
-        if page or changes or hosted:
-            raise ConfigError("--html, --what-if and --hosted: of one output, not of two")
+        if page or changes or hosted or column:
+            raise ConfigError("--html, --by, --what-if and --hosted: of one output, not of two")
         return _compare(places[0], places[1], params, rows_per_month, effort_usd, as_json)
     if rows_per_month is not None or effort_usd:
         raise ConfigError("--rows-per-month, --effort-usd: expected two outputs, before and after a change")
@@ -70,8 +79,11 @@ def report(
     told = report_of(store)
     if changes:
         return _what_if(told, changes, as_json)
+    if column is not None:
+        return print_answer(divided_by(store, told, column, top), as_json)
     if hosted is not None:
         return _hosted(told, hosted, as_json)
+    told = with_quantization(told)
     doubt = damage_of(store) if told.outcome == "finished" else None
     if page is not None:
         _write_page(told, page)

@@ -164,6 +164,8 @@ class Completion:
     finish_reason "stop": EOS, a stop string or a stop token id; "length": max_tokens or the context's end;
     "error": `error` holds a RowError code and `error_message` says why; text and token_ids are then empty.
     num_cached_tokens: prompt tokens served from shared KV blocks.
+    num_lost_prompt_tokens, num_lost_generated_tokens: of an error row, what was computed for it all the same (its whole
+    prompt, once it had begun).
     queued_us, first_token_us, last_token_us: when the request was added, and when its first and last token came, on
     this machine's monotonic clock in microseconds; 0 where it never came (an error keeps what is known).
     """
@@ -180,6 +182,8 @@ class Completion:
     queued_us: int = 0
     first_token_us: int = 0
     last_token_us: int = 0
+    num_lost_prompt_tokens: int = 0
+    num_lost_generated_tokens: int = 0
 
 
 STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us")  # of EngineStats

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.job.history import Remembered
+from pipeline.report.computed import Computed
 from pipeline.report.estimate import Interval
-from pipeline.report.run_record import Computed, RunRecord
+from pipeline.report.run_record import RunRecord
 
 LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
 MAX_RUNS = 3  # the newest say most about now
@@ -42,13 +43,13 @@ class Speed:
 
 def measured_speed(history: Sequence[Remembered], rows: float) -> Speed | None:
     """None where no run before computed anything. history: the newest first. rows: of the job, for each engine."""
-    runs = [each.run for each in history if _computed(each.run).prompt and _computed(each.run).generated]
+    runs = [each.run for each in history if each.run.computed.prompt and each.run.computed.generated]
     if not runs:
         return None
-    most = max(_computed(run).all for run in runs)
-    large = [run for run in runs if _computed(run).all >= FEW_TOKENS * most]  # a probe beside whole runs says little
+    most = max(run.computed.all for run in runs)
+    large = [run for run in runs if run.computed.all >= FEW_TOKENS * most]  # a probe beside whole runs says little
     chosen = large[:MAX_RUNS]
-    computed = sum(map(_computed, chosen), Computed())
+    computed = sum((run.computed for run in chosen), Computed())
     prefill, decode = (sum(run.phase_us(phase) for run in chosen) for phase in ("prefill", "decode"))
     beside = {phase: sum(run.phase_us(phase) for run in chosen) / max(1, prefill + decode) for phase in BESIDE}
     last = next(run for run in runs if run.actors)
@@ -68,10 +69,6 @@ def measured_speed(history: Sequence[Remembered], rows: float) -> Speed | None:
     )
 
 
-def _computed(run: RunRecord) -> Computed:
-    return sum((actor.computed for actor in run.actors), Computed())
-
-
 def _generated_us(runs: Sequence[RunRecord], measured: float, rows: float) -> float:
     """Of a generated token, with the batch as full as `rows` make it. measured: with the batch as it was."""
     sums = [
@@ -88,7 +85,7 @@ def _generated_us(runs: Sequence[RunRecord], measured: float, rows: float) -> fl
 
 
 def _us_each(run: RunRecord) -> float:
-    return (run.phase_us("prefill") + run.phase_us("decode")) / _computed(run).all
+    return (run.phase_us("prefill") + run.phase_us("decode")) / run.computed.all
 
 
 def around(expected: float, spread: float) -> Interval:

@@ -5,18 +5,19 @@ the run was on no known card, the card's time is the cost model's own, at the as
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.locate import locate_model
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PipelineError
 from pipeline.estimate.cards import STARTUP_S, CardServing, OnCard, find_card, on_card
 from pipeline.estimate.prices import PriceList
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.report.cost import RunReport
 from pipeline.report.figures import aligned, money, seconds
+from pipeline.report.savings import Saving
 from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.job_simulation import RequestTokens
 
@@ -91,6 +92,27 @@ def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) ->
     return WhatIf(dict(changes), now, Case(name, each_us, machine_us, usd, "; ".join(basis)))
 
 
+def with_quantization(report: RunReport) -> RunReport:
+    """The report with what quantization saved, where the job ran on a known card: elsewhere there is no model of the
+    alternative."""
+    resolved = report.runs[-1].resolved if report.runs else {}
+    own = _own_card(resolved)
+    if own is None or not report.lengths or any(saving.name == "quantization" for saving in report.savings):
+        return report
+    try:
+        model = _model(report)
+        here, dense = (_on_card(own, report, model, resolved, name) for name in (None, "16 bit"))
+    except PipelineError:  # the model is not here, or its 16-bit weights do not fit that card
+        return report
+    if here.weights == dense.weights:
+        return report
+    ratio = dense.assumed.wall_s / here.assumed.wall_s  # pyright: ignore[reportOptionalMemberAccess]
+    us = round((report.phases_us["prefill"] + report.phases_us["decode"]) * (ratio - 1))
+    usd = report.cost.total_usd and us * report.cost.total_usd / report.machine_us
+    saving = Saving("quantization", us, usd, "modelled", f"16-bit weights on {own.name}")
+    return replace(report, savings=(*report.savings, saving))
+
+
 @dataclass(frozen=True)
 class _Scaled:
     card: Card
@@ -110,25 +132,28 @@ def _on_hardware(
             "--what-if quantization: the cost model is of cards, and this job ran on none; add hardware=CARD"
         )
     model = _model(report)
-    requests = _requests(report)
-    serving = CardServing(kv_cache_dtype="fp8" if "fp8" in str(resolved.get("kv_cache_dtype", "")) else "auto")
     wanted = changes.get("quantization")
     if wanted is not None and wanted not in QUANTIZATIONS:
         raise ConfigError(f"--what-if quantization={wanted}: expected one of {', '.join(QUANTIZATIONS)}")
     name = QUANTIZATIONS[wanted] if wanted is not None else None
-    there = _fits(on_card(card, model, serving, requests, name))
+    there = _on_card(card, report, model, resolved, name)
     if own is not None:
-        here = _fits(on_card(own, model, serving, requests, None))
+        here = _on_card(own, report, model, resolved, None)
         ratio = there.assumed.wall_s / here.assumed.wall_s  # pyright: ignore[reportOptionalMemberAccess]
         told = f"computing {ratio:.2f} times as long, by the cost model, against the measured time on {own.name}"
         return _Scaled(card, computing_us * ratio, None, told)
     rows = sum(bucket.rows.rows for bucket in report.lengths)
-    us = there.assumed.wall_s / len(requests) * rows * 1e6  # pyright: ignore[reportOptionalMemberAccess]
+    us = there.assumed.wall_s / len(_requests(report)) * rows * 1e6  # pyright: ignore[reportOptionalMemberAccess]
     told = f"{card.name} with {there.weights} by the cost model alone, nothing measured on a card"
     return _Scaled(card, us, (STARTUP_S + there.load_s) * 1e6, told)
 
 
-def _fits(found: OnCard) -> OnCard:
+def _on_card(
+    card: Card, report: RunReport, model: ModelConfig, resolved: Mapping[str, Any], weights: str | None
+) -> OnCard:
+    """A schedule of requests as long as the job's. Raises ConfigError where they do not fit the card."""
+    serving = CardServing(kv_cache_dtype="fp8" if "fp8" in str(resolved.get("kv_cache_dtype", "")) else "auto")
+    found = on_card(card, model, serving, _requests(report), weights)
     if found.assumed is None:
         raise ConfigError(f"--what-if: {found.card} with {found.weights}: {found.lacks}")
     return found

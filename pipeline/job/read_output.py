@@ -5,17 +5,23 @@ Owns reading it back for people; writing it is the job's. Nothing here changes t
 
 import json
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from pipeline.config import load_job
+from pipeline.data.columns import did_you_mean
 from pipeline.data.output.inventory import what_is_wrong
 from pipeline.data.output.parts import PartStore
+from pipeline.data.output.result_columns import result_field
 from pipeline.errors import ConfigError, OutputError
 from pipeline.formatting import duration
 from pipeline.job.fingerprint import JOB
 from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_estimate, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
+from pipeline.report.by_column import COUNTED, ByColumn, by_column
 from pipeline.report.cost import RunReport, build_report
 from pipeline.report.json_record import SCHEMA_VERSION
 from pipeline.report.run_record import RunRecord
@@ -101,6 +107,21 @@ def report_of(store: PartStore) -> RunReport:
         return build_report(job["job"], job["fingerprint"], runs, store.totals(), rows, load_estimate(store))
     except (KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{store.path}/_pipeline: not written by this version ({error!r})") from None
+
+
+def divided_by(store: PartStore, report: RunReport, column: str, most: int) -> ByColumn:
+    """The report's machine time by a column of the output, which is read for it. Raises ConfigError for a column that
+    is not there, or whose values are lists or structs."""
+
+    def choose(schema: pa.Schema) -> list[str]:
+        if column not in schema.names:
+            raise ConfigError(f"--by {column}: the output has no such column{did_you_mean(column, schema.names)}")
+        if pa.types.is_nested(schema.field(column).type):
+            raise ConfigError(f"--by {column}: is {schema.field(column).type}; expected a column of single values")
+        return list(dict.fromkeys([column, *(result_field(schema, name).name for name in COUNTED)]))
+
+    with closing(store.tables(choose)) as tables:
+        return by_column(report, column, tables, most)
 
 
 def _read(store: PartStore, name: str, absent: str) -> dict[str, Any]:

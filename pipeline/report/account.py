@@ -58,6 +58,7 @@ class Cost:
     per_1m_generated_usd: float | None
     per_1m_blended_usd: float | None
     per_row_usd: float | None
+    per_1m_with_cached_usd: float | None  # prompt tokens, those from cache among them
     unpriced_runs: int
     method: str = METHOD
     phases_usd: Mapping[str, float] | None = None
@@ -86,7 +87,7 @@ def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], t
     # A run that never got as far as an actor used no machine time, so that its price is not missed.
     unpriced = sum(run.hourly_usd is None and run.machine_us > 0 for run in runs)
     if unpriced or not any(run.hourly_usd is not None for run in runs):
-        return Cost(None, None, None, None, None, None, None, unpriced_runs=unpriced)
+        return Cost(None, None, None, None, None, None, None, None, unpriced_runs=unpriced)
     usd: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for run, account in zip(runs, accounts, strict=True):
         for phase in PHASES:
@@ -103,6 +104,7 @@ def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], t
         per_1m_generated_usd=_each(generated, tokens.generated, 1_000_000),
         per_1m_blended_usd=_each(total, tokens.computed + tokens.generated, 1_000_000),
         per_row_usd=_each(total, rows, 1),
+        per_1m_with_cached_usd=_each(prompt, tokens.input, 1_000_000),
         unpriced_runs=0,
         phases_usd=usd,
     )

@@ -5,18 +5,21 @@ Owns the report's numbers; `account.py` divides machine time and money, `faults.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pipeline.data.output.part_totals import PartTotals
+from pipeline.errors import RowError
 from pipeline.report.account import Cost, Tokens, accounted, allocate, shares_us
+from pipeline.report.computed import Computed
 from pipeline.report.drafts import Speculated
 from pipeline.report.estimate import Estimate, EstimateAndActual, compare
 from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
 from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
 from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, summed
+from pipeline.report.savings import Saving, savings
 from pipeline.report.targets import Target, targets_of
 
 PERCENTS = (50, 95, 99)
@@ -90,11 +93,23 @@ class Percentiles:
 @dataclass(frozen=True)
 class LengthCost:
     """Completed rows whose prompts have at most `longest` tokens (and more than the bucket before), and their share
-    of the machine time."""
+    of the machine time and of its price."""
 
     longest: int
     rows: LengthBucket
     machine_us: int
+    usd: float | None = None
+
+
+@dataclass(frozen=True)
+class ErrorCost:
+    """Error rows of one code: what engines computed for them, the time of that on average, and its price. Of rows that
+    ended the engine's process: what it took to find them."""
+
+    rows: int
+    lost: Computed
+    machine_us: int
+    usd: float | None
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,8 @@ class RunReport(JsonRecord):
     speculated: Speculated | None = None
     estimate: EstimateAndActual | None = None
     targets: tuple[Target, ...] = ()
+    error_costs: Mapping[str, ErrorCost] = field(default_factory=dict)
+    savings: tuple[Saving, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -182,6 +199,12 @@ def build_report(
     cost = allocate(runs, accounts, tokens, rows.written)
     if cost.total_usd is None:
         faults = tuple(fault.unpriced() for fault in faults)
+    speculated = Speculated.of(runs)
+    usd_per_us = None if cost.total_usd is None else cost.total_usd / max(1, machine_us)
+
+    def priced(us: int) -> float | None:
+        return None if usd_per_us is None else us * usd_per_us
+
     stats = sum((run.row_stats for run in reversed(runs)), RowStats())  # rows that were tried again: the last result
     report = RunReport(
         job=job_name,
@@ -199,14 +222,24 @@ def build_report(
         runs=tuple(runs),
         latency={f.name: Percentiles.of(getattr(stats.latency, f.name)) for f in fields(stats.latency)},
         lengths=tuple(
-            LengthCost(longest, bucket, us)
+            LengthCost(longest, bucket, us, priced(us))
             for (longest, bucket), us in zip(
                 stats.lengths.items(), shares_us(list(stats.lengths.values()), machine_us, phases_us), strict=True
             )
         ),
         examples={code: stats.errors[code][:count] for code, count in errors.items() if code in stats.errors},
         faults=faults,
-        speculated=Speculated.of(runs),
+        error_costs=_error_costs(runs, errors, stats, faults, priced),
+        savings=savings(
+            sum(run.stat("cached_tokens") for run in runs),
+            sum(run.computed.prompt for run in runs),
+            stats.outputs,
+            int(runs[-1].resolved.get("max_num_seqs", 0)) if runs else 0,
+            phases_us,
+            speculated,
+            usd_per_us,
+        ),
+        speculated=speculated,
         estimate=compare(estimate, runs, accounts) if estimate is not None else None,
     )
     limits = runs[-1].config_free.get("targets", {}) if runs else {}
@@ -232,6 +265,25 @@ def _actuals(report: RunReport) -> dict[str, float | None]:
         "max_row_p99_s": row and seconds(row.p99),
         "max_first_token_p95_s": first and seconds(first.p95),
     }
+
+
+def _error_costs(
+    runs: Sequence[RunRecord],
+    errors: Mapping[str, int],
+    stats: RowStats,
+    faults: Sequence[FaultCost],
+    priced: Callable[[int], float | None],
+) -> dict[str, ErrorCost]:
+    computed = sum((run.computed for run in runs), Computed())
+    prefill, decode = (sum(run.phase_us(phase) for run in runs) for phase in ("prefill", "decode"))
+    restarts_us = sum(fault.machine_us for fault in faults if fault.kind == "engine_restarted")
+    found = {}
+    for code, count in errors.items():
+        lost = stats.lost.get(code, Computed())
+        us = prefill * lost.prompt // max(1, computed.prompt) + decode * lost.generated // max(1, computed.generated)
+        us += restarts_us if code == RowError.ENGINE_FAILURE else 0
+        found[code] = ErrorCost(count, lost, us, priced(us))
+    return found
 
 
 def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]) -> Work:

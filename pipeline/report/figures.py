@@ -20,6 +20,8 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
 
 def seconds(us: int) -> str:
     """A duration to read: `850 ms`, `12.3 s`, `4 m 05 s`, `2 h 07 m`."""
+    if us < 0:
+        return f"-{seconds(-us)}"
     s = us / 1e6
     if s < 1:
         return f"{us / 1e3:.0f} ms"
@@ -33,6 +35,8 @@ def money(usd: float | None) -> str:
     """US dollars with three significant digits below one dollar; no price is `unpriced`, never 0."""
     if usd is None:
         return "unpriced"
+    if usd < 0:
+        return f"-{money(-usd)}"
     cents = usd * 100
     if usd == 0 or usd >= 1 or (cents > 0.5 and abs(cents - round(cents)) < 1e-9):
         return f"${usd:,.2f}"
@@ -172,8 +176,8 @@ def _brief(us: int | None) -> str:
     return f"{us / 1e3:.2f} ms" if us < 10_000 else seconds(us)
 
 
-def length_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str, float]]:
-    """Label, rows, tokens in, those of them from cache, tokens out, time, and its share."""
+def length_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str, str, float]]:
+    """Label, rows, tokens in, those of them from cache, tokens out, time, money, and its share."""
     return [
         (
             f"up to {length.longest:,}",
@@ -182,6 +186,7 @@ def length_rows(report: RunReport) -> list[tuple[str, str, str, str, str, str, f
             f"{length.rows.cached_tokens:,}",
             f"{length.rows.generated_tokens:,}",
             seconds(length.machine_us),
+            money(length.usd),
             _share(length.machine_us, report.machine_us),
         )
         for length in report.lengths
@@ -267,6 +272,22 @@ def estimate_rows(both: EstimateAndActual) -> list[tuple[str, str, str, str]]:
     ]
 
 
+def saving_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
+    """What saved, how much time and money, and against what."""
+    return [
+        (saving.title, seconds(saving.saved_us), money(saving.usd), f"{saving.basis}: {saving.against}")
+        for saving in report.savings
+    ]
+
+
+def error_rows(report: RunReport) -> list[tuple[str, str, str, str, str]]:
+    """Code, rows, tokens that were computed for them, time and money."""
+    return [
+        (code, f"{cost.rows:,}", f"{cost.lost.all:,}", seconds(cost.machine_us), money(cost.usd))
+        for code, cost in report.error_costs.items()
+    ]
+
+
 def example_line(example: ErrorExample) -> str:
     return printable(" ".join(example.line().split()))
 
@@ -279,6 +300,7 @@ def cost_rows(report: RunReport) -> list[tuple[str, str]]:
     each = [
         ("Total", cost.total_usd),
         ("per 1M prompt tokens", cost.per_1m_prompt_usd),
+        ("  those from cache included", cost.per_1m_with_cached_usd),
         ("per 1M generated tokens", cost.per_1m_generated_usd),
         ("per 1M tokens, both", cost.per_1m_blended_usd),
         ("per row", cost.per_row_usd),

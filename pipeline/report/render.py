@@ -15,6 +15,7 @@ from pipeline.report.figures import (
     bar,
     cost_rows,
     draft_rows,
+    error_rows,
     estimate_rows,
     example_line,
     facts,
@@ -24,6 +25,7 @@ from pipeline.report.figures import (
     percent,
     phase_rows,
     run_row,
+    saving_rows,
     seconds,
     skipped_files,
     target_rows,
@@ -79,18 +81,22 @@ def text(report: RunReport) -> str:
         title = f"  Latency of a row{'p50':>17}{'p95':>12}{'p99':>12}"
         lines += [*_columns(title, "    {:<22}{:>9}{:>12}{:>12}", latency), f"    {LATENCY_NOTE}."]
     if report.lengths:
-        title = f"  By length of prompt{'rows':>9}{'tokens in':>14}{'from cache':>13}{'out':>13}{'time':>9}"
-        rows = [(*told, bar(share, _NARROW)) for *told, share in length_rows(report)]
-        lines += _columns(title, "    {:<16}{:>9}{:>14}{:>13}{:>13}{:>9}  {}", rows)
+        title = f"  By length of prompt{'rows':>9}{'tokens in':>14}{'from cache':>13}{'out':>13}{'time':>9}{'USD':>12}"
+        rows = [(*told, bar(share, 8)) for *told, share in length_rows(report)]
+        lines += _columns(title, "    {:<16}{:>9}{:>14}{:>13}{:>13}{:>9}{:>12}  {}", rows)
     if drafts := draft_rows(report.speculated):
         title = f"  Drafts by sequences at once{'steps':>9}{'with drafts':>14}{'tokens/step':>14}{'saved':>10}"
         rows = [(*told, bar(on, _NARROW)) for *told, on in drafts]
         lines += [*_columns(title, "    {:<24}{:>8}{:>14}{:>14}{:>10}  {}", rows), f"    {DRAFTS_NOTE}."]
-    if report.examples:
-        lines += ["", "  Error rows"]
-        for code, examples in report.examples.items():
-            lines.append(f"    {code}: {report.rows.errors_by_code.get(code, 0):,}")
-            for example in map(example_line, examples):
+    if savings := saving_rows(report):
+        title = f"  What was saved{'time':>22}{'USD':>12}"
+        lines += _columns(title, "    {:<22}{:>10}{:>12}  {}", savings)
+    if report.error_costs:
+        title = f"  Error rows{'rows':>26}{'tokens computed':>18}{'time':>10}{'USD':>13}"
+        lines += ["", title]
+        for code, *told in error_rows(report):
+            lines.append("    {:<24}{:>8}{:>18}{:>10}{:>13}".format(code, *told))
+            for example in map(example_line, report.examples.get(code, ())):
                 lines += wrap(
                     example, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8, break_on_hyphens=False
                 )
@@ -131,16 +137,20 @@ def markdown(report: RunReport) -> str:
         head = ["sequences at once", "steps", "with drafts", "tokens a sequence and step", "saved", "on"]
         rows = [(*told, _bar_cell(bar(on, _NARROW))) for *told, on in drafts]
         lines += _section("Drafts by sequences at once", head, rows, f"{DRAFTS_NOTE}.")
+    if savings := saving_rows(report):
+        lines += _section("What was saved", ["", "machine time", "US dollars", "against"], savings)
     if report.lengths:
-        head = ["prompt tokens", "rows", "tokens in", "of them from cache", "tokens out", "machine time", "share", ""]
+        head = ["prompt tokens", "rows", "tokens in", "of them from cache", "tokens out", "machine time", "US dollars",
+                "share", ""]  # fmt: skip
         rows = [(*told, percent(share), _bar_cell(bar(share))) for *told, share in length_rows(report)]
         lines += _section("Rows by length of prompt", head, rows, f"{LENGTHS_NOTE}.{unseen_rows(report)}")
-    if report.rows.errors_by_code:
+    if report.error_costs:
         rows = [
-            (code, f"{n:,}", _Markdown("<br>".join(_cell(example_line(e)) for e in report.examples.get(code, ()))))
-            for code, n in report.rows.errors_by_code.items()
+            (*told, _Markdown("<br>".join(_cell(example_line(e)) for e in report.examples.get(told[0], ()))))
+            for told in error_rows(report)
         ]
-        lines += _section("Error rows by code", ["code", "rows", "for example"], rows)
+        head = ["code", "rows", "tokens computed", "machine time", "US dollars", "for example"]
+        lines += _section("Error rows by code", head, rows)
     if skipped := skipped_files(report):
         rows = [(f.file, f"{f.bytes:,}", f.reason) for f in skipped]
         lines += _section("Damaged files, left out as `input.on_corrupt: skip` asks", ["file", "bytes", "why"], rows)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from math import ceil
 
+from pipeline.report.computed import Computed
 from pipeline.report.json_record import JsonRecord
 
 FIRST_LENGTH = 64  # prompts up to so many tokens share a bucket; each further bucket is twice as long
@@ -142,12 +143,13 @@ class ErrorExample:
 @dataclass(frozen=True)
 class RowStats(JsonRecord):
     """Of any number of delivered rows. `lengths` by the bucket's longest prompt, `errors` by code; `outputs`: generated
-    tokens of completed rows, by the same buckets."""
+    tokens of completed rows, by the same buckets; `lost`: what was computed for error rows, by code."""
 
     latency: Latency = field(default_factory=Latency)
     lengths: Mapping[int, LengthBucket] = field(default_factory=dict)
     errors: Mapping[str, tuple[ErrorExample, ...]] = field(default_factory=dict)
     outputs: Mapping[int, Histogram] = field(default_factory=dict)
+    lost: Mapping[str, Computed] = field(default_factory=dict)
 
     def __add__(self, other: "RowStats") -> "RowStats":
         """Of the examples, those of `self` come first."""
@@ -160,5 +162,9 @@ class RowStats(JsonRecord):
             {
                 n: self.outputs.get(n, Histogram()) + other.outputs.get(n, Histogram())
                 for n in sorted({*self.outputs, *other.outputs})
+            },
+            {
+                code: self.lost.get(code, Computed()) + other.lost.get(code, Computed())
+                for code in sorted({*self.lost, *other.lost})
             },
         )

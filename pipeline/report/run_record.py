@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pipeline.report.computed import Computed
 from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.row_stats import RowStats
 
@@ -63,31 +64,6 @@ def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 def per_second(count: int, us: int) -> float:
     """A rate; 0.0 when no time has passed."""
     return count * 1e6 / us if us > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Computed:
-    """Tokens that an engine computed: of prompts (what shared KV blocks served is not computed), and generated."""
-
-    prompt: int = 0
-    generated: int = 0
-
-    @classmethod
-    def by(cls, stats: Mapping[str, int]) -> "Computed":
-        """By an engine, from its EngineStats. Work done again after a preemption is not in it."""
-        prompt = stats.get("prompt_tokens", 0) - stats.get("cached_tokens", 0)
-        return cls(max(0, prompt), stats.get("generated_tokens", 0))
-
-    @property
-    def all(self) -> int:
-        return self.prompt + self.generated
-
-    def __add__(self, other: "Computed") -> "Computed":
-        return Computed(self.prompt + other.prompt, self.generated + other.generated)
-
-    def less(self, other: "Computed") -> "Computed":
-        """Without `other`, never below nothing: counters that are told at different moments may cross."""
-        return Computed(max(0, self.prompt - other.prompt), max(0, self.generated - other.generated))
 
 
 @dataclass(frozen=True)
@@ -226,6 +202,10 @@ class RunRecord(JsonRecord):
     @property
     def machine_us(self) -> int:
         return sum(actor.machine_us for actor in self.actors)
+
+    @property
+    def computed(self) -> Computed:
+        return sum((actor.computed for actor in self.actors), Computed())
 
     def phase_us(self, phase: str) -> int:
         return sum(actor.phases_us[phase] for actor in self.actors)

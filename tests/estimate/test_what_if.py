@@ -12,7 +12,7 @@ from pipeline.cli.main import cli
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import ConfigError
 from pipeline.estimate.prices import load_prices
-from pipeline.estimate.what_if import parsed, what_if
+from pipeline.estimate.what_if import parsed, what_if, with_quantization
 from pipeline.report.comparison import Hosted, compare_reports
 from pipeline.report.cost import RunReport, build_report
 from pipeline.report.row_stats import LengthBucket, RowStats
@@ -32,6 +32,11 @@ def a_report(phases=SECONDS, hourly_usd: float | None = 2.5, **resolved) -> RunR
                     units_written=90, row_stats=stats, resolved=resolved,
                     config_free={"model": {"path": "demo:target"}})  # fmt: skip
     return build_report("x", "f" * 64, [run], PartTotals(100_000, 90, {}, 30_000_000, 0, 6_000_000), 100_000)
+
+
+def replace_model(report: RunReport, path: str) -> RunReport:
+    runs = tuple(replace(run, config_free={"model": {"path": path}}) for run in report.runs)
+    return replace(report, runs=runs)
 
 
 def told(label: str) -> float:
@@ -75,6 +80,21 @@ def test_on_a_card_the_measured_time_is_scaled_and_elsewhere_the_model_speaks_al
     packed = what_if(on_l4, {"quantization": "awq"}, load_prices()).then
     assert packed.machine_us != same.machine_us
     assert packed.usd == pytest.approx(packed.machine_us * 2.5 / 3.6e9)  # the same machine costs the same
+
+
+def test_quantization_is_set_against_16_bit_weights_where_the_card_is_known():
+    on_l4 = replace_model(a_report(device_name="NVIDIA L4"), "demo:target-awq")
+    (saving,) = with_quantization(on_l4).savings
+    assert (saving.name, saving.basis, saving.against) == ("quantization", "modelled", "16-bit weights on L4")
+    dense = what_if(on_l4, {"quantization": "none"}, load_prices()).then
+    kept = on_l4.phases_us["prefill"] + on_l4.phases_us["decode"]
+    ratio = dense.machine_us / what_if(on_l4, {"actors": "1"}, load_prices()).then.machine_us
+    assert saving.saved_us / kept == pytest.approx(ratio - 1, abs=0.1)
+    assert saving.usd == pytest.approx(saving.saved_us * 2.5 / 3.6e9)
+    again = with_quantization(with_quantization(on_l4))
+    assert len(again.savings) == 1
+    for elsewhere in (a_report(device="cpu"), a_report(device_name="NVIDIA L4")):  # no card; no quantized weights
+        assert with_quantization(elsewhere).savings == ()
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.account import Tokens, accounted, allocate
-from pipeline.report.cost import RunReport, build_report
+from pipeline.report.computed import Computed
+from pipeline.report.cost import ErrorCost, RunReport, build_report
 from pipeline.report.faults import LostTime
 from pipeline.report.figures import aligned, bar, money, seconds
 from pipeline.report.render import markdown, text
 from pipeline.report.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
-from pipeline.report.run_record import PHASES, ActorRecord, Computed, RunRecord, SkippedInput, no_phases
+from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, SkippedInput, no_phases
 
 HOUR = 3_600_000_000
 TOTALS = PartTotals(180, 3, {"prompt_too_long": 2, "null_prompt": 0}, 2_000_000, 500, 500_000)
@@ -370,6 +371,21 @@ def test_time_by_length_is_all_of_the_machine_time():
     assert [length.longest for length in built.lengths] == [64, 128]
 
 
+def test_error_rows_cost_what_was_computed_for_them():
+    """200 of 1,000 computed prompt tokens and 100 of 500 generated ones; finding the row that killed engines beside."""
+    stats = RowStats(lost={"non_finite_logits": Computed(200, 100)})
+    worker = actor(0, prompt=1000, generated=500, delivered=Computed(800, 400), restarts=3, restart_us=70,
+                   phases={"startup": 40, "load": 60, "prefill": 500, "decode": 5000})  # fmt: skip
+    record = replace(ended("finished", worker), row_stats=stats, hourly_usd=1.0)
+    built = report(record, error_rows={"non_finite_logits": 2, "engine_failure": 1}, num_generated_tokens=400)
+    costs = built.error_costs
+    assert costs["non_finite_logits"] == ErrorCost(2, Computed(200, 100), 100 + 1000, pytest.approx(1100 / HOUR))
+    assert (costs["engine_failure"].rows, costs["engine_failure"].machine_us) == (1, 70)
+    assert built.phases_us["retried"] == 1100
+    assert RunReport.from_json(json.loads(json.dumps(built.to_json()))) == built
+    assert "non_finite_logits              2               300" in text(built)
+
+
 def test_latency_lengths_and_examples_are_of_all_runs_and_shown():
     built = report(with_stats(), with_stats(), error_rows={"null_prompt": 5})
     assert built.latency["first_token_us"].rows == 20
@@ -378,7 +394,7 @@ def test_latency_lengths_and_examples_are_of_all_runs_and_shown():
     shown, page = text(built), markdown(built)
     assert "    to the first token      1.50 ms     1.50 ms     1.50 ms" in shown
     assert "a|b.parquet row 7: <b>no prompt" in shown
-    assert "| null_prompt | 5 | a\\|b.parquet row 7: &lt;b&gt;no prompt<br>" in page
+    assert "| null_prompt | 5 | 0 | 0 ms | $0.00 | a\\|b.parquet row 7: &lt;b&gt;no prompt<br>" in page
     assert "trades it for throughput" in shown
     assert "trades it for throughput" in page
     assert "| up to 64 | 180 | 2,000 | 200 | 600 |" in page

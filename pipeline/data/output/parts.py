@@ -8,7 +8,7 @@ names.
 import re
 import secrets
 from array import array
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -204,14 +204,16 @@ class PartStore:
                 raise EnvironmentFailed(f"{self.folder.shown(file)}: cannot be read: {e.strerror}") from e
             raise self._damaged(file, e) from e
 
-    def read_part(self, name: PartName) -> StoredPart:
-        """A part with its page checksums verified. Raises OutputError when it is damaged or not there."""
+    def read_part(self, name: PartName, choose: Callable[[pa.Schema], Sequence[str]] | None = None) -> StoredPart:
+        """A part with its page checksums verified. choose: the columns to take of those that it has; None: all. Raises
+        OutputError when it is damaged or not there."""
         there = self.folder.read_tagged(str(name))
         if there is None:
             raise OutputError(f"{self.folder.shown(str(name))}: this part is not there any more")
         data, tag = there
         try:
-            table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+            columns = None if choose is None else list(choose(pq.read_schema(pa.BufferReader(data))))
+            table = pq.read_table(pa.BufferReader(data), columns=columns, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as e:
             raise self._damaged(str(name), e) from e
         notes = table.schema.metadata or {}
@@ -229,6 +231,13 @@ class PartStore:
                 f"{self.folder.shown(str(name))}: was replaced or removed by another run since it was read; it is "
                 "left as it is. Let only one run at a time rewrite an output, then run again"
             )
+
+    def tables(self, choose: Callable[[pa.Schema], Sequence[str]]) -> Generator[pa.Table]:
+        """Some columns of all parts, part by part, in the order of windows and units. Raises as `parts`."""
+        read = read_ahead(lambda name: self.read_part(name, choose), self.list().parts(), self.folder.reads_at_once)
+        with closing(read):
+            for _, part in read:
+                yield part.table
 
     def sizes(self) -> Iterator[tuple[PartName, int]]:
         """Each part with its bytes, from one listing, in any order; whatever is no part is left out."""

@@ -69,9 +69,14 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 def result_column(table: pa.Table, name: str) -> pa.ChunkedArray:
     """The result column `name` of a table of `output_schema`, by what it is and not by what it is called."""
-    for i, f in enumerate(table.schema):
+    return table.column(table.schema.get_field_index(result_field(table.schema, name).name))
+
+
+def result_field(schema: pa.Schema, name: str) -> pa.Field:
+    """The field of the result column `name`, as `result_column`."""
+    for f in schema:
         if f.metadata and f.metadata.get(_RESULT_KEY) == name.encode():
-            return table.column(i)
-    if table.schema.names.count(name) == 1:
-        return table.column(name)
+            return f
+    if schema.names.count(name) == 1:
+        return schema.field(name)
     raise PipelineError(f"the table has no result column {name!r}: build it with output_schema")

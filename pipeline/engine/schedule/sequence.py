@@ -118,6 +118,7 @@ class Sequence:
 
     def fail(self, error: RowError, message: str) -> None:
         """End with an error. It must hold no slot and no blocks."""
+        has_begun = self.num_cached >= 0
         self.call.end(
             Completion(
                 row_id=self.request.row_id,
@@ -130,6 +131,8 @@ class Sequence:
                 error_message=message,
                 queued_us=self.queued_us,
                 first_token_us=self.first_token_us,
+                num_lost_prompt_tokens=self.num_prompt - self.num_cached if has_begun else 0,
+                num_lost_generated_tokens=len(self.token_ids) - self.num_prompt,
             )
         )
 

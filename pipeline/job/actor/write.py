@@ -16,6 +16,7 @@ from pipeline.engine.params import Completion
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
 from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.report.computed import Computed
 from pipeline.report.row_stats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
@@ -154,7 +155,12 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
         generated.setdefault(bucket, []).append(len(c.token_ids))
     timings = [Timing(c.queued_us, c.first_token_us, c.last_token_us, len(c.token_ids)) for c in completed]
     outputs = {bucket: Histogram.of(counts) for bucket, counts in sorted(generated.items())}
-    return RowStats(latency_of(timings), dict(sorted(lengths.items())), _examples(unit, completions), outputs)
+    lost: dict[str, Computed] = {}
+    for c in completions:
+        if c.num_lost_prompt_tokens or c.num_lost_generated_tokens:
+            code, tokens = c.error or "", Computed(c.num_lost_prompt_tokens, c.num_lost_generated_tokens)
+            lost[code] = lost.get(code, Computed()) + tokens
+    return RowStats(latency_of(timings), dict(sorted(lengths.items())), _examples(unit, completions), outputs, lost)
 
 
 def _examples(unit: Unit, completions: list[Completion]) -> dict[str, tuple[ErrorExample, ...]]:

@@ -14,6 +14,7 @@ from pipeline.report.cost import RunReport
 from pipeline.report.figures import (
     cost_rows,
     draft_rows,
+    error_rows,
     estimate_rows,
     example_line,
     facts,
@@ -23,6 +24,7 @@ from pipeline.report.figures import (
     percent,
     phase_rows,
     run_row,
+    saving_rows,
     seconds,
     skipped_files,
     target_rows,
@@ -76,17 +78,19 @@ def _tables(report: RunReport) -> list[Table]:
         )
     tables.append(_table("Latency of a row", ("", "p50", "p95", "p99"), latency_rows(report), f"{LATENCY_NOTE}."))
     lengths = [(*told, percent(share)) for *told, share in length_rows(report)]
-    head = ("prompt tokens", "rows", "tokens in", "of them from cache", "tokens out", "machine time", "share")
+    tables.append(_table("What was saved", ("", "machine time", "US dollars", "against"), saving_rows(report)))
+    head = ("prompt tokens", "rows", "tokens in", "of them from cache", "tokens out", "machine time", "US dollars",
+            "share")  # fmt: skip
     tables.append(_table("Rows by length of prompt", head, lengths, f"{LENGTHS_NOTE}."))
     drafts = [(*told, percent(on)) for *told, on in draft_rows(report.speculated)]
     head = ("sequences at once", "steps", "with drafts", "tokens a sequence and step", "saved", "on")
     note = "On: the share of steps in which drafting was on. Saved: against plain steps, by the measured cost of steps."
     tables.append(_table("Drafts by sequences at once", head, drafts, note))
     errors = [
-        (code, f"{count:,}", "; ".join(example_line(e) for e in report.examples.get(code, ())))
-        for code, count in report.rows.errors_by_code.items()
+        (*told, "; ".join(example_line(e) for e in report.examples.get(told[0], ()))) for told in error_rows(report)
     ]
-    tables.append(_table("Error rows by code", ("code", "rows", "for example"), errors))
+    head = ("code", "rows", "tokens computed", "machine time", "US dollars", "for example")
+    tables.append(_table("Error rows by code", head, errors))
     skipped = [(f.file, f"{f.bytes:,}", f.reason) for f in skipped_files(report)]
     tables.append(_table("Damaged files that were left out", ("file", "bytes", "why"), skipped))
     head = ("fault", "times", "tokens", "machine time", "US dollars")

@@ -1,0 +1,110 @@
+"""A job's machine time and money divided by a column of its output: by source file, by customer, by finish reason.
+
+Owns the division and its table. Rows share steps, so that none has a time of its own: time is divided as the cost is
+among tokens (`account.shares_us`). Work that nobody got, of error rows too, is divided with the rest.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.data.output.result_columns import result_column
+from pipeline.formatting import printable
+from pipeline.report.account import shares_us
+from pipeline.report.cost import RunReport
+from pipeline.report.figures import aligned, money, percent, seconds
+from pipeline.report.json_record import JsonRecord
+from pipeline.report.row_stats import LengthBucket
+
+NULL = "(null)"
+_TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
+COUNTED = ("error", *_TOKENS)  # results that are needed beside the column
+
+
+@dataclass(frozen=True)
+class Group(JsonRecord):
+    """Rows with one value of the column. `completed`: those without an error, and their tokens."""
+
+    value: str
+    rows: int
+    completed: LengthBucket
+    machine_us: int = 0
+    usd: float | None = None
+
+    def plus(self, other: "Group") -> "Group":
+        return replace(self, rows=self.rows + other.rows, completed=self.completed + other.completed)
+
+
+@dataclass(frozen=True)
+class ByColumn(JsonRecord):
+    """The groups that took the most machine time, and all others together, if there are any."""
+
+    column: str
+    machine_us: int
+    groups: tuple[Group, ...]
+    others: Group | None = None
+
+    def to_text(self) -> str:
+        head = [self.column, "rows", "errors", "tokens in", "from cache", "tokens out", "machine time", "share", "USD"]
+        shown = [*self.groups, *([self.others] if self.others is not None else [])]
+        rows = [
+            [
+                printable(group.value),
+                f"{group.rows:,}",
+                f"{group.rows - group.completed.rows:,}",
+                f"{group.completed.input_tokens:,}",
+                f"{group.completed.cached_tokens:,}",
+                f"{group.completed.generated_tokens:,}",
+                seconds(group.machine_us),
+                percent(group.machine_us / self.machine_us if self.machine_us else 0.0),
+                money(group.usd),
+            ]
+            for group in shown
+        ]
+        return "\n".join(aligned([head, *rows]))
+
+
+def by_column(report: RunReport, column: str, parts: Iterable[pa.Table], most: int) -> ByColumn:
+    """parts: tables of `column` and of the results `error` and the token counts. most: groups to name."""
+    found: dict[str, Group] = {}
+    for table in parts:
+        for new in _groups(column, table):
+            old = found.get(new.value)
+            found[new.value] = new if old is None else old.plus(new)
+    groups = list(found.values())
+    times = shares_us([group.completed for group in groups], report.machine_us, report.phases_us)
+    total = report.cost.total_usd
+    priced = [
+        replace(group, machine_us=us, usd=None if total is None else total * us / max(1, report.machine_us))
+        for group, us in zip(groups, times, strict=True)
+    ]
+    priced.sort(key=lambda group: (-group.machine_us, group.value))
+    rest = priced[most:]
+    others = None
+    if rest:
+        others = Group(
+            f"({len(rest):,} others)",
+            sum(group.rows for group in rest),
+            sum((group.completed for group in rest), LengthBucket()),
+            sum(group.machine_us for group in rest),
+            None if total is None else sum(group.usd or 0.0 for group in rest),
+        )
+    return ByColumn(column, report.machine_us, tuple(priced[:most]), others)
+
+
+def _groups(column: str, table: pa.Table) -> Iterable[Group]:
+    error = result_column(table, "error")
+    completed = pc.call_function("cast", [pc.call_function("is_null", [error])], pc.CastOptions.safe(pa.int64()))
+    columns: dict[str, Any] = {"value": table.column(column), "completed": completed}
+    for name in _TOKENS:  # those of completed rows
+        tokens = pc.call_function("coalesce", [result_column(table, name), pa.scalar(0, pa.int32())])
+        columns[name] = pc.call_function("multiply", [tokens, completed])
+    sums = [(name, "sum") for name in ("completed", *_TOKENS)]
+    grouped = pa.table(columns).group_by("value").aggregate([*sums, ("completed", "count")])
+    for row in grouped.to_pylist():
+        tokens = [row[f"{name}_sum"] for name in ("completed", *_TOKENS)]
+        value = row["value"]
+        yield Group(NULL if value is None else str(value), row["completed_count"], LengthBucket(*tokens))

@@ -1,0 +1,63 @@
+"""`pipeline report --by`: machine time by a column of the output, all of it once, from the parts that a job wrote."""
+
+import json
+from collections import Counter
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli.main import cli
+from pipeline.job.run import run_job
+from tests.job.conftest import FAKES, Job
+
+TEXTS: list[str | None] = [f"text {i} " + "x" * (i % 40) if i % 10 else None for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Job:
+    job = Job(tmp_path_factory.mktemp("job")).rows(TEXTS, per_file=25)
+    renamed = {"num_generated_tokens": "out tokens", "error": "what failed"}
+    config = job.config(output={"rename": renamed}, cost={"hourly_usd": 2.0}, run={"window_rows": 100})
+    job.report = run_job(config, backend=FAKES)
+    return job
+
+
+def by(job: Job, *args: str) -> dict:
+    result = CliRunner().invoke(cli, ["report", str(job.output), *args, "--json"])
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("column", "count"), [("source_file", 3), ("finish_reason", 3), ("what failed", 2), ("id", 60)]
+)
+def test_all_machine_time_and_money_is_divided_once(finished, column: str, count: int):
+    told, report = by(finished, "--by", column, "--top", "100"), finished.report
+    rows = finished.table().to_pylist()
+    expected = Counter(str(row[column]) if row[column] is not None else "(null)" for row in rows)
+    assert {group["value"]: group["rows"] for group in told["groups"]} == expected
+    assert len(told["groups"]) == count
+    assert sum(group["machine_us"] for group in told["groups"]) == told["machine_us"] == report.machine_us
+    assert sum(group["usd"] for group in told["groups"]) == pytest.approx(report.cost.total_usd)
+    tokens = [
+        sum(g["completed"][f"{kind}_tokens"] for g in told["groups"]) for kind in ("input", "cached", "generated")
+    ]
+    assert tokens == [report.tokens.input, report.tokens.cached, report.tokens.generated]
+
+
+def test_more_tokens_are_dearer_and_those_beyond_the_top_stand_together(finished):
+    told = by(finished, "--by", "id", "--top", "3")
+    all_of_them = by(finished, "--by", "id", "--top", "60")["groups"]
+    assert told["groups"] == all_of_them[:3]
+    assert all_of_them[0]["machine_us"] > all_of_them[-1]["machine_us"] == 0  # an error row
+    assert told["others"]["value"] == "(57 others)"
+    assert told["others"]["machine_us"] == sum(group["machine_us"] for group in all_of_them[3:])
+    assert told["others"]["usd"] == pytest.approx(sum(group["usd"] for group in all_of_them[3:]))
+    shown = CliRunner().invoke(cli, ["report", str(finished.output), "--by", "source_file"]).stdout
+    assert [line.split()[0] for line in shown.splitlines()][1:] == [f"f{i}.parquet" for i in (0, 1, 2)]
+
+
+def test_a_column_that_is_not_there_is_named_with_what_was_meant(finished):
+    result = CliRunner().invoke(cli, ["report", str(finished.output), "--by", "source_fil"])
+    assert result.exit_code == 2
+    assert "--by source_fil: the output has no such column (did you mean 'source_file'?)" in result.stderr

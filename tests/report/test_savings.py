@@ -1,0 +1,63 @@
+"""What was saved: each estimate by hand, and continuous batching against static batches that are really made."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pipeline.report.drafts import Speculated
+from pipeline.report.figures import money, saving_rows, seconds
+from pipeline.report.render import markdown, text
+from pipeline.report.row_stats import Histogram, RowStats
+from pipeline.report.run_record import no_phases
+from pipeline.report.savings import continuous_batching_us, prefix_sharing_us, savings
+from tests.report.test_cost import delivering, report, run
+
+
+def test_shared_prompt_tokens_are_worth_what_a_computed_one_took():
+    assert prefix_sharing_us(cached_tokens=300, prefill_us=1000, computed_prompt_tokens=100) == 3000
+    assert prefix_sharing_us(300, 1000, 0) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_static_batches_take_as_long_as_their_longest_rows(batch: int):
+    """10,000 rows cut into batches as they come: the time is the sum of the longest outputs."""
+    draw = random.Random(batch)
+    lengths = [draw.choice([3, 7, 20, 31]) for _ in range(10_000)]
+    static = sum(batch * max(lengths[i : i + batch]) for i in range(0, len(lengths), batch))
+    continuous = sum(lengths)
+    outputs = [Histogram.of(lengths[:5000]), Histogram.of(lengths[5000:])]
+    found = continuous_batching_us(outputs, batch, decode_us=10**6)
+    assert found / 10**6 == pytest.approx(static / continuous - 1, abs=0.02)
+
+
+def test_outputs_of_one_length_gain_nothing_from_continuous_batching():
+    assert continuous_batching_us([Histogram.of([9] * 50)], 8, 10**6) == 0
+    assert continuous_batching_us([], 8, 10**6) == 0
+    few = [Histogram.of([1, 31])]  # a batch holds no more rows than there are
+    assert continuous_batching_us(few, 64, 10**6) == continuous_batching_us(few, 2, 10**6) > 0
+
+
+def test_each_saving_has_its_price_and_what_saved_nothing_is_left_out():
+    phases = no_phases() | {"prefill": 1000, "decode": 4000}
+    slow = Speculated(10, 5, (), (), -250)
+    told = savings(500, 1000, {64: Histogram.of([8, 8])}, 4, phases, slow, usd_per_us=0.01)
+    assert [(s.name, s.saved_us, s.usd, s.basis) for s in told] == [
+        ("prefix_sharing", 500, 5.0, "measured"),
+        ("speculation", -250, -2.5, "measured"),
+    ]
+    assert savings(0, 1000, {}, 0, phases, None, None) == ()
+
+
+def test_the_report_shows_them():
+    record = replace(
+        delivering(run(prefill=10**6, decode=3 * 10**6)),
+        row_stats=RowStats(outputs={64: Histogram.of([1] * 9 + [20])}),
+        resolved={"max_num_seqs": 10},
+    )
+    built = report(record, num_generated_tokens=300_000)
+    ((name, time, usd, against),) = saving_rows(built)
+    assert (name, against) == ("Continuous batching", "modelled: static batches of 10 rows")
+    assert (time, usd) == (seconds(built.savings[0].saved_us), money(built.savings[0].usd))
+    assert f"Continuous batching       {time}" in text(built)
+    assert f"| Continuous batching | {time} | {usd} | {against} |" in markdown(built)
