@@ -142,6 +142,7 @@ class RunReport(JsonRecord):
     targets: tuple[Target, ...] = ()
     error_costs: Mapping[str, ErrorCost] = field(default_factory=dict)
     savings: tuple[Saving, ...] = ()
+    energy_uj: int | None = None  # of all engines, from when each was loaded on; None where no machine tells it
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -160,6 +161,12 @@ class RunReport(JsonRecord):
         return (self.phases_us["prefill"] + self.phases_us["decode"]) / self.machine_us if self.machine_us else 0.0
 
     @property
+    def joules_per_generated_token(self) -> float | None:
+        """Of delivered tokens, everything included; None where the energy is not known."""
+        known = self.energy_uj is not None and self.tokens.generated
+        return self.energy_uj / 1e6 / self.tokens.generated if known else None  # pyright: ignore[reportOptionalOperand]
+
+    @property
     def missed(self) -> tuple[Target, ...]:
         """The targets that a finished job missed."""
         return tuple(t for t in self.targets if t.is_missed) if self.outcome == "finished" else ()
@@ -171,6 +178,7 @@ class RunReport(JsonRecord):
         raw["tokens"]["computed"] = self.tokens.computed
         raw["input_tokens_per_s"] = self.input_tokens_per_s
         raw["generated_tokens_per_s"] = self.generated_tokens_per_s
+        raw["joules_per_generated_token"] = self.joules_per_generated_token
         raw["runs"] = [run.to_json() | {"machine_us": run.machine_us} for run in self.runs]
         if self.estimate is not None:
             raw["estimate"]["ratio"] = self.estimate.ratio
@@ -230,6 +238,7 @@ def build_report(
         examples={code: stats.errors[code][:count] for code, count in errors.items() if code in stats.errors},
         faults=faults,
         error_costs=_error_costs(runs, errors, stats, faults, priced),
+        energy_uj=sum(run.stat("energy_uj") for run in runs) or None,
         savings=savings(
             sum(run.stat("cached_tokens") for run in runs),
             sum(run.computed.prompt for run in runs),

@@ -81,6 +81,7 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Drafts", _drafting(report.speculated) if report.speculated is not None else ""),
         ("Engine", engine if work.steps else ""),
         ("Time", f"{seconds(report.wall_us)} wall, {seconds(report.machine_us)} of machine time"),
+        ("Energy", _energy(report)),
         ("Pool", _pool(report)),
         ("Retried", _retried(report)),
         ("Lost work", _lost(report)),
@@ -89,6 +90,17 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Fingerprint", report.fingerprint[:8]),
     ]
     return [(label, value) for label, value in facts if value]
+
+
+def _energy(report: RunReport) -> str:
+    """Empty where no machine tells it."""
+    each = report.joules_per_generated_token
+    if report.energy_uj is None or each is None:
+        return ""
+    kwh = report.energy_uj / 3.6e12
+    counted = sorted({str(run.resolved["energy"]) for run in report.runs if "energy" in run.resolved})
+    whole = f"{kwh:,.3g} kWh" if kwh >= 1 else f"{kwh * 1000:,.3g} Wh"
+    return f"{whole}, {each:.3g} J a generated token ({'; '.join(counted)})"
 
 
 def _retried(report: RunReport) -> str:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.process.messages import Add, Crashed, Finished, FromEngine, Loading, Ready, Start, StartFailed, Worked
+from pipeline.machine.energy import EnergyMeter
 from pipeline.machine.host import now_us
 
 REPORT_US = 500_000
@@ -40,7 +41,12 @@ class Engine(Protocol):
     def warm_up(self) -> None: ...
 
 
-def serve(engine: Engine, inbox: "queue.SimpleQueue[Add]", send: Callable[[FromEngine], None]) -> None:
+def serve(
+    engine: Engine,
+    inbox: "queue.SimpleQueue[Add]",
+    send: Callable[[FromEngine], None],
+    meter: EnergyMeter | None = None,
+) -> None:
     """Step the engine for as long as the process lives, take in rows between steps, tell what finished."""
     mark = reported = now_us()
     busy_us = idle_us = 0
@@ -62,7 +68,8 @@ def serve(engine: Engine, inbox: "queue.SimpleQueue[Add]", send: Callable[[FromE
             mark = now
         # Told before rows are, so that whoever takes a row finds the work for it counted.
         if completions or mark - reported >= REPORT_US:
-            send(Worked(mark, busy_us, idle_us, engine.counters()))
+            counters = engine.counters() | ({"energy_uj": meter.read_uj()} if meter is not None else {})
+            send(Worked(mark, busy_us, idle_us, counters))
             reported = mark
         if completions:
             send(Finished(tuple(completions)))
@@ -130,11 +137,13 @@ def main(fd: int) -> None:
             sys.exit(EnvironmentFailed.exit_code)
         connection.send(StartFailed("", traceback.format_exc()))
         sys.exit(70)
-    connection.send(Ready(now_us(), dict(engine.resolved)))
+    meter = EnergyMeter.of(engine.resolved)
+    told = {} if meter is None else {"energy": meter.told}
+    connection.send(Ready(now_us(), engine.resolved | told))
     inbox: queue.SimpleQueue[Add] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
     try:
-        serve(engine, inbox, connection.send)
+        serve(engine, inbox, connection.send, meter)
     except Exception as error:
         connection.send(Crashed(traceback.format_exc(), _is_out_of_memory(error)))
         os._exit(70)  # a device in an unknown state may hang in its destructors
