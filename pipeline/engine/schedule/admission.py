@@ -1,9 +1,9 @@
 """Waiting sequences, and which of them may run. No torch.
 
-A sequence is admitted when the KV blocks that it is expected to need are free beside those that the running ones are
-expected to need still. What may be generated is often far more than what is: a job that allows 512 tokens and uses 40
-would hold a tenth of the sequences that fit. So a sequence is expected to generate what three in four of the last ones
-did, and at most what it may. Where sequences generate more, the scheduler preempts.
+A sequence is admitted when the KV blocks that it and the running ones are expected to hold together are there at every
+moment until the last of them ends (block_demand.py). What may be generated is often far more than what is: a job that
+allows 512 tokens and uses 40 would hold a tenth of the sequences that fit. So a sequence is expected to generate what
+three in four of the last ones did, and at most what it may. Where sequences generate more, the scheduler preempts.
 
 A sequence whose prefix another one is computing right now waits for it, and shares its blocks then.
 """
@@ -13,17 +13,19 @@ from collections import deque
 import numpy as np
 
 from pipeline.engine.params import EngineStats
+from pipeline.engine.schedule.block_demand import BlockDemand
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.sequence import Sequence, SlotTable
 
-MIN_HISTORY = 64  # finished sequences before their lengths predict others'
-HISTORY = 1024
-PERCENTILE = 75
+HISTORY = 1024  # sequences that finished last, by which others' lengths are predicted
 MAX_DEFERRED = 64  # waiting sequences looked past because their prefix is being computed right now
 
 
 class Admission:
     """Of one scheduler. Owns the waiting queue, oldest first, and the lengths of finished outputs."""
+
+    min_history = 16  # finished sequences before their lengths predict others'
+    percentile = 75
 
     def __init__(self, table: SlotTable, pool: BlockPool, stats: EngineStats, enable_prefix_caching: bool) -> None:
         self._table, self._pool, self._stats = table, pool, stats
@@ -61,7 +63,7 @@ class Admission:
         pool, size = self._pool, self._pool.block_size
         self._update_expected_output()
         in_progress = self._hashes_in_progress(running)
-        reserved = self._missing_blocks(running)
+        demand, room = self.demand(running), pool.num_free - self.spare_blocks()
         deferred: list[Sequence] = []
         while self.waiting and budget > 0 and self._table.num_free_slots and len(deferred) < MAX_DEFERRED:
             sequence = self.waiting.popleft()
@@ -69,14 +71,14 @@ class Admission:
             if being_computed:
                 deferred.append(sequence)
                 continue
-            num_final = self._final_blocks(sequence)
-            need = num_final - len(hits) + pool.num_free_of(hits)
-            if (len(running) or slots) and reserved + need > pool.num_free:
-                self.waiting.appendleft(sequence)
-                break
+            num_held = len(hits) - pool.num_free_of(hits)
             start = len(hits) * size
             count = min(len(sequence.token_ids) - start, budget)
             num_blocks = -(-(start + count) // size)
+            with_it = demand.add(len(sequence.token_ids), self._likely_end(sequence), num_held)
+            if (len(running) or slots) and (with_it.peak > room or num_blocks - num_held > pool.num_free):
+                self.waiting.appendleft(sequence)
+                break
             pool.share(hits)
             slots.append(self._table.occupy(sequence, hits + pool.allocate(num_blocks - len(hits)), start))
             starts.append(start)
@@ -85,7 +87,7 @@ class Admission:
                 sequence.num_cached = min(start, sequence.num_prompt)
                 self._stats.cached_tokens += sequence.num_cached
                 self._stats.prompt_tokens += sequence.num_cached
-            reserved += max(num_final - num_blocks, 0)
+            demand = with_it
             in_progress.update(sequence.hashes[len(hits) :])
             budget -= count
         self.waiting.extendleft(reversed(deferred))
@@ -112,26 +114,31 @@ class Admission:
         return hashes
 
     def _update_expected_output(self) -> None:
-        if self._has_changed and self._num_finished >= MIN_HISTORY:
+        if self._has_changed and self._num_finished >= self.min_history:
             length_H = self._length_H[: self._num_finished]
-            rank = len(length_H) * PERCENTILE // 100
+            rank = len(length_H) * self.percentile // 100
             self.expected_output = int(np.partition(length_H, rank)[rank])
             self._has_changed = False
 
-    def _final_blocks(self, sequence: Sequence) -> int:
-        """All that a sequence is expected to hold in the end."""
-        limit = min(sequence.num_prompt + sequence.request.params.max_tokens, self._table.max_model_len)
-        size = self._pool.block_size
-        if self.expected_output is not None:
-            limit = min(limit, max(sequence.num_prompt + self.expected_output, len(sequence.token_ids) + size))
-        return -(-limit // size)
+    def spare_blocks(self) -> float:
+        """Left free for sequences that generate more than is expected: one expected output. The fewer sequences run,
+        the less do short outputs make up for long ones, and the larger a part of the cache this is."""
+        return (self.expected_output or 0) / self._pool.block_size
 
-    def _missing_blocks(self, slot_S: np.ndarray) -> int:
+    def demand(self, slot_S: np.ndarray) -> BlockDemand:
         """What the sequences in these slots are expected to need beside the blocks that they hold."""
-        table, size = self._table, self._pool.block_size
-        final_S = table.limit[slot_S]
-        if self.expected_output is not None:
-            likely_S = np.maximum(table.num_prompt[slot_S] + self.expected_output, table.num_known[slot_S] + size)
-            final_S = np.minimum(final_S, likely_S)
-        missing_S = (final_S + (size - 1)) // size - table.num_blocks[slot_S]
-        return int(np.maximum(missing_S, 0).sum())
+        table = self._table
+        known_S, held_S = table.num_known[slot_S], table.num_blocks[slot_S]
+        end_S = self.likely_ends(table.num_prompt[slot_S], known_S, table.limit[slot_S])
+        return BlockDemand(known_S, end_S, held_S, held_S - table.num_found[slot_S], self._pool.block_size)
+
+    def _likely_end(self, sequence: Sequence) -> int:
+        of = sequence.num_prompt, len(sequence.token_ids), self._table.limit_of(sequence)
+        return int(self.likely_ends(*(np.array([tokens]) for tokens in of))[0])
+
+    def likely_ends(self, prompt_S: np.ndarray, known_S: np.ndarray, limit_S: np.ndarray) -> np.ndarray:
+        """Tokens that sequences are expected to have in the end: what is likely of their output, a block more where
+        they have that already, and never more than they may have."""
+        if self.expected_output is None:
+            return limit_S
+        return np.minimum(limit_S, np.maximum(prompt_S + self.expected_output, known_S + self._pool.block_size))

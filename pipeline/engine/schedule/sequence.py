@@ -160,6 +160,7 @@ class SlotTable:
         self.token_ids = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(num_slots, dtype=np.int64)
+        self.num_found = np.zeros(num_slots, dtype=np.int64)  # of its first blocks: those that it did not compute
         self.num_known = np.zeros(num_slots, dtype=np.int64)
         self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
@@ -190,9 +191,10 @@ class SlotTable:
         self.token_ids[slot, :known] = sequence.token_ids
         self.num_known[slot], self.num_computed[slot] = known, num_computed
         self.num_blocks[slot] = len(blocks)
+        self.num_found[slot] = num_computed // self.block_size
         self.block_table[slot, : len(blocks)] = blocks
         self.num_prompt[slot] = sequence.num_prompt
-        self.limit[slot] = min(sequence.num_prompt + params.max_tokens, self.max_model_len)
+        self.limit[slot] = self.limit_of(sequence)
         self.order[slot] = sequence.order
         self.repeat_until[slot] = sequence.high_water
         self.stops_at_eos[slot] = not params.ignore_eos
@@ -206,6 +208,10 @@ class SlotTable:
         if self.watcher is not None:
             self.watcher.admitted(slot)
         return slot
+
+    def limit_of(self, sequence: Sequence) -> int:
+        """The most tokens that it may come to."""
+        return min(sequence.num_prompt + sequence.request.params.max_tokens, self.max_model_len)
 
     def append_blocks(self, slot_S: np.ndarray, count_S: np.ndarray, blocks: list[int]) -> None:
         """The first count_S[0] of `blocks` go to the end of slot_S[0], and so on."""
