@@ -99,6 +99,34 @@ def _typed() -> str:
     return shlex.join(["pipeline", *sys.argv[1:]])
 
 
+@bench.command("admission")
+@click.option("jobs", "--job", multiple=True, metavar="NAME", help="summaries, classification, generation, reasoning, "
+              "either, mixed or shared; else all of them. May be repeated.")  # fmt: skip
+@click.option("kv_shares", "--kv-share", multiple=True, type=click.FloatRange(min=0, min_open=True), metavar="X",
+              default=(0.25, 0.5, 1.0), show_default=True, help="The KV cache, as a share of what a full batch of mean "
+              "rows holds in the end. May be repeated.")  # fmt: skip
+@click.option("--max-num-seqs", type=click.IntRange(min=1, max=8192), default=256, show_default=True)
+@_bench_options(rows=2000)
+@click.option("--seed", type=int, default=1, show_default=True)
+@json_flag
+@answers
+def rules_of_admission(as_json: bool, **options: Any) -> None:
+    """The engine's rule of admission against others, on jobs whose KV cache is tight: simulated.
+
+    \b
+    Examples:
+      pipeline bench admission
+      pipeline bench admission --job generation --kv-share 0.25 --rows 1000
+      pipeline bench admission --max-num-seqs 64 --json
+
+    Nothing is run, no card is needed: the engine's scheduler plans every step of jobs whose rows have random lengths,
+    and a step takes what the cost model says. Takes some minutes for all jobs.
+    """
+    from pipeline.bench.admission.simulation import bench_admission
+
+    _print_bench(bench_admission(say=say, **options), as_json)
+
+
 @bench.command("cluster")
 @click.option("--actors", metavar="N,N", default="1,8,64,256", show_default=True, callback=_parse_sizes,
               help="Machines of a pool, one engine each.")  # fmt: skip

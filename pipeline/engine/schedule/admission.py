@@ -126,11 +126,12 @@ class Admission:
         return (self.expected_output or 0) / self._pool.block_size
 
     def demand(self, slot_S: np.ndarray) -> BlockDemand:
-        """What the sequences in these slots are expected to need beside the blocks that they hold."""
+        """What the sequences in these slots are expected to need beside the blocks that they hold. A prefix that others
+        share counts as freed when the one that computed it ends."""
         table = self._table
         known_S, held_S = table.num_known[slot_S], table.num_blocks[slot_S]
         end_S = self.likely_ends(table.num_prompt[slot_S], known_S, table.limit[slot_S])
-        return BlockDemand(known_S, end_S, held_S, held_S - table.num_found[slot_S], self._pool.block_size)
+        return BlockDemand.of(known_S, end_S, held_S, held_S - table.num_found[slot_S], self._pool.block_size)
 
     def _likely_end(self, sequence: Sequence) -> int:
         of = sequence.num_prompt, len(sequence.token_ids), self._table.limit_of(sequence)
