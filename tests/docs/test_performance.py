@@ -15,6 +15,7 @@ from tools.performance.tables import TABLES
 
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 LINES = {
+    "admission": "--job classification --kv-share 0.25 --max-num-seqs 8 --rows 32",
     "engine": "--model tiny --requests 2 --rounds 1 --prompt-tokens 8 --output-tokens 2-4 --batch-sizes 2",
     "scheduler": "--sequences 8 --steps 2 --rounds 1 --rows 8",
     "speculation": "--batch-sizes 1 --rows 1 --rounds 1",

@@ -10,6 +10,9 @@ from tools.performance.results import Figure, Result, newest, step_ms
 
 WAYS = ("lookup, forced", "auto")
 END = "<!-- end of table -->"
+ADMISSION_RULES = (
+    "sum of ends", "sum, by prompt length 75%", "engine, by prompt length", "known lengths", "free blocks",
+)  # fmt: skip
 STEP_PARTS = ("plan", "build", "sample", "handle", "detokenize")
 
 
@@ -165,12 +168,26 @@ def cluster(results: Sequence[Result]) -> str:
     return markdown(head, rows)
 
 
+def admission(results: Sequence[Result]) -> str:
+    """Simulated jobs with the smallest KV cache that was tried: what other rules of admission take, by the engine's."""
+    result = newest(results, "admission")
+    runs = [run for run in result.data["runs"] if run["kv_share"] == min(r["kv_share"] for r in result.data["runs"])]
+    by = {(run["job"], run["rule"]): run for run in runs}
+    rows = []
+    for job in dict.fromkeys(run["job"] for run in runs):
+        ours, others = by[job, "engine"], [by[job, rule] for rule in ADMISSION_RULES]
+        card = [f"{run['card_s'] / ours['card_s']:.2f}x" for run in others]
+        rows.append([link(job, result), *card, f"{others[-1]['cores_s'] / ours['cores_s']:.2f}x"])
+    return markdown(["job", *ADMISSION_RULES, f"{ADMISSION_RULES[-1]}, two cores"], rows)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "engine": engine,
     "job": job,
     "speculation": speculation,
     "ladder": ladder,
     "scheduler": step,
+    "admission": admission,
 }
 SCALE_TABLES: dict[str, Callable[[Sequence[Result]], str]] = {"plan": plan, "cluster": cluster}
 

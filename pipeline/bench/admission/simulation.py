@@ -64,7 +64,7 @@ class AdmissionBench:
     runs: tuple[AdmissionRun, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"bench": "admission", **asdict(self)}
+        return {"bench": "admission", "machine": {"cpu": "none: simulated"}, **asdict(self)}
 
     def to_text(self) -> str:
         first = {(run.job, run.kv_share): run for run in reversed(self.runs)}

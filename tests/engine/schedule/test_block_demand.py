@@ -17,7 +17,8 @@ def counted_peak(known_S, end_S, held_S, freed_S, size: int) -> float:
 
 def some(rng: np.random.Generator, count: int, size: int):
     known_S = rng.integers(1, 60, count)
-    end_S = known_S + rng.integers(-3, 80, count)
+    end_S = known_S + 2 + rng.permutation(80)[:count]  # each at another step
+    end_S[:1] = known_S[:1] - 3  # has passed
     held_S = -(-known_S // size)
     return known_S, end_S, held_S, held_S - rng.integers(0, held_S + 1)
 
@@ -41,6 +42,16 @@ def test_sequences_added_count_as_if_they_had_been_there(seed: int) -> None:
         demand = demand.add(int(known_S[s]), int(end_S[s]), int(held_S[s]))
         of = (known_S[: s + 1], end_S[: s + 1], held_S[: s + 1], freed_S[: s + 1], size)
         assert demand.peak == pytest.approx(BlockDemand.of(*of).peak) == pytest.approx(counted_peak(*of))
+
+
+def test_where_several_end_at_once_it_is_no_less_and_hardly_more() -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(50):
+        known_S, end_S, held_S, freed_S = some(rng, 8, 16)
+        end_S = known_S + rng.integers(1, 4, 8)
+        found = BlockDemand.of(known_S, end_S, held_S, freed_S, 16).peak
+        counted = counted_peak(known_S, end_S, held_S, freed_S, 16)
+        assert counted - 1e-6 <= found <= counted + 8 * 0.5
 
 
 def test_those_that_end_early_make_room_for_the_growth_of_the_others() -> None:
