@@ -134,8 +134,8 @@ class Admission:
         return BlockDemand.of(known_S, end_S, held_S, held_S - table.num_found[slot_S], self._pool.block_size)
 
     def _likely_end(self, sequence: Sequence) -> int:
-        of = sequence.num_prompt, len(sequence.token_ids), self._table.limit_of(sequence)
-        return int(self.likely_ends(*(np.array([tokens]) for tokens in of))[0])
+        prompt, known, limit = sequence.num_prompt, len(sequence.token_ids), self._table.limit_of(sequence)
+        return int(self.likely_ends(*np.array([[prompt], [known], [limit]]))[0])
 
     def likely_ends(self, prompt_S: np.ndarray, known_S: np.ndarray, limit_S: np.ndarray) -> np.ndarray:
         """Tokens that sequences are expected to have in the end: what is likely of their output, a block more where

@@ -44,7 +44,7 @@ class BlockDemand:
         """With one more sequence. held: of its blocks, those that others hold already."""
         size, remaining_K, blocks_K = self.block_size, self.remaining_K, self.blocks_K
         remaining, own = max(end - known, 1), known / self.block_size + 0.5 - held
-        place = int(np.searchsorted(-remaining_K, -remaining, side="right"))
+        place = int((-remaining_K).searchsorted(-remaining, side="right"))
         # What those hold that end later, when they have grown by its remaining tokens and not yet by their own.
         beside = blocks_K[place - 1] - place * (remaining_K[place - 1] - remaining) / size if place else -self.num_gone
         after_K = remaining_K[place:]

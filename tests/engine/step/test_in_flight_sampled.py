@@ -75,6 +75,7 @@ def test_steps_of_drawn_rows_are_launched_before_the_last_ones_tokens_are_read()
 def test_rows_that_are_given_up_and_come_again_draw_the_same(seed: int) -> None:
     engine = engine_of(True, num_blocks=20, max_num_seqs=8)
     engine.scheduler.admission.expected_output = 1  # expects far too little, so that it admits far too much
+    engine.scheduler.admission.min_history = 1000  # and learns no better
     seen = watched(engine)
     done = run(engine, requests_of(seed))
     assert [told(done[row]) for row in range(len(done))] == waiting(seed)
