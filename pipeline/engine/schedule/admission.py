@@ -1,19 +1,27 @@
 """Waiting sequences, and which of them may run. No torch.
 
 A sequence is admitted when the KV blocks that it and the running ones are expected to hold together are there at every
-moment until the last of them ends (block_demand.py). What may be generated is often far more than what is: a job that
-allows 512 tokens and uses 40 would hold a tenth of the sequences that fit. So a sequence is expected to generate what
-three in four of the last ones did, and at most what it may. Where sequences generate more, the scheduler preempts.
+moment until the last of them ends. Sequences do not end at the same time: those that end early give their blocks back
+before the others have grown to their full length, so all together never hold the sum of what each holds in the end.
+
+What may be generated is often far more than what is: a job that allows 512 tokens and uses 40 would hold a tenth of the
+sequences that fit. So a sequence is expected to generate what three in four of the last ones did, and at most what it
+may. Where sequences generate more, the scheduler preempts.
 
 A sequence whose prefix another one is computing right now waits for it, and shares its blocks then.
+
+The past-future scheduler (Gong et al., ASPLOS 2025) admits requests by such a forecast. It samples each length from
+those of finished requests, where one percentile of them is taken here.
+
+Suffixes: S sequences, K sequences by their end, the last one first, H finished sequences.
 """
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
 from pipeline.engine.params import EngineStats
-from pipeline.engine.schedule.block_demand import BlockDemand
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.sequence import Sequence, SlotTable
 
@@ -125,7 +133,7 @@ class Admission:
         the less do short outputs make up for long ones, and the larger a part of the cache this is."""
         return (self.expected_output or 0) / self._pool.block_size
 
-    def demand(self, slot_S: np.ndarray) -> BlockDemand:
+    def demand(self, slot_S: np.ndarray) -> "BlockDemand":
         """What the sequences in these slots are expected to need beside the blocks that they hold. A prefix that others
         share counts as freed when the one that computed it ends."""
         table = self._table
@@ -143,3 +151,53 @@ class Admission:
         if self.expected_output is None:
             return limit_S
         return np.minimum(limit_S, np.maximum(prompt_S + self.expected_output, known_S + self._pool.block_size))
+
+
+@dataclass(frozen=True)
+class BlockDemand:
+    """Blocks that the running sequences, and those added, will hold if they end as expected. All numbers are beside
+    what is held now. Each grows by a token a step, so only the moments just before an end count.
+
+    A sequence's last block is half full on average, so half a block of each counts as empty, and numbers are floats.
+    """
+
+    block_size: int
+    remaining_K: np.ndarray  # tokens of each until it ends, falling
+    blocks_K: np.ndarray  # that k and those before it in K hold just before the end of k, when the others are gone
+    num_gone: int  # blocks that are free when all have ended
+
+    @classmethod
+    def of(
+        cls, known_S: np.ndarray, end_S: np.ndarray, held_S: np.ndarray, freed_S: np.ndarray, block_size: int
+    ) -> "BlockDemand":
+        """known_S and end_S: tokens of each, now and in the end; an end that is passed counts as the next step. held_S:
+        blocks of each now. freed_S: those of them that are free when it has ended; others may hold the rest."""
+        remaining_S, num_gone = np.maximum(end_S - known_S, 1), int(freed_S.sum())
+        last_first = np.argsort(-remaining_S)
+        remaining_K = remaining_S[last_first]
+        grown_K = np.arange(1, len(remaining_K) + 1) * remaining_K / block_size
+        running_K = np.cumsum((known_S / block_size + 0.5 - held_S)[last_first]) + grown_K
+        return cls(block_size, remaining_K, running_K - num_gone + np.cumsum(freed_S[last_first]), num_gone)
+
+    def add(self, known: int, end: int, held: int) -> "BlockDemand":
+        """With one more sequence. held: of its blocks, those that others hold already."""
+        size, remaining_K, blocks_K = self.block_size, self.remaining_K, self.blocks_K
+        remaining, own = max(end - known, 1), known / self.block_size + 0.5 - held
+        place = int((-remaining_K).searchsorted(-remaining, side="right"))
+        # What those hold that end later, when they have grown by its remaining tokens and not yet by their own.
+        beside = blocks_K[place - 1] - place * (remaining_K[place - 1] - remaining) / size if place else -self.num_gone
+        after_K = remaining_K[place:]
+        return BlockDemand(
+            size,
+            np.concatenate([remaining_K[:place], [remaining], after_K]),
+            np.concatenate(
+                [blocks_K[:place], [beside + remaining / size + own], blocks_K[place:] + after_K / size + own]
+            ),
+            self.num_gone,
+        )
+
+    @property
+    def peak(self) -> float:
+        """The most blocks at once, beside those held now. At least one sequence. Where several end in one step it may
+        be some half blocks too high."""
+        return float(self.blocks_K.max())

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.schedule.block_demand import BlockDemand
+from pipeline.engine.schedule.admission import BlockDemand
 
 
 def counted_peak(known_S, end_S, held_S, freed_S, size: int) -> float:
