@@ -127,6 +127,35 @@ def rules_of_admission(as_json: bool, **options: Any) -> None:
     _print_bench(bench_admission(say=say, **options), as_json)
 
 
+@bench.command("schedule")
+@_bench_options(model="llama-8b-awq")
+@click.option("cards", "--card", multiple=True, metavar="NAME", help="As of bench roofline; H100, H200, A100, L4 and "
+              "RTX 4090 when left out. May be repeated.")  # fmt: skip
+@click.option("requests", "--requests", multiple=True, metavar="SET", help="As of bench roofline; else all of them.")
+@click.option("--launch-us", type=click.FloatRange(min=0), default=180.0, show_default=True,
+              help="What the host takes to launch one layer, kernel by kernel.")  # fmt: skip
+@click.option("--smaller", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+              help="Only every Nth request.")  # fmt: skip
+@json_flag
+@answers
+def choices_of_the_schedule(as_json: bool, launch_us: float, **options: Any) -> None:
+    """Whole jobs on cards, simulated with the host's time: where it goes, and what choices of the schedule are worth.
+
+    \b
+    Examples:
+      pipeline bench schedule --card h100
+      pipeline bench schedule --model qwen3-0.6b --card h200 --requests generation
+      pipeline bench schedule --launch-us 360 --json
+
+    Nothing is run, no card is needed: the engine's scheduler plans every step of the fixed request sets, the device
+    takes what the cost model says, and the host launches the next step meanwhile. Takes some 15 s a card.
+    """
+    from pipeline.bench.schedule.host import HostTimes
+    from pipeline.bench.schedule.simulation import bench_schedule
+
+    _print_bench(bench_schedule(host=HostTimes(launch_s=launch_us / 1e6), say=say, **options), as_json)
+
+
 @bench.command("cluster")
 @click.option("--actors", metavar="N,N", default="1,8,64,256", show_default=True, callback=_parse_sizes,
               help="Machines of a pool, one engine each.")  # fmt: skip

@@ -20,6 +20,7 @@ from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable
 from pipeline.engine.startup.build import build
@@ -168,6 +169,8 @@ class Engine:
     def _make_loop(self, runner: Runner, drafting: Drafting | None) -> None:
         kind = OverlappedLoop if runner.is_asynchronous else StepLoop
         self.loop: StepLoop = kind(self.scheduler, runner, self._completing, drafting)
+        is_captured = runner.is_asynchronous and runner.max_corrected_queries > 0
+        self.scheduler.pacing = AdmissionPacing() if is_captured else None
         self._recovery = MemoryRecovery(self.loop)
 
     def _clean(self, blocks: list[int]) -> None:

@@ -1,7 +1,8 @@
 """Which sequences compute which tokens next: chunked prefill, block allocation, preemption. No torch.
 
 Rules, in order: every running sequence that lacks one token computes it; what is left of the token budget goes to
-longer remainders, oldest first; then waiting sequences are admitted (admission.py). When blocks run out all the same,
+longer remainders, oldest first; then waiting sequences are admitted (admission.py), on a GPU not in every step
+(pacing.py). When blocks run out all the same,
 the sequence that loses the least work is preempted and computed again later. The oldest sequence is never preempted,
 so one always advances; when it alone does not fit, it ends with an error.
 
@@ -24,6 +25,7 @@ import numpy as np
 from pipeline.engine.params import EngineStats
 from pipeline.engine.schedule.admission import Admission
 from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.sequence import Sequence, SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepPlan, StepTokens
 from pipeline.errors import RowError
@@ -48,6 +50,7 @@ class Scheduler:
         self.admission = Admission(table, pool, stats, enable_prefix_caching)
         self.running = np.zeros(0, dtype=np.int64)  # slots, oldest sequence first
         self.step_tokens = max_num_batched_tokens  # most tokens of a step for now; lower after one ran out of memory
+        self.pacing: AdmissionPacing | None = None  # None: whoever fits is admitted at once
         self._num_steps = 0
 
     @property
@@ -75,6 +78,8 @@ class Scheduler:
     def finish(self, slots: list[int]) -> list[Sequence]:
         """Take out running sequences that came to their end, and expect such lengths of others."""
         self.admission.finished(slots)
+        if self.pacing is not None:
+            self.pacing.ended(len(slots))
         return self._take_out(slots, finished=True)
 
     def drop(self, slot: int, keep_blocks: bool = True) -> Sequence:
@@ -118,10 +123,12 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Decide the next step and allocate its blocks; None when there is nothing to compute."""
         slot_S, start_S, count_S, preempted = self._plan_running()
-        if self.waiting and self.table.num_free_slots and not preempted:
+        if self.waiting and self.table.num_free_slots and not preempted and self._is_time_to_admit(count_S):
             slots, starts, counts = self.admission.admit(self.step_tokens - int(count_S.sum()), self.running)
             if slots:
                 self._run(slots)
+                if self.pacing is not None:
+                    self.pacing.admitted()
                 slot_S, start_S, count_S = (
                     np.concatenate([running_S, np.array(admitted, dtype=np.int64)])
                     for running_S, admitted in ((slot_S, slots), (start_S, starts), (count_S, counts))
@@ -132,6 +139,13 @@ class Scheduler:
         if not len(slot_S):
             return None
         return StepPlan(slot_S, start_S, count_S, start_S + count_S == self.table.num_known[slot_S])
+
+    def _is_time_to_admit(self, count_S: np.ndarray) -> bool:
+        """Always where prompts are computed in this step anyway, or nothing is."""
+        expected = self.admission.expected_output
+        if self.pacing is None or expected is None or not len(count_S) or int(count_S.max()) > 1:
+            return True
+        return self.pacing.is_time(len(count_S), expected)
 
     def commit(self, plan: StepPlan) -> StepTokens:
         """The plan's tokens have been computed: count them, and make full blocks of prompts findable. Drafts count when

@@ -61,6 +61,8 @@ class OverlappedLoop(StepLoop):
         # Most of this time the device computed the step whose tokens were taken: what it rejected counts here.
         step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
         tokens.add_time(self.stats, step_us, plan.draft_S is not None, rejected)
+        if self.scheduler.pacing is not None:
+            self.scheduler.pacing.observe(step_us, is_mixed=tokens.prefill + tokens.repeated > 0)
 
     def land(self, ahead: StepPlan | None = None) -> None:
         """Wait for the step in flight and take its tokens. ahead: a step that is planned with them, whose blocks are

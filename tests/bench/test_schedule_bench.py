@@ -1,0 +1,58 @@
+"""The schedule simulated on cards: every choice runs all requests, and figures follow from the times that are given."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.bench.request_sets import REQUEST_SETS
+from pipeline.bench.roofline import model_size
+from pipeline.bench.schedule.host import HostTimes
+from pipeline.bench.schedule.simulation import CHOICES, Choice, ScheduleRun, simulate
+from pipeline.cli.main import cli
+
+SIZE, WEIGHTS, _ = model_size("qwen3-0.6b")
+SET = REQUEST_SETS["generation"].smaller(8, 2)
+FAST_HOST = HostTimes(0.0, 0.0, 0.0, 0.0)
+
+
+def run(choice: Choice, host: HostTimes = HostTimes(), card: str = "H100 80GB SXM") -> ScheduleRun:  # noqa: B008
+    return simulate(SET, card, "x", choice, SIZE, WEIGHTS, host)
+
+
+def test_a_host_that_takes_no_time_makes_nobody_wait_and_pacing_changes_nothing() -> None:
+    free = run(CHOICES["engine"], FAST_HOST)
+    assert free.waiting_share == 0
+    assert free.seconds == run(CHOICES["admission in each step"], FAST_HOST).seconds
+    assert free.tokens_per_s == pytest.approx(sum(n.prompt + n.output for n in SET.lengths()) / free.seconds)
+
+
+def test_a_slow_host_is_all_that_counts_and_pacing_has_fewer_steps_with_prompts() -> None:
+    slow = HostTimes(launch_s=1e-3)
+    paced, each = (run(Choice(max_num_seqs=16, is_paced=is_paced), slow) for is_paced in (True, False))
+    replayed = run(Choice(max_num_seqs=16, is_paced=False, replays_prompts=True), slow)
+    assert each.waiting_share > 0.5
+    assert paced.mixed_share < 0.6 * each.mixed_share
+    assert replayed.seconds < paced.seconds < 0.7 * each.seconds
+
+
+def test_a_step_is_padded_to_its_graph() -> None:
+    """Rows beyond the largest graph are launched kernel by kernel."""
+    one = replace(SET, count=1)
+    host = HostTimes(0.0, 0.0, 0.0, launch_s=1.0)
+    (prompt_and_tokens,) = one.lengths()
+    found = simulate(one, "L4", "x", Choice(max_num_seqs=1), SIZE, WEIGHTS, host)
+    assert found.num_steps == prompt_and_tokens.output
+    assert found.seconds == pytest.approx(SIZE.layers, rel=0.1)  # the prompt alone is launched by layers
+
+
+def test_the_command_tells_all_choices() -> None:
+    args = ["bench", "schedule", "--model", "qwen3-0.6b", "--card", "l4", "--requests", "shared", "--smaller", "32"]
+    shown = CliRunner().invoke(cli, args)
+    assert shown.exit_code == 0, shown.output
+    assert all(f"shared          {name}" in shown.stdout for name in CHOICES)
+    told = json.loads(CliRunner().invoke(cli, [*args, "--json"]).stdout)
+    assert [run["choice"] for run in told["runs"]] == list(CHOICES)
+    refused = CliRunner().invoke(cli, [*args[:-4], "--requests", "none"])
+    assert refused.exit_code == 2
