@@ -64,7 +64,8 @@ class JobConfig(Section):
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but seed and logprobs may be {column: name}.",
+        description="How tokens are chosen, in vLLM's names. All but seed, logprobs and repetition_detection may be "
+        "{column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
@@ -114,6 +115,8 @@ class JobConfig(Section):
         """The values that are the same for every row; those from a column are left at their defaults."""
         constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
         del constant["defaults"]
+        if self.sampling.repetition_detection is not None:
+            constant["repetition_detection"] = self.sampling.repetition_detection.params()
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
             constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
         return SamplingParams(**constant)
@@ -143,9 +146,12 @@ class JobConfig(Section):
         """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
         `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
-        Paths are not in it: data copied elsewhere is the same data.
+        Paths are not in it: data copied elsewhere is the same data. `repetition_detection` only where it is on: outputs
+        of jobs from before it was there go on.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults"})
+        if sampling["repetition_detection"] is None:
+            del sampling["repetition_detection"]
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
             "prompt": self._prompt_identity(),

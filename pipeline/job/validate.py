@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline.checkpoints.locate import folder_here, model_kind, why_no_checkpoint
 from pipeline.config import FromColumn, JobConfig, Mistake
+from pipeline.config.engine_sections import RepetitionSection
 from pipeline.data.columns import is_text
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
@@ -329,4 +330,6 @@ def _option(value: object) -> str:
         return f"from column {value.column}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(repr, value))}]"
+    if isinstance(value, RepetitionSection):
+        return ", ".join(f"{key} {number}" for key, number in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -23,6 +23,7 @@ from pipeline.report.row_stats import (
     ErrorExample,
     Histogram,
     LengthBucket,
+    LoopedRows,
     RowStats,
     Timing,
     latency_of,
@@ -160,7 +161,10 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
         if c.num_lost_prompt_tokens or c.num_lost_generated_tokens:
             code, tokens = c.error or "", Computed(c.num_lost_prompt_tokens, c.num_lost_generated_tokens)
             lost[code] = lost.get(code, Computed()) + tokens
-    return RowStats(latency_of(timings), dict(sorted(lengths.items())), _examples(unit, completions), outputs, lost)
+    loops = [len(c.token_ids) for c in completed if c.finish_reason == "length_loop"]
+    looped = LoopedRows(len(loops), sum(loops))
+    examples, by_length = _examples(unit, completions), dict(sorted(lengths.items()))
+    return RowStats(latency_of(timings), by_length, examples, outputs, lost, looped)
 
 
 def _examples(unit: Unit, completions: list[Completion]) -> dict[str, tuple[ErrorExample, ...]]:
