@@ -13,6 +13,7 @@ from pipeline.checkpoints.chat_template import read_template
 from pipeline.config.cluster import ClusterSection
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
 from pipeline.config.jobfile import Document, Value
+from pipeline.config.quality import QualitySection
 from pipeline.config.sections import (
     CostSection,
     InputSection,
@@ -78,6 +79,11 @@ class JobConfig(Section):
     cost: CostSection = Field(
         default=CostSection(), description="What the machines cost, for the report.", examples=[{"hourly_usd": 2.5}]
     )
+    quality: QualitySection = Field(
+        default=QualitySection(),
+        description="What the rows of run.quality_sample are compared with, and when that is an alarm.",
+        examples=[{"model": "Qwen/Qwen3-4B", "column": "answer"}],
+    )
     targets: TargetsSection = Field(
         default=TargetsSection(),
         description="What the finished job is expected to keep to, and who is told when it does not.",
@@ -130,7 +136,15 @@ class JobConfig(Section):
         from pipeline.data.units import UnitSpec
 
         most, run = self.sampling_params().max_tokens, self.run
-        return UnitSpec(self.prompt.spec(), kept, self.sampling_columns(), most, run.unit_tokens, run.unit_rows)
+        return UnitSpec(
+            self.prompt.spec(),
+            kept,
+            self.sampling_columns(),
+            most,
+            run.unit_tokens,
+            run.unit_rows,
+            self.quality.column if run.quality_sample > 0 else None,
+        )
 
     def chat_template(self) -> str | None:
         """What is in the file of `prompt.chat.template`, where there is one. Raises ConfigError."""
@@ -197,4 +211,5 @@ class JobConfig(Section):
             "run": self.run.model_dump(exclude=_CUT),
             "cost": self.cost.model_dump(),
             "targets": self.targets.limits(),
+            "quality": self.quality.model_dump() | {"model": self.quality.model and shown_url(self.quality.model)},
         }

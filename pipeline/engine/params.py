@@ -148,6 +148,8 @@ class EngineConfig:
     and drafts where that pays; or {"proposer": "ngram" or "draft", "max_draft_tokens": n, "forced": False}: "ngram" is
     looking up in the texts, both are used where none is named, and with `forced` there are drafts in every step. It
     changes how fast tokens come, not which; of sampled ones, with a draft model, the distribution stays.
+    scoring_tokens: room in the KV cache that requests do not get, for known texts that are read beside them
+    (`Engine.read`), as far as max_model_len leaves it.
     num_threads: CPU threads of this engine while it computes, at most one for each processor; None: those that torch
     has then.
     """
@@ -168,9 +170,18 @@ class EngineConfig:
     deterministic: bool = False
     quantization: str = "none"
     draft: str | None = None
+    scoring_tokens: int = 0
     speculation: str | bool | dict[str, str | int] = "auto"
     seed: int = 0
     num_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class QualitySample:
+    """That a row's completion is to be compared with a reference model (`engine/quality/`). expected: the right answer,
+    where the job knows it."""
+
+    expected: str | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +191,7 @@ class Request:
     row_id: object
     prompt_token_ids: list[int]
     params: SamplingParams
+    quality: QualitySample | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +201,24 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RowQuality:
+    """How far a completion is from a reference model's. tokens: generated ones. agreed: those that the reference chose
+    too when it read the same text: its likeliest token against the generated one, in sampled rows against the served
+    model's likeliest. kl_nanonats: KL(reference || served) summed over the same positions, in 1e-9 nats. same_text:
+    whether the reference's own completion is the same. served_right, reference_right: against the expected answer,
+    blanks around it left out; None without one. why_not: why nothing could be measured; all else says nothing then.
+    """
+
+    tokens: int = 0
+    agreed: int = 0
+    kl_nanonats: int = 0
+    same_text: bool = False
+    served_right: bool | None = None
+    reference_right: bool | None = None
+    why_not: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,6 +233,7 @@ class Completion:
     prompt, once it had begun).
     queued_us, first_token_us, last_token_us: when the request was added, and when its first and last token came, on
     this machine's monotonic clock in microseconds; 0 where it never came (an error keeps what is known).
+    quality: of rows that were compared with a reference model.
     """
 
     row_id: object
@@ -219,6 +250,7 @@ class Completion:
     last_token_us: int = 0
     num_lost_prompt_tokens: int = 0
     num_lost_generated_tokens: int = 0
+    quality: RowQuality | None = None
 
 
 STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us")  # of EngineStats

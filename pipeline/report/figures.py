@@ -81,6 +81,7 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Speed", f"{speed_in:,.0f} tok/s in (computed), {speed_out:,.0f} tok/s out, by machine time"),
         ("Drafts", _drafting(report.speculated) if report.speculated is not None else ""),
         ("Engine", engine if work.steps else ""),
+        ("Quality", _quality(report)),
         ("Time", f"{seconds(report.wall_us)} wall, {seconds(report.machine_us)} of machine time"),
         ("Energy", _energy(report)),
         ("Pool", _pool(report)),
@@ -102,6 +103,12 @@ def _energy(report: RunReport) -> str:
     counted = sorted({str(run.resolved["energy"]) for run in report.runs if "energy" in run.resolved})
     whole = f"{kwh:,.3g} kWh" if kwh >= 1 else f"{kwh * 1000:,.3g} Wh"
     return f"{whole}, {each:.3g} J a generated token ({'; '.join(counted)})"
+
+
+def _quality(report: RunReport) -> str:
+    """How far what was served is from the reference model."""
+    found = report.quality
+    return "" if found is None else f"{found.told()}; {seconds(found.quality_us)} of machine time"
 
 
 def _looped(report: RunReport) -> str:

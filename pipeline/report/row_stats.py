@@ -10,6 +10,7 @@ from math import ceil
 
 from pipeline.report.computed import Computed
 from pipeline.report.json_record import JsonRecord
+from pipeline.report.quality import QualityStats
 
 FIRST_LENGTH = 64  # prompts up to so many tokens share a bucket; each further bucket is twice as long
 MAX_EXAMPLES = 3  # of each error code
@@ -162,6 +163,7 @@ class RowStats(JsonRecord):
     outputs: Mapping[int, Histogram] = field(default_factory=dict)
     lost: Mapping[str, Computed] = field(default_factory=dict)
     looped: LoopedRows = field(default_factory=LoopedRows)
+    quality: QualityStats = field(default_factory=QualityStats)
 
     def __add__(self, other: "RowStats") -> "RowStats":
         """Of the examples, those of `self` come first."""
@@ -180,4 +182,5 @@ class RowStats(JsonRecord):
                 for code in sorted({*self.lost, *other.lost})
             },
             self.looped + other.looped,
+            self.quality + other.quality,
         )
