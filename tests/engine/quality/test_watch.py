@@ -117,10 +117,11 @@ def test_the_figures_are_those_of_transformers_logits(
 
 
 def test_no_row_changes_by_being_compared_and_no_room_is_lost(pair: Callable[..., tuple[Engine, Engine]]) -> None:
-    requests = [replace(r, params=replace(r.params, logprobs=0)) for r in requests_of(14)]
+    requests = requests_of(14, replace(GREEDY, max_tokens=40, logprobs=0))
     served, reference = pair(kv_cache_memory_bytes=26 * 8 * 2 * 2 * 2 * 16 * 4)  # 26 blocks: rows are preempted
     alone = [plain(c) for c in served.generate([r.prompt_token_ids for r in requests], [r.params for r in requests])]
-    served.scheduler.admission.expected_output = 1  # so that rows are admitted that do not fit in the end
+    # So that rows are admitted that do not fit in the end.
+    served.scheduler.admission.expected_output, served.scheduler.admission.min_history = 1, 10**9
     done = served_with(QualityWatch(served, reference), served, requests)
     assert served.stats.num_preemptions > 0
     assert [plain(done[i]) for i in range(14)] == alone

@@ -100,12 +100,13 @@ def test_a_row_ends_at_the_same_token_with_drafts_preemption_and_any_chunks(
     free = {r.row_id: expected_tokens(r.prompt_token_ids, 60, 64, not r.params.ignore_eos) for r in requests}
     size = int(rng.choice([1, 4, 8]))
     engine = hash_engine(
-        -(-64 // size) + int(rng.integers(0, 64 // size)),
+        -(-64 // size) + int(rng.integers(0, 16 // size)),
         size,
         is_asynchronous=is_asynchronous,
         max_num_batched_tokens=int(rng.integers(9, 60)),
     )
-    engine.scheduler.admission.expected_output = 1  # so that rows are admitted that do not fit in the end
+    # So that rows are admitted that do not fit in the end.
+    engine.scheduler.admission.expected_output, engine.scheduler.admission.min_history = 1, 10**9
     if drafts != "none":
         proposer = NgramProposer(engine.table, 5) if drafts == "ngram" else Recorded(engine.table, free, rng)
         engine.draft_as(Drafting([proposer], Fitful(5, rng), engine.scheduler))
