@@ -48,10 +48,10 @@ class ShippedJob:
             for name, text in (open_params or {}).items():
                 place = place.replace(text, f"${{{name}}}")
             data[section][key] = place
-        for key in ("path", "draft"):
-            place = data["model"].get(key)
+        for section, key in (("model", "path"), ("model", "draft"), ("quality", "model")):
+            place = data.get(section, {}).get(key)
             if isinstance(place, str) and os.path.exists(os.path.expanduser(place)):  # a name is none
-                data["model"][key] = _everywhere(place)
+                data[section][key] = _everywhere(place)
         files = {}
         if (chat := config.prompt.chat) is not None and chat.template is not None:
             files[TEMPLATE_FILE] = read_template(chat.template)

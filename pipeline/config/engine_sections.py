@@ -20,7 +20,7 @@ from pipeline.config.values import (
     TokenIdsOrColumn,
     false_is_off,
 )
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.params import MAX_PATTERN_SIZE, RepetitionDetectionParams, SamplingParams
 from pipeline.errors import ConfigError
 
 
@@ -150,8 +150,32 @@ class EngineSection(Section):
     )
 
 
+class RepetitionSection(Section):
+    """RepetitionDetectionParams' fields."""
+
+    max_pattern_size: int = Field(
+        ge=1, le=MAX_PATTERN_SIZE, description="The most tokens of what is repeated.", examples=[64]
+    )
+    min_count: int = Field(
+        ge=2, description="A completion ends when the same tokens came so many times in a row.", examples=[10]
+    )
+    min_pattern_size: int = Field(default=1, ge=1, description="The fewest tokens of what is repeated.", examples=[4])
+
+    @model_validator(mode="after")
+    def _min_under_max(self) -> "RepetitionSection":
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError(
+                f"min_pattern_size {self.min_pattern_size} is more than max_pattern_size {self.max_pattern_size}"
+            )
+        return self
+
+    def params(self) -> RepetitionDetectionParams:
+        return RepetitionDetectionParams(**self.model_dump())
+
+
 class SamplingSection(Section):
-    """SamplingParams' fields; all but `seed` and `logprobs` may be `{column: name}`, each row's own value."""
+    """SamplingParams' fields; all but `seed`, `logprobs` and `repetition_detection` may be `{column: name}`, each row's
+    own value."""
 
     defaults: Literal["engine", "model"] = Field(
         default="engine",
@@ -239,12 +263,17 @@ class SamplingSection(Section):
         examples=[5],
         json_schema_extra={"minimum": 0, "maximum": 100},
     )
+    repetition_detection: RepetitionSection | None = Field(
+        default=None,
+        description="End completions that repeat themselves, with finish_reason length_loop. Off when left out.",
+        examples=[{"max_pattern_size": 64, "min_count": 10}],
+    )
 
     @field_validator("*")
     @classmethod
     def _in_range(cls, value: Any, info: Any) -> Any:
         """Each value alone against SamplingParams' own checks, so that all mistakes are seen at once."""
-        if info.field_name != "defaults" and not isinstance(value, FromColumn):
+        if info.field_name not in ("defaults", "repetition_detection") and not isinstance(value, FromColumn):
             name = info.field_name
             given = {name: value}
             if name == "min_tokens":

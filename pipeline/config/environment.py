@@ -16,6 +16,7 @@ PLACES: tuple[tuple[str, ...], ...] = (
     ("output", "path"),
     ("model", "path"),
     ("model", "draft"),
+    ("quality", "model"),
     ("prompt", "chat", "template"),
 )
 PARAMETER_PLACES = (("input", "path"), ("output", "path"))

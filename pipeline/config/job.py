@@ -13,6 +13,7 @@ from pipeline.checkpoints.chat_template import read_template
 from pipeline.config.cluster import ClusterSection
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
 from pipeline.config.jobfile import Document, Value
+from pipeline.config.quality import QualitySection
 from pipeline.config.sections import (
     CostSection,
     InputSection,
@@ -64,7 +65,8 @@ class JobConfig(Section):
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but seed and logprobs may be {column: name}.",
+        description="How tokens are chosen, in vLLM's names. All but seed, logprobs and repetition_detection may be "
+        "{column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
@@ -76,6 +78,11 @@ class JobConfig(Section):
     )
     cost: CostSection = Field(
         default=CostSection(), description="What the machines cost, for the report.", examples=[{"hourly_usd": 2.5}]
+    )
+    quality: QualitySection = Field(
+        default=QualitySection(),
+        description="What the rows of run.quality_sample are compared with, and when that is an alarm.",
+        examples=[{"model": "Qwen/Qwen3-4B", "column": "answer"}],
     )
     targets: TargetsSection = Field(
         default=TargetsSection(),
@@ -114,6 +121,8 @@ class JobConfig(Section):
         """The values that are the same for every row; those from a column are left at their defaults."""
         constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
         del constant["defaults"]
+        if self.sampling.repetition_detection is not None:
+            constant["repetition_detection"] = self.sampling.repetition_detection.params()
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
             constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
         return SamplingParams(**constant)
@@ -127,7 +136,15 @@ class JobConfig(Section):
         from pipeline.data.units import UnitSpec
 
         most, run = self.sampling_params().max_tokens, self.run
-        return UnitSpec(self.prompt.spec(), kept, self.sampling_columns(), most, run.unit_tokens, run.unit_rows)
+        return UnitSpec(
+            self.prompt.spec(),
+            kept,
+            self.sampling_columns(),
+            most,
+            run.unit_tokens,
+            run.unit_rows,
+            self.quality.column if run.quality_sample > 0 else None,
+        )
 
     def chat_template(self) -> str | None:
         """What is in the file of `prompt.chat.template`, where there is one. Raises ConfigError."""
@@ -143,9 +160,12 @@ class JobConfig(Section):
         """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
         `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
-        Paths are not in it: data copied elsewhere is the same data.
+        Paths are not in it: data copied elsewhere is the same data. `repetition_detection` only where it is on: outputs
+        of jobs from before it was there go on.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults"})
+        if sampling["repetition_detection"] is None:
+            del sampling["repetition_detection"]
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
             "prompt": self._prompt_identity(),
@@ -191,4 +211,5 @@ class JobConfig(Section):
             "run": self.run.model_dump(exclude=_CUT),
             "cost": self.cost.model_dump(),
             "targets": self.targets.limits(),
+            "quality": self.quality.model_dump() | {"model": self.quality.model and shown_url(self.quality.model)},
         }

@@ -412,6 +412,14 @@ class RunSection(Section):
         description="A run ends itself in time to be over after so long, resumably, with exit code 75.",
         examples=["6 h"],
     )
+    quality_sample: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="The share of rows that are compared with a reference model while the job runs (section quality). "
+        "From 0 to 1; 0 is off.",
+        examples=[0.001],
+    )
     spot_notice: Annotated[
         Literal["off", "aws", "gcp", "azure"], false_is_off(Literal["off", "aws", "gcp", "azure"])
     ] = Field(

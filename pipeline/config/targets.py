@@ -49,8 +49,9 @@ class TargetsSection(Section):
     )
     notify: Place | None = Field(
         default=None,
-        description="Who is told when a target is missed, or a limit of cost.budget_usd or run.max_runtime is near or "
-        "reached: an http(s) url that takes a POST of JSON, or a file to which a line of JSON is added.",
+        description="Who is told when a target is missed, quality drops, or a limit of cost.budget_usd or "
+        "run.max_runtime is near or reached: an http(s) url that takes a POST of JSON, or a file to which a line of "
+        "JSON is added.",
         examples=["https://hooks.example.com/jobs", "missed.jsonl"],
     )
 

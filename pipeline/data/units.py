@@ -25,6 +25,7 @@ OWN_FIELDS = (
     pa.field("_error", pa.string()),  # a RowError code, or null
     pa.field("_error_message", pa.string()),
     pa.field("_params", pa.string()),  # per-row sampling values as a JSON object, or null
+    pa.field("_expected", pa.string()),  # the right answer, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
 _MAX_BUDGET = 1 << 20  # of one row's max_tokens in the estimate of a unit's size
@@ -40,11 +41,13 @@ class UnitSpec:
     default_max_tokens: int = 16
     unit_tokens: int = 100_000
     unit_rows: int = 512
+    expected: str | None = None  # the column of right answers
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns to read from the source, each once."""
-        return tuple(dict.fromkeys([*self.kept, *self.prompt.columns, *self.sampling_columns.values()]))
+        expected = [] if self.expected is None else [self.expected]
+        return tuple(dict.fromkeys([*self.kept, *self.prompt.columns, *self.sampling_columns.values(), *expected]))
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Un
         pa.array(errors, pa.string()),
         pa.array(messages, pa.string()),
         pa.array([json.dumps(p) if p else None for p in params], pa.string()),
+        pa.array(_expected(inputs, spec.expected), pa.string()),
     ]
     del asked
     kept = inputs.select(list(spec.kept))
@@ -176,6 +180,15 @@ def _row_params(
                 errors[i] = str(RowError.INVALID_SAMPLING)
                 messages[i] = f"sampling.{name}: column {column!r} holds no number, text or list of them"
     return out
+
+
+def _expected(inputs: pa.Table, column: str | None) -> list[str | None]:
+    """Each row's right answer as text; a value that is no text in UTF-8 is none."""
+    if column is None:
+        return [None] * inputs.num_rows
+    values = (value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+              for value in _values(inputs.column(column)))  # fmt: skip
+    return [None if value is None else str(value) for value in values]
 
 
 def _values(column: pa.ChunkedArray) -> Iterable[object]:

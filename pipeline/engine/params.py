@@ -10,13 +10,40 @@ from typing import Literal
 from pipeline.errors import ConfigError
 
 GPU_MAX_NUM_SEQS, CPU_MAX_NUM_SEQS = 512, 64
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "length_loop", "error"]
+MAX_PATTERN_SIZE = 1024  # of repetition detection: each token is compared with so many before it
 DRAFT_PLACES = 8  # places of drafts after the known tokens that are counted apart; the last one counts all from there
 
 
 def default_num_seqs(on_gpu: bool) -> int:
     """Sequences running at once, where EngineConfig.max_num_seqs does not say."""
     return GPU_MAX_NUM_SEQS if on_gpu else CPU_MAX_NUM_SEQS
+
+
+@dataclass(frozen=True)
+class RepetitionDetectionParams:
+    """When a completion counts as a loop. Names and meanings are vLLM's.
+
+    A row ends with the token after which its last `min_count` patterns of n tokens are the same, for some n from
+    `min_pattern_size` to `max_pattern_size`. Only generated tokens count.
+
+    Raises ConfigError when a value is out of its range.
+    """
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+    def __post_init__(self) -> None:
+        top, least = self.max_pattern_size, self.min_pattern_size
+        for name, ok, expected in (
+            ("max_pattern_size", _is_int(top) and 1 <= top <= MAX_PATTERN_SIZE, f"an integer 1 to {MAX_PATTERN_SIZE}"),
+            ("min_pattern_size", _is_int(least) and 1 <= least <= top, "an integer from 1 to max_pattern_size"),
+            ("min_count", _is_int(self.min_count) and self.min_count >= 2, "an integer of at least 2"),
+        ):
+            if not ok:
+                value = getattr(self, name)
+                raise ConfigError(f"sampling.repetition_detection.{name} = {value!r}: expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -27,6 +54,7 @@ class SamplingParams:
     output tokens, the presence and frequency penalties count output tokens only. `logprobs` None reports none,
     0 the chosen token's, n also those of the n best tokens (of the raw distribution, before temperature and
     penalties). A stop string ends the text just before it; no stop condition acts before `min_tokens` tokens.
+    `repetition_detection` ends a row that repeats itself; None is off.
     `seed` None takes the engine's seed plus the request's position: in its call of `generate` or `stream`, or among all
     that were given to `add`. One seed gives the same tokens from the same logits in any batch and on any device, but
     where a number falls within float32's rounding of a border.
@@ -48,6 +76,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -79,6 +108,11 @@ class SamplingParams:
                 "logprobs",
                 self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 100),
                 "an integer from 0 to 100, or none",
+            ),
+            (
+                "repetition_detection",
+                isinstance(self.repetition_detection, RepetitionDetectionParams | None),
+                "RepetitionDetectionParams, or none",
             ),
         ]
 
@@ -114,6 +148,8 @@ class EngineConfig:
     and drafts where that pays; or {"proposer": "ngram" or "draft", "max_draft_tokens": n, "forced": False}: "ngram" is
     looking up in the texts, both are used where none is named, and with `forced` there are drafts in every step. It
     changes how fast tokens come, not which; of sampled ones, with a draft model, the distribution stays.
+    scoring_tokens: room in the KV cache that requests do not get, for known texts that are read beside them
+    (`Engine.read`), as far as max_model_len leaves it.
     num_threads: CPU threads of this engine while it computes, at most one for each processor; None: those that torch
     has then.
     """
@@ -134,9 +170,18 @@ class EngineConfig:
     deterministic: bool = False
     quantization: str = "none"
     draft: str | None = None
+    scoring_tokens: int = 0
     speculation: str | bool | dict[str, str | int] = "auto"
     seed: int = 0
     num_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class QualitySample:
+    """That a row's completion is to be compared with a reference model (`engine/quality/`). expected: the right answer,
+    where the job knows it."""
+
+    expected: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +191,7 @@ class Request:
     row_id: object
     prompt_token_ids: list[int]
     params: SamplingParams
+    quality: QualitySample | None = None
 
 
 @dataclass(frozen=True)
@@ -158,16 +204,36 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class RowQuality:
+    """How far a completion is from a reference model's. tokens: generated ones. agreed: those that the reference chose
+    too when it read the same text: its likeliest token against the generated one, in sampled rows against the served
+    model's likeliest. kl_nanonats: KL(reference || served) summed over the same positions, in 1e-9 nats. same_text:
+    whether the reference's own completion is the same. served_right, reference_right: against the expected answer,
+    blanks around it left out; None without one. why_not: why nothing could be measured; all else says nothing then.
+    """
+
+    tokens: int = 0
+    agreed: int = 0
+    kl_nanonats: int = 0
+    same_text: bool = False
+    served_right: bool | None = None
+    reference_right: bool | None = None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
 class Completion:
     """What a request became. `token_ids` includes a generated EOS; `text` leaves special tokens out.
 
     finish_reason "stop": EOS, a stop string or a stop token id; "length": max_tokens or the context's end;
+    "length_loop": it repeated itself (`repetition_detection`);
     "error": `error` holds a RowError code and `error_message` says why; text and token_ids are then empty.
     num_cached_tokens: prompt tokens served from shared KV blocks.
     num_lost_prompt_tokens, num_lost_generated_tokens: of an error row, what was computed for it all the same (its whole
     prompt, once it had begun).
     queued_us, first_token_us, last_token_us: when the request was added, and when its first and last token came, on
     this machine's monotonic clock in microseconds; 0 where it never came (an error keeps what is known).
+    quality: of rows that were compared with a reference model.
     """
 
     row_id: object
@@ -184,6 +250,7 @@ class Completion:
     last_token_us: int = 0
     num_lost_prompt_tokens: int = 0
     num_lost_generated_tokens: int = 0
+    quality: RowQuality | None = None
 
 
 STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us")  # of EngineStats

@@ -1,9 +1,9 @@
 """What a model's form costs in quality: perplexity, divergence from a reference, the outputs it still gives, and what
 it takes in time and memory.
 
-`divergence.py` compares logits, `measurement.py` takes the models through the rows, `table.py` shows what was found.
-Logits are the engine's own (`engine/forward/scoring.py`), so what is measured is what a job would run, kernels
-included.
+`measurement.py` takes the models through the rows, `table.py` shows what was found. Logits are the engine's own
+(`engine/forward/scoring.py`, compared by `divergence.py` beside it), so what is measured is what a job would run,
+kernels included.
 """
 
 from pipeline.evaluate.measurement import ModelVariant, evaluate

@@ -11,12 +11,12 @@ from pathlib import Path
 from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import JobConfig
 from pipeline.engine.engine import Engine
+from pipeline.engine.forward.divergence import Divergence, Likelihood
 from pipeline.engine.forward.scoring import prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.startup.memory import weight_bytes
 from pipeline.engine.startup.resolve import quantized_on_load, resolve
 from pipeline.errors import ConfigError, ModelError
-from pipeline.evaluate.divergence import Divergence, Likelihood
 from pipeline.evaluate.table import Evaluation, Measured
 from pipeline.formatting import Remaining
 from pipeline.job.actor.tokenize import chat_template

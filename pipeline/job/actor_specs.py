@@ -9,6 +9,7 @@ from pipeline.job.actor.tokenize import chat_of
 from pipeline.job.actor.worker import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
 from pipeline.job.plan import JobPlan
+from pipeline.job.reference_model import with_reference
 from pipeline.job.telemetry.logs import Level
 from pipeline.job.telemetry.run_log import versions
 from pipeline.machine.host import available_cores
@@ -30,13 +31,18 @@ def flow_spec(
     gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
     fewest, most = run.pool
     cpus = run.cpus_per_actor or _cpus(most, run.ray_address, gpus)
+    engine = config.engine_config(str(plan.model), plan.draft and str(plan.draft), max(1, int(cpus)))
+    engine, reference = with_reference(config, engine, plan.reference)
     work = WorkSpec(
         backend=backend,
         model=config.model.path,
         model_storage=dict(config.model.storage),
         revision=config.model.revision,
         draft=config.model.draft,
-        engine=config.engine_config(str(plan.model), plan.draft and str(plan.draft), max(1, int(cpus))),
+        engine=engine,
+        reference=reference,
+        reference_model=config.quality.model,
+        quality_sample=run.quality_sample,
         step_timeout_s=run.step_timeout_s,
         load_timeout_s=run.load_timeout_s,
         params=config.sampling_params(),

@@ -23,6 +23,7 @@ from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.appended import Batches
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.fingerprint import Fingerprint, fingerprint
+from pipeline.job.reference_model import resolve_reference
 from pipeline.job.sampling_defaults import with_model_defaults
 from pipeline.stores.retries import RetryCounts
 
@@ -44,6 +45,7 @@ class JobPlan:
     device: str  # "cpu" or "cuda", or with an index
     chat_template: str | None = None  # that of prompt.chat.template
     retried_limits: Mapping[str, Any] = field(default_factory=dict)  # of error rows, where not the output's own
+    reference: Path | None = None  # of the quality watch
 
     @property
     def num_rows(self) -> int:
@@ -89,12 +91,15 @@ def make_plan(
     schema = output_schema(kept_schema, config.output.rename, config.sampling.logprobs is not None)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
+    reference = resolve_reference(config, model, say, retries)
     template = chat_template(config, model)
     dated = folder_asks_for_date(model) if template is None else asks_for_date(template)
     ours = fingerprint(
         config, source, model_digest(model), device.partition(":")[0], dated, template, batches.later_files
     )
-    return JobPlan(config, source, windows, units, schema, model, draft, ours, batches, device, template)
+    return JobPlan(
+        config, source, windows, units, schema, model, draft, ours, batches, device, template, reference=reference
+    )
 
 
 def what_is_left(plan: JobPlan, stood: DoneUnits, again: Iterable[PartName] = ()) -> list[WindowTask]:

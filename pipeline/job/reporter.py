@@ -22,6 +22,7 @@ from pipeline.job.telemetry.writer import Telemetry
 from pipeline.job.totals import OutputTotals
 from pipeline.report.computed import Computed
 from pipeline.report.cost import RunReport
+from pipeline.report.quality import QualityStats, told_drop
 from pipeline.report.run_record import RunRecord
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
@@ -71,6 +72,7 @@ class RunReporter:
         self._estimate = load_estimate(store)
         self._metrics = MetricsServer.at(plan.config.run.metrics_address, self.warn)
         self._health: Health | None = None
+        self._drops: set[str] = set()  # of quality, that were told of
 
     def note(self, text: str, level: Level = "info") -> None:
         """Add a line to the driver's log."""
@@ -160,6 +162,20 @@ class RunReporter:
         about = {"event": event, "job": config.name, "run": self._log.run_id, "output": shown_url(config.output.path)}
         notify(config.targets.notify, {**about, **what}, self.warn)
 
+    def look_at_quality(self) -> None:
+        """Say it once when the rows that are compared with a reference model show a drop."""
+        found, max_drop = self._quality(), self._plan.config.quality.max_drop
+        for what, drop in found.drops(max_drop).items():
+            if what not in self._drops:
+                self._drops.add(what)
+                told = told_drop(what, drop, max_drop)
+                self.warn(f"quality: after {found.rows:,} rows of the sample {told}: {found.told()}")
+                self.notify("quality_drop", measure=what, drop=drop, max_drop=max_drop, rows=found.rows)
+
+    def _quality(self) -> QualityStats:
+        """Of all runs so far, as far as they are recorded."""
+        return sum((run.row_stats.quality for run in self._earlier), self._log.row_stats.quality)
+
     def _tell_missed(self) -> None:
         missed = [{"target": t.key, "limit": t.limit, "actual": t.actual} for t in self.report.missed]
         if missed and self._log.outcome == "finished":
@@ -172,6 +188,7 @@ class RunReporter:
         computed = sum((actor.record.computed for actor in log.actors), Computed())
         self._pace.add(time.monotonic(), computed)
         prompt_per_s, generated_per_s = self._pace.per_s()
+        quality = self._quality()
         return Status(
             run_id=log.run_id,
             phase=self.phase,
@@ -189,6 +206,9 @@ class RunReporter:
             eta_s=self._pace.eta_s(self._num_rows, held, self._totals.before) if goes_on else None,
             elapsed_s=log.wall_us / 1e6,
             warning=self._warning,
+            quality_rows=quality.rows,
+            token_agreement=quality.agreement,
+            quality_drops=tuple(quality.drops(self._plan.config.quality.max_drop)),
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline.checkpoints.locate import folder_here, model_kind, why_no_checkpoint
 from pipeline.config import FromColumn, JobConfig, Mistake
+from pipeline.config.engine_sections import RepetitionSection
 from pipeline.data.columns import is_text
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
@@ -22,6 +23,8 @@ from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.formatting import printable, shown_bytes
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
 from pipeline.job.prompt_preview import MAX_PROMPT_CHARS, first_prompt, prompt_tokens
+from pipeline.job.reference_model import KEY as REFERENCE_KEY
+from pipeline.job.reference_model import check_own, check_same_tokens
 from pipeline.job.sampling_defaults import shown, taken, values_of, with_model_defaults
 from pipeline.machine.host import wall_time
 from pipeline.report.figures import money
@@ -107,6 +110,22 @@ class _Examination:
                 self._mistake("model.revision", f"{model.path} is a folder; only a Hugging Face id has revisions")
         if model.draft is not None:
             self.facts["draft model"] = self._checkpoint("model.draft", model.draft, model.storage)
+        if self.config.run.quality_sample > 0:
+            self._reference(self.config.quality.model)
+
+    def _reference(self, named: str | None) -> None:
+        """The model that rows are compared with, as far as the checkpoints are on this machine."""
+        model, before = self.config.model, len(self.found.mistakes)
+        if named is not None:
+            self.facts["reference model"] = self._checkpoint(REFERENCE_KEY, named, model.storage)
+        if len(self.found.mistakes) > before:
+            return
+        with self._noting(REFERENCE_KEY):
+            own, theirs = folder_here(model.path, model.revision), named and folder_here(named)
+            if own is not None and named is None:
+                check_own(self.config, own)
+            elif own is not None and theirs:
+                check_same_tokens(theirs, own)
 
     def _sampling(self) -> None:
         """Which of the model's own sampling values are taken, and which are not."""
@@ -156,6 +175,8 @@ class _Examination:
         wanted = [("input.columns", name) for name in given or ()]
         wanted += [(prompt_key, name) for name in self.spec.columns]
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
+        if config.run.quality_sample > 0 and config.quality.column is not None:
+            wanted.append(("quality.column", config.quality.column))
         absent = set()
         for key, name in wanted:
             absent.add(name)
@@ -257,12 +278,22 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
         ("Model", f"{facts['model']['path']} ({facts['model']['kind']}{revision})"),
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
+        *([("Quality", _quality(facts.get("reference model"), config))] if config.run.quality_sample else []),
         ("Sampling", ", ".join(sampling)),
         *_own_sampling(facts["model_sampling"], config),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
         ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
     ]
+
+
+def _quality(reference: dict[str, str] | None, config: JobConfig) -> str:
+    given = config.quality
+    against = (
+        f"{reference['path']} ({reference['kind']})" if reference else "the model's own weights as they are stored"
+    )
+    column = "" if given.column is None else f"; right answers from {given.column}"
+    return f"{100 * config.run.quality_sample:g}% of the rows against {against}{column}"
 
 
 def _own_sampling(found: dict[str, dict[str, Any]], config: JobConfig) -> list[tuple[str, str]]:
@@ -329,4 +360,6 @@ def _option(value: object) -> str:
         return f"from column {value.column}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(repr, value))}]"
+    if isinstance(value, RepetitionSection):
+        return ", ".join(f"{key} {number}" for key, number in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -107,6 +107,7 @@ class Watch:
             self.reporter.note(f"unit {summary.unit} of window {summary.window}: {summary.failure_message}", "warning")
             raise error_named(summary.failure_kind, summary.failure_message)
         self.log.add(summary)
+        self.reporter.look_at_quality()
         rows, errors = summary.totals.rows, summary.totals.num_error_rows
         self.reporter.note(f"unit {summary.unit} of window {summary.window}: {rows:,} rows, {errors} errors", "debug")
         self.totals.check_error_rate()

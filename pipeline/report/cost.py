@@ -17,6 +17,8 @@ from pipeline.report.drafts import Speculated
 from pipeline.report.estimate import Estimate, EstimateAndActual, compare
 from pipeline.report.faults import FaultCost, fault_costs, unseen_tokens
 from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
+from pipeline.report.loops import LoopCost
+from pipeline.report.quality import QualityReport
 from pipeline.report.row_stats import ErrorExample, Histogram, LengthBucket, RowStats
 from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, per_second, summed
 from pipeline.report.savings import Saving, savings
@@ -143,6 +145,8 @@ class RunReport(JsonRecord):
     error_costs: Mapping[str, ErrorCost] = field(default_factory=dict)
     savings: tuple[Saving, ...] = ()
     energy_uj: int | None = None  # of all engines, from when each was loaded on; None where no machine tells it
+    loops: LoopCost | None = None
+    quality: QualityReport | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -250,6 +254,12 @@ def build_report(
         ),
         speculated=speculated,
         estimate=compare(estimate, runs, accounts) if estimate is not None else None,
+        loops=LoopCost.of(stats.looped, machine_us, phases_us, tokens.generated, cost.generated_usd),
+        quality=QualityReport.of(
+            stats.quality,
+            sum(run.stat("quality_us") for run in runs),
+            runs[-1].config_free.get("quality", {}) if runs else {},
+        ),
     )
     limits = runs[-1].config_free.get("targets", {}) if runs else {}
     return replace(report, targets=targets_of(_actuals(report), limits)) if limits else report

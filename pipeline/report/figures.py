@@ -76,10 +76,12 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Rows", f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors"),
         ("Errors", errors),
         ("Left out", left_out if skipped else ""),
+        ("Looped", _looped(report)),
         ("Tokens", counts),
         ("Speed", f"{speed_in:,.0f} tok/s in (computed), {speed_out:,.0f} tok/s out, by machine time"),
         ("Drafts", _drafting(report.speculated) if report.speculated is not None else ""),
         ("Engine", engine if work.steps else ""),
+        ("Quality", _quality(report)),
         ("Time", f"{seconds(report.wall_us)} wall, {seconds(report.machine_us)} of machine time"),
         ("Energy", _energy(report)),
         ("Pool", _pool(report)),
@@ -101,6 +103,24 @@ def _energy(report: RunReport) -> str:
     counted = sorted({str(run.resolved["energy"]) for run in report.runs if "energy" in run.resolved})
     whole = f"{kwh:,.3g} kWh" if kwh >= 1 else f"{kwh * 1000:,.3g} Wh"
     return f"{whole}, {each:.3g} J a generated token ({'; '.join(counted)})"
+
+
+def _quality(report: RunReport) -> str:
+    """How far what was served is from the reference model."""
+    found = report.quality
+    return "" if found is None else f"{found.told()}; {seconds(found.quality_us)} of machine time"
+
+
+def _looped(report: RunReport) -> str:
+    """Rows that repeated themselves, and what their tokens cost."""
+    loops = report.loops
+    if loops is None:
+        return ""
+    price = "" if loops.usd is None else f", {money(loops.usd)}"
+    return (
+        f"{loops.rows:,} rows repeated themselves and were ended (sampling.repetition_detection);"
+        f" {loops.generated_tokens:,} generated tokens, about {seconds(loops.machine_us)}{price}"
+    )
 
 
 def _retried(report: RunReport) -> str:

@@ -10,6 +10,7 @@ from math import ceil
 
 from pipeline.report.computed import Computed
 from pipeline.report.json_record import JsonRecord
+from pipeline.report.quality import QualityStats
 
 FIRST_LENGTH = 64  # prompts up to so many tokens share a bucket; each further bucket is twice as long
 MAX_EXAMPLES = 3  # of each error code
@@ -123,6 +124,17 @@ class LengthBucket:
         return LengthBucket(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other))))
 
 
+@dataclass(frozen=True)
+class LoopedRows:
+    """Completed rows that were ended because they repeated themselves."""
+
+    rows: int = 0
+    generated_tokens: int = 0
+
+    def __add__(self, other: "LoopedRows") -> "LoopedRows":
+        return LoopedRows(self.rows + other.rows, self.generated_tokens + other.generated_tokens)
+
+
 def length_bucket(num_tokens: int) -> int:
     """The longest prompt of the bucket that `num_tokens` falls into: 64, 128, 256, ..."""
     return max(FIRST_LENGTH, 1 << max(0, num_tokens - 1).bit_length())
@@ -150,6 +162,8 @@ class RowStats(JsonRecord):
     errors: Mapping[str, tuple[ErrorExample, ...]] = field(default_factory=dict)
     outputs: Mapping[int, Histogram] = field(default_factory=dict)
     lost: Mapping[str, Computed] = field(default_factory=dict)
+    looped: LoopedRows = field(default_factory=LoopedRows)
+    quality: QualityStats = field(default_factory=QualityStats)
 
     def __add__(self, other: "RowStats") -> "RowStats":
         """Of the examples, those of `self` come first."""
@@ -167,4 +181,6 @@ class RowStats(JsonRecord):
                 code: self.lost.get(code, Computed()) + other.lost.get(code, Computed())
                 for code in sorted({*self.lost, *other.lost})
             },
+            self.looped + other.looped,
+            self.quality + other.quality,
         )

@@ -70,11 +70,11 @@ def test_a_chat_template_goes_along(job_file, tmp_path):
 def test_urls_and_addresses_stay_as_they_are(job_file, tmp_path):
     (tmp_path / "weights").mkdir()
     sent = shipped(
-        job_file, "output.path=s3://bucket/a", "input.path=x-${date}", "model.path=weights",
+        job_file, "output.path=s3://bucket/a", "input.path=x-${date}", "model.path=weights", "quality.model=weights",
         "run.ray_address=10.0.0.1:6379",
     )  # fmt: skip
     data = json.loads(sent.files[JOB_FILE])
     assert data["output"]["path"] == sent.output == "s3://bucket/a"
     assert not sent.is_local
-    assert data["model"]["path"] == str(tmp_path / "weights")
+    assert data["model"]["path"] == data["quality"]["model"] == str(tmp_path / "weights")
     assert data["run"]["ray_address"] == "10.0.0.1:6379"

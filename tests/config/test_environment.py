@@ -10,6 +10,7 @@ prompt: {template: "${DATA} {text}"}
 model: {path: "${MODEL:-demo}"}
 sampling: {stop: ["${DATA}"]}
 output: {path: "out/${DAY}"}
+quality: {model: "${MODEL:-demo}-16bit"}
 """
 
 
@@ -30,6 +31,7 @@ def test_paths_take_variables_and_texts_do_not(job):
     assert (found.input.path, found.model.path, found.output.path) == ("s3://b/1", "demo", "x")
     assert found.where("input.path").endswith("job.yaml:1")
     assert found.where("output.path") == "--set"
+    assert job({"DAY": "1", "MODEL": "s3://m"}).quality.model == "s3://m-16bit"
 
 
 def test_where_data_lies_makes_no_other_job(job):

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import Engine, EngineConfig, SamplingParams
+from pipeline.engine.forward.divergence import Divergence
 from pipeline.evaluate import measurement
-from pipeline.evaluate.divergence import Divergence
 from tests.model_folders import FAMILIES, load_reference, make_family, small_config, write_checkpoint
 from tests.parity.harness import reference_logits
 

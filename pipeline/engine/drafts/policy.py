@@ -75,6 +75,10 @@ class DraftPolicy(Protocol):
         """Another sequence is in this slot now."""
         ...
 
+    def paused(self, ns: int) -> None:
+        """So long of the time since the last step was told is no step's."""
+        ...
+
     def counters(self) -> dict[str, int]:
         """What it counted for the report, by name; sums over engines mean the same."""
         ...
@@ -96,6 +100,9 @@ class FixedDrafts:
         pass
 
     def admitted(self, slot: int) -> None:
+        pass
+
+    def paused(self, ns: int) -> None:
         pass
 
     def counters(self) -> dict[str, int]:

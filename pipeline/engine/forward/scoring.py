@@ -7,14 +7,14 @@ be compared one by one.
 Shape suffixes: S pieces of a step, T tokens of a step, R tokens of a piece, M most blocks of a row, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from pipeline.engine.forward.runner import Runner
-from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.sequence import ranges
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
@@ -29,9 +29,39 @@ class Piece:
     stop: int
 
 
+class Blocks(Protocol):
+    """Where blocks are borrowed: a `BlockPool`, or `ReservedBlocks`."""
+
+    block_size: int
+
+    @property
+    def num_free(self) -> int: ...
+    def allocate(self, count: int) -> list[int]: ...
+    def release(self, blocks: Sequence[int]) -> None: ...
+
+
+class ReservedBlocks:
+    """The blocks `first` to `first + count - 1` of a KV cache, which no request gets."""
+
+    def __init__(self, first: int, count: int, block_size: int) -> None:
+        self.block_size, self._free = block_size, list(range(first, first + count))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        assert count <= len(self._free), "allocate more blocks than are free"
+        blocks, self._free = self._free[:count], self._free[count:]
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self._free += blocks
+
+
 def prompt_logits(
-    runner: Runner, pool: BlockPool, rows: Sequence[Sequence[int]], max_tokens: int
-) -> Iterator[tuple[Piece, torch.Tensor]]:
+    runner: Runner, pool: Blocks, rows: Sequence[Sequence[int]], max_tokens: int
+) -> Generator[tuple[Piece, torch.Tensor], None, None]:
     """Each piece of each row, in order, with the logits (R, V) in float32 after its tokens; at most `max_tokens`
     tokens are computed at once.
 

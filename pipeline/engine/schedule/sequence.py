@@ -170,6 +170,9 @@ class SlotTable:
         self.stops_at_eos = np.zeros(num_slots, dtype=bool)
         self.min_known = np.zeros(num_slots, dtype=np.int64)  # no stop condition before this many known tokens
         self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or stop token ids: looked at one by one
+        self.max_pattern = np.zeros(num_slots, dtype=np.int64)  # repetition detection; 0: off
+        self.min_pattern = np.zeros(num_slots, dtype=np.int64)
+        self.min_repeats = np.zeros(num_slots, dtype=np.int64)
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, and no log-probabilities are wanted
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
@@ -200,6 +203,10 @@ class SlotTable:
         self.stops_at_eos[slot] = not params.ignore_eos
         self.min_known[slot] = sequence.num_prompt + params.min_tokens
         self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
+        loop = params.repetition_detection
+        self.max_pattern[slot] = 0 if loop is None else loop.max_pattern_size
+        self.min_pattern[slot] = 0 if loop is None else loop.min_pattern_size
+        self.min_repeats[slot] = 0 if loop is None else min(loop.min_count, _LARGEST)
         self.seed[slot] = sequence.seed & 0xFFFFFFFFFFFFFFFF
         self.sampling[slot] = sampling_options(params)
         self.is_plain[slot] = is_plain(params)

@@ -115,6 +115,10 @@ class MeasuredDrafts:
     def admitted(self, slot: int) -> None:
         self._rows.admitted(slot)
 
+    def paused(self, ns: int) -> None:
+        if self._told_ns is not None:
+            self._told_ns += ns
+
     def observe(self, outcome: StepOutcome) -> None:
         now_ns = self._clock()
         told_ns, self._told_ns = self._told_ns, now_ns

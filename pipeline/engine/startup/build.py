@@ -22,7 +22,8 @@ PASS_QUERIES = 2  # tokens of a sequence in a draft pass that is captured
 
 @dataclass(frozen=True)
 class Built:
-    """`num_blocks`: of the KV cache, which the draft model's runner has as well. about: what every `auto` became."""
+    """`num_blocks`: of the KV cache for requests, which the draft model's runner has as well; num_scoring_blocks: those
+    after them, for known texts. about: what every `auto` became."""
 
     resolved: Resolved
     place: Place
@@ -30,6 +31,7 @@ class Built:
     draft_runner: ModelRunner | None
     tokenizer: Tokenizer
     num_blocks: int
+    num_scoring_blocks: int
     max_model_len: int
     about: dict[str, str | int]
 
@@ -65,9 +67,13 @@ def _built(
         captured = [most_tokens for _, most_tokens in captured_shapes(resolved)]
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, most) for each, most in zip(loaded, captured))
-    num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
+    all_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
+    per_sequence = -(-resolved.max_model_len // resolved.block_size)
+    room = all_blocks - per_sequence if all_blocks >= per_sequence else all_blocks // 4
+    num_scoring_blocks = min(_scoring_blocks(config, resolved), room)
+    num_blocks = all_blocks - num_scoring_blocks
     max_model_len = _fit_length(config, resolved, num_blocks)
-    runner = target.runner(num_blocks, resolved.block_size, max_model_len)
+    runner = target.runner(all_blocks, resolved.block_size, max_model_len)
     draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
         _capture_steps(runner, draft_runner, resolved, say)
@@ -86,7 +92,7 @@ def _built(
         "num_threads": place.num_threads,
         "speculation": "off" if resolved.speculation is None else str(resolved.speculation),
     } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
-    return Built(resolved, place, runner, draft_runner, tokenizer, num_blocks, max_model_len, about)
+    return Built(resolved, place, runner, draft_runner, tokenizer, num_blocks, num_scoring_blocks, max_model_len, about)
 
 
 def captured_shapes(resolved: Resolved) -> list[tuple[int, int]]:
@@ -116,7 +122,7 @@ def _capture_steps(
 def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: int, step_bytes: int) -> int:
     block_bytes = resolved.block_size * bytes_per_token
     per_sequence = -(-resolved.max_model_len // resolved.block_size)
-    need = resolved.max_num_seqs * per_sequence * block_bytes
+    need = (resolved.max_num_seqs * per_sequence + _scoring_blocks(config, resolved)) * block_bytes
     budget = kv_budget_bytes(
         resolved.device, config.kv_cache_memory_bytes, need, config.gpu_memory_utilization, step_bytes
     )
@@ -127,6 +133,10 @@ def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: in
             "engine.kv_cache_memory_bytes"
         )
     return num_blocks
+
+
+def _scoring_blocks(config: EngineConfig, resolved: Resolved) -> int:
+    return -(-min(config.scoring_tokens, resolved.max_model_len) // resolved.block_size)
 
 
 def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:

@@ -19,6 +19,7 @@ from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.step.repetition import repeats_itself
 from pipeline.errors import RowError
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -85,14 +86,19 @@ class Completing:
         stop_R = self.is_eos[token_R]
         if stop_R.any():
             stop_R &= table.stops_at_eos[slot_R] & (known_R >= table.min_known[slot_R])
+        loop_R = np.zeros(len(slot_R), dtype=bool)
+        if table.max_pattern[slot_R].any():
+            loop_R = repeats_itself(table, slot_R)
         ends: list[_End] = []
-        for r in np.flatnonzero(stop_R | length_R | table.has_stops[slot_R]).tolist():
+        for r in np.flatnonzero(stop_R | length_R | loop_R | table.has_stops[slot_R]).tolist():
             slot, text = int(slot_R[r]), None
             stopped = bool(stop_R[r])
             if table.has_stops[slot] and not stopped:
                 stopped, text = self._check_stops(slot, int(token_R[r]), bool(known_R[r] >= table.min_known[slot]))
             if stopped:
                 ends.append(_End(slot, "stop", text))
+            elif loop_R[r]:
+                ends.append(_End(slot, "length_loop"))
             elif length_R[r]:
                 ends.append(_End(slot, "length"))
         if ends:
@@ -165,7 +171,8 @@ class Completing:
         table, output, count_S = self._table, verified.output, verified.num_accepted_S + 1
         if output.logprobs:
             return np.zeros(len(slot_S), dtype=bool)
-        goes_on_S = (table.num_known[slot_S] + count_S < table.limit[slot_S]) & ~table.has_stops[slot_S]
+        looks_back_S = table.has_stops[slot_S] | (table.max_pattern[slot_S] > 0)
+        goes_on_S = (table.num_known[slot_S] + count_S < table.limit[slot_S]) & ~looks_back_S
         ends_R = self.is_eos[output.token_ids] | ~output.finite
         if ends_R.any():
             before_R1 = np.append(0, np.cumsum(ends_R))

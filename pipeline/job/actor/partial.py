@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
-from pipeline.engine.params import Completion, TokenLogprobs
+from pipeline.engine.params import Completion, RowQuality, TokenLogprobs
 
 FOLDER = "_pipeline/partial"
 
@@ -54,7 +54,8 @@ def remove_all(store: PartStore) -> None:
 
 
 def _completion(raw: dict[str, Any], row_id: int) -> Completion:
-    logprobs = raw["logprobs"]
+    logprobs, quality = raw["logprobs"], raw.get("quality")
     if logprobs is not None:
         logprobs = [TokenLogprobs(t["token_id"], t["logprob"], tuple((i, p) for i, p in t["top"])) for t in logprobs]
-    return Completion(**{**raw, "row_id": row_id, "logprobs": logprobs})
+    found = None if quality is None else RowQuality(**quality)
+    return Completion(**{**raw, "row_id": row_id, "logprobs": logprobs, "quality": found})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pipeline.checkpoints.chat_template import ADVICE, has_template
 from pipeline.data.units import Unit
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.params import Completion, QualitySample, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.chat import ChatTemplateError
@@ -88,15 +88,34 @@ def chat_template(config: "JobConfig", model: Path) -> str | None:
 
 def row_seed(job_seed: int, source_file: str, source_row: int) -> int:
     """A row's 63-bit seed: it depends on nothing but the job's seed and where the row comes from."""
-    key = f"{job_seed}\0{source_file}\0{source_row}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+    return _hash_of(f"{job_seed}\0{source_file}\0{source_row}")
+
+
+def is_sampled(share: float, job_seed: int, source_file: str, source_row: int) -> bool:
+    """Whether a row is among those that are compared with a reference model: the same ones in every run, and with a
+    larger share these and others."""
+    return share > 0 and _hash_of(f"quality\0{job_seed}\0{source_file}\0{source_row}") < share * 2**63
+
+
+def _hash_of(text: str) -> int:
+    """63 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class Tokenize:
     """Turns a unit's prompts into requests. A request's row_id is the row's index in the unit."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, seed: int, chat: Chat | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        seed: int,
+        chat: Chat | None,
+        quality_sample: float = 0.0,
+    ) -> None:
+        """quality_sample: the share of rows whose completions are to be compared with a reference model."""
         self._tokenizer = tokenizer
+        self._quality_sample = quality_sample
         self._params = params
         self._seed = seed
         self._chat = chat
@@ -106,11 +125,12 @@ class Tokenize:
         """The requests to make, and the completions of rows that failed already."""
         failed: list[Completion] = []
         wanted: list[tuple[int, str, SamplingParams]] = []
+        sampled: dict[int, QualitySample] = {}
         columns = [
             unit.own(name).to_pylist()
-            for name in ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row")
+            for name in ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row", "_expected")
         ]
-        for i, (prompt, error, message, own, file, row) in enumerate(zip(*columns, strict=True)):
+        for i, (prompt, error, message, own, file, row, expected) in enumerate(zip(*columns, strict=True)):
             if error is not None:
                 failed.append(failed_row(i, error, message or ""))
                 continue
@@ -121,13 +141,16 @@ class Tokenize:
                 failed.append(failed_row(i, RowError.INVALID_SAMPLING, str(refused)))
                 continue
             wanted.append((i, prompt, params))
+            if is_sampled(self._quality_sample, self._seed, file, row):
+                sampled[i] = QualitySample(expected)
         if self._chat is None:
             encoded = self._tokenizer.encode_batch([prompt for _, prompt, _ in wanted])
-            return [Request(i, ids, params) for (i, _, params), ids in zip(wanted, encoded, strict=True)], failed
+            pairs = zip(wanted, encoded, strict=True)
+            return [Request(i, ids, params, sampled.get(i)) for (i, _, params), ids in pairs], failed
         requests = []
         for i, prompt, params in wanted:
             try:
-                requests.append(Request(i, self._encode_chat(prompt, self._chat), params))
+                requests.append(Request(i, self._encode_chat(prompt, self._chat), params, sampled.get(i)))
             except ChatTemplateError as refused:
                 failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(refused)))
         return requests, failed

@@ -21,6 +21,7 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams
+from pipeline.engine.quality.reference_config import ReferenceConfig
 from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
@@ -68,6 +69,9 @@ class WorkSpec:
     chat_template: str | None = None  # instead of the checkpoint's own
     revision: str | None = None  # of the model
     draft: str | None = None
+    reference: ReferenceConfig | None = None  # of the quality watch; with the folder in which the driver found it
+    reference_model: str | None = None  # what the job file says
+    quality_sample: float = 0.0
     model_storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the output
     rename: Mapping[str, str] = field(default_factory=dict)
@@ -79,8 +83,9 @@ class WorkSpec:
     retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
     retried_limits: Mapping[str, Any] = field(default_factory=dict)  # that those rows get, where not the job's
 
-    def here(self, retries: RetryCounts) -> EngineConfig:
-        """`engine`, with the folders of its models on this machine; they are downloaded where they are missing."""
+    def here(self, retries: RetryCounts) -> tuple[EngineConfig, ReferenceConfig | None]:
+        """`engine` and `reference`, with the folders of their models on this machine; they are downloaded where they
+        are missing."""
 
         def folder(found: str, path: str, key: str, revision: str | None = None) -> str:
             if Path(found).is_dir():
@@ -91,7 +96,13 @@ class WorkSpec:
         model, draft = folder(self.engine.model, self.model, "model.path", self.revision), None
         if self.engine.draft is not None and self.draft is not None:
             draft = folder(self.engine.draft, self.draft, "model.draft")
-        return replace(self.engine, model=model, draft=draft)
+        engine, reference = replace(self.engine, model=model, draft=draft), self.reference
+        if reference is not None:
+            found = model
+            if self.reference_model is not None:
+                found = folder(reference.engine.model, self.reference_model, "quality.model")
+            reference = replace(reference, engine=replace(reference.engine, model=found))
+        return engine, reference
 
 
 class Worker:
@@ -103,16 +114,16 @@ class Worker:
         self._told = 0
         self._retries = RetryCounts()  # of this actor, for storage
         store = self._store = PartStore(spec.output, spec.storage, self._retries)
-        engine = spec.here(self._retries)
+        engine, reference = spec.here(self._retries)
         logs = self._logs = LogFolder(store, spec.run_id)
         self._log = logs.log(engine_log(actor), spec.log_level)
         # Ray sets OMP_NUM_THREADS to its own bookkeeping of cores: say what the engine has instead.
         threads = {f"{library}_NUM_THREADS": str(engine.num_threads) for library in ("OMP", "MKL", "NUMBA")}
-        launch = Launch(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads)
+        launch = Launch(spec.backend.engine, engine, spec.step_timeout_s, spec.load_timeout_s, threads, reference)
         self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
         # While the engine's process starts:
         tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
-        self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat)
+        self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat, spec.quality_sample)
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint)

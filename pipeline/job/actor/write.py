@@ -12,17 +12,19 @@ from pipeline.data.output.parts import PartName, PartStore, StoredPart
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.output.retried import RetriedRows
 from pipeline.data.units import Unit
-from pipeline.engine.params import Completion
+from pipeline.engine.params import Completion, RowQuality
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.computed import Computed
+from pipeline.report.quality import QualityStats
 from pipeline.report.row_stats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
     ErrorExample,
     Histogram,
     LengthBucket,
+    LoopedRows,
     RowStats,
     Timing,
     latency_of,
@@ -160,7 +162,18 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
         if c.num_lost_prompt_tokens or c.num_lost_generated_tokens:
             code, tokens = c.error or "", Computed(c.num_lost_prompt_tokens, c.num_lost_generated_tokens)
             lost[code] = lost.get(code, Computed()) + tokens
-    return RowStats(latency_of(timings), dict(sorted(lengths.items())), _examples(unit, completions), outputs, lost)
+    loops = [len(c.token_ids) for c in completed if c.finish_reason == "length_loop"]
+    looped = LoopedRows(len(loops), sum(loops))
+    quality = sum((_quality(c.quality) for c in completed if c.quality is not None), QualityStats())
+    examples, by_length = _examples(unit, completions), dict(sorted(lengths.items()))
+    return RowStats(latency_of(timings), by_length, examples, outputs, lost, looped, quality)
+
+
+def _quality(row: RowQuality) -> QualityStats:
+    if row.why_not:
+        return QualityStats(unmeasured={row.why_not: 1})
+    right = row.served_right, row.reference_right
+    return QualityStats.of_row(row.tokens, row.agreed, row.kl_nanonats, row.same_text, *right)
 
 
 def _examples(unit: Unit, completions: list[Completion]) -> dict[str, tuple[ErrorExample, ...]]:

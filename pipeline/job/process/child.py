@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from pipeline.engine.params import EngineConfig
+from pipeline.engine.quality.reference_config import ReferenceConfig
 from pipeline.job.process.messages import Crashed, Start, ToEngine
 from pipeline.job.telemetry.logs import RotatedLog
 from pipeline.machine.host import now_us
@@ -36,6 +37,7 @@ class Launch:
     step_timeout_s: float = 300.0
     load_timeout_s: float = 3600.0
     environment: dict[str, str] = field(default_factory=dict)
+    reference: ReferenceConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Child:
         self.crash: Crashed | None = None
         self._oom_kills = oom_kills()
         self._why_killed: str | None = None
-        self.send(Start(launch.factory, launch.config))
+        self.send(Start(launch.factory, launch.config, launch.reference))
 
     def send(self, message: ToEngine) -> None:
         with contextlib.suppress(OSError):  # its end is noticed by the keeper, which then sends the rows again

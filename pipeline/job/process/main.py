@@ -17,13 +17,16 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.process.messages import Add, Crashed, Finished, FromEngine, Loading, Ready, Start, StartFailed, Worked
 from pipeline.machine.energy import EnergyMeter
 from pipeline.machine.host import now_us
+
+if TYPE_CHECKING:
+    from pipeline.engine.quality.watch import QualityWatch
 
 REPORT_US = 500_000
 
@@ -39,6 +42,7 @@ class Engine(Protocol):
     def add(self, request: Request) -> None: ...
     def step(self) -> list[Completion]: ...
     def warm_up(self) -> None: ...
+    def paused(self, ns: int) -> None: ...
 
 
 def serve(
@@ -46,15 +50,19 @@ def serve(
     inbox: "queue.SimpleQueue[Add]",
     send: Callable[[FromEngine], None],
     meter: EnergyMeter | None = None,
+    watch: "QualityWatch | None" = None,
 ) -> None:
-    """Step the engine for as long as the process lives, take in rows between steps, tell what finished."""
+    """Step the engine for as long as the process lives, take in rows between steps, tell what finished. watch: compares
+    some rows with a reference model between the steps; the counter `quality_us` is the time that it takes."""
     mark = reported = now_us()
-    busy_us = idle_us = 0
+    busy_us = idle_us = quality_us = 0
     while True:
-        busy = engine.has_unfinished
+        busy = engine.has_unfinished or (watch is not None and watch.has_work)
         for add in _drain(inbox, wait_s=None if busy else REPORT_US / 1e6):
             for request in add.requests:
                 engine.add(request)
+                if watch is not None:
+                    watch.expect(request)
         if not busy:
             now = now_us()
             idle_us += now - mark
@@ -66,9 +74,21 @@ def serve(
             busy_us += now - mark
             idle_us = 0
             mark = now
+        if watch is not None:
+            completions = watch.take(completions)
+            if watch.has_work:
+                completions += watch.advance()
+                now = now_us()
+                engine.paused(1000 * (now - mark))
+                quality_us += now - mark
+                busy_us += now - mark
+                idle_us = 0
+                mark = now
         # Told before rows are, so that whoever takes a row finds the work for it counted.
         if completions or mark - reported >= REPORT_US:
-            counters = engine.counters() | ({"energy_uj": meter.read_uj()} if meter is not None else {})
+            counters = engine.counters() | {"quality_us": quality_us}
+            if meter is not None:
+                counters["energy_uj"] = meter.read_uj()
             send(Worked(mark, busy_us, idle_us, counters))
             reported = mark
         if completions:
@@ -124,9 +144,17 @@ def main(fd: int) -> None:
         connection.send(Loading(now_us(), what))
 
     try:
-        factory = load_factory(start.factory)
+        factory, watch = load_factory(start.factory), None
         say("opening it")
-        engine = factory(start.config, say)
+        if start.reference is None:
+            engine = factory(start.config, say)
+        else:
+            from pipeline.engine.quality.reference import open_reference
+            from pipeline.engine.quality.watch import QualityWatch
+
+            reference = open_reference(start.reference, factory, say)  # first: the KV cache takes what is left
+            engine = factory(start.config, say)
+            watch = QualityWatch(engine, reference)
         engine.warm_up()
     except PipelineError as error:
         connection.send(StartFailed(type(error).__name__, str(error)))
@@ -143,7 +171,7 @@ def main(fd: int) -> None:
     inbox: queue.SimpleQueue[Add] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
     try:
-        serve(engine, inbox, connection.send, meter)
+        serve(engine, inbox, connection.send, meter, watch)
     except Exception as error:
         connection.send(Crashed(traceback.format_exc(), _is_out_of_memory(error)))
         os._exit(70)  # a device in an unknown state may hang in its destructors

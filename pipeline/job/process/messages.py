@@ -7,6 +7,7 @@ Times are microseconds of the machine's monotonic clock, which both processes sh
 from dataclasses import dataclass, field
 
 from pipeline.engine.params import Completion, EngineConfig, Request
+from pipeline.engine.quality.reference_config import ReferenceConfig
 
 # To the engine's process
 
@@ -14,10 +15,11 @@ from pipeline.engine.params import Completion, EngineConfig, Request
 @dataclass(frozen=True)
 class Start:
     """First message: the engine to build. `factory` is `module:callable`, called with `config` and with a function
-    that it tells what it does while it loads."""
+    that it tells what it does while it loads. reference: the model that some rows are compared with, if any."""
 
     factory: str
     config: EngineConfig
+    reference: ReferenceConfig | None = None
 
 
 @dataclass(frozen=True)

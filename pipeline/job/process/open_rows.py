@@ -92,7 +92,9 @@ class OpenRows:
         """Raises EnvironmentFailed when it can no longer be blamed on rows."""
         inside, self._inside = list(self._inside), {}
         for key in inside:
-            self._rows[key].deaths += 1
+            row = self._rows[key]
+            row.deaths += 1
+            row.request = replace(row.request, quality=None)  # it may be the comparison that ended it
         if self._trials:
             return self._split(self._trials.pop(), ended)
         suspects = [key for key in inside if self._rows[key].deaths >= 2]

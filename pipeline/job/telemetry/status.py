@@ -11,7 +11,8 @@ class Status(JsonRecord):
     """`rows_done` counts rows that are finished, while the run goes on also those of units that are not written yet;
     `rows_written` the others. Tokens and rates are what this run computed, prompt tokens without those from cache;
     rates are over the last half minute. `eta_s` is None while unknown and when nothing is left. `warning` is the last
-    that went wrong without ending the run, `told_at` the wall time, for people."""
+    that went wrong without ending the run, `told_at` the wall time, for people. `quality_rows` to `quality_drops` tell
+    of the rows that were compared with a reference model, in all runs of the job."""
 
     run_id: str = ""
     phase: str = "planning"
@@ -29,6 +30,9 @@ class Status(JsonRecord):
     eta_s: float | None = None
     elapsed_s: float = 0.0
     warning: str = ""
+    quality_rows: int = 0
+    token_agreement: float | None = None
+    quality_drops: tuple[str, ...] = ()
     told_at: str = ""
     schema_version: int = SCHEMA_VERSION
 
@@ -54,6 +58,9 @@ def counts(status: Status) -> str:
     counts = f"{status.rows_done:,}/{status.rows_total:,} rows"
     if status.error_rows:
         counts += f" ({status.error_rows:,} errors)"
+    if status.token_agreement is not None:
+        counts += f", token agreement {100 * status.token_agreement:.1f} %"
+        counts += f" (ALARM: {', '.join(status.quality_drops)})" if status.quality_drops else ""
     if status.outcome != "running" or status.rows_done >= status.rows_total:
         return counts
     counts += f", {status.input_tokens_per_s:,.0f} tok/s in, {status.generated_tokens_per_s:,.0f} out"

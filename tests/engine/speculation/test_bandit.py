@@ -159,6 +159,20 @@ def test_a_step_that_waited_for_requests_says_nothing() -> None:
     assert rate.step_s > 0.1, "all of them take that long now"
 
 
+def test_time_in_which_the_engine_did_something_else_is_no_steps() -> None:
+    plain, paused = Driven(), Driven()
+    paused.policy.paused(5)  # before the first step
+    for number in range(400):
+        plain.step()
+        if number % 3 == 0:
+            paused.now_ns += 60_000_000
+            paused.policy.paused(60_000_000)
+        paused.step()
+    (line,), (expected,) = paused.counts.lines(), plain.counts.lines()
+    assert line.drafted_steps > 300
+    assert line.saved_s == pytest.approx(expected.saved_s, rel=0.05)
+
+
 def test_what_was_saved_is_counted() -> None:
     driven = Driven()
     driven.share(200)

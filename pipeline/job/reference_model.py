@@ -1,0 +1,85 @@
+"""Which model the rows of `run.quality_sample` are compared with, and whether that says anything."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.checkpoints.locate import resolve_model
+from pipeline.config import JobConfig
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.quality.reference_config import MAX_ROW_TOKENS, ReferenceConfig, approximates, reference_config
+from pipeline.engine.schedule.sequence import is_greedy
+from pipeline.errors import ConfigError, ModelError
+from pipeline.stores.filesystem import storage_for
+from pipeline.stores.redaction import shown_url
+from pipeline.stores.retries import RetryCounts
+
+KEY = "quality.model"
+_NAME_ONE = f"name the 16-bit model in {KEY}, or leave run.quality_sample out"
+_TOKEN_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
+                  "frequency_penalty")  # fmt: skip
+
+
+def resolve_reference(
+    config: JobConfig, model: Path, say: Callable[[str], None] | None = None, retries: RetryCounts | None = None
+) -> Path | None:
+    """The folder of the reference model; None where no rows are compared. model: the folder of the job's own.
+
+    Raises ConfigError, ModelError where the reference says nothing about the job's model.
+    """
+    named = config.quality.model
+    if config.run.quality_sample == 0:
+        return None
+    if named is None:
+        check_own(config, model)
+        return model
+    folder = resolve_model(named, storage_for(named, config.model.storage), say, retries, KEY)
+    check_same_tokens(folder, model)
+    return folder
+
+
+def check_own(config: JobConfig, model: Path) -> None:
+    """Raises ConfigError where the job's own checkpoint is no reference for what the job computes of it."""
+    from pipeline.model.config import read_config
+
+    stored, shown = read_config(model).quantization, shown_url(config.model.path)
+    if stored is not None:
+        raise ConfigError(
+            f"{KEY}: missing: {shown} is quantized ({stored}), and what its weights were before is not in it; "
+            f"{_NAME_ONE}"
+        )
+    if not approximates(config.engine_config("", None)):
+        raise ConfigError(
+            f"{KEY}: missing: {shown} is served as it is stored (no model.quantization, engine.kv_cache_dtype or "
+            f"engine.activation_dtype), so that there is nothing to compare it with; {_NAME_ONE}"
+        )
+
+
+def check_same_tokens(reference: Path, model: Path) -> None:
+    """Raises ModelError where a token of one model means another text in the other, or they have other numbers of
+    them."""
+    from pipeline.model.config import read_config
+    from pipeline.tokenization.tokenizer import Tokenizer
+
+    theirs, ours = (Tokenizer.from_folder(str(folder)) for folder in (reference, model))
+    differs = theirs.differs_from(ours)
+    num_theirs, num_ours = (read_config(folder).vocab_size for folder in (reference, model))
+    if differs is None and num_theirs != num_ours:
+        differs = f"it has {num_theirs:,} of them, not {num_ours:,}"
+    if differs is not None:
+        raise ModelError(
+            f"{KEY} {reference}: its tokens are not those of model.path ({differs}), so their choices cannot be "
+            "compared; name the 16-bit model that the served one was made of"
+        )
+
+
+def with_reference(
+    config: JobConfig, engine: EngineConfig, folder: Path | None
+) -> tuple[EngineConfig, ReferenceConfig | None]:
+    """The served engine's options with room for rows that are read, and the reference engine's."""
+    if folder is None:
+        return engine, None
+    given = vars(config.sampling_params())
+    greedy = bool(is_greedy(given)) and not any(name in _TOKEN_OPTIONS for name in config.sampling_columns())
+    generates = config.quality.column is not None or not greedy
+    return replace(engine, scoring_tokens=MAX_ROW_TOKENS), reference_config(engine, str(folder), generates)

@@ -1,0 +1,267 @@
+"""Rows that are compared with a reference model: every figure against transformers, and nothing else changes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline import Engine, EngineConfig, Request, SamplingParams
+from pipeline.engine.params import Completion, QualitySample, RowQuality
+from pipeline.engine.quality.reference import open_reference
+from pipeline.engine.quality.reference_config import approximates, reference_config
+from pipeline.engine.quality.watch import QualityWatch
+from tests.engine.hash_runner import VOCAB, expected_tokens, hash_engine, next_token
+from tests.model_folders import FAMILIES, load_reference, small_config, write_checkpoint
+from tests.parity.harness import reference_logits
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+MAX_LEN = 96
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small model, and the same with noise on its weights."""
+    base, noisy = (tmp_path_factory.mktemp(name) / "model" for name in ("base", "noisy"))
+    config = small_config(64, 96, 2, 4, 2, initializer_range=0.08)
+    for folder in (base, noisy):
+        write_checkpoint(folder, FAMILIES[0], config, seed=3)
+    torch.manual_seed(4)
+    for shard in noisy.glob("*.safetensors"):
+        tensors = load_file(shard)
+        save_file({n: t + 0.02 * torch.randn_like(t) for n, t in tensors.items()}, shard, metadata={"format": "pt"})
+    return base, noisy
+
+
+def options(folder: Path, **more: Any) -> EngineConfig:
+    given = {"dtype": "float32", "kernels": "reference", "max_model_len": MAX_LEN, "max_num_seqs": 4, "block_size": 8}
+    return EngineConfig(str(folder), **(given | {"scoring_tokens": MAX_LEN} | more))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pair(folders: tuple[Path, Path]) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+    """The noisy model as it is served, and the base one (or another) as its reference."""
+    opened: list[Engine] = []
+
+    def open_both(reference: Path = folders[0], generates: bool = True, **more: Any) -> tuple[Engine, Engine]:
+        served = options(folders[1], **more)
+        config = reference_config(served, str(reference), generates)
+        opened.append(open_reference(config, Engine, lambda text: None))
+        opened.append(Engine(served))
+        return opened[-1], opened[-2]
+
+    yield open_both
+    for engine in opened:
+        engine.close()
+
+
+def requests_of(count: int, params: SamplingParams = GREEDY, expected: str | None = None) -> list[Request]:
+    """Every second one is compared."""
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(0, 250, int(rng.integers(1, 40))).tolist() for _ in range(count)]
+    samples = [QualitySample(expected) if i % 2 else None for i in range(count)]
+    return [Request(i, ids, replace(params, seed=i), sample) for i, (ids, sample) in enumerate(zip(prompts, samples))]
+
+
+def served_with(watch: QualityWatch, engine: Engine, requests: list[Request]) -> dict[Any, Completion]:
+    """As the engine's process does it (`job/process/main.py`)."""
+    for request in requests:
+        engine.add(request)
+        watch.expect(request)
+    done: dict[Any, Completion] = {}
+    while engine.has_unfinished or watch.has_work:
+        completions = watch.take(engine.step() if engine.has_unfinished else [])
+        for completion in completions + watch.advance():
+            assert completion.row_id not in done
+            done[completion.row_id] = completion
+    return done
+
+
+def plain(completion: Completion) -> tuple[Any, ...]:
+    return completion.token_ids, completion.text, completion.finish_reason, completion.error
+
+
+def test_the_figures_are_those_of_transformers_logits(
+    folders: tuple[Path, Path], pair: Callable[..., tuple[Engine, Engine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.engine.quality.watch.MAX_PIECE_TOKENS", 9)
+    served, reference = pair()
+    requests = requests_of(8)
+    done = served_with(QualityWatch(served, reference), served, requests)
+    base, noisy = (load_reference(folder) for folder in folders)
+    apart = 0
+    for request in requests:
+        found = done[request.row_id].quality
+        if request.quality is None:
+            assert found is None
+            continue
+        prompt, generated = request.prompt_token_ids, done[request.row_id].token_ids
+        ours, theirs = (
+            torch.log_softmax(reference_logits(model, prompt + generated)[len(prompt) - 1 : -1].double(), -1)
+            for model in (noisy, base)
+        )
+        agreed = int((theirs.argmax(-1) == torch.tensor(generated)).sum())
+        kl = float((theirs.exp() * (theirs - ours)).sum())
+        assert found is not None
+        assert (found.tokens, found.agreed, found.why_not) == (12, agreed, "")
+        assert found.kl_nanonats / 1e9 == pytest.approx(kl, rel=1e-3)
+        assert found.same_text == (agreed == 12)
+        assert (found.served_right, found.reference_right) == (None, None)
+        apart += 12 - agreed
+    assert apart > 0, "the noise is too small to tell one model from the other"
+    assert reference.stats.num_steps == 0, "its own text follows from what it reads"
+
+
+def test_no_row_changes_by_being_compared_and_no_room_is_lost(pair: Callable[..., tuple[Engine, Engine]]) -> None:
+    requests = requests_of(14, replace(GREEDY, max_tokens=40, logprobs=0))
+    served, reference = pair(kv_cache_memory_bytes=26 * 8 * 2 * 2 * 2 * 16 * 4)  # 26 blocks: rows are preempted
+    alone = [plain(c) for c in served.generate([r.prompt_token_ids for r in requests], [r.params for r in requests])]
+    # So that rows are admitted that do not fit in the end.
+    served.scheduler.admission.expected_output, served.scheduler.admission.min_history = 1, 10**9
+    done = served_with(QualityWatch(served, reference), served, requests)
+    assert served.stats.num_preemptions > 0
+    assert [plain(done[i]) for i in range(14)] == alone
+    assert sum(c.quality is not None for c in done.values()) == 7
+    assert served.pool.num_held == 0
+    assert served.max_read_tokens == reference.max_read_tokens == MAX_LEN
+    served.pool.check()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_right_answers_and_sampled_rows_take_a_completion_of_the_references_own(
+    pair: Callable[..., tuple[Engine, Engine]], folders: tuple[Path, Path], temperature: float
+) -> None:
+    params = replace(GREEDY, temperature=temperature)
+    served, reference = pair()
+    own = {r.row_id: c for r, c in zip(requests_of(10), reference.generate(
+        [r.prompt_token_ids for r in requests_of(10)], [replace(params, seed=i) for i in range(10)]
+    ))}  # fmt: skip
+    requests = [
+        replace(r, quality=r.quality and QualitySample(f" {own[r.row_id].text}\n" if i % 3 else None))
+        for i, r in enumerate(requests_of(10, params))
+    ]
+    done = served_with(QualityWatch(served, reference), served, requests)
+    kinds = set()
+    for request in requests:
+        found = done[request.row_id].quality
+        if request.quality is None or found is None:
+            continue
+        assert found.why_not == ""
+        same = own[request.row_id].text == done[request.row_id].text
+        assert found.same_text == same
+        if request.quality.expected is not None:
+            assert (found.served_right, found.reference_right) == (same, True)
+        else:
+            assert (found.served_right, found.reference_right) == (None, None)
+        kinds.add((request.quality.expected is None, same))
+    assert len(kinds) >= 2
+    assert not reference.has_unfinished
+
+
+def test_a_model_agrees_with_itself(pair: Callable[..., tuple[Engine, Engine]], folders: tuple[Path, Path]) -> None:
+    served, reference = pair(folders[1])
+    for params in (GREEDY, replace(GREEDY, temperature=1.0, top_p=0.9), replace(GREEDY, repetition_penalty=1.3)):
+        done = served_with(QualityWatch(served, reference), served, requests_of(4, params))
+        for row in (1, 3):
+            found = done[row].quality
+            assert found is not None
+            assert (found.tokens, found.agreed, found.same_text, found.why_not) == (12, 12, True, "")
+            assert abs(found.kl_nanonats) < 1000
+
+
+def test_what_cannot_be_compared_is_delivered_and_says_why(
+    pair: Callable[..., tuple[Engine, Engine]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    served, reference = pair(generates=False)
+    watch, requests = QualityWatch(served, reference), requests_of(6)
+    alone = [plain(c) for c in served.generate([r.prompt_token_ids for r in requests], GREEDY)]
+
+    def why_not() -> list[str]:
+        done = served_with(watch, served, requests)
+        assert [plain(done[i]) for i in range(6)] == alone
+        return [q.why_not for q in (done[i].quality for i in (1, 3, 5)) if q is not None]
+
+    lengths = sorted(len(r.prompt_token_ids) + 12 for r in requests[1::2])
+    assert lengths[0] < lengths[1]
+    watch._most_tokens = lengths[0]
+    assert sorted(why_not()) == ["", "too_long", "too_long"]
+    watch._most_tokens = lengths[-1]
+    read = reference.read
+
+    def fail_once(error: Exception) -> Callable[..., Any]:
+        left = [error]
+
+        def failing(*arguments: Any) -> Any:
+            pieces = read(*arguments)
+            if left:
+                yield next(pieces)
+                pieces.close()
+                raise left.pop()
+            yield from pieces
+
+        return failing
+
+    monkeypatch.setattr(reference, "read", fail_once(MemoryError()))
+    monkeypatch.setattr("pipeline.engine.quality.watch.MAX_PIECE_TOKENS", 5)
+    watch._piece_tokens = 5
+    assert sorted(why_not()) == ["", "", "out_of_memory"]
+    monkeypatch.setattr(reference, "read", fail_once(ValueError("broken")))
+    assert why_not() == ["reference_failed"] * 3, "nothing is asked of a reference that failed"
+    assert "ValueError: broken" in capsys.readouterr().err
+
+
+def test_logits_that_are_no_numbers_and_rows_that_fail_are_not_compared(folders: tuple[Path, Path]) -> None:
+    row, error = Request(0, [1, 2], GREEDY, QualitySample()), Completion(0, [], "", "error", 2, error="x")
+    engine = hash_engine(20, bad_token=7, num_scoring_blocks=8)
+    engine.runner.cache = np.full((28, 4), -7, dtype=np.int64)  # type: ignore[attr-defined]
+    watch = QualityWatch(engine, engine)
+    watch.expect(row)
+    assert watch.take([error]) == [error]
+    watch.expect(row)
+    assert watch.take([Completion(0, [3, 7, 9], "", "length", 2)]) == []
+    found = []
+    while watch.has_work:
+        found += watch.advance()
+    assert [c.quality for c in found] == [RowQuality(why_not="not_finite")]
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_texts_are_read_between_steps_in_blocks_of_their_own(is_asynchronous: bool) -> None:
+    """Also where the next step is launched before its tokens are known."""
+    engine = hash_engine(30, 4, is_asynchronous=is_asynchronous, max_num_batched_tokens=24, num_scoring_blocks=9)
+    engine.runner.cache = np.full((39, 4), -7, dtype=np.int64)  # type: ignore[attr-defined]
+    rng = np.random.default_rng(3)
+    requests = [
+        Request(i, rng.integers(0, 90, 9).tolist(), SamplingParams(max_tokens=25, ignore_eos=True)) for i in range(12)
+    ]
+    for request in requests:
+        engine.add(request)
+    text, done, reading = rng.integers(0, VOCAB, 36).tolist(), {}, None
+    num_read = 0
+    while engine.has_unfinished:
+        done |= {c.row_id: c for c in engine.step()}
+        reading = reading or engine.read(text, 7)
+        piece = next(reading, None)
+        if piece is None:
+            reading, num_read = None, num_read + 1
+            continue
+        for place, logits in enumerate(piece[1], piece[0].start):
+            assert int(logits.argmax()) == next_token(text[: place + 1])
+    for request in requests:
+        assert done[request.row_id].token_ids == expected_tokens(request.prompt_token_ids, 25, 64, False)
+    assert num_read > 5
+    assert engine.pool.num_held == 0
+
+
+def test_which_engines_differ_from_their_reference() -> None:
+    given = EngineConfig("x", draft="y", quantization="int8", kv_cache_dtype="fp8", num_threads=2, dtype="bfloat16")
+    reference = reference_config(given, "z", generates=True).engine
+    assert (reference.model, reference.draft, reference.speculation) == ("z", None, "off")
+    assert (reference.dtype, reference.num_threads) == ("bfloat16", 2)
+    assert not approximates(reference)
+    assert approximates(given)
+    assert approximates(EngineConfig("x", activation_dtype="int8"))
