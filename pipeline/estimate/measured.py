@@ -18,7 +18,7 @@ from pipeline.report.run_record import RunRecord
 LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
 MAX_RUNS = 3  # the newest say most about now
 FEW_TOKENS = 0.5  # of those of the largest run, below which a run beside it says little
-BESIDE = ("drafts", "preempted", "retried", "waiting", "write")  # phases that grow with the work
+BESIDE = ("drafts", "preempted", "retried", "quality", "waiting", "write")  # phases that grow with the work
 FULL = 0.8  # of its batch that a run has to fill, on average, to be taken as it is
 
 

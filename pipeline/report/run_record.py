@@ -15,7 +15,19 @@ from pipeline.report.row_stats import RowStats
 
 # The phases of an actor's time. They do not overlap and together are all of it, from the start of the actor's
 # process to its end. Parts are written beside them (all of that is `RunRecord.write_us`): `write` is idle time.
-PHASES = ("startup", "load", "prefill", "decode", "drafts", "preempted", "retried", "write", "waiting", "tail")
+PHASES = (
+    "startup",
+    "load",
+    "prefill",
+    "decode",
+    "drafts",
+    "preempted",
+    "retried",
+    "quality",
+    "write",
+    "waiting",
+    "tail",
+)
 
 PHASE_MEANING = {
     "startup": "process, imports, device",
@@ -25,6 +37,7 @@ PHASE_MEANING = {
     "drafts": "draft tokens that were rejected",
     "preempted": "work done again after a preemption",
     "retried": "work that was lost, or done again after a failure",
+    "quality": "sample rows compared with a reference model",
     "write": "idle while a part was written",
     "waiting": "idle, no rows at hand",
     "tail": "idle, other actors finish the last rows",

@@ -16,6 +16,7 @@ WORDS = {
     "drafts": "rejected drafts",
     "preempted": "work done again after preemptions",
     "retried": "lost work",
+    "quality": "quality watch",
     "write": "writing",
 }
 

@@ -20,7 +20,7 @@ from pipeline.report.run_record import ActorRecord, RunRecord
 
 EXAMPLE = Path("docs/cost.md").read_text().rpartition("### A worked example")[2]
 SECONDS = {"startup": 60, "load": 120, "prefill": 1200, "decode": 3600, "drafts": 30, "preempted": 20, "retried": 10,
-           "write": 15, "waiting": 225, "tail": 120}  # fmt: skip
+           "quality": 5, "write": 15, "waiting": 220, "tail": 120}  # fmt: skip
 HALF = dict(SECONDS.items()) | {"prefill": 600, "decode": 2040}
 
 

@@ -87,4 +87,4 @@ def test_phases_are_whole_and_complete(phases: dict):
 def test_rates():
     assert per_second(10, 2_000_000) == 5.0
     assert per_second(10, 0) == 0.0
-    assert len(set(PHASES)) == 10
+    assert len(set(PHASES)) == 11

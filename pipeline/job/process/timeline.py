@@ -13,7 +13,7 @@ from typing import Literal
 from pipeline.report.run_record import no_phases, split_exactly
 
 # Phases of busy time. decode first: it takes busy time in which the engine counted nothing
-WORK = ("decode", "prefill", "drafts", "preempted", "retried")
+WORK = ("decode", "prefill", "drafts", "preempted", "retried", "quality")
 KEPT = 256  # stretches of writing, and of waiting: a unit is told of as written long before so many have begun
 
 Stretch = tuple[int, int]

@@ -14,7 +14,7 @@ from pipeline.report.run_record import PHASES, ActorRecord
 
 MAX_ACTORS = 16  # in the chart of actors: those that took longest
 MAX_BARS = 16  # of a distribution
-_COMPUTING = ("prefill", "decode", "drafts", "preempted", "retried")
+_COMPUTING = ("prefill", "decode", "drafts", "preempted", "retried", "quality")
 _LATENCIES = {"first_token_us": "to first token", "row_us": "to last token"}
 
 

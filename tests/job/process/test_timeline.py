@@ -58,9 +58,9 @@ def test_work_lost_with_a_process_is_retried_and_a_new_one_starts_up():
 def test_a_step_is_divided_among_all_kinds_of_its_work():
     timeline = Timeline(0)
     timeline.enter(None, 0)
-    timeline.progress(100, 100, 0, stats(10, 40, drafts_us=20, preempted_us=25, retried_us=5))
+    timeline.progress(100, 100, 0, stats(10, 40, drafts_us=20, preempted_us=20, retried_us=3, quality_us=7))
     assert timeline.phases(100) == no_phases() | {
-        "prefill": 10, "decode": 40, "drafts": 20, "preempted": 25, "retried": 5,
+        "prefill": 10, "decode": 40, "drafts": 20, "preempted": 20, "retried": 3, "quality": 7,
     }  # fmt: skip
 
 
