@@ -17,7 +17,7 @@ from pipeline.cli.progress import PlainProgress
 from pipeline.formatting import duration, printable
 from pipeline.job.following import Following
 from pipeline.job.telemetry.pace import Pace
-from pipeline.report.run_record import ActorRecord, RunRecord
+from pipeline.report.record.run_record import ActorRecord, RunRecord
 
 if TYPE_CHECKING:
     from pipeline.job.telemetry.status import Status

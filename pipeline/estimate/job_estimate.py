@@ -31,7 +31,7 @@ from pipeline.job.telemetry.run_log import PLAN, load_runs
 from pipeline.machine.host import wall_time, zone_time
 from pipeline.model.config import read_config
 from pipeline.report.estimate import Estimate, Interval
-from pipeline.report.run_record import no_phases
+from pipeline.report.record.run_record import no_phases
 from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.job_simulation import RequestTokens
 from pipeline.tokenization.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.history import Remembered
 from pipeline.job.prompt_preview import sampled, units_of
 from pipeline.report.estimate import Interval
-from pipeline.report.row_stats import Histogram, RowStats, length_bucket
+from pipeline.report.record.row_stats import Histogram, RowStats, length_bucket
 
 LEAST_ERROR = 0.03  # of a mean: what no sample rules out
 ASSUMED = Interval(0.1, 0.5, 1.0)  # of max_tokens, where nothing is known

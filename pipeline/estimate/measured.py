@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.job.history import Remembered
-from pipeline.report.computed import Computed
 from pipeline.report.estimate import Interval
-from pipeline.report.run_record import RunRecord
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.run_record import RunRecord
 
 LEAST_SPREAD = 0.1  # of a speed, on a machine that others use too
 MAX_RUNS = 3  # the newest say most about now

@@ -6,7 +6,7 @@ from pipeline.estimate.pool import PoolEstimate
 from pipeline.formatting import duration, printable
 from pipeline.report.estimate import Interval
 from pipeline.report.figures import aligned, money, percent, seconds
-from pipeline.report.run_record import PHASES
+from pipeline.report.record.run_record import PHASES
 
 NOTHING_KNOWN = (
     "Nothing is known of this model's speed on this machine. `--probe 64` computes so many rows and measures; the run "

@@ -10,7 +10,7 @@ from pipeline.errors import EnvironmentFailed, Interrupted, OutputError, TooMany
 from pipeline.job.read_output import doubt_of, status_of
 from pipeline.job.telemetry.run_log import load_run
 from pipeline.job.telemetry.status import Status
-from pipeline.report.run_record import RunRecord
+from pipeline.report.record.run_record import RunRecord
 from pipeline.stores.local_folder import LocalFolder
 
 LOOK_S = 1.0

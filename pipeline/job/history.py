@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.checkpoints.cache import cache_folder
 from pipeline.job.plan import JobPlan
 from pipeline.machine.host import available_cores, processor
-from pipeline.report.run_record import RunRecord
+from pipeline.report.record.run_record import RunRecord
 
 MAX_KEPT = 32  # of each model
 

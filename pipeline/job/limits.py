@@ -15,7 +15,7 @@ from pipeline.config.sections import CostSection, RunSection
 from pipeline.errors import LimitReached
 from pipeline.formatting import duration
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.report.run_record import MICROSECONDS_PER_HOUR, RunRecord
+from pipeline.report.record.run_record import MICROSECONDS_PER_HOUR, RunRecord
 
 RESERVE_S = 3.0  # from the order to stop in the middle of units until every actor rests
 WARN_SHARE = 0.8

@@ -50,7 +50,7 @@ from pipeline.job.totals import OutputTotals
 from pipeline.job.watch import Watch
 from pipeline.machine.host import wall_time
 from pipeline.report.cost import RunReport
-from pipeline.report.run_record import Outcome, RunRecord, SkippedInput
+from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
 from pipeline.stores.retries import RetryCounts
 
 

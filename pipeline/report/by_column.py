@@ -16,8 +16,8 @@ from pipeline.formatting import printable
 from pipeline.report.account import shares_us
 from pipeline.report.cost import RunReport
 from pipeline.report.figures import aligned, money, percent, seconds
-from pipeline.report.json_record import JsonRecord
-from pipeline.report.row_stats import LengthBucket
+from pipeline.report.record.json_record import JsonRecord
+from pipeline.report.record.row_stats import LengthBucket
 
 NULL = "(null)"
 _TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.errors import ConfigError
 from pipeline.report.cost import RunReport
 from pipeline.report.figures import aligned, money, percent, seconds
-from pipeline.report.run_record import PHASES
+from pipeline.report.record.run_record import PHASES
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.engine.params import EngineStats
 from pipeline.engine.speculation.record import BucketLine, SpeculationCounts
-from pipeline.report.run_record import RunRecord
+from pipeline.report.record.run_record import RunRecord
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ Whoever makes it is `pipeline.estimate`. Times are whole microseconds, money is 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.report.json_record import JsonRecord
-from pipeline.report.run_record import PHASES, RunRecord
+from pipeline.report.record.json_record import JsonRecord
+from pipeline.report.record.run_record import PHASES, RunRecord
 
 LEAST_SHARE = 0.01  # of the machine time, below which a phase has no ratio
 

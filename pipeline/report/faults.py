@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from pipeline.report.computed import Computed
-from pipeline.report.json_record import JsonRecord
-from pipeline.report.run_record import ActorRecord, Outcome, RunRecord
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.json_record import JsonRecord
+from pipeline.report.record.run_record import ActorRecord, Outcome, RunRecord
 
 # What people read, and how the figure is made. A fault's machine time is priced at its run's rate.
 FAULTS = {

@@ -7,8 +7,8 @@ from pipeline.formatting import printable
 from pipeline.report.cost import RunReport, Work
 from pipeline.report.drafts import Speculated
 from pipeline.report.estimate import EstimateAndActual
-from pipeline.report.row_stats import ErrorExample
-from pipeline.report.run_record import RunRecord, SkippedInput, per_second
+from pipeline.report.record.row_stats import ErrorExample
+from pipeline.report.record.run_record import RunRecord, SkippedInput, per_second
 
 BAR_WIDTH = 30
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.report.row_stats import LoopedRows
-from pipeline.report.run_record import split_exactly
+from pipeline.report.record.row_stats import LoopedRows
+from pipeline.report.record.run_record import split_exactly
 
 
 @dataclass(frozen=True)

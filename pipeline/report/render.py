@@ -31,8 +31,8 @@ from pipeline.report.figures import (
     target_rows,
     unseen_rows,
 )
-from pipeline.report.row_stats import HISTOGRAM_ERROR
-from pipeline.report.run_record import PHASE_MEANING
+from pipeline.report.record.row_stats import HISTOGRAM_ERROR
+from pipeline.report.record.run_record import PHASE_MEANING
 
 LATENCY_NOTE = "From when the engine took the row in, its queue included: a batch trades it for throughput"
 LATENCY_ERROR = f"From histograms: off by at most {HISTOGRAM_ERROR * 100:.1f} % of itself"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.report.drafts import Speculated
-from pipeline.report.json_record import JsonRecord
-from pipeline.report.row_stats import Histogram
+from pipeline.report.record.json_record import JsonRecord
+from pipeline.report.record.row_stats import Histogram
 
 NAMES = {
     "prefix_sharing": "Prefix sharing",

@@ -11,7 +11,7 @@ import pytest
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.job.telemetry.status import Status
-from pipeline.report.run_record import ActorRecord, RunRecord, no_phases
+from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
 
 EVIL = "evil\x1b[31mRED\x1b]0;title\x07\x1b[2J\x9b\u202e"
 

@@ -15,9 +15,9 @@ from pipeline import errors
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.job.telemetry.status import Status
 from pipeline.report.cost import build_report
+from pipeline.report.record.row_stats import ErrorExample, RowStats
+from pipeline.report.record.run_record import SkippedInput
 from pipeline.report.render import markdown, text
-from pipeline.report.row_stats import ErrorExample, RowStats
-from pipeline.report.run_record import SkippedInput
 from tests.cli.conftest import EVIL, JOB, finished_run, leave_output
 
 

@@ -20,7 +20,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.job import following
 from pipeline.job.following import Following
 from pipeline.job.telemetry.status import Status
-from pipeline.report.run_record import ActorRecord, no_phases
+from pipeline.report.record.run_record import ActorRecord, no_phases
 from tests.cli.conftest import EVIL, finished_run, leave_output
 from tests.faults.store import FaultyStore
 

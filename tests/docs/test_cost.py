@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.report.account import Tokens, accounted, allocate
 from pipeline.report.faults import LostTime
-from pipeline.report.run_record import PHASES, ActorRecord, RunRecord
+from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord
 
 PAGE = Path("docs/cost.md").read_text()
 EXAMPLE = PAGE.partition("### A worked example")[2]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline.job.history import Remembered
-from pipeline.report.row_stats import Histogram, RowStats
-from pipeline.report.run_record import ActorRecord, RunRecord, no_phases
+from pipeline.report.record.row_stats import Histogram, RowStats
+from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pipeline.config.sections import CostSection, RunSection
 from pipeline.errors import LimitReached
 from pipeline.job.limits import BUDGET, MAX_RUNTIME, Limit, RunLimits, must_drain
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.report.run_record import ActorRecord, RunRecord, no_phases
+from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
 from tests.job.conftest import TEXTS, Started, run, runs
 
 A_SECOND = 3600.0  # an hour's price at which a machine second costs one dollar

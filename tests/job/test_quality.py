@@ -23,8 +23,8 @@ from pipeline.job.validate import describe, examine
 from pipeline.report.cost import RunReport
 from pipeline.report.html.page import html
 from pipeline.report.quality import QualityStats
+from pipeline.report.record.run_record import RunRecord
 from pipeline.report.render import markdown, text
-from pipeline.report.run_record import RunRecord
 from tests.job.conftest import TEXTS, runs
 from tests.job.conftest import run as run_fakes
 from tests.model_folders import FAMILIES, make_family

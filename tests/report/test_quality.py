@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.report.quality import QualityReport, QualityStats, told_drop
-from pipeline.report.row_stats import RowStats
+from pipeline.report.record.row_stats import RowStats
 
 
 def rows(agreed: list[int], tokens: int = 20) -> QualityStats:

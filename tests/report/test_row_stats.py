@@ -6,7 +6,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.row_stats import (
+from pipeline.report.record.row_stats import (
     HISTOGRAM_ERROR,
     MAX_EXAMPLES,
     ErrorExample,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.computed import Computed
-from pipeline.report.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
-from pipeline.report.run_record import PHASES, ActorRecord, RunRecord, no_phases, per_second, split_exactly
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import ErrorExample, Histogram, Latency, LengthBucket, RowStats
+from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, no_phases, per_second, split_exactly
 
 
 @given(st.integers(0, 10**15), st.lists(st.integers(0, 10**12), min_size=1, max_size=8))

@@ -26,7 +26,7 @@ from pipeline.job.success import verify
 from pipeline.job.telemetry.run_log import RunLog
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.job.telemetry.writer import Telemetry
-from pipeline.report.row_stats import LengthBucket, RowStats, Timing, latency_of
+from pipeline.report.record.row_stats import LengthBucket, RowStats, Timing, latency_of
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.retries import RetryCounts
 

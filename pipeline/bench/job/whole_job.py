@@ -33,7 +33,7 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.job.telemetry.run_log import load_runs
 from pipeline.machine.host import available_cores
 from pipeline.machine.interpreter import child_environment
-from pipeline.report.run_record import RunRecord
+from pipeline.report.record.run_record import RunRecord
 
 ROW_GROUP = 128
 NUM_FILES = 4

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.machine.host import now_us
-from pipeline.report.run_record import ActorRecord, no_phases
+from pipeline.report.record.run_record import ActorRecord, no_phases
 
 REPORT_S = 1.0  # how often an actor tells
 SILENT_S = 5.0  # an actor of an elastic pool that has no open units and is silent for longer was given back

@@ -33,7 +33,7 @@ from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import Level, LogFolder, engine_log
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import now_us
-from pipeline.report.run_record import ActorRecord
+from pipeline.report.record.run_record import ActorRecord
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
 

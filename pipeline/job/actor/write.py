@@ -16,9 +16,9 @@ from pipeline.engine.params import Completion, RowQuality
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.computed import Computed
 from pipeline.report.quality import QualityStats
-from pipeline.report.row_stats import (
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
     ErrorExample,

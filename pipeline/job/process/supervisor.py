@@ -19,8 +19,8 @@ from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.logs import Level, RotatedLog
 from pipeline.machine.host import now_us
-from pipeline.report.computed import Computed
-from pipeline.report.run_record import summed
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.run_record import summed
 
 MAX_START_DEATHS = 3  # in a row, without a word why
 MAX_REASONS = 10  # of restarts, kept for the report

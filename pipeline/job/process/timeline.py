@@ -1,4 +1,4 @@
-"""An actor's time, cut into the phases of `report/run_record.py` (PHASES) that do not overlap and leave no gap.
+"""An actor's time, cut into the phases of `report/record/run_record.py` (PHASES) that do not overlap and leave no gap.
 
 Pure bookkeeping in whole microseconds: clock values come in as arguments, so the sum of the phases equals the
 time from birth to the last covered moment exactly. What the engine did inside its busy time is told by its
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from pipeline.report.run_record import no_phases, split_exactly
+from pipeline.report.record.run_record import no_phases, split_exactly
 
 # Phases of busy time. decode first: it takes busy time in which the engine counted nothing
 WORK = ("decode", "prefill", "drafts", "preempted", "retried", "quality")

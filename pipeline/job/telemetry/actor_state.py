@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.report.run_record import ActorRecord
+from pipeline.report.record.run_record import ActorRecord
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.status import Status, work
-from pipeline.report.row_stats import Histogram, RowStats
+from pipeline.report.record.row_stats import Histogram, RowStats
 
 SILENT_S = 15.0  # without an actor's word, which it gives each second
 # Upper bounds of buckets in seconds: of whole rows and first tokens, and between two tokens.

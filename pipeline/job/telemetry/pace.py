@@ -6,7 +6,7 @@ In computed tokens: what came from the cache or was refused takes no time.
 from collections import deque
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.report.computed import Computed
+from pipeline.report.record.computed import Computed
 
 WINDOW_S = 30.0
 

@@ -25,10 +25,10 @@ from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import now_us, package_versions, process_mark
 from pipeline.report.cost import RunReport, build_report
 from pipeline.report.estimate import Estimate
-from pipeline.report.moments import Moments
+from pipeline.report.record.moments import Moments
+from pipeline.report.record.row_stats import RowStats
+from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
 from pipeline.report.render import markdown
-from pipeline.report.row_stats import RowStats
-from pipeline.report.run_record import Outcome, RunRecord, SkippedInput
 from pipeline.stores.retries import RetryCounts
 
 RUNS = "_pipeline/runs"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline.formatting import duration
-from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
+from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 
 
 @dataclass(frozen=True)

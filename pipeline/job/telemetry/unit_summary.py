@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.report.json_record import JsonRecord
-from pipeline.report.row_stats import RowStats
+from pipeline.report.record.json_record import JsonRecord
+from pipeline.report.record.row_stats import RowStats
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from pipeline.report.figures import (
     target_rows,
 )
 from pipeline.report.html.charts import charts
+from pipeline.report.record.run_record import PHASE_MEANING
 from pipeline.report.render import LATENCY_NOTE, LENGTHS_NOTE, RUN_HEAD, ended
-from pipeline.report.run_record import PHASE_MEANING
 
 
 @dataclass(frozen=True)

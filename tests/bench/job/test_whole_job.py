@@ -8,7 +8,7 @@ import pytest
 from pipeline.bench.job import whole_job as bench
 from pipeline.bench.job.whole_job import Times, bench_job
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.report.run_record import ActorRecord, RunRecord, no_phases
+from pipeline.report.record.run_record import ActorRecord, RunRecord, no_phases
 
 PEER = """
 import json, sys

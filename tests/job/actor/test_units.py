@@ -17,8 +17,8 @@ from pipeline.job.actor.tokenize import Chat, Tokenize, failed_row, row_seed
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
 from pipeline.job.telemetry.unit_summary import UnitSummary
-from pipeline.report.computed import Computed
-from pipeline.report.row_stats import MAX_MESSAGE, Histogram
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.row_stats import MAX_MESSAGE, Histogram
 from pipeline.tokenization.chat import ChatTemplateError
 from tests.engine.hash_runner import hash_engine
 from tests.job.fake_engine import FakeTokenizer

@@ -12,7 +12,7 @@ from pipeline.data.units import UnitSpec, make_units
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.job.actor.worker import Worker, WorkSpec
 from pipeline.machine.host import now_us
-from pipeline.report.computed import Computed
+from pipeline.report.record.computed import Computed
 from tests.job.conftest import FAKES
 
 

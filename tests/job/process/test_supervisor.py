@@ -16,7 +16,7 @@ from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.job.process.child import SHORT_CHARS, Child, Ended, Launch, oom_kills
 from pipeline.job.process.messages import Ready, Start
 from pipeline.job.process.supervisor import Supervisor, computed
-from pipeline.report.computed import Computed
+from pipeline.report.record.computed import Computed
 from tests.job.fake_engine import answer
 
 

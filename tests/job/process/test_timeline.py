@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipeline.job.actor.ledger import MAX_REPLACED, Ledger, Order, Whereabouts
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.report.run_record import ActorRecord, no_phases
+from pipeline.report.record.run_record import ActorRecord, no_phases
 
 STATS = {"prefill_us": 0, "decode_us": 0}
 

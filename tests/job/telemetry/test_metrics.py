@@ -19,8 +19,8 @@ from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.metrics import Health, Snapshot, cumulative
 from pipeline.job.telemetry.metrics_server import STALLED_S, MetricsServer
 from pipeline.job.telemetry.status import Status
-from pipeline.report.row_stats import Histogram, RowStats, Timing, latency_of
-from pipeline.report.run_record import ActorRecord, no_phases
+from pipeline.report.record.row_stats import Histogram, RowStats, Timing, latency_of
+from pipeline.report.record.run_record import ActorRecord, no_phases
 
 MONITORING = Path(__file__).parents[3] / "infra" / "monitoring"
 STATS = {"num_steps": 4, "prompt_tokens": 90, "cached_tokens": 10, "generated_tokens": 20, "batch_sum": 40,

@@ -2,7 +2,7 @@
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.job.telemetry.pace import Pace
-from pipeline.report.computed import Computed
+from pipeline.report.record.computed import Computed
 
 NOTHING = PartTotals()
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline.report.computed import Computed
-from pipeline.report.json_record import SCHEMA_VERSION, JsonRecord
-from pipeline.report.row_stats import RowStats
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
+from pipeline.report.record.row_stats import RowStats
 
 # The phases of an actor's time. They do not overlap and together are all of it, from the start of the actor's
 # process to its end. Parts are written beside them (all of that is `RunRecord.write_us`): `write` is idle time.

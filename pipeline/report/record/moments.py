@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipeline.report.computed import Computed
-from pipeline.report.run_record import ActorRecord, Moment
+from pipeline.report.record.computed import Computed
+from pipeline.report.record.run_record import ActorRecord, Moment
 
 MAX_MOMENTS = 240
 FIRST_EVERY_US = 1_000_000

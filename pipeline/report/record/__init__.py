@@ -1,0 +1,1 @@
+"""What runs leave about themselves: time by phase, tokens, rows, in whole numbers that add up"""
