@@ -3,20 +3,19 @@
 Inputs come in blocks of 128. A block of an output's weight is 16 words of 32 bits, in the order in which the left
 operand of a GPU's products lies in registers, so a thread reads its words of a row at once and nothing moves between
 threads. Of four threads that share a row, thread l has word 4 l + j of quarter j of the block: four runs r of two
-inputs. For wgmma these are inputs 8 r + 2 l of the quarter and the next (ADJACENT 2); for mma.sync Triton gives a thread
-four inputs side by side, 16 (r // 2) + 4 l + 2 (r % 2) and the next (ADJACENT 4). Bits 4 r to 4 r + 3 of a word's high
-half hold the first of the two, those of its low half the second: ptxas then swaps fewer halves.
+inputs. For wgmma these are inputs 8 r + 2 l of the quarter and the next (ADJACENT 2); for mma.sync Triton gives a
+thread four inputs side by side, 16 (r // 2) + 4 l + 2 (r % 2) and the next (ADJACENT 4). Bits 4 r to 4 r + 3 of a
+word's high half hold the first of the two, those of its low half the second: ptxas then swaps fewer halves.
 
-One shift, one mask and one `or` give two 16-bit floats for neighbouring inputs: with a nibble at the top of the mantissa
-and 2^4 as the exponent, a half is 16 + q exactly, in float16 as in bfloat16 (after Kim et al. 2022, "Who says elephants
-can't run"). Blocks come first in memory, so a tile of outputs reads one run of it.
+One shift, one mask and one `or` give two 16-bit floats for neighbouring inputs: with a nibble at the top of the
+mantissa and 2^4 as the exponent, a half is 16 + q exactly, in float16 as in bfloat16 (after Kim et al. 2022, "Who says
+elephants can't run"). Blocks come first in memory, so a tile of outputs reads one run of it.
 
 weight = (q - zero) * scale. 16 + zero is subtracted from 16 + q in registers, which is exact: both are integers of at
 most 256. The scale is applied after the dot product of each group, in float32. The scale and 16 + zero of a group lie
-side by side, and a step of the loop takes a chunk of two blocks, so that each thread copies at least the 4 bytes that an
-asynchronous copy takes.
-The outputs are the rows of a tile and the tokens its columns, as only the left operand of wgmma may come from
-registers, and few tokens fit its narrow side.
+side by side, and a step of the loop takes a chunk of two blocks, so that each thread copies at least the 4 bytes that
+an asynchronous copy takes. The outputs are the rows of a tile and the tokens its columns, as only the left operand of
+wgmma may come from registers, and few tokens fit its narrow side.
 
 Suffixes: N outputs, K inputs, M tokens, C chunks, B blocks, W words of a block (16), L threads (4) that share a row's
 words, Q quarters of a block, G groups of a chunk, P parts of the inputs, and J inputs of a dot product.

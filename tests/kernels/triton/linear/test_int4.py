@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from pipeline.kernels.triton.launch import A100, H100, Target
+from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.kernels.triton.linear.dispatch import (
-    CROSSOVER_CACHED,
-    CROSSOVER_SCRATCH,
     DenseLinear,
     Scratch,
     TwoPathLinear,
@@ -153,8 +152,9 @@ def test_the_crossover_parts_the_ways(with_scratch: bool, monkeypatch: pytest.Mo
 
 def test_default_crossovers() -> None:
     weight = random_weight(8, 32, 32)
-    assert TwoPathLinear(weight, torch.float32, DEVICE).crossover == CROSSOVER_CACHED
-    assert TwoPathLinear(weight, torch.float32, DEVICE, Scratch(torch.float32, DEVICE)).crossover == CROSSOVER_SCRATCH
+    of_card = crossover_of(Target.of(DEVICE).capability)
+    assert TwoPathLinear(weight, torch.float32, DEVICE).crossover == of_card.cached
+    assert TwoPathLinear(weight, torch.float32, DEVICE, Scratch(torch.float32, DEVICE)).crossover == of_card.scratch
 
 
 def test_linears_share_a_scratch() -> None:
