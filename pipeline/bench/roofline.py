@@ -18,7 +18,7 @@ from pipeline.engine.startup.memory import EXPECTED_TOKENS, SLACK_BYTES, cache_b
 from pipeline.engine.startup.resolve import no_such_weight
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
-from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.cost_model import (
@@ -179,10 +179,11 @@ def bench_roofline(
     for card in chosen:
         ceilings = Ceilings.of_card(card, reached)
         crossovers[card.name] = crossover(size, weights, ceilings)
-        jobs += [_job(each, size, weights, ceilings, serving) for each in sets]
+        served = crossover_of(card.compute_capability)
+        jobs += [_job(each, size, weights, ceilings, serving, served) for each in sets]
         if weights.fp8 and card.fp8_flops is None:
             continue
-        _, kind = _kinds(size, weights, ceilings, serving)[-1]
+        _, kind = _kinds(size, weights, ceilings, serving, served)[-1]
         steps += [
             StepBound(card.name, work, step_seconds(tokens, size, kind, ceilings, serving.value_bytes(size)))
             for work, tokens in _steps()
@@ -228,7 +229,9 @@ def _steps() -> list[tuple[str, StepTokens]]:
     return [*decoding, (f"{PROMPTS} prompts of {CONTEXT:,}", tokens(PROMPTS, CONTEXT))]
 
 
-def _kinds(size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Serving) -> list[tuple[str, Weights]]:
+def _kinds(
+    size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Serving, served: Crossover
+) -> list[tuple[str, Weights]]:
     """What the weights may be kept as, by name: one by the engine's rules, else all that there is to choose from."""
     if weights.fp8 or not weights.int4:
         return [("fp8" if weights.fp8 else "16 bit", weights)]
@@ -239,18 +242,20 @@ def _kinds(size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Ser
     room = kv_room(size, cached, ceilings, kv_value_bytes=value_bytes)
     room -= int(SLACK_BYTES / size.kv_bytes_per_token(value_bytes))
     if room >= cache_before_dense(serving.max_num_seqs, EXPECTED_TOKENS):  # as `dense_weights_fit`
-        return [("int4 + 16 bit", replace(cached, fused_tokens=CROSSOVER_CACHED))]
-    return [("int4", replace(scratch, fused_tokens=CROSSOVER_SCRATCH))]
+        return [("int4 + 16 bit", replace(cached, fused_tokens=served.cached))]
+    return [("int4", replace(scratch, fused_tokens=served.scratch))]
 
 
-def _job(work: RequestSet, size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Serving) -> JobBound:
+def _job(
+    work: RequestSet, size: DecoderSize, weights: Weights, ceilings: Ceilings, serving: Serving, served: Crossover
+) -> JobBound:
     """Of several kinds of weights the one that ends soonest."""
     if weights.fp8 and ceilings.fp8_flops_per_s is None:
         needed = ".".join(map(str, LEAST_CAPABILITY))
         return JobBound(ceilings.name, work.name, "fp8", 0, None, f"has no fp8: compute capability {needed} does")
     value_bytes = serving.value_bytes(size)
     found: list[JobBound] = []
-    for name, kind in _kinds(size, weights, ceilings, serving):
+    for name, kind in _kinds(size, weights, ceilings, serving, served):
         room = kv_room(size, kind, ceilings, kv_value_bytes=value_bytes)
         job = None
         if room >= work.longest + BLOCK_SIZE:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.engine.params import GPU_MAX_NUM_SEQS
-from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
 from pipeline.roofline.cost_model import Ceilings, Reached, StepTokens, step_seconds
@@ -35,7 +35,8 @@ def speed_on(
     weights = config.weights_on_card(activation_dtype)
     if sequences == 0 or (weights.fp8 and card.fp8_flops is None):
         return None
-    most_fused = CROSSOVER_CACHED if keeps_dense else CROSSOVER_SCRATCH
+    of_card = crossover_of(card.compute_capability)
+    most_fused = of_card.cached if keeps_dense else of_card.scratch
     weights = replace(weights, cached=keeps_dense, fused_tokens=most_fused)
     size, ceilings = config.size, Ceilings.of_card(card, Reached())
 

@@ -71,16 +71,17 @@ class GraphShape:
 class GraphAttention(Protocol):
     """What attention reads of a step, in device tensors that stay where they are.
 
-    With its `plans` in an `AttentionInput`, `Kernels.attention` launches the same work whatever the step, so that
-    it can be captured once and replayed after `refill`.
+    With one of its `plans` in an `AttentionInput`, `Kernels.attention` launches the same work whatever the step, so
+    that it can be captured once and replayed after `refill`. The first of them is for any one sequence; the others are
+    for steps that have work of another kind beside, and several sequences.
     """
 
-    plans: dict[Hashable, Any]
+    plans: tuple[dict[Hashable, Any], ...]
     max_queries: int
 
-    def refill(self, where: AttentionInput, most_short: int = 0) -> None:
-        """Bring the tensors up to a step, without waiting for the device. most_short: by how many tokens contexts may
-        be shorter than `where` has them."""
+    def refill(self, where: AttentionInput, most_short: int = 0) -> int:
+        """Bring the tensors up to a step, without waiting for the device, and return which of `plans` it takes.
+        most_short: by how many tokens contexts may be shorter than `where` has them."""
         ...
 
     def shorten(self, short_S: torch.Tensor) -> None:

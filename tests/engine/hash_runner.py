@@ -85,7 +85,7 @@ class HashRunner:
 def _with(step: StepInput, future: FutureTokens) -> StepInput:
     """The step as the device has it."""
     numbers_3T = torch.from_numpy(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]))
-    future.put_into(numbers_3T)
+    future.put_into(numbers_3T, torch.from_numpy(future.index_2F))
     token_id_T, position_T, slot_mapping_T = numbers_3T.numpy()
     step = replace(step, token_id_T=token_id_T, position_T=position_T, slot_mapping_T=slot_mapping_T)
     if future.rejected is None:

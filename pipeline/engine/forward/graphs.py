@@ -4,7 +4,11 @@ A step can be replayed where each sequence computes few tokens: plain decoding, 
 passes. It is padded to one of a few numbers of tokens, for each of which there is a graph; what pads it reads token 0
 at position 0, writes its key and value into a block that no sequence has, and attends to nothing. Everything
 that changes from step to step lies in tensors that stay where they are: token ids, positions and slots here, who
-attends to what in `kernels.contract.GraphAttention`. Other steps are launched kernel by kernel.
+attends to what in `kernels.contract.GraphAttention`. Each number of tokens has a graph for each kind of step that
+attention tells apart. Other steps are launched kernel by kernel.
+
+All numbers of a step that are not attention's reach the device in one copy, those that are read after or before the
+graph too: each copy takes some 2 us of the device, and of the host more.
 
 Suffixes: those of `kernels/contract.py`; P tokens of a padded step, H hidden.
 """
@@ -51,7 +55,7 @@ class CudaCapture:
 @dataclass(frozen=True)
 class _Graph:
     numbers_3P: torch.Tensor  # token ids, positions, slots
-    replay: Callable[[], None]
+    replay: tuple[Callable[[], None], ...]  # of each kind of step
 
 
 def graph_sizes(most_tokens: int) -> list[int]:
@@ -103,23 +107,26 @@ class StepGraphs:
         self._graphs: dict[int, _Graph] = {}
         # All of them write here: only one runs at a time, and each would keep its own.
         self._hidden_PH = torch.empty(most_tokens, config.hidden_size, dtype=decoder.dtype, device=self._device)
-        numbers = torch.zeros(3 * most_tokens, dtype=torch.int64, device=self._device)
+        # Token ids, positions and slots; then where future tokens go and come from, two of a sequence with drafts at
+        # most; then the rows that want logits.
+        self._numbers = torch.zeros(4 * most_tokens + 4 * max_num_seqs, dtype=torch.int64, device=self._device)
         self._attention.refill(_one_token(block_size))
         for done, size in enumerate(reversed(self._sizes.tolist())):  # the largest first: the others fit its memory
             say(done, len(self._sizes))
-            numbers_3P = numbers[: 3 * size].view(3, size)
+            numbers_3P = self._numbers[: 3 * size].view(3, size)
             numbers_3P.copy_(torch.tensor([[0], [0], [self._padding_slot]]).expand(3, size))
-            where = AttentionInput(
-                np.arange(size + 1, dtype=np.int32),
-                np.ones(size, dtype=np.int32),
-                np.zeros((size, 1), dtype=np.int32),
-                numbers_3P[2],
-                block_size,
-                self._attention.plans,
-            )
-            hidden_PH = self._hidden_PH[:size]
-            replay = capture(lambda n=numbers_3P, w=where, h=hidden_PH: _write(h, forward(n[0], n[1], w)))
-            self._graphs[size] = _Graph(numbers_3P, replay)
+            hidden_PH, replay = self._hidden_PH[:size], []
+            for plans in self._attention.plans if size > 1 else self._attention.plans[:1]:
+                where = AttentionInput(
+                    np.arange(size + 1, dtype=np.int32),
+                    np.ones(size, dtype=np.int32),
+                    np.zeros((size, 1), dtype=np.int32),
+                    numbers_3P[2],
+                    block_size,
+                    plans,
+                )
+                replay.append(capture(lambda n=numbers_3P, w=where, h=hidden_PH: _write(h, forward(n[0], n[1], w))))
+            self._graphs[size] = _Graph(numbers_3P, tuple(replay))
 
     @property
     def max_queries(self) -> int:
@@ -140,21 +147,27 @@ class StepGraphs:
         num_tokens = len(step.token_id_T)
         size = int(self._sizes[np.searchsorted(self._sizes, num_tokens)])
         graph = self._graphs[size]
-        padded_3P = np.empty((3, size), dtype=np.int64)
+        wants_all = len(step.logit_row_R) == num_tokens
+        index_F2 = np.zeros(0, dtype=np.int64) if future is None else future.index_2F.ravel()
+        row_R = np.zeros(0, dtype=np.int64) if wants_all else step.logit_row_R
+        staged = np.empty(3 * size + len(index_F2) + len(row_R), dtype=np.int64)
+        padded_3P = staged[: 3 * size].reshape(3, size)
         padded_3P[:, num_tokens:] = [[0], [0], [self._padding_slot]]
         padded_3P[:, :num_tokens] = step.token_id_T, step.position_T, step.slot_mapping_T
-        graph.numbers_3P.copy_(on_device(padded_3P, self._device), non_blocking=True)
+        rows_at = 3 * size + len(index_F2)
+        staged[3 * size : rows_at] = index_F2
+        staged[rows_at:] = row_R
+        numbers = self._numbers[: len(staged)]
+        numbers.copy_(on_device(staged, self._device), non_blocking=True)
         rejected = None
         if future is not None:
-            future.put_into(graph.numbers_3P)
+            future.put_into(graph.numbers_3P, numbers[3 * size : rows_at].view(2, -1))
             rejected = future.rejected
-        self._attention.refill(where, 0 if rejected is None else rejected.most)
+        kind = self._attention.refill(where, 0 if rejected is None else rejected.most)
         if rejected is not None:
             self._attention.shorten(rejected.count_S)
-        graph.replay()
-        if len(step.logit_row_R) == num_tokens:
-            return self._hidden_PH[:num_tokens]
-        return self._hidden_PH[on_device(step.logit_row_R, self._device)]
+        graph.replay[kind]()
+        return self._hidden_PH[:num_tokens] if wants_all else self._hidden_PH[numbers[rows_at:]]
 
 
 def _write(into_PH: torch.Tensor, hidden_PH: torch.Tensor) -> None:

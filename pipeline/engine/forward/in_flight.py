@@ -50,10 +50,15 @@ class FutureTokens:
     token_ids_R: torch.Tensor
     rejected: RejectedDrafts | None = None  # where the step in flight has drafts
 
-    def put_into(self, numbers_3T: torch.Tensor) -> None:
-        """Into the token ids, positions and slots of the step, as the plan has them."""
-        device = numbers_3T.device
-        numbers_3T[0, on_device(self.place_F, device)] = self.token_ids_R[on_device(self.row_F, device)]
+    @property
+    def index_2F(self) -> np.ndarray:
+        """place_F and row_F, for `put_into`."""
+        return np.stack([self.place_F, self.row_F])
+
+    def put_into(self, numbers_3T: torch.Tensor, index_2F: torch.Tensor) -> None:
+        """Into the token ids, positions and slots of the step, as the plan has them. index_2F: `index_2F` on the
+        device."""
+        numbers_3T[0].index_copy_(0, index_2F[0], self.token_ids_R[index_2F[1]])
         if self.rejected is not None:
             self.rejected.put_into(numbers_3T)
 

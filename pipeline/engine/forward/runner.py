@@ -60,7 +60,7 @@ class ModelRunner:
         assert future is None or future.rejected is None, "only captured attention reads contexts on the device"
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         if future is not None:
-            future.put_into(numbers_3T)
+            future.put_into(numbers_3T, on_device(future.index_2F, self.decoder.device))
         where = AttentionInput(*places, numbers_3T[2], self.block_size)
         return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], where, step.logit_row_R))
 

@@ -12,7 +12,13 @@ from pipeline.model.config import ModelConfig
 from pipeline.weights.formats import is_int4
 
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
-MIN_GROUP_SIZE = 32  # of 4-bit weights, which have a scale of 16 bits and a zero of 8 for each group on a GPU
+MIN_GROUP_SIZE = 32  # of 4-bit weights
+INT4_BLOCK = 128  # inputs of a 4-bit weight on a GPU that have a scale and a zero point at least
+_SAY_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
 EXPECTED_TOKENS = 2048  # of a sequence, for which the KV cache is to have room before 4-bit weights get a 16-bit form
 ENOUGH_TOKENS = 128 << 10  # for all sequences: by the cost model that form serves more than cache beyond these does
 SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
@@ -55,7 +61,8 @@ def weight_bytes(
             return dense - int(config.num_linear_parameters() * (dtype.itemsize - 1 - per_group))
         if config.quantization is None or not is_int4(config.quantization):
             return dense
-        packed = int(config.num_linear_parameters() * (0.5 + 3 / (config.quantization.group_size or MIN_GROUP_SIZE)))
+        group_size = min(config.quantization.group_size or MIN_GROUP_SIZE, INT4_BLOCK)
+        packed = int(config.num_linear_parameters() * (0.5 + 4 / group_size))  # a scale and a zero in 16 bit each
         return packed + dense - (0 if keeps_dense else config.num_linear_parameters() * dtype.itemsize)
     width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
     embeddings = 2 * config.vocab_size * config.hidden_size * width  # a table to look up and a linear, tied or not
@@ -75,12 +82,14 @@ def weight_bytes(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed in a way after which the process is as sound as before.
 
-    torch's CPU allocator has no type of its own for this: it raises a bare RuntimeError, so its message has to be read.
-    Other device errors may leave the device in an unknown state and are not among these.
+    Whoever is not torch's allocator for a device has no type of its own for this and raises a bare RuntimeError, so its
+    message has to be read: torch's CPU allocator, cuBLAS, which allocates a workspace with its first product of a
+    stream, and Triton, whose kernels need memory when they are loaded and for registers that were spilled. None of them
+    has started any work then. Other device errors may leave the device in an unknown state and are not among these.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return type(error) is RuntimeError and any(text in str(error) for text in _SAY_OUT_OF_MEMORY)
 
 
 def release_cached_memory() -> None:

@@ -97,12 +97,13 @@ class CapturedBatchInvariantAttention:
         self._numbers = torch.zeros(self._contexts_at + shape.max_seqs, dtype=torch.int32, device=device)
         self._table_SM = torch.zeros(shape.max_seqs, shape.max_blocks, dtype=torch.int32, device=device)
         numbers = self._numbers[: shape.max_seqs + 1], self._numbers[self._contexts_at :]
-        self.plans: dict[Hashable, Any] = {}
+        plans: dict[Hashable, Any] = {}
         for window in shape.windows:
             metadata = PrefillMetadata(window or _NO_WINDOW, self._item_I2, *numbers, self._table_SM)
-            self.plans[plan_key(window)] = AttentionPlan(None, metadata)
+            plans[plan_key(window)] = AttentionPlan(None, metadata)
+        self.plans = (plans,)
 
-    def refill(self, where: AttentionInput, most_short: int = 0) -> None:
+    def refill(self, where: AttentionInput, most_short: int = 0) -> int:
         """A tile finds on the device where its window begins, so a shorter context changes nothing here."""
         num_seqs, num_blocks = where.block_table_SM.shape
         numbers = np.zeros(len(self._numbers), dtype=np.int32)
@@ -112,6 +113,7 @@ class CapturedBatchInvariantAttention:
         self._numbers.copy_(on_device(numbers, self._device), non_blocking=True)
         table_SM = np.ascontiguousarray(where.block_table_SM)
         self._table_SM[:num_seqs, :num_blocks].copy_(on_device(table_SM, self._device), non_blocking=True)
+        return 0
 
     def shorten(self, short_S: torch.Tensor) -> None:
         self._numbers[self._contexts_at : self._contexts_at + len(short_S)] -= short_S

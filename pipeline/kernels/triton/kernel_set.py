@@ -43,7 +43,7 @@ def triton_kernels(
             "sample": "Triton, one launch",
         },
         graph_attention=CapturedAttention,
-        rounded=fp8_linears(device),
+        rounded=fp8_linears(device, deterministic),
     )
     if not deterministic:
         return kernels

@@ -109,12 +109,12 @@ def test_linears_are_held_against_the_better_path_and_the_border_is_suggested():
     assert "3 numbers of tokens from 1 to 256: 64" in found.about
     cached, scratch = found.look_first
     assert cached == (
-        "CROSSOVER_CACHED in kernels/triton/linear/crossover.py is 64; this run says 64 (measured next: 256); "
-        "by linear: qkv 64, down 64"
+        "the cached crossover of kernels/triton/linear/crossover.py is 128; this run says 64 (measured next: 256), for "
+        "MEASURED there; by linear: qkv 64, down 64"
     )
-    assert "CROSSOVER_SCRATCH in kernels/triton/linear/crossover.py is 192; this run says 64" in scratch
+    assert "the scratch crossover of kernels/triton/linear/crossover.py is 256; this run says 64" in scratch
     assert cached in replace(BARE, linears=model.linears).to_text(), "told whether the aim is met or not"
-    assert [border["now"] for border in model.to_json()["borders"]] == [64, 192]
+    assert [border["now"] for border in model.to_json()["borders"]] == [128, 256]
     plain = summed_up(linears(dense=(1, 1, 1), served=(1, 1, 2)), SIZE, AWQ, RATES)
     assert "no fused int4 path" in aim("linears as served", replace(BARE, linears=plain)).look_first[0]
 

@@ -21,7 +21,12 @@ from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy
 
 CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
-ERRORS = (torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError(CPU_ALLOCATOR))
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+ERRORS = (
+    torch.OutOfMemoryError("CUDA out of memory."),
+    MemoryError(),
+    *(RuntimeError(text) for text in (CPU_ALLOCATOR, CUBLAS, "Triton Error [CUDA]: out of memory")),
+)
 
 
 def fail_where(engine: Engine, fails: Callable[[StepInput], bool]) -> list[int]:
@@ -129,7 +134,12 @@ def test_fault_04_rows_that_sit_out_lose_no_work_and_the_limit_is_doubled_after_
 
 
 def test_fault_05_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory() -> None:
-    for error in (RuntimeError("CUDA error: device-side assert triggered"), ValueError("x"), RuntimeError("shape")):
+    others = (
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED",
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+    )
+    triggered = "CUDA error: device-side assert triggered"
+    for error in (*(RuntimeError(text) for text in (triggered, "shape", *others)), ValueError("x")):
         assert not is_out_of_memory(error)
         engine = hash_engine(16, 4)
         engine.add(Request(0, [1], SamplingParams()))

@@ -13,7 +13,15 @@ from pipeline.kernels.triton.elementwise import add_rms_norm_launch, norm_rope_w
 from pipeline.kernels.triton.launch import Launch, Target
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
 from pipeline.kernels.triton.linear.fp8 import LEAST_CAPABILITY, E4m3Weight, fp8_launches
-from pipeline.kernels.triton.linear.int4 import CHUNK, WORDS, TiledInt4, dequantize_launch, int4_launches
+from pipeline.kernels.triton.linear.int4 import (
+    BLOCK,
+    CHUNK,
+    WORDS,
+    TiledInt4,
+    adjacent_inputs,
+    dequantize_launch,
+    int4_launches,
+)
 from pipeline.kernels.triton.sampling.argmax import greedy_launches
 from pipeline.kernels.triton.sampling.sample import sample_launch
 
@@ -100,13 +108,12 @@ def _attention(
 
 def _int4(shape: ModelShape, dtype: torch.dtype, target: Target) -> dict[str, Launch]:
     num_outputs, num_inputs, group = shape.hidden_size, shape.intermediate_size, shape.group_size
-    groups = -(-num_inputs // group), num_outputs
+    chunks = -(-num_inputs // CHUNK)
     tiled = TiledInt4(
-        torch.empty(-(-num_inputs // CHUNK), num_outputs, WORDS, dtype=torch.int32, device=_META),
-        torch.empty(groups, dtype=torch.float16, device=_META),
-        torch.empty(groups, dtype=torch.uint8, device=_META),
-        group,
+        torch.empty(chunks * CHUNK // BLOCK, num_outputs, WORDS, dtype=torch.int32, device=_META),
+        torch.empty(chunks, num_outputs, CHUNK // min(group, BLOCK), 2, dtype=torch.float16, device=_META),
         num_inputs,
+        adjacent_inputs(target),
     )
     weight_NK = torch.empty(num_outputs, num_inputs, dtype=dtype, device=_META)
     found = {"dequantize": dequantize_launch(tiled, weight_NK)}
@@ -133,7 +140,7 @@ def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: Target) -> di
         weight = E4m3Weight(
             torch.empty(num_outputs, num_inputs, dtype=torch.float8_e4m3fn, device=_META),
             torch.empty(num_inputs // shape.group_size, num_outputs, dtype=torch.float32, device=_META),
-            min(shape.group_size, CHUNK),
+            min(shape.group_size, BLOCK),
             shape.group_size,
             num_inputs,
         )

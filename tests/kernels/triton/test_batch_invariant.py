@@ -182,10 +182,10 @@ def test_captured_work_serves_every_step() -> None:
     )
     for lengths in ([(100, 1)] * 6, [(70, 4)], [(1500, 1), (5, 1), (64, 4)]):
         step = make_step(lengths, (4, 2), 16, 64, torch.float32)
-        captured.refill(step.where)
+        assert captured.refill(step.where) == 0
         where = AttentionInput(
             *(np.zeros(1, dtype=np.int32),) * 2, np.zeros((1, 1), dtype=np.int32),
-            step.where.slot_mapping_T, 64, captured.plans,
+            step.where.slot_mapping_T, 64, captured.plans[0],
         )  # fmt: skip
         padded = torch.cat([step.q_TND, torch.zeros(3, 4, 16, device=DEVICE)])
         ours = BatchInvariantAttention(DEVICE)(padded, *step.tensors[1:], where, 0.3, window)

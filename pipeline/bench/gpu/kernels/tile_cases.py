@@ -130,7 +130,7 @@ class _Cases:
     def int4(self, name: str, inputs: int, outputs: int, tokens: int) -> TileCase:
         packed, x_MK, out_MN = self.linear(inputs, outputs, tokens)
         weight, target = int4.TiledInt4.of(packed, self.device), self.target
-        num_chunks = len(weight.word_CNW)
+        num_chunks = weight.num_chunks
         chosen = int4.tile_for(tokens, outputs, num_chunks, target)
 
         def launches(tile: Tile) -> list[Launch]:
@@ -140,8 +140,8 @@ class _Cases:
             return int4.int4_launches(x_MK, weight, None, out_MN, target, wanted)
 
         shipped = {"outputs": chosen.outputs, "warps": chosen.num_warps, "stages": chosen.num_stages}
-        shipped["programs"] = PROGRAMS
-        others = _others(shipped, outputs=(64, 128), warps=(4, 8), stages=(2, 3, 4, 5), programs=(1, 2, 4))
+        shipped["programs"] = int4.PROGRAMS[chosen.tokens]
+        others = _others(shipped, outputs=(64, 128), warps=(4, 8), stages=(2, 3, 4, 5), programs=(1, 2, 3, 4))
         group, case = f"tiles of {chosen.tokens} tokens", f"{name}, {tokens} tokens"
         return TileCase("int4.tile_for", group, case, shipped, others, launches, out_MN, self.tolerance)
 

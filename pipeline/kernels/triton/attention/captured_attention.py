@@ -1,6 +1,7 @@
 """Attention of captured steps: metadata of fixed size for each window. See `contract.GraphAttention`."""
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ from pipeline.kernels.triton.launch import Target
 
 
 class CapturedAttention:
-    """A `DecodeMetadata` for each sliding window of the model's layers, large enough for every step of `shape`."""
+    """A `DecodeMetadata` for each sliding window of the model's layers, large enough for every step of `shape`.
+
+    Steps in which no prefix is read together take plans without a cascade: its empty launch would cost each layer some
+    microseconds.
+    """
 
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
         self.max_queries = min(shape.max_queries, most_queries(shape.num_heads // shape.num_kv_heads))
@@ -31,14 +36,23 @@ class CapturedAttention:
             )
             for window in shape.windows
         ]
-        self.plans: dict[Hashable, Any] = {}
-        for metadata in self._metadata:
-            self.plans[plan_key(metadata.window)] = AttentionPlan(metadata, None)
+        with_cascade: dict[Hashable, Any] = {
+            plan_key(metadata.window): AttentionPlan(metadata, None) for metadata in self._metadata
+        }
+        alone: dict[Hashable, Any] = {
+            plan_key(metadata.window): AttentionPlan(replace(metadata, cascade=None), None)
+            for metadata in self._metadata
+        }
+        self.plans = (alone, with_cascade) if None in shape.windows else (alone,)
 
-    def refill(self, where: AttentionInput, most_short: int = 0) -> None:
+    def refill(self, where: AttentionInput, most_short: int = 0) -> int:
+        kind = 0
         for metadata in self._metadata:
             shared = [] if metadata.cascade is None else self._cascade.numbers(where)
+            if shared and shared[0].size > 0:
+                kind = 1
             metadata.refill(where, shared=shared, most_short=most_short)
+        return kind
 
     def shorten(self, short_S: torch.Tensor) -> None:
         """Tiles after the end of a shorter context hold nothing that its queries see, and add nothing."""

@@ -142,8 +142,6 @@ def cascade_launch(
     columns = power_of_two(head_dim, 16)
     is_fp8 = cache.k_CBKD.dtype == FP8
     keys, stages = tile_of(columns, q_TND.element_size(), is_fp8, False, target)
-    if is_fp8:
-        keys = min(keys, 64)  # more do not fit the registers beside what is widened
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert UNIT % keys == 0
     return Launch(

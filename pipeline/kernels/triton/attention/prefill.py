@@ -185,6 +185,8 @@ def tile_of(columns: int, element_size: int, is_fp8: bool, windowed: bool, targe
         keys = 128 if row_bytes <= 128 or (row_bytes == 256 and not windowed) else 64 if row_bytes <= 256 else 32
     else:
         keys = 64 if row_bytes <= 128 else 32
+    if is_fp8:
+        keys = min(keys, 64)  # more do not fit the registers beside what is widened
     most = 1 if keys * row_bytes > 64 * 256 else 2
     left = target.max_shared_bytes - rows_of(columns) * row_bytes
     stored_bytes = 2 * keys * row_bytes

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.contract import Linear
 from pipeline.kernels.triton.launch import Target
-from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, int4_launches, serves
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
@@ -73,7 +73,8 @@ class TwoPathLinear:
         self.tiled = TiledInt4.of(weight, device)
         self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
         self.scratch, self.shape_NK = scratch, (weight.out_features, weight.in_features)
-        default = CROSSOVER_CACHED if scratch is None else CROSSOVER_SCRATCH
+        of_card = crossover_of(self.target.capability)
+        default = of_card.cached if scratch is None else of_card.scratch
         self.crossover = default if crossover is None else crossover
         if scratch is None:
             self.kept_NK = self._dequantized(torch.empty(self.shape_NK, dtype=dtype, device=device))

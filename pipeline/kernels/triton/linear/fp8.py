@@ -6,7 +6,8 @@ float32 has (DeepSeek-V3, section 3.3.2); a block has at most 128 products, and 
 
 A weight's inputs are split into parts by its shape alone, not by the number of tokens. Each part is summed by itself,
 then the parts are added in order: by programs of their own with few tokens, by one program with many. So the order of
-sums, and every bit of a token's result, is the same whatever else is in the step. The outputs are the rows of a tile
+sums, and every bit of a token's result, is the same whatever else is in the step. (cuBLAS takes products of many tokens
+where it has them and no such order is asked for: `scaled_mm.py`.) The outputs are the rows of a tile
 and the tokens its columns: wgmma takes at least 64 rows, and from 8 columns on.
 
 Few tokens have no path of fewer bytes, as int4 weights have without fp8: a weight is one byte, read once a step.
@@ -29,6 +30,7 @@ from pipeline.kernels.activations.fp8 import LARGEST, LEAST_CAPABILITY, SMALLEST
 from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.kernels.triton.linear.int4 import add_parts_launch
+from pipeline.kernels.triton.linear.scaled_mm import BLOCK, LEAST_TOKENS, has_scaled_mm, scaled_mm
 from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -193,7 +195,8 @@ class Fp8Tile:
 
 def tile_for(num_tokens: int, parts: int, block: int, target: Target) -> Fp8Tile:
     """Of 64 tokens at most where a tile of 128 would not fit the registers: beside the sums of a block and of a part it
-    holds, of several parts, those of all."""
+    holds, of several parts, those of all. Not 64 outputs x 128 tokens by 4 warps, of which two programs would fit a
+    multiprocessor: a tile reads (outputs + tokens) / (outputs * tokens) bytes a product, half as many again."""
     most = 128 if target.has_wgmma and parts == 1 else 64
     tokens = min(most, power_of_two(num_tokens, 16))
     outputs, num_warps = (64, 4) if tokens <= 32 else (128, 8)
@@ -207,6 +210,23 @@ def parts_of(num_outputs: int, num_blocks: int, block: int, target: Target) -> i
     wanted = 2 * target.num_multiprocessors // -(-num_outputs // 64)
     per_part = -(-num_blocks // max(1, min(wanted, num_blocks * block // 512)))
     return -(-num_blocks // per_part)
+
+
+def rounding_launch(x_MK: torch.Tensor, weight: E4m3Weight) -> tuple[Launch, torch.Tensor, torch.Tensor]:
+    """What rounds the inputs for this weight, the values (M, K) and the scales (B, M). Rows of x may lie apart."""
+    num_tokens, block, row_stride = len(x_MK), weight.block, weight.value_NK.shape[1]
+    num_blocks = row_stride // block
+    assert x_MK.stride(1) == 1
+    value_MK = torch.empty(num_tokens, row_stride, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    scale_BM = torch.empty(num_blocks, num_tokens, dtype=torch.float32, device=x_MK.device)
+    blocks = min(_ROUNDED_AT_ONCE // block, power_of_two(num_blocks))
+    launch = Launch(
+        _round,
+        (num_tokens, -(-num_blocks // blocks)),
+        (x_MK, value_MK, scale_BM, num_tokens, weight.num_inputs, num_blocks, x_MK.stride(0)),
+        {"BLOCK": block, "BLOCKS": blocks},
+    )
+    return launch, value_MK, scale_BM
 
 
 def fp8_launches(
@@ -224,16 +244,7 @@ def fp8_launches(
     num_tokens, block = len(x_MK), weight.block
     num_outputs, row_stride = weight.value_NK.shape
     num_blocks = row_stride // block
-    assert x_MK.stride(1) == 1
-    value_MK = torch.empty(num_tokens, row_stride, dtype=torch.float8_e4m3fn, device=x_MK.device)
-    scale_BM = torch.empty(num_blocks, num_tokens, dtype=torch.float32, device=x_MK.device)
-    blocks = min(_ROUNDED_AT_ONCE // block, power_of_two(num_blocks))
-    rounding = Launch(
-        _round,
-        (num_tokens, -(-num_blocks // blocks)),
-        (x_MK, value_MK, scale_BM, num_tokens, weight.num_inputs, num_blocks, x_MK.stride(0)),
-        {"BLOCK": block, "BLOCKS": blocks},
-    )
+    rounding, value_MK, scale_BM = rounding_launch(x_MK, weight)
     parts = parts_of(num_outputs, num_blocks, block, target)
     tile = tile or tile_for(num_tokens, parts, block, target)
     # Parts are written and read again, 8 bytes a token and output each: small beside the weight, or not at all.
@@ -263,34 +274,52 @@ def fp8_launches(
 
 
 class Fp8Linear:
-    """y = rounded x @ weight.T + bias, by the same sums for every number of tokens."""
+    """y = rounded x @ weight.T + bias, by the same sums for every number of tokens.
 
-    def __init__(self, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device) -> None:
+    by_cublas: `scaled_mm.has_scaled_mm` holds, and sums of many tokens may be taken in another order.
+    """
+
+    def __init__(
+        self, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device, by_cublas: bool = False
+    ) -> None:
         self.target = Target.of(device)
         self.weight = E4m3Weight.of(weight, block, device)
         self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, torch.float32)
         order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
         self.input_order_K = None if order_K is None else order_K.to(device)
+        num_outputs, num_inputs = self.weight.value_NK.shape
+        fits = block == BLOCK and self.weight.group_size == BLOCK and num_outputs % 16 == 0 and num_inputs > BLOCK
+        self.by_cublas = by_cublas and fits
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         if self.input_order_K is not None:
             x_MK = x_MK[:, self.input_order_K]
         out_MN = x_MK.new_empty(len(x_MK), len(self.weight.value_NK))
+        if self.by_cublas and len(x_MK) >= LEAST_TOKENS and x_MK.dtype == torch.bfloat16:
+            rounding, value_MK, scale_BM = rounding_launch(x_MK, self.weight)
+            rounding.run()
+            y_MN = scaled_mm(value_MK, scale_BM, self.weight.value_NK, self.weight.scale_GN)
+            return y_MN if self.bias_N is None else (y_MN + self.bias_N).to(x_MK.dtype)
         if len(x_MK) > 0:
             for launch in fp8_launches(x_MK, self.weight, self.bias_N, out_MN, self.target):
                 launch.run()
         return out_MN
 
 
-def fp8_linears(device: torch.device) -> dict[str, RoundedLinears]:
-    """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8."""
+def fp8_linears(device: torch.device, deterministic: bool = False) -> dict[str, RoundedLinears]:
+    """As `Kernels.rounded`; none on a GPU whose units do not multiply fp8. deterministic: no product by cuBLAS."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return {}
+    by_cublas = not deterministic and has_scaled_mm(device)
 
     def prepare(weight: LinearWeight) -> Linear | None:
         block = fp8_block(weight)
         if block is None or not isinstance(weight, GroupIntWeight | Fp8Weight):
             return None
-        return Fp8Linear(weight, block, device)
+        return Fp8Linear(weight, block, device, by_cublas)
 
-    return {"fp8": RoundedLinears(prepare, "Triton, fp8 inputs and weights")}
+    return {
+        "fp8": RoundedLinears(
+            prepare, f"Triton{', cuBLAS for many tokens' if by_cublas else ''}, fp8 inputs and weights"
+        )
+    }

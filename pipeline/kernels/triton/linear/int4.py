@@ -1,18 +1,24 @@
 """4-bit weights in groups on a GPU: a product that unpacks them in registers, and a pass that dequantizes them.
 
-Inputs come in chunks of 128. A chunk of an output's weight is 16 words of 32 bits; bits 4 j to 4 j + 3 of each half
-of word c hold input 32 j + 2 c + half. So one shift, one mask and one `or` give two 16-bit floats that stand for
-neighbouring inputs: with a nibble at the top of the mantissa and 2^4 as the exponent, a half is 16 + q exactly, in
-float16 as in bfloat16 (after Kim et al. 2022, "Who says elephants can't run"). Chunks come first in memory, so a tile
-of outputs reads one run of it.
+Inputs come in blocks of 128. A block of an output's weight is 16 words of 32 bits, in the order in which the left
+operand of a GPU's products lies in registers, so a thread reads its words of a row at once and nothing moves between
+threads. Of four threads that share a row, thread l has word 4 l + j of quarter j of the block: four runs r of two
+inputs. For wgmma these are inputs 8 r + 2 l of the quarter and the next (ADJACENT 2); for mma.sync Triton gives a
+thread four inputs side by side, 16 (r // 2) + 4 l + 2 (r % 2) and the next (ADJACENT 4). Bits 4 r to 4 r + 3 of a
+word's high half hold the first of the two, those of its low half the second: ptxas then swaps fewer halves.
 
-weight = (q - zero) * scale is applied after the dot product of each group, in float32:
-    sum (q - zero) x = sum (16 + q) x - (16 + zero) sum x
-The outputs are the rows of a tile and the tokens its columns, as only the left operand of wgmma may come from
-registers, and few tokens fit its narrow side.
+One shift, one mask and one `or` give two 16-bit floats for neighbouring inputs: with a nibble at the top of the
+mantissa and 2^4 as the exponent, a half is 16 + q exactly, in float16 as in bfloat16 (after Kim et al. 2022, "Who says
+elephants can't run"). Blocks come first in memory, so a tile of outputs reads one run of it.
 
-Suffixes: N outputs, K inputs, M tokens, C chunks, W words of a chunk (16), G groups, P parts of the inputs, and J
-inputs of a quarter of a chunk (32).
+weight = (q - zero) * scale. 16 + zero is subtracted from 16 + q in registers, which is exact: both are integers of at
+most 256. The scale is applied after the dot product of each group, in float32. The scale and 16 + zero of a group lie
+side by side, and a step of the loop takes a chunk of two blocks, so that each thread copies at least the 4 bytes that
+an asynchronous copy takes. The outputs are the rows of a tile and the tokens its columns, as only the left operand of
+wgmma may come from registers, and few tokens fit its narrow side.
+
+Suffixes: N outputs, K inputs, M tokens, C chunks, B blocks, W words of a block (16), L threads (4) that share a row's
+words, Q quarters of a block, G groups of a chunk, P parts of the inputs, and J inputs of a dot product.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
@@ -28,38 +34,61 @@ import triton.language as tl
 from pipeline.kernels.triton.launch import Launch, Target, power_of_two
 from pipeline.weights.packed import GroupIntWeight
 
-CHUNK = 128
-WORDS = CHUNK // 8
+BLOCK = 128
+CHUNK = 2 * BLOCK
+WORDS = BLOCK // 8
+PROGRAMS = {16: 3, 32: 2, 64: 1}  # of a multiprocessor, by the tokens of a tile
 
 
 @triton.jit
-def _quarter(word_NW, QUARTER: tl.constexpr, dtype: tl.constexpr):
-    """16 + q of the 32 inputs of one quarter of a chunk: (outputs, 32) in `dtype`."""
-    if dtype == tl.bfloat16:
-        LIFT: tl.constexpr = 3 - 4 * QUARTER
-        MASK: tl.constexpr = 0x00780078
-        SIXTEEN: tl.constexpr = 0x41804180
-    else:
-        LIFT: tl.constexpr = 6 - 4 * QUARTER
-        MASK: tl.constexpr = 0x03C003C0
-        SIXTEEN: tl.constexpr = 0x4C004C00
+def _pairs(word, RUN: tl.constexpr, dtype: tl.constexpr):
+    """16 + q of the two inputs in run RUN of each word, side by side: two 16-bit floats in 32 bits. They are float16
+    where `dtype` is not bfloat16."""
+    LIFT: tl.constexpr = (3 if dtype == tl.bfloat16 else 6) - 4 * RUN
+    SIXTEENS: tl.constexpr = 0x41804180 if dtype == tl.bfloat16 else 0x4C004C00
+    MASK: tl.constexpr = 0x00780078 if dtype == tl.bfloat16 else 0x03C003C0
     if LIFT > 0:
-        pair_NW = ((word_NW << LIFT) & MASK) | SIXTEEN
+        return ((word << LIFT) & MASK) | SIXTEENS
     else:
-        pair_NW = ((word_NW >> -LIFT) & MASK) | SIXTEEN
-    both_NW2 = tl.join((pair_NW & 0xFFFF).to(tl.int16), (pair_NW >> 16).to(tl.int16))
-    bits_NJ = both_NW2.reshape(word_NW.shape[0], 2 * word_NW.shape[1])
+        return ((word >> -LIFT) & MASK) | SIXTEENS
+
+
+@triton.jit
+def _lifted(word_NLQ, ADJACENT: tl.constexpr, dtype: tl.constexpr):
+    """Words -> 16 + q of the inputs of these quarters in their order: (outputs, inputs).
+
+    Constants and loads alone feed it: a value from elsewhere would make Triton move the weights through shared memory.
+    """
+    even = tl.join(_pairs(word_NLQ, 0, dtype), _pairs(word_NLQ, 2, dtype))
+    odd = tl.join(_pairs(word_NLQ, 1, dtype), _pairs(word_NLQ, 3, dtype))
+    pair_NLQ22 = tl.join(even, odd)
+    both = tl.join((pair_NLQ22 >> 16).to(tl.int16), (pair_NLQ22 & 0xFFFF).to(tl.int16))
+    # outputs, threads, quarters, run // 2, run % 2, halves
+    if ADJACENT == 2:
+        ordered = tl.permute(both, 0, 2, 3, 4, 1, 5)
+    else:
+        ordered = tl.permute(both, 0, 2, 3, 1, 4, 5)
+    bits_NJ = ordered.reshape(word_NLQ.shape[0], 32 * word_NLQ.shape[2])
     if dtype == tl.bfloat16:
         return bits_NJ.to(tl.bfloat16, bitcast=True)
     return bits_NJ.to(tl.float16, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _scale_and_base(group_NG2, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Of one group of a chunk of GROUPS; group_NG2 has them side by side in two dimensions."""
+    if GROUPS == 1:
+        return tl.split(group_NG2)
+    else:
+        first, second = tl.split(tl.permute(group_NG2.reshape(group_NG2.shape[0], 2, GROUPS), 0, 2, 1))
+        return _scale_and_base(second if GROUP * 2 // GROUPS else first, GROUP % (GROUPS // 2), GROUPS // 2)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks", "chunks_per_part"])
 def _multiply(
     x_ptr,
     word_ptr,
-    scale_ptr,
-    zero_ptr,
+    group_ptr,
     bias_ptr,
     out_ptr,
     num_tokens,
@@ -68,52 +97,68 @@ def _multiply(
     num_chunks,
     x_stride,
     chunks_per_part,
+    ADJACENT: tl.constexpr,
     GROUP: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     WHOLE: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Tokens times weights over one part of the inputs; out_ptr is (P, M, N), float32 where there are several parts."""
+    """Tokens times weights over one part of the inputs; out_ptr is (P, M, N), float32 where there are several parts.
+
+    GROUP: inputs that share a scale, at most a block; num_inputs only where the last chunk is not WHOLE.
+    """
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token_M = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    word_W, input_J = tl.arange(0, 16), tl.arange(0, 32)
+    GROUPS: tl.constexpr = 256 // GROUP
+    PARTS: tl.constexpr = GROUPS // 2  # of a block
+    word_W, input_J = tl.arange(0, 16), tl.arange(0, GROUP)
     there_N, there_M = output_N < num_outputs, token_M < num_tokens
     x_at = x_ptr + token_M[None, :].to(tl.int64) * x_stride + input_J[:, None]
+    group_NG2 = group_ptr + output_N[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
     total_NM = tl.zeros([OUTPUTS, TOKENS], dtype=tl.float32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     first = tl.program_id(1) * chunks_per_part
-    PER_CHUNK: tl.constexpr = 128 // GROUP if GROUP < 128 else 1
     for chunk in range(first, tl.minimum(first + chunks_per_part, num_chunks)):
-        word_at = word_ptr + (chunk * num_outputs + output_N)[:, None] * 16 + word_W[None, :]
-        word_NW = tl.load(word_at, mask=there_N[:, None], other=0)
-        for part in tl.static_range(PER_CHUNK):
-            if GROUP < 128:
-                group = chunk * PER_CHUNK + part
-            else:
-                group = chunk // (GROUP // 128)
-            scale_N = tl.load(scale_ptr + group * num_outputs + output_N, mask=there_N, other=0.0)
-            zero_N = tl.load(zero_ptr + group * num_outputs + output_N, mask=there_N, other=0)
-            scale_N = scale_N.to(tl.float32)
-            dot_NM = tl.zeros([OUTPUTS, TOKENS], dtype=tl.float32)
-            sum_M = tl.zeros([TOKENS], dtype=tl.float32)
-            for quarter in tl.static_range(part * 4 // PER_CHUNK, (part + 1) * 4 // PER_CHUNK):
-                begin = chunk * 128 + quarter * 32
+        group_at = group_NG2 + chunk * num_outputs * (2 * GROUPS)
+        groups = tl.load(group_at, mask=there_N[:, None], other=0.0)
+        for block in tl.static_range(2):
+            word_at = word_ptr + ((2 * chunk + block) * num_outputs + output_N)[:, None] * 16 + word_W[None, :]
+            word_NW = tl.load(word_at, mask=there_N[:, None], other=0)
+            for part in tl.static_range(PARTS):
+                begin = chunk * 256 + block * 128 + part * GROUP
                 if WHOLE:
                     x_JM = tl.load(x_at + begin, mask=there_M[None, :], other=0.0)
                 else:
                     inside = (begin + input_J < num_inputs)[:, None] & there_M[None, :]
                     x_JM = tl.load(x_at + begin, mask=inside, other=0.0)
-                dot_NM = tl.dot(
-                    _quarter(word_NW, quarter, x_ptr.dtype.element_ty), x_JM, dot_NM, input_precision="ieee"
-                )
-                sum_M += tl.sum(x_JM.to(tl.float32), axis=0)
-            shift_N = scale_N * (zero_N.to(tl.float32) + 16.0)
-            total_NM += scale_N[:, None] * dot_NM - shift_N[:, None] * sum_M[None, :]
+                scale_N, base_N = _scale_and_base(groups, block * PARTS + part, GROUPS)
+                weight_NJ = _lifted(_words_of(word_NW, part, PARTS), ADJACENT, dtype) - base_N.to(dtype)[:, None]
+                dot_NM = tl.dot(weight_NJ, x_JM, input_precision="ieee")
+                total_NM += scale_N.to(tl.float32)[:, None] * dot_NM
     if BIASED:
         total_NM += tl.load(bias_ptr + output_N, mask=there_N, other=0.0).to(tl.float32)[:, None]
     row_M = tl.program_id(1).to(tl.int64) * num_tokens + token_M
     out_at = out_ptr + row_M[None, :] * num_outputs + output_N[:, None]
     tl.store(out_at, total_NM.to(out_ptr.dtype.element_ty), mask=there_N[:, None] & there_M[None, :])
+
+
+@triton.jit
+def _words_of(word_NW, PART: tl.constexpr, PARTS: tl.constexpr):
+    """The words of one of PARTS equal parts of a chunk: (outputs, 4, quarters of the part)."""
+    word_NLQ = word_NW.reshape(word_NW.shape[0], 4, 4)
+    if PARTS == 1:
+        return word_NLQ
+    else:
+        # (outputs, 4, quarter of the half, half)
+        halves = tl.permute(word_NLQ.reshape(word_NW.shape[0], 4, 2, 2), 0, 1, 3, 2)
+        first, second = tl.split(halves)
+        half_NLQ = second if PART * 2 // PARTS else first
+        if PARTS == 2:
+            return half_NLQ
+        else:
+            even, odd = tl.split(half_NLQ)
+            return tl.expand_dims(odd if PART % 2 else even, 2)
 
 
 @triton.jit
@@ -141,22 +186,29 @@ def _add_parts(
 
 @triton.jit
 def _dequantize(
-    word_ptr, scale_ptr, zero_ptr, out_ptr, num_outputs, num_inputs, GROUP: tl.constexpr, OUTPUTS: tl.constexpr
+    word_ptr,
+    group_ptr,
+    out_ptr,
+    num_outputs,
+    num_inputs,
+    ADJACENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    OUTPUTS: tl.constexpr,
 ):
-    """One chunk of some outputs to (N, K): (q - zero) * scale in float32, rounded once."""
+    """One block of some outputs to (N, K): (q - zero) * scale in float32, rounded once."""
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    chunk = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(1).to(tl.int64)
     there_N = (output_N < num_outputs)[:, None]
-    word_NW = tl.load(
-        word_ptr + (chunk * num_outputs + output_N)[:, None] * 16 + tl.arange(0, 16)[None, :], mask=there_N, other=0
-    )
+    word_at = word_ptr + (block * num_outputs + output_N)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    word_NW = tl.load(word_at, mask=there_N, other=0)
     for quarter in tl.static_range(4):
-        input_J = chunk * 128 + quarter * 32 + tl.arange(0, 32)
-        group = (chunk * 128 + quarter * 32) // GROUP
-        scale_N = tl.load(scale_ptr + group * num_outputs + output_N, mask=output_N < num_outputs, other=0.0)
-        zero_N = tl.load(zero_ptr + group * num_outputs + output_N, mask=output_N < num_outputs, other=0)
-        lifted_NJ = _quarter(word_NW, quarter, tl.float16).to(tl.float32)
-        weight_NJ = (lifted_NJ - (zero_N.to(tl.float32) + 16.0)[:, None]) * scale_N.to(tl.float32)[:, None]
+        input_J = block * 128 + quarter * 32 + tl.arange(0, 32)
+        group = (block % 2 * 128 + quarter * 32) // GROUP
+        group_at = group_ptr + ((block // 2 * num_outputs + output_N) * (256 // GROUP) + group) * 2
+        scale_N = tl.load(group_at, mask=output_N < num_outputs, other=0.0).to(tl.float32)
+        base_N = tl.load(group_at + 1, mask=output_N < num_outputs, other=0.0).to(tl.float32)
+        lifted_NJ = _lifted(_words_of(word_NW, quarter, 4), ADJACENT, tl.float16).to(tl.float32)
+        weight_NJ = (lifted_NJ - base_N[:, None]) * scale_N[:, None]
         out_at = out_ptr + output_N[:, None].to(tl.int64) * num_inputs + input_J[None, :]
         there_NJ = there_N & (input_J < num_inputs)[None, :]
         tl.store(out_at, weight_NJ.to(out_ptr.dtype.element_ty), mask=there_NJ)
@@ -166,56 +218,77 @@ def _dequantize(
 class TiledInt4:
     """A `GroupIntWeight` in the order that the kernels read: see the head of the file.
 
-    scale_GN is in the narrowest type that holds the scales exactly. Inputs are filled up to whole chunks, which no
-    product reads.
+    group_CNG2: the scale and 16 + zero of each group, in the narrowest type that holds the scales exactly; of a group
+    of several blocks once for each. adjacent: the order of words, as at the head of the file. Inputs are filled up to
+    whole chunks, which no product reads.
     """
 
-    word_CNW: torch.Tensor  # int32
-    scale_GN: torch.Tensor
-    zero_GN: torch.Tensor  # uint8
-    group_size: int
+    word_BNW: torch.Tensor  # int32
+    group_CNG2: torch.Tensor
     num_inputs: int
+    adjacent: int
 
     @property
     def num_outputs(self) -> int:
-        return self.word_CNW.shape[1]
+        return self.word_BNW.shape[1]
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.group_CNG2)
+
+    @property
+    def group_size(self) -> int:
+        return CHUNK // self.group_CNG2.shape[2]
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.word_CNW, self.scale_GN, self.zero_GN))
+        return sum(t.numel() * t.element_size() for t in (self.word_BNW, self.group_CNG2))
 
     @classmethod
-    def of(cls, weight: GroupIntWeight, device: torch.device) -> "TiledInt4":
-        """Repack on `device`, which takes 5 bytes a weight for a moment. `serves` must hold."""
+    def of(cls, weight: GroupIntWeight, device: torch.device, adjacent: int | None = None) -> "TiledInt4":
+        """Repack on `device`, which takes 5 bytes a weight for a moment. `serves` must hold. adjacent: else what the
+        device's products take."""
+        adjacent = adjacent or adjacent_inputs(Target.of(device))
         num_outputs, num_inputs = weight.q_NK.shape
         missing = -num_inputs % CHUNK
         q_NK = torch.nn.functional.pad(weight.q_NK.to(device), (0, missing)).to(torch.int32)
-        q_NCJWH = q_NK.view(num_outputs, -1, 4, WORDS, 2)
-        word_NCW = q_NK.new_zeros(num_outputs, q_NCJWH.shape[1], WORDS)
-        for quarter in range(4):
+        # quarters, run // 2, run % 2, threads, halves
+        q_NBQRSLH = q_NK.view(num_outputs, -1, 4, 2, *((2, 4) if adjacent == 2 else (4, 2)), 2)
+        if adjacent == 4:
+            q_NBQRSLH = q_NBQRSLH.transpose(4, 5)
+        word_NBLQ = q_NK.new_zeros(num_outputs, q_NBQRSLH.shape[1], 4, 4)
+        for run in range(4):
             for half in range(2):
-                word_NCW |= q_NCJWH[:, :, quarter, :, half] << (4 * quarter + 16 * half)
-        extra_groups = -(-(num_inputs + missing) // weight.group_size) - weight.scales_NG.shape[1]
-        scale_NG, zero_NG = (
-            torch.nn.functional.pad(values_NG.to(device), (0, extra_groups))
-            for values_NG in (_narrowest(weight.scales_NG), weight.zeros_NG.to(torch.uint8))
-        )
+                nibble_NBQL = q_NBQRSLH[:, :, :, run // 2, run % 2, :, half]
+                word_NBLQ |= nibble_NBQL.transpose(2, 3) << (4 * run + 16 * (1 - half))
+        scale_NG = _narrowest(weight.scales_NG.to(device))
+        base_NG = (weight.zeros_NG.to(device) + 16).to(scale_NG.dtype)
+        group_NG2 = torch.stack([scale_NG, base_NG], dim=-1)
+        group_NG2 = group_NG2.repeat_interleave(max(1, weight.group_size // BLOCK), dim=1)
+        per_chunk = CHUNK // min(BLOCK, weight.group_size)
+        extra = (num_inputs + missing) * per_chunk // CHUNK - group_NG2.shape[1]
+        group_NG2 = torch.nn.functional.pad(group_NG2, (0, 0, 0, extra))
         return cls(
-            word_NCW.transpose(0, 1).contiguous(),
-            scale_NG.t().contiguous(),
-            zero_NG.t().contiguous(),
-            weight.group_size,
+            word_NBLQ.flatten(2).transpose(0, 1).contiguous(),
+            group_NG2.unflatten(1, (-1, per_chunk)).transpose(0, 1).contiguous(),
             num_inputs,
+            adjacent,
         )
+
+
+def adjacent_inputs(target: Target) -> int:
+    """Inputs that a thread has side by side in the left operand of a product: see the head of the file."""
+    return 2 if target.has_wgmma else 4
 
 
 def serves(weight: GroupIntWeight) -> bool:
-    """4 bits, groups of 32, 64 or a multiple of 128 inputs, and zero points that are integers from 0 to 255."""
+    """4 bits, groups of 32, 64 or a multiple of 128 inputs, and zero points that are integers from 0 to 240: 16 more is
+    exact in bfloat16."""
     size, zeros_NG = weight.group_size, weight.zeros_NG
     if weight.bits != 4:
         return False
-    whole = bool(((zeros_NG == zeros_NG.round()) & (zeros_NG >= 0) & (zeros_NG <= 255)).all())
-    return whole and (size in (32, 64) or size % CHUNK == 0)
+    whole = bool(((zeros_NG == zeros_NG.round()) & (zeros_NG >= 0) & (zeros_NG <= 240)).all())
+    return whole and (size in (32, 64) or size % BLOCK == 0)
 
 
 def _narrowest(values: torch.Tensor) -> torch.Tensor:
@@ -238,18 +311,23 @@ class Int4Tile:
 
 def tile_for(num_tokens: int, num_outputs: int, num_chunks: int, target: Target) -> Int4Tile:
     """More outputs to a program where there are more tokens, as each reads its tokens' inputs from the second-level
-    cache. As many parts as give each multiprocessor two programs, but parts of four chunks at least, and no more than
-    are small beside the weight: they are written and read again, 8 bytes a token and output each."""
+    cache: with 16 tokens as many bytes as of weights. As many parts as give each multiprocessor the programs that fit
+    its registers, but parts of two chunks at least, and no more than are small beside the weight: they are written and
+    read again, 8 bytes a token and output each."""
     tokens = min(64, power_of_two(num_tokens, 16))
-    outputs, num_warps = (64, 4) if tokens <= 32 else (128, 8)
-    parts = parts_for(tokens, outputs, num_outputs, num_chunks, 2 * target.num_multiprocessors)
-    return Int4Tile(outputs, tokens, num_warps, 4, parts)
+    if target.has_wgmma:
+        outputs, num_warps = (64, 4) if tokens == 16 else (128, 8)
+    else:  # more outputs of as many tokens do not fit the registers
+        outputs, num_warps = 64, 8 if tokens == 64 else 4
+    programs = PROGRAMS[tokens] * target.num_multiprocessors
+    parts = parts_for(tokens, outputs, num_outputs, num_chunks, programs)
+    return Int4Tile(outputs, tokens, num_warps, 3, parts)
 
 
 def parts_for(tokens: int, outputs: int, num_outputs: int, num_chunks: int, programs: int) -> int:
     """Into how many parts the inputs are cut for about `programs` of tiles of outputs x tokens; see `tile_for`."""
     wanted = programs // -(-num_outputs // outputs)
-    most = min(-(-num_chunks // 4), num_chunks * CHUNK // (16 * tokens))
+    most = min(-(-num_chunks // 2), num_chunks * CHUNK // (16 * tokens))
     per_part = -(-num_chunks // max(1, min(wanted, most)))
     return -(-num_chunks // per_part)
 
@@ -265,7 +343,7 @@ def int4_launches(
     """out = x @ weight.T + bias: one launch, or one and the sum of its parts. Rows of x may lie apart. tile: else
     `tile_for` says."""
     num_tokens, num_inputs = x_MK.shape
-    num_chunks, num_outputs, _ = weight.word_CNW.shape
+    num_chunks, num_outputs = weight.num_chunks, weight.num_outputs
     assert x_MK.stride(1) == 1
     tile = tile or tile_for(num_tokens, num_outputs, num_chunks, target)
     into = out_MN
@@ -275,10 +353,11 @@ def int4_launches(
         _multiply,
         (-(-num_outputs // tile.outputs), tile.parts, -(-num_tokens // tile.tokens)),
         (
-            *(x_MK, weight.word_CNW, weight.scale_GN, weight.zero_GN, bias_N, into),
+            *(x_MK, weight.word_BNW, weight.group_CNG2, bias_N, into),
             *(num_tokens, num_outputs, num_inputs, num_chunks, x_MK.stride(0), -(-num_chunks // tile.parts)),
         ),
         {
+            "ADJACENT": weight.adjacent,
             "GROUP": weight.group_size,
             "OUTPUTS": tile.outputs,
             "TOKENS": tile.tokens,
@@ -306,10 +385,9 @@ def dequantize_launch(weight: TiledInt4, out_NK: torch.Tensor) -> Launch:
     """The weight in `out_NK`'s type, what `GroupIntWeight.dequantize` gives. Contiguous."""
     assert out_NK.is_contiguous()
     outputs = 32
-    num_chunks = weight.word_CNW.shape[0]
     return Launch(
         _dequantize,
-        (-(-weight.num_outputs // outputs), num_chunks),
-        (weight.word_CNW, weight.scale_GN, weight.zero_GN, out_NK, weight.num_outputs, weight.num_inputs),
-        {"GROUP": weight.group_size, "OUTPUTS": outputs},
+        (-(-weight.num_outputs // outputs), len(weight.word_BNW)),
+        (weight.word_BNW, weight.group_CNG2, out_NK, weight.num_outputs, weight.num_inputs),
+        {"ADJACENT": weight.adjacent, "GROUP": weight.group_size, "OUTPUTS": outputs},
     )

@@ -123,8 +123,9 @@ def test_a_broken_query_stays_in_its_row_and_a_broken_value_in_its_group() -> No
 def test_launches_do_not_change_from_step_to_step(with_fp8: bool, window: int | None) -> None:
     """What a CUDA graph would have recorded serves steps with one group, with none, with long contexts and with two."""
     captured = CapturedAttention(GraphShape(6, 32, 64, 4, 2, 16, frozenset({None, 70}), 4, 12), DEVICE)
-    assert captured.plans[plan_key(70)].decode.cascade is None
-    work: DecodeMetadata = captured.plans[plan_key(window)].decode
+    kinds: list[DecodeMetadata] = [plans[plan_key(window)].decode for plans in captured.plans]
+    assert [work.cascade is None for work in kinds] == [True, window is not None]
+    work = kinds[1]
     made = [
         sharing(make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8), shared)
         for lengths, shared in (
@@ -137,20 +138,22 @@ def test_launches_do_not_change_from_step_to_step(with_fp8: bool, window: int | 
     q_TND = torch.zeros_like(out_TND)
     cache = LayerCache.allocate(40, 64, 2, 16, FP8 if with_fp8 else torch.float32, DEVICE)
     cache.fill(list(range(40)), float("nan"))
-    recorded = decode_launches(q_TND, cache, out_TND, work, 0.3, Target.of(DEVICE))
-    served = []
+    recorded = [decode_launches(q_TND, cache, out_TND, kind, 0.3, Target.of(DEVICE)) for kind in kinds]
+    assert [len(launches) for launches in recorded] == [2, 3 if window is None else 2]
+    taken, served = [], []
     for step in made:
-        captured.refill(step.where)
+        taken.append(captured.refill(step.where))
         if work.cascade is not None:
             served.append(int((work.cascade.shared_S[: len(step.where.context_len_S)] > 0).sum()))
         q_TND[: len(step.q_TND)] = step.q_TND
         for tensor, its in zip(cache.tensors, step.cache.tensors):
             tensor[: len(its)] = its
-        for launch in recorded:
+        for launch in recorded[taken[-1]]:
             launch.run()
         oracle = reference_attention(*step.wide, step.where, 0.3, window)
         assert float((out_TND[: len(oracle)].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
     assert served == ([3, 0, 5] if window is None else [])
+    assert taken == [1, 0, 1], "without a group there is no cascade to launch"
 
 
 @pytest.mark.usefixtures("any_saving_pays")

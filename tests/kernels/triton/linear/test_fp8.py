@@ -8,7 +8,7 @@ import torch
 from pipeline.kernels.activations.fp8 import fp8_block, rounded
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.triton.launch import A100, H100, Target
-from pipeline.kernels.triton.linear import fp8
+from pipeline.kernels.triton.linear import fp8, scaled_mm
 from pipeline.kernels.triton.linear.fp8 import E4m3Weight, Fp8Linear, fp8_launches, fp8_linears, parts_of, tile_for
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight
 from tests.kernels.activations.test_fp8 import fp8_weight
@@ -137,6 +137,7 @@ def test_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert linears.prepare(random_weight(8, 96, 48)) is None
     for capability, served in [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(fp8, "has_scaled_mm", lambda device: False)
         assert ("fp8" in fp8_linears(torch.device("cuda"))) == served
 
 
@@ -150,3 +151,70 @@ def test_parts_cover_the_inputs(num_outputs: int, num_blocks: int, block: int, t
     for tokens in (1, 16, 17, 64, 100_000):
         tile = tile_for(tokens, parts, block, target)
         assert tile.num_stages * (tile.outputs + tile.tokens) * block <= target.max_shared_bytes
+
+
+# -- products by cuBLAS
+
+
+def in_blocks(
+    value_MK: torch.Tensor,
+    value_KN: torch.Tensor,
+    *,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """What `torch._scaled_mm` is to compute, and the layouts that it asks for."""
+    (tokens, inputs), outputs = value_MK.shape, value_KN.shape[1]
+    assert value_MK.is_contiguous()
+    assert value_KN.t().is_contiguous()
+    assert (scale_a.shape, scale_a.stride()) == ((tokens, inputs // 128), (1, tokens))
+    assert (scale_b.shape, scale_b.stride()) == ((inputs // 128, outputs), (outputs, 1))
+    wide_MK = value_MK.float() * scale_a.repeat_interleave(128, 1)
+    return (wide_MK @ (value_KN.float() * scale_b.repeat_interleave(128, 0))).to(out_dtype)
+
+
+def test_many_tokens_by_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: taken.append(len(a[0])) or in_blocks(*a, **k))
+    weight = random_weight(32, 384, 128, bias=True)
+    linear = Fp8Linear(weight, 128, DEVICE, by_cublas=True)
+    for tokens in (1, 64, 65, 130):
+        x_MK = torch.randn(tokens, 384, device=DEVICE).bfloat16()
+        error = (linear(x_MK).cpu() - oracle(weight, x_MK)).abs().max() / oracle(weight, x_MK).abs().max()
+        assert float(error) < PRODUCT[torch.bfloat16] + SUMS
+    assert linear(x_MK.half()).dtype == torch.float16, "which cuBLAS does not give"
+    assert taken == [65, 130]
+    for other in (random_weight(32, 384, 64), random_weight(32, 512, 256), random_weight(30, 384, 128)):
+        block = fp8_block(other)
+        assert block is not None
+        assert not Fp8Linear(other, block, DEVICE, by_cublas=True).by_cublas
+
+
+def test_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
+    assert scaled_mm.agrees(cpu)
+    assert not scaled_mm.has_scaled_mm(cpu), "a CPU is not asked"
+
+    def mixed_up(*tensors: torch.Tensor, scale_b: torch.Tensor, **rest: torch.Tensor) -> torch.Tensor:
+        return in_blocks(*tensors, scale_b=scale_b.flip(0), **rest)
+
+    def refuses(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("Invalid scaling configuration.")
+
+    for wrong in (mixed_up, refuses):
+        monkeypatch.setattr(torch, "_scaled_mm", wrong)
+        assert not scaled_mm.agrees(cpu)
+    monkeypatch.delattr(torch, "_scaled_mm")
+    assert not scaled_mm.agrees(cpu)
+
+
+def test_deterministic_kernels_never_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "has_scaled_mm", lambda device: True)
+    weight = random_weight(32, 384, 128)
+    for deterministic in (False, True):
+        linears = fp8_linears(DEVICE, deterministic)["fp8"]
+        linear = linears.prepare(weight)
+        assert isinstance(linear, Fp8Linear)
+        assert linear.by_cublas == ("cuBLAS" in linears.served_by) == (not deterministic)

@@ -4,15 +4,14 @@ import pytest
 import torch
 
 from pipeline.kernels.triton.launch import A100, H100, Target
+from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.kernels.triton.linear.dispatch import (
-    CROSSOVER_CACHED,
-    CROSSOVER_SCRATCH,
     DenseLinear,
     Scratch,
     TwoPathLinear,
     prepare_linear,
 )
-from pipeline.kernels.triton.linear.int4 import TiledInt4, int4_launches, serves, tile_for
+from pipeline.kernels.triton.linear.int4 import CHUNK, TiledInt4, dequantize_launch, int4_launches, serves, tile_for
 from pipeline.weights.packed import DenseWeight, GroupIntWeight
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
 
@@ -53,10 +52,10 @@ def test_the_fused_product(num_outputs: int, num_inputs: int, group: int, tokens
 @DTYPES
 @pytest.mark.parametrize("bias", [False, True])
 def test_inputs_in_parts(bias: bool, dtype: torch.dtype) -> None:
-    weight = random_weight(20, 640, 128, bias)
-    linear, x_MK = TwoPathLinear(weight, dtype, DEVICE), torch.randn(2, 640).to(DEVICE, dtype)
+    weight = random_weight(20, 1152, 128, bias)
+    linear, x_MK = TwoPathLinear(weight, dtype, DEVICE), torch.randn(2, 1152).to(DEVICE, dtype)
     launches = int4_launches(x_MK, linear.tiled, linear.bias_N, x_MK.new_empty(2, 20), Target.of(torch.device("cpu")))
-    assert [launch.grid for launch in launches] == [(1, 2, 1), (1,)]
+    assert [launch.grid for launch in launches] == [(1, 3, 1), (1,)]
     ours = linear.fused(x_MK)
     assert relative_error(ours, weight, x_MK) < PRODUCT[dtype]
     assert torch.equal(linear.fused(x_MK), ours)
@@ -78,14 +77,47 @@ def test_what_is_no_number_stays_in_its_row() -> None:
     assert torch.equal(broken[[0, 1, 3]], clean[[0, 1, 3]])
 
 
-def test_words_hold_the_nibbles_where_the_head_of_the_file_says() -> None:
+@pytest.mark.parametrize(("adjacent", "order"), [(2, (2, 8, 16)), (4, (4, 2, 16))])
+def test_words_hold_the_nibbles_where_the_head_of_the_file_says(adjacent: int, order: tuple[int, int, int]) -> None:
     weight = random_weight(3, 160, 32)
-    tiled = TiledInt4.of(weight, torch.device("cpu"))
-    assert tiled.word_CNW.shape == (2, 3, 16)
+    tiled = TiledInt4.of(weight, torch.device("cpu"), adjacent)
+    assert tiled.word_BNW.shape == (2, 3, 16)
+    of_thread, of_odd_run, of_second_pair = order
     for k in range(160):
-        chunk, quarter, word, half = k // 128, k % 128 // 32, k % 32 // 2, k % 2
-        nibble_N = (tiled.word_CNW[chunk, :, word] >> (4 * quarter + 16 * half)) & 15
+        block, quarter, rest = k // 128, k % 128 // 32, k % 32
+        places = [
+            (thread, run, half)
+            for thread in range(4)
+            for run in range(4)
+            for half in range(2)
+            if of_thread * thread + of_odd_run * (run % 2) + of_second_pair * (run // 2) + half == rest
+        ]
+        ((thread, run, half),) = places
+        nibble_N = (tiled.word_BNW[block, :, 4 * thread + quarter] >> (4 * run + 16 * (1 - half))) & 15
         assert nibble_N.tolist() == weight.q_NK[:, k].tolist()
+
+
+@DTYPES
+@pytest.mark.parametrize("adjacent", [2, 4])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_order_of_words_changes_no_result(group: int, adjacent: int, dtype: torch.dtype) -> None:
+    weight, x_MK = random_weight(20, 384, group), torch.randn(3, 384).to(DEVICE, dtype)
+    tiled, out_MN = TiledInt4.of(weight, DEVICE, adjacent), x_MK.new_empty(3, 20)
+    weight_NK = torch.empty(20, 384, dtype=dtype, device=DEVICE)
+    for launch in (*int4_launches(x_MK, tiled, None, out_MN, Target.of(DEVICE)), dequantize_launch(tiled, weight_NK)):
+        launch.run()
+    assert relative_error(out_MN, weight, x_MK) < PRODUCT[dtype]
+    assert torch.equal(weight_NK.cpu(), weight.dequantize(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("zero", [0, 8, 240])
+def test_zero_points_of_symmetric_and_odd_weights(zero: int, dtype: torch.dtype) -> None:
+    weight = random_weight(20, 256, 128)
+    weight.zeros_NG[:] = zero
+    x_MK = torch.randn(2, 256).to(DEVICE, dtype)
+    ours = TwoPathLinear(weight, dtype, DEVICE).fused(x_MK)
+    assert relative_error(ours, weight, x_MK) < PRODUCT[dtype]
 
 
 def test_scales_are_kept_in_the_narrowest_type_that_holds_them() -> None:
@@ -93,9 +125,9 @@ def test_scales_are_kept_in_the_narrowest_type_that_holds_them() -> None:
     for dtype, value in values.items():
         weight = GroupIntWeight(torch.ones(1, 32, dtype=torch.uint8), torch.tensor([[value]]), torch.zeros(1, 1), 32)
         tiled = TiledInt4.of(weight, torch.device("cpu"))
-        assert tiled.scale_GN.dtype == dtype
-        assert float(tiled.scale_GN[0, 0]) == value
-    assert TiledInt4.of(random_weight(64, 256, 128), torch.device("cpu")).num_bytes == 64 * 128 + 2 * 64 * (2 + 1)
+        assert tiled.group_CNG2.dtype == dtype
+        assert tiled.group_CNG2[0, 0, 0].tolist() == [value, 16]
+    assert TiledInt4.of(random_weight(64, 256, 128), torch.device("cpu")).num_bytes == 64 * 128 + 2 * 64 * 4
 
 
 # -- two ways
@@ -120,8 +152,9 @@ def test_the_crossover_parts_the_ways(with_scratch: bool, monkeypatch: pytest.Mo
 
 def test_default_crossovers() -> None:
     weight = random_weight(8, 32, 32)
-    assert TwoPathLinear(weight, torch.float32, DEVICE).crossover == CROSSOVER_CACHED
-    assert TwoPathLinear(weight, torch.float32, DEVICE, Scratch(torch.float32, DEVICE)).crossover == CROSSOVER_SCRATCH
+    of_card = crossover_of(Target.of(DEVICE).capability)
+    assert TwoPathLinear(weight, torch.float32, DEVICE).crossover == of_card.cached
+    assert TwoPathLinear(weight, torch.float32, DEVICE, Scratch(torch.float32, DEVICE)).crossover == of_card.scratch
 
 
 def test_linears_share_a_scratch() -> None:
@@ -135,11 +168,13 @@ def test_linears_share_a_scratch() -> None:
         assert not hasattr(linear, "kept_NK")
 
 
-@pytest.mark.parametrize("change", ["group", "zeros"])
+@pytest.mark.parametrize("change", ["group", "zeros", "large zeros"])
 def test_what_the_kernels_do_not_serve_goes_to_cublas(change: str) -> None:
     weight = random_weight(8, 96, 48) if change == "group" else random_weight(8, 96, 32)
     if change == "zeros":
         weight.zeros_NG[0, 0] = 7.5
+    if change == "large zeros":
+        weight.zeros_NG[0, 0] = 241
     assert not serves(weight)
     with pytest.raises(ValueError, match="the fused kernels take 4 bits"):
         TwoPathLinear(weight, torch.float32, DEVICE)
@@ -161,10 +196,10 @@ def test_dense_weights_go_to_cublas() -> None:
 def test_tiles_cover_the_inputs_and_parts_stay_small(
     num_outputs: int, num_inputs: int, tokens: int, target: Target
 ) -> None:
-    num_chunks = -(-num_inputs // 128)
+    num_chunks = -(-num_inputs // CHUNK)
     tile = tile_for(tokens, num_outputs, num_chunks, target)
     per_part = -(-num_chunks // tile.parts)
     assert (tile.parts - 1) * per_part < num_chunks <= tile.parts * per_part
     if tile.parts > 1:
-        assert per_part >= 4
+        assert per_part >= 2
         assert 4 * tile.parts * tile.tokens * num_outputs <= num_outputs * num_inputs // 2

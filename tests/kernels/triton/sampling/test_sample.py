@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from pipeline.kernels import reference
 from pipeline.kernels.triton.sampling import sample as kernel
@@ -20,6 +21,8 @@ OPTIONS = {  # temperature, top_k (0: all), top_p, min_p
     "little top_p": (1.0, 0, 0.01, 0.0),
     "min_p": (1.3, 0, 1.0, 0.05),
     "all": (1.5, 40, 0.9, 0.002),
+    "more than the list takes": (30.0, 0, 0.9, 0.0),
+    "top_k of more than the list takes": (1.0, 6000, 0.99, 0.0),
 }
 
 
@@ -63,6 +66,35 @@ def test_of_equal_ones_the_first_are_kept(at: list[int], u: float) -> None:
     assert ours.tolist() == oracle.tolist()
     if u == 0.25:
         assert set(ours.tolist()) <= set(at), "the equal ones come first"
+
+
+@pytest.mark.parametrize("num_equal", [4095, 4096, 4097])
+def test_candidates_that_just_fit_the_list(num_equal: int) -> None:
+    logits_RV = torch.full((3, 10_000), -20.0)
+    logits_RV[:, 100 : 100 + num_equal] = 3.0
+    options = [(1.0, 0, 0.6, 0.0), (1.0, num_equal - 1, 1.0, 0.0), (1.0, num_equal, 0.999, 0.0)]
+    assert agree(logits_RV, options, np.array([0.9, 1 - 2.0**-53, 0.5]))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="loads are counted in the interpreter")
+def test_later_passes_read_candidates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    load = InterpreterBuilder.create_masked_load
+    monkeypatch.setattr(
+        InterpreterBuilder,
+        "create_masked_load",
+        lambda self, pointers, *rest: loaded.append(pointers.data.size) or load(self, pointers, *rest),
+    )
+
+    def passes(name: str) -> float:
+        loaded.clear()
+        logits_RV = torch.from_numpy(np.random.default_rng(3).normal(0, 3, (1, 40_960))).float()
+        kernel.sample(logits_RV.to(DEVICE), how_of([OPTIONS[name]], 40_960, np.array([0.5])).to(DEVICE))
+        return sum(loaded) / 40_960
+
+    assert passes("top_p") < 6
+    assert passes("top_k") < 6
+    assert passes("more than the list takes") > 12, "the whole row, or the check would count nothing"
 
 
 def test_equal_logits_everywhere() -> None:
