@@ -16,7 +16,8 @@ def scaled_mm(
     value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor
 ) -> torch.Tensor:
     """(M, N) in bfloat16: values in float8_e4m3fn, scales in float32 for blocks B of 128 inputs, all contiguous."""
-    return torch._scaled_mm(value_MK, value_NK.t(), scale_a=scale_BM.t(), scale_b=scale_BN, out_dtype=torch.bfloat16)
+    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  # no public name before torch 2.13
+    return product(value_MK, value_NK.t(), scale_a=scale_BM.t(), scale_b=scale_BN, out_dtype=torch.bfloat16)
 
 
 def has_scaled_mm(device: torch.device) -> bool:
