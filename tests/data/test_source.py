@@ -40,7 +40,7 @@ def alone(source, files):
     return pickle.loads(pickle.dumps(replace(source, files=files)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     layout=st.lists(st.tuples(st.integers(0, 25), st.integers(1, 12)), min_size=1, max_size=4),
     max_rows=st.integers(1, 30),
