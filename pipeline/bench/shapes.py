@@ -106,6 +106,7 @@ SHAPES = {
     "tiny": Shape("llama", 256, 512, 2, 4, 2, 64, False, 10_000.0, 1e-5, 2_048, vocab=2_048),
     "qwen3-0.6b": Shape("qwen3", 1024, 3072, 28, 16, 8, 128, True, 1_000_000.0, 1e-6, 40_960),
     "llama-8b": Shape("llama", 4096, 14_336, 32, 32, 8, 128, False, 500_000.0, 1e-5, 131_072),
+    "llama3-8b": Shape("llama", 4096, 14_336, 32, 32, 8, 128, False, 500_000.0, 1e-5, 131_072, vocab=128_256),
 }
 NAMES = (*SHAPES, *(f"{name}-awq" for name in SHAPES))
 

@@ -18,7 +18,9 @@ import torch
 from pipeline.bench.gpu.kernels.checks import TOLERANCES, Check, check
 from pipeline.bench.gpu.kernels.inputs import random_int4
 from pipeline.bench.gpu.kernels.kernel_times import sampled
+from pipeline.bench.gpu.kernels.torch_kernels import TORCH_PATHS, torch_paths
 from pipeline.bench.gpu.rates import Rates, Stopwatch
+from pipeline.bench.gpu.rows import rows_of
 from pipeline.bench.measure import table
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.kernels.reference import prepare_linear, reference_kernels
@@ -26,7 +28,6 @@ from pipeline.roofline.cost_model import DENSE_BYTES, DecoderSize, Weights
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 
 FULL_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
-QUICK_TOKENS = (1, 16, 64, 128, 256, 1024, 8192)
 SMOKE_TOKENS = (1, 32)
 DENSE_PATH, FIXED_PATH, INT4_PATH, FP8_PATH, SERVED_PATH = "16 bit", "fixed tile", "int4 fused", "fp8", "served"
 CACHED_PATH, SCRATCH_PATH = "cached", "scratch"  # of int4 weights: their 16-bit form kept, or made in each call
@@ -50,6 +51,11 @@ class LinearTimes:
     times: tuple[LinearTime, ...]
     flops_per_token: float
     floors_s: dict[str, dict[int, float]]
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> "LinearTimes":
+        floors_s = {path: {int(n): s for n, s in floor.items()} for path, floor in told["floors_s"].items()}
+        return cls(rows_of(LinearTime, told["times"]), told["flops_per_token"], floors_s)
 
     def layer_s(self, path: str) -> dict[int, float]:
         """Tokens -> seconds of all linears of a layer."""
@@ -82,7 +88,7 @@ class LinearTimes:
         dense = self.layer_s(DENSE_PATH)
         found: dict[str, int | None] = {}
         for path in self.paths:
-            if path not in (DENSE_PATH, SERVED_PATH):
+            if path not in (DENSE_PATH, SERVED_PATH, *TORCH_PATHS):
                 own = self.layer_s(path)
                 slower = [tokens for tokens in own if own[tokens] > dense[tokens]]
                 ever_after = [t for t in slower if all(other in slower for other in own if other > t)]
@@ -92,7 +98,7 @@ class LinearTimes:
     @property
     def behind(self) -> dict[int, float]:
         """Tokens -> how many times as long the served path takes as the fastest of all others of the same result."""
-        others = [self.layer_s(path) for path in self.paths if path not in (SERVED_PATH, FP8_PATH)]
+        others = [self.layer_s(path) for path in self.paths if path not in (SERVED_PATH, FP8_PATH, *TORCH_PATHS)]
         if SERVED_PATH not in self.paths or not others:
             return {}
         served = self.layer_s(SERVED_PATH)
@@ -100,14 +106,20 @@ class LinearTimes:
 
     def to_json(self) -> dict[str, Any]:
         rows = [vars(time) for time in self.times]
-        return {"times": rows, "floors_s": self.floors_s, "crossovers": self.crossovers, "behind": self.behind}
+        return {
+            "times": rows,
+            "flops_per_token": self.flops_per_token,
+            "floors_s": self.floors_s,
+            "crossovers": self.crossovers,
+            "behind": self.behind,
+        }
 
     def to_text(self) -> str:
         paths, floor = self.paths, self.floors_s
         lines = [
             "Linears of a layer together, microseconds by path; floor: of the path with the fewest bytes, at the rates "
             "above; TFLOP/s: of the fastest; behind: served by the best of the others but fp8, which rounds "
-            "activations.",
+            "activations, and torch's own, which are not ours to serve.",
         ]
         seconds = {path: self.layer_s(path) for path in paths}
         behind = self.behind
@@ -154,7 +166,10 @@ def linear_cases(
             some = torch.from_numpy(sampled(count)).to(device)
             compare = partial(lambda x, rows: [(linear(x)[rows], exact(x[rows].float()))], x_TK, some)
             about = f"{name} by {path}, {count:,} tokens"
-            checked = check("linear", about, dtype, kernels.served_by["linear"], TOLERANCES[dtype], compare)
+            by, allowed = kernels.served_by["linear"], TOLERANCES[dtype]
+            if path in TORCH_PATHS:
+                by, allowed = "torch", TORCH_PATHS[path]
+            checked = check("linear" if by != "torch" else "linear of torch", about, dtype, by, allowed, compare)
             is_right = is_timed and checked.passed
             time = LinearTime(name, path, count, stopwatch.seconds(partial(linear, x_TK))) if is_right else None
             found.append((checked, time))
@@ -186,7 +201,7 @@ def _paths(
     alone: dict[str, Callable[[], Linear]] = {DENSE_PATH: lambda: prepare_linear(served, dtype, device)}
     if device.type == "cuda":
         alone[FIXED_PATH] = lambda: fixed_path(served, dtype, device)
-        alone |= int4_paths(weight, dtype, device) if int4 else {}
+        alone |= int4_paths(weight, dtype, device) | torch_paths(weight, dtype, device) if int4 else {}
     exact = partial(prepare_linear, served, torch.float32, device)
     found = {path: (prepare, exact) for path, prepare in alone.items()}
     if int4 and "fp8" in kernels.rounded:
