@@ -52,7 +52,7 @@ class SessionReport:
     def failures(self) -> list[Failure]:
         """By section and model, for the aims."""
         tasks = {task.name: task for task in self.tasks}
-        wrong = {outcome.name: outcome.why for outcome in self.outcomes if outcome.verdict != "done"}
+        wrong = {each.name: each.why for each in self.outcomes if each.verdict in ("failed", "ended")}
         wrong |= {name: found.failures[0] for name, found in self.results.items() if found.failures}
         return [
             Failure(_section(tasks[name]), str(tasks[name].options.get("model", "")), why)
@@ -64,8 +64,11 @@ class SessionReport:
     def aims(self) -> list[tuple[str, list[Any]]]:
         """Of each model; a missed aim is no failure."""
         run = {outcome.name for outcome in self.outcomes if outcome.verdict != "not started"}
-        sections = [_section(task) for task in self.tasks if task.name in run]
-        return [(model.name, aims_of(model, sections, self.failures)) for model in self.models]
+
+        def sections(model: str) -> list[str]:
+            return [_section(task) for task in self.tasks if task.name in run and task.options.get("model") == model]
+
+        return [(model.name, aims_of(model, sections(model.name), self.failures)) for model in self.models]
 
     def to_json(self) -> dict[str, Any]:
         machine = self.results[MACHINE].figures.get("machine", {}) if MACHINE in self.results else {}

@@ -73,7 +73,7 @@ def main_plan(models: Sequence[str], peers: Peers, is_smoke: bool) -> list[Stage
         about = {"model": large, "requests": list(SETS), "peers": [list(peer) for peer in peers]}
         about["of_task"] = _jobs(large, SETS, AS_SERVED, 0).name
         stages.append(Stage((Task(f"peers-{large}", "jobs", 240, about),), 60))
-    return stages
+    return [replace(stage, least_s=0.0) for stage in stages] if is_smoke else stages
 
 
 def follow_up_plan(models: Sequence[str], is_smoke: bool) -> list[Stage]:
@@ -88,12 +88,13 @@ def follow_up_plan(models: Sequence[str], is_smoke: bool) -> list[Stage]:
         about = {"model": large, "kernels": list(kernels), "budget_s": budget_s}
         return Stage((Task(f"tiles-{'-'.join(kernels)}", "tiles", budget_s + 30, about),), 20, packs_cache=True)
 
-    return [
+    stages = [
         Stage((Task(MACHINE, "machine", 40),), 5),
         *(under("compute-sanitizer", kernel) for kernel in ("int4", "decode", "cascade")),
         *(under("ncu", kernel) for kernel in ("int4", "decode")),
         *(tiles(*kernels) for kernels in (("int4",), ("decode", "prefill"), ("sample", "fp8"))),
     ]
+    return [replace(stage, least_s=0.0) for stage in stages] if is_smoke else stages
 
 
 def only(stages: Sequence[Stage], sections: Sequence[str]) -> list[Stage]:

@@ -1,11 +1,13 @@
 """A session from its first stage to its last: started while the budget lasts, packed after each, ended in time."""
 
+import importlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.bench.gpu.device import require_device
@@ -13,10 +15,10 @@ from pipeline.bench.gpu.report import SessionReport
 from pipeline.bench.gpu.result import read_results, write_whole
 from pipeline.bench.gpu.session.packing import MAX_BYTES, Pack, pack
 from pipeline.bench.gpu.session.plan import Stage
-from pipeline.bench.gpu.session.processes import Outcome, run_side_by_side
+from pipeline.bench.gpu.session.processes import Outcome, asked_apart, run_side_by_side
 from pipeline.bench.gpu.session.triton_cache import FOLDER, bring, drop_listings
 from pipeline.bench.gpu.task import Setting, Task
-from pipeline.errors import OutputError
+from pipeline.errors import ConfigError, OutputError
 
 RESERVE_S, RESERVE_SHARE = 20.0, 0.05  # of the budget, for the last archives: the smaller
 REPORT = "report"
@@ -43,8 +45,25 @@ def run_session(
     `setting.work`. Raises ConfigError where the device or a cache is not there, OutputError where `output` cannot be
     written.
     """
-    require_device(setting.device, setting.is_smoke)
+    if why := asked_apart(lambda: _refusal(setting)):
+        raise ConfigError(why)
+    preload()
     return _Session(stages, setting, output, budget_s, command, say, max_bytes).run(list(caches), goes_on)
+
+
+def preload() -> None:
+    """Import what all sections need: their processes are forked from this one."""
+    importlib.import_module("pipeline.engine.engine")
+    if find_spec("triton") is not None:
+        importlib.import_module("pipeline.kernels.triton.kernel_set")
+
+
+def _refusal(setting: Setting) -> str:
+    try:
+        require_device(setting.device, setting.is_smoke)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 class _Session:
@@ -89,8 +108,7 @@ class _Session:
             self._tell(f"not started: {names}: {why}")
             return
         self._tell(f"{number + 1} of {len(self._stages)}: {names}")
-        environment = self._environment(len(stage.tasks))
-        ended = run_side_by_side(stage.tasks, self._setting, environment, self.left_s, self._began)
+        ended = run_side_by_side(stage.tasks, self._setting, self._environment(), self.left_s, self._began)
         order = [task.name for task in stage.tasks]
         self._outcomes += sorted(ended, key=lambda outcome: order.index(outcome.name))
         for outcome in ended:
@@ -109,17 +127,10 @@ class _Session:
         except OSError as error:
             raise OutputError(f"--output {self._output}, --work {self._work}: cannot be written ({error})") from None
 
-    def _environment(self, num_tasks: int) -> dict[str, str]:
-        """Of a stage's processes. Many at once have few threads each."""
+    def _environment(self) -> dict[str, str]:
+        """Of the sections' processes, beside this one's; PYTHONPATH is for processes that they start anew."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        own = {
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join(paths),
-            "TRITON_CACHE_DIR": str(self._work / FOLDER),
-        }
-        if num_tasks > 1:
-            own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_tasks))
-        return os.environ | own
+        return {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(self._work / FOLDER)}
 
     def _pack(self, with_cache: bool) -> None:
         report = self._report()
