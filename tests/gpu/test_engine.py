@@ -49,7 +49,9 @@ def test_greedy_tokens_are_the_references_best(
     with engine_at(folders[name], place, activation_dtype=activations) as engine:
         done = engine.generate(prompts, params)
     runner = reference_runner(folders[name], place.device, activations)
-    assert most_behind(runner, prompts, done, params) <= (BEHIND_FP8 if activations == "fp8" else BEHIND[place.type_name])
+    assert most_behind(runner, prompts, done, params) <= (
+        BEHIND_FP8 if activations == "fp8" else BEHIND[place.type_name]
+    )
     done[3].token_ids[1] = (done[3].token_ids[1] + 1) % 2048
     assert most_behind(runner, prompts[3:4], done[3:4], params) > 0.5, "a wrong token would be found"
 

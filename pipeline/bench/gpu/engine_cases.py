@@ -1,9 +1,9 @@
 """The engine's ways of choosing tokens, checked against the reference: sampled, penalised, with log-probabilities,
-drafted, with a cache in fp8, more rows than captured steps are fine-grained for, and steps that do not fit the memory.
+drafted, with a cache in fp8, with 600 rows, and in steps that do not fit the memory.
 
-Each runs the demonstration model on ragged prompts, of which half begin alike, in small steps, so that chunks, decoding,
-shared prefixes and captured steps take part. The reference computes the logits of every token that came, in float32.
-Measured is how far a chosen token's logit is below what was allowed: the best one, or of a row sampled with top_k the
+Each runs the demonstration model on ragged prompts, of which half begin alike, in small steps, so that chunks,
+decoding, shared prefixes and captured steps take part. The reference computes the logits of every token that came, in
+float32. Measured is how far a chosen token's logit is below what was allowed: the best one, or of a row sampled with top_k the
 k-th best, in deviations of the logits. What a wrong step leads to is several.
 """
 
@@ -29,8 +29,8 @@ from pipeline.model.decoder import Decoder
 
 BEHIND = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 BEHIND_FP8 = 1.0
-"""With activations or a cache in fp8, of 3 bits of fraction: where the last bit of a value decides how it is rounded, it
-moves by up to an eighth, so two right engines with other orders of sums are apart about as fp8 is from 16 bit."""
+"""With activations or a cache in fp8, of 3 bits of fraction: where the last bit of a value decides how it is rounded,
+it moves by up to an eighth, so two right engines with other orders of sums are apart about as fp8 is from 16 bit."""
 OUTPUT, LONGEST, BLOCK_SIZE, SHARED = 6, 320, 64, 70
 FIRST_TOKEN = 16
 COMPARED = 24  # rows of a case that are held against the reference
@@ -40,13 +40,15 @@ FITS = 40  # tokens of a step that fits, in the case that runs out of memory
 
 @dataclass(frozen=True)
 class EngineCase:
-    """prompts: how many. params: of all of them. is_fp8: whether something is rounded to fp8. prepare: changes the
-    engine before it runs; after: what must hold of it afterwards."""
+    """prompts: how many; longest: the most tokens that each has beside those that begin alike. params: of all of them.
+    is_fp8: whether something is rounded to fp8. prepare: changes the engine before it runs; after: what must hold of it
+    afterwards."""
 
     name: str
     params: SamplingParams
     prompts: int = COMPARED
     options: Mapping[str, Any] = field(default_factory=dict)
+    longest: int = LONGEST - OUTPUT - SHARED
     is_fp8: bool = False
     prepare: Callable[[Engine], None] = lambda engine: None
     after: Callable[[Engine], bool] = lambda engine: True
@@ -82,7 +84,7 @@ def engine_cases() -> list[EngineCase]:
             after=lambda engine: engine.stats.num_draft_steps > 0,
         ),
         EngineCase("fp8 cache", _greedy(), options={"kv_cache_dtype": "fp8"}, is_fp8=True),
-        EngineCase("600 rows", _greedy(), 600, {"max_num_seqs": 608, "max_num_batched_tokens": 1024}),
+        EngineCase("600 rows", _greedy(), 600, {"max_num_seqs": 608, "max_num_batched_tokens": 1024}, 32),
         EngineCase(
             "steps that do not fit the memory", _greedy(), prepare=runs_out_of_memory,
             after=lambda engine: engine.stats.num_out_of_memory > 0,
@@ -100,7 +102,7 @@ def _checked(case: EngineCase, folder: Path, device: torch.device, dtype: torch.
     type_name = str(dtype).removeprefix("torch.")
 
     def compare() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        prompts = prompts_of(case.prompts, read_config(folder).vocab_size)
+        prompts = prompts_of(case.prompts, read_config(folder).vocab_size, case.longest)
         with engine_of(folder, device, type_name, **case.options) as engine:
             case.prepare(engine)
             done = engine.generate(prompts, case.params)
@@ -120,11 +122,11 @@ def engine_of(folder: Path, device: torch.device, type_name: str, **options: Any
     return Engine(EngineConfig(str(folder), device=str(device), dtype=type_name, **settings))
 
 
-def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
-    """Half of them begin alike, for more than a block."""
+def prompts_of(count: int, vocab_size: int, longest: int = LONGEST - OUTPUT - SHARED) -> list[list[int]]:
+    """Of up to `longest` tokens; half of them have SHARED more before those, all the same, more than a block."""
     rng = np.random.default_rng(11)
     shared = rng.integers(FIRST_TOKEN, vocab_size, SHARED).tolist()
-    lengths = rng.integers(1, LONGEST - OUTPUT - SHARED, count)
+    lengths = rng.integers(1, longest, count)
     own = [rng.integers(FIRST_TOKEN, vocab_size, length).tolist() for length in lengths]
     return [shared * (n % 2) + tokens for n, tokens in enumerate(own)]
 

@@ -114,6 +114,7 @@ def _of_model(results: Mapping[str, Found], model: str) -> Iterable[dict[str, An
 
 def _peer_of(told: dict[str, Any]) -> PeerJobs:
     jobs = tuple(
-        PeerJob(job["requests"], tuple(job["wall_s"]), rows_of(Agreement, [job["agreement"]])[0]) for job in told["jobs"]
+        PeerJob(job["requests"], tuple(job["wall_s"]), rows_of(Agreement, [job["agreement"]])[0])
+        for job in told["jobs"]
     )
     return PeerJobs(told["name"], told["about"], jobs, told["failure"])

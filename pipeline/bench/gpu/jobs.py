@@ -205,9 +205,7 @@ def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits)
     )
 
 
-def predict(
-    work: RequestSet, settings: Mapping[str, str | int], limits: Limits, reached: Reached
-) -> JobSeconds:
+def predict(work: RequestSet, settings: Mapping[str, str | int], limits: Limits, reached: Reached) -> JobSeconds:
     """By the cost model with the engine's own bounds of a step and of the KV cache. Where kernels are at their limit,
     every linear takes its faster path; else the one that the engine takes."""
     resolved = {name: int(value) for name, value in settings.items() if isinstance(value, int)}

@@ -9,9 +9,8 @@ from pipeline.bench.gpu.figures import Failure, ModelFigures, model_figures
 from pipeline.bench.gpu.kernels.checks import Check, Correctness
 from pipeline.bench.gpu.result import Found
 from pipeline.bench.gpu.rows import rows_of
-from pipeline.bench.gpu.session.processes import Outcome
 from pipeline.bench.gpu.subject import MACHINE
-from pipeline.bench.gpu.task import Task
+from pipeline.bench.gpu.task import Outcome, Task
 from pipeline.bench.measure import facts_to_text, table
 
 
@@ -34,13 +33,18 @@ class SessionReport:
     def failed(self) -> bool:
         """Whether a check or a section failed. One that the budget had no time for did not."""
         ended = any(outcome.verdict in ("failed", "ended") for outcome in self.outcomes)
-        return ended or any(found.failures for found in self.results.values()) or bool(self.correctness.failed)
+        return ended or any(found.failures for found in self._own) or bool(self.correctness.failed)
 
     @property
     def correctness(self) -> Correctness:
         """All checks of all shards."""
-        told = [check for found in self.results.values() for check in found.figures.get("checks", ())]
+        told = [check for found in self._own for check in found.figures.get("checks", ())]
         return Correctness(rows_of(Check, told))
+
+    @property
+    def _own(self) -> list[Found]:
+        """Results of this session's tasks: there may be some of the session before."""
+        return [self.results[task.name] for task in self.tasks if task.name in self.results]
 
     @property
     def models(self) -> list[ModelFigures]:
@@ -97,7 +101,7 @@ class SessionReport:
             found = self.results.get(task.name)
             if found is not None and found.text:
                 parts.append(f"=== {task.name}\n{found.text}")
-        parts += [f"FAILED {name}, {why}" for name, found in self.results.items() for why in found.failures]
+        parts += [f"FAILED {found.task.name}, {why}" for found in self._own for why in found.failures]
         if self.models:
             parts.append(aims_to_text(self.aims, self.on_card))
         if self.left_out:

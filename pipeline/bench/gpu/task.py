@@ -1,9 +1,9 @@
-"""What a process of the GPU session is told: its section, and where everything lies."""
+"""What a process of the GPU session is told, its section and where everything lies, and what became of it."""
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Options = dict[str, Any]
 
@@ -46,3 +46,20 @@ class Task:
     def from_command_line(cls, text: str) -> tuple["Task", Setting]:
         told = json.loads(text)
         return cls(**told["task"]), Setting(**told["setting"])
+
+
+Verdict = Literal["done", "failed", "ended", "not started"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a task. began_s: after the session's beginning. why: of all but `done`."""
+
+    name: str
+    verdict: Verdict
+    began_s: float
+    seconds: float
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,7 +1,7 @@
 """Choices of the engine that a session compares on the same work: a line each, and a process each.
 
-What a variant changes is an option of `EngineConfig`, or a part of the engine that is put in the place of its own before
-anything runs.
+What a variant changes is an option of `EngineConfig`, or a part of the engine that is put in the place of its own
+before anything runs.
 """
 
 from collections.abc import Callable, Mapping

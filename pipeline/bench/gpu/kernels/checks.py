@@ -65,9 +65,7 @@ class Correctness:
             error = max(errors) if errors else "none ran"
             rows.append((kernel, dtype, len(of), error, of[0].tolerance, of[0].served_by))
         lines += table("kernel <20 | type <9 | checks >6 | error >9.1e | allowed >9.1e | served by <1", rows)
-        lines += [
-            f"FAILED {check.to_text()}" for check in self.failed
-        ]
+        lines += [f"FAILED {check.to_text()}" for check in self.failed]
         return "\n".join(lines)
 
 

@@ -24,9 +24,7 @@ FP8_MAX = 448.0
 FP8_CAPABILITY = (8, 9)
 
 
-def torch_paths(
-    weight: GroupIntWeight, dtype: torch.dtype, device: torch.device
-) -> dict[str, Callable[[], Linear]]:
+def torch_paths(weight: GroupIntWeight, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Linear]]:
     """Path -> what packs an int4 weight for it."""
     found: dict[str, Callable[[], Linear]] = {}
     has_int4 = hasattr(torch.ops.aten, "_weight_int4pack_mm") and hasattr(torch.ops.aten, "_convert_weight_to_int4pack")

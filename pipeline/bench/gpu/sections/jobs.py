@@ -40,9 +40,7 @@ def run(
     reached = reached_by(read_results(result.setting.results), model, rates)
     limits = Limits(subject.size, subject.weights, rates, reached, memory_bytes(subject.device))
     device = subject.device
-    found = run_our_jobs(
-        subject.folder, device, subject.dtype_name, sets, ROUNDS, limits, VARIANTS[variant], say
-    )
+    found = run_our_jobs(subject.folder, device, subject.dtype_name, sets, ROUNDS, limits, VARIANTS[variant], say)
     for jobs in found:
         result.keep(f"{head}\n{jobs.to_text()}", model=model, variant=variant, jobs=jobs.to_json())
 

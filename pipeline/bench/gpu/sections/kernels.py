@@ -1,4 +1,4 @@
-"""Times of attention, sampling and elementwise kernels, and of linears by each of their paths; what is wrong has none."""
+"""Times of attention, sampling and elementwise kernels, and of linears by each path; what is wrong has none."""
 
 from dataclasses import asdict
 
@@ -37,9 +37,7 @@ def run(result: Result, model: str, what: str) -> None:
                 keep(of_all.to_text(), kernels=of_all.to_json())
         return
     linears: list[LinearTime] = []
-    paths = linear_cases(
-        subject.size, subject.weights, kernels, subject.dtype, stopwatch, subject.scale.tokens, True
-    )
+    paths = linear_cases(subject.size, subject.weights, kernels, subject.dtype, stopwatch, subject.scale.tokens, True)
     for case in paths:
         with result.part(what):
             found = case()

@@ -1,6 +1,7 @@
-"""How long an engine takes to load and to capture its steps, and how long its decoding steps take by rows and context."""
+"""How long an engine takes to load and to capture its steps, and what its decoding steps take by rows and context."""
 
 import time
+from typing import Any
 
 from pipeline.bench.gpu.result import Result
 from pipeline.bench.gpu.steps.step_times import OUTPUT, PROMPT, StepBench, StepTime, steps_to_text
@@ -13,7 +14,9 @@ from pipeline.engine.params import EngineConfig
 def run(result: Result, model: str, variant: str = AS_SERVED) -> None:
     subject, chosen = Subject.of(result.setting, model), VARIANTS[variant]
     scale, phases = subject.scale, Phases()
-    options = {"max_num_seqs": max(scale.rows) + 1} | dict(chosen.options)  # a slot for the prompt of a mixed step
+    options: dict[str, Any] = {"max_num_seqs": max(scale.rows) + 1} | dict(
+        chosen.options
+    )  # a slot for the prompt of a mixed step
     config = EngineConfig(
         str(subject.folder),
         device=str(subject.device),

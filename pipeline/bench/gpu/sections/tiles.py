@@ -16,7 +16,7 @@ WORST = "worst"
 
 
 def run(result: Result, model: str, kernels: Sequence[str], budget_s: float) -> None:
-    """kernels: of `tile_cases.KERNELS`; or WORST alone, for the one that costs a decoding step most beyond its floor, by
+    """kernels: of `tile_cases.KERNELS`; or WORST alone, for the one that costs a decoding step most beyond its floor by
     what the session measured. budget_s: of all that is tried."""
     subject, found = Subject.of(result.setting, model), TileTimes()
 

@@ -3,7 +3,7 @@
 import os
 import tarfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ HEADER_BYTES = 2048  # of one member, at the most
 
 @dataclass(frozen=True)
 class Pack:
-    """`stem.tar.gz`, `stem-2.tar.gz` and so on, `max_files` at most, of the files below `folder` by their paths there."""
+    """`stem.tar.gz`, `stem-2.tar.gz` and so on, `max_files` at most, of the files below `folder`."""
 
     stem: str
     folder: Path
@@ -60,11 +60,8 @@ def _parts(files: Iterable[Path], what: Pack, max_bytes: int) -> tuple[list[list
     left_out: list[str] = []
     for path in files:
         size = _packed_bytes(path)
-        for number, room in enumerate(rooms):
-            if size <= room:
-                break
-        else:
-            number = len(parts)
+        number = next((number for number, room in enumerate(rooms) if size <= room), len(parts))
+        if number == len(parts):
             if number == what.max_files or size > max_bytes - HEADER_BYTES:
                 left_out.append(str(path.relative_to(what.folder)))
                 continue
@@ -79,7 +76,3 @@ def _packed_bytes(path: Path) -> int:
     """Not less than it takes in the archive."""
     data = path.read_bytes()
     return len(zlib.compress(data, 1)) + len(data) // 1000 + HEADER_BYTES
-
-
-def total_files(packs: Sequence[Pack]) -> int:
-    return sum(each.max_files for each in packs)

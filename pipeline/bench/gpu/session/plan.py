@@ -35,16 +35,18 @@ class Stage:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a plan: shards of checks, and which tests of `tests/gpu` they take, by words in their names."""
+    """Of a plan: the shards of checks that are run, of how many there are, and which tests of `tests/gpu` they take, by
+    words in their names."""
 
     shards: int
+    of: int
     bfloat16: str
     float16: str
     tests: str
 
 
-CARD = Size(SHARDS, "bfloat16", "float16", "card, ")
-SMOKE = Size(2, "float32", "float32", "errors_are_relative")
+CARD = Size(SHARDS, SHARDS, "bfloat16", "float16", "card, ")
+SMOKE = Size(2, 6, "float32", "bfloat16", "errors_are_relative")
 
 
 def main_plan(models: Sequence[str], peers: Peers, is_smoke: bool) -> list[Stage]:
@@ -120,14 +122,14 @@ def _checks(name: str, dtype: str, models: Sequence[str], size: Size, suffix: st
     tests = f"{size.tests}{dtype}" if size is CARD else size.tests
     return tuple(
         Task(
-            f"{name}{suffix}-{shard + 1}-of-{size.shards}",
+            f"{name}{suffix}-{shard + 1}-of-{size.of}",
             "correctness",
             110,
             {
                 "models": list(models),
                 "dtype": dtype,
                 "shard": shard,
-                "shards": size.shards,
+                "shards": size.of,
                 "tests": tests,
                 "is_deterministic": is_deterministic,
             },

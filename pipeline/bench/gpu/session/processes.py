@@ -13,33 +13,16 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NoReturn
+from typing import NoReturn
 
 import torch
 
 from pipeline.bench.gpu.sections.process import run_task
-from pipeline.bench.gpu.task import Setting, Task
+from pipeline.bench.gpu.task import Outcome, Setting, Task, Verdict
 
 PATIENCE_S = 2.0  # between SIGTERM and SIGKILL
 LOST_S = 3.0  # after which a process that SIGKILL does not end is left alone
 POLL_S = 0.02
-
-Verdict = Literal["done", "failed", "ended", "not started"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a task. began_s: after the session's beginning. why: of all but `done`."""
-
-    name: str
-    verdict: Verdict
-    began_s: float
-    seconds: float
-    why: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Running:
@@ -92,9 +75,7 @@ class Running:
         return " | ".join(lines[-4:])[-500:]
 
 
-def _become(
-    task: Task, setting: Setting, environment: Mapping[str, str], threads: int | None, log: str
-) -> NoReturn:
+def _become(task: Task, setting: Setting, environment: Mapping[str, str], threads: int | None, log: str) -> NoReturn:
     """The task's process, from its fork to its end. Asked to end, it writes where it stands into its log."""
     code = 1
     try:

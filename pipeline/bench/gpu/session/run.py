@@ -15,9 +15,9 @@ from pipeline.bench.gpu.report import SessionReport
 from pipeline.bench.gpu.result import read_results, write_whole
 from pipeline.bench.gpu.session.packing import MAX_BYTES, Pack, pack
 from pipeline.bench.gpu.session.plan import Stage
-from pipeline.bench.gpu.session.processes import Outcome, asked_apart, run_side_by_side
+from pipeline.bench.gpu.session.processes import asked_apart, run_side_by_side
 from pipeline.bench.gpu.session.triton_cache import FOLDER, bring, drop_listings
-from pipeline.bench.gpu.task import Setting, Task
+from pipeline.bench.gpu.task import Outcome, Setting, Task
 from pipeline.errors import ConfigError, OutputError
 
 RESERVE_S, RESERVE_SHARE = 20.0, 0.05  # of the budget, for the last archives: the smaller

@@ -43,7 +43,9 @@ def bring(archives: list[Path], work: Path) -> None:
         try:
             unpack(path, work)
         except (OSError, tarfile.TarError) as error:
-            raise ConfigError(f"--cache {path}: cannot be unpacked ({error}); expected {FOLDER}.tar.gz of a session") from None
+            raise ConfigError(
+                f"--cache {path}: cannot be unpacked ({error}); expected {FOLDER}.tar.gz of a session"
+            ) from None
     if not (work / FOLDER).is_dir():
         raise ConfigError(f"--cache {archives[0]}: holds no folder {FOLDER}; expected {FOLDER}.tar.gz of a session")
     repoint(work / FOLDER)

@@ -32,7 +32,7 @@ SEED = 3
 
 @dataclass(frozen=True)
 class StepTime:
-    """Steps of `rows` rows with contexts of `context` tokens on average. wall_s: of a step, nothing traced; traced: None
+    """Steps of `rows` rows with contexts of `context` tokens on average. wall_s: of a step, nothing traced. traced: None
     where there was no card. mixed_s: wall time of a step in which a prompt of PROMPT tokens is beside the rows; mixed:
     such steps, traced."""
 
@@ -150,8 +150,8 @@ class StepBench:
 def steps_to_text(times: Sequence[StepTime]) -> str:
     lines = [
         "Steps. wall: by the clock, nothing traced. replay: a captured step from its first kernel to its last; busy: "
-        "some kernel ran; idle, and of it in pauses of more than 5 us, which wait for the host. mixed: with a prompt of "
-        f"{PROMPT} tokens beside the rows, launched kernel by kernel: by the clock, the host until its last launch "
+        "some kernel ran; idle, and of it in pauses of more than 5 us, which wait for the host. mixed: with a prompt "
+        f"of {PROMPT} tokens beside the rows, launched kernel by kernel: by the clock, the host until its last launch "
         "(traced, so slower), the card's busy time, launches.",
     ]
     rows = []
