@@ -3,8 +3,8 @@ drafted, with a cache in fp8, with 600 rows, and in steps that do not fit the me
 
 Each runs the demonstration model on ragged prompts, of which half begin alike, in small steps, so that chunks,
 decoding, shared prefixes and captured steps take part. The reference computes the logits of every token that came, in
-float32. Measured is how far a chosen token's logit is below what was allowed: the best one, or of a row sampled with top_k the
-k-th best, in deviations of the logits. What a wrong step leads to is several.
+float32. Measured is how far a chosen token's logit is below what was allowed: the best one, or of a row sampled with
+top_k the k-th best, in deviations of the logits. What a wrong step leads to is several.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +118,7 @@ def _checked(case: EngineCase, folder: Path, device: torch.device, dtype: torch.
 
 
 def engine_of(folder: Path, device: torch.device, type_name: str, **options: Any) -> Engine:
-    settings = {"max_model_len": LONGEST, "max_num_seqs": 16, "max_num_batched_tokens": 128} | options
+    settings: dict[str, Any] = {"max_model_len": LONGEST, "max_num_seqs": 16, "max_num_batched_tokens": 128} | options
     return Engine(EngineConfig(str(folder), device=str(device), dtype=type_name, **settings))
 
 

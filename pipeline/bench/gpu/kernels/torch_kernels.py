@@ -8,6 +8,7 @@ Suffixes as in `kernels/contract.py`; N and K of a weight are its outputs and in
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,11 @@ FP8_CAPABILITY = (8, 9)
 def torch_paths(weight: GroupIntWeight, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Linear]]:
     """Path -> what packs an int4 weight for it."""
     found: dict[str, Callable[[], Linear]] = {}
+    has_fp8 = hasattr(torch.ops.aten, "_scaled_mm")
     has_int4 = hasattr(torch.ops.aten, "_weight_int4pack_mm") and hasattr(torch.ops.aten, "_convert_weight_to_int4pack")
     if has_int4 and dtype == torch.bfloat16 and weight.group_size in INT4_GROUPS:
         found[TORCH_INT4] = lambda: int4_product(weight, device)
-    if hasattr(torch, "_scaled_mm") and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+    if has_fp8 and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         found[TORCH_FP8] = lambda: fp8_product(weight, dtype, device)
     return found
 
@@ -55,7 +57,7 @@ def fp8_product(weight: GroupIntWeight, dtype: torch.dtype, device: torch.device
     def product(x_MK: torch.Tensor) -> torch.Tensor:
         x_scale = x_MK.abs().amax().float() / FP8_MAX
         x_rounded_MK = (x_MK / x_scale).to(torch.float8_e4m3fn)
-        return torch._scaled_mm(x_rounded_MK, rounded_KN, scale_a=x_scale, scale_b=scale, out_dtype=dtype)
+        return torch.ops.aten._scaled_mm(x_rounded_MK, rounded_KN, x_scale, scale, out_dtype=dtype)
 
     return product
 
@@ -70,7 +72,7 @@ def varlen_attention(
     except ImportError:
         return None
     takes = inspect.signature(varlen_attn).parameters
-    how = {"is_causal": True} if "is_causal" in takes else {"window_size": (-1, 0)}
+    how: dict[str, Any] = {"is_causal": True} if "is_causal" in takes else {"window_size": (-1, 0)}
     if "enable_gqa" in takes:
         how["enable_gqa"] = True
     else:
@@ -78,4 +80,5 @@ def varlen_attention(
     rows = [each.transpose(1, 2).flatten(0, 1).contiguous() for each in (q, k, v)]
     start_S1 = torch.from_numpy(np.append(0, np.cumsum(counts)).astype(np.int32)).to(q.device)
     most = max(counts)
-    return lambda: varlen_attn(*rows, start_S1, start_S1, most, most, **how)
+    ragged: Any = varlen_attn  # whose parameters are other ones from release to release
+    return lambda: ragged(*rows, start_S1, start_S1, most, most, **how)

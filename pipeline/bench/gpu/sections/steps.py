@@ -22,7 +22,7 @@ def run(result: Result, model: str, variant: str = AS_SERVED) -> None:
         device=str(subject.device),
         dtype=subject.dtype_name,
         max_model_len=max(scale.contexts) + OUTPUT + PROMPT,
-        **options,
+        **options | dict(chosen.options),
     )
     with Engine(config, phases.say) as engine:
         engine.warm_up()

@@ -32,9 +32,9 @@ SEED = 3
 
 @dataclass(frozen=True)
 class StepTime:
-    """Steps of `rows` rows with contexts of `context` tokens on average. wall_s: of a step, nothing traced. traced: None
-    where there was no card. mixed_s: wall time of a step in which a prompt of PROMPT tokens is beside the rows; mixed:
-    such steps, traced."""
+    """Steps of `rows` rows with contexts of `context` tokens on average. wall_s: of a step, nothing traced. traced:
+    None where there was no card. mixed_s: wall time of a step in which a prompt of PROMPT tokens is beside the rows;
+    mixed: such steps, traced."""
 
     rows: int
     context: float

@@ -1,8 +1,8 @@
 """What a profiler's trace tells of steps: how long a captured step runs, its kernels by name, and where the card waits.
 
 Read from the file that `torch.profiler` exports (Chrome's trace format, times in microseconds). Profiling makes the
-host slower, so the card's waits are upper bounds. Short pauses lie between two kernels of one captured step, whatever the
-host does; long ones are waiting for the host.
+host slower, so the card's waits are upper bounds. Short pauses lie between two kernels of one captured step, whatever
+the host does; long ones are waiting for the host.
 """
 
 import gzip
