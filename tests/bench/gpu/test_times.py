@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from pipeline.bench.gpu.gaps import Gap, pauses
+from pipeline.bench.gpu.figures import reached_of
 from pipeline.bench.gpu.kernels.kernel_times import KernelTime, KernelTimes, _skewed
 from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.rates import MIN_RUNS, WARM_UPS, Rates, Stopwatch, measure_rates
-from pipeline.bench.gpu.run import reached_of
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Reached
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
@@ -104,12 +103,3 @@ def test_a_stopwatch_warms_up_and_takes_the_median(monkeypatch):
     called = []
     assert Stopwatch(torch.device("cpu"), 0.0).seconds(lambda: called.append(1)) == 2
     assert len(called) == WARM_UPS + MIN_RUNS
-
-
-def test_a_card_is_idle_where_nothing_runs():
-    assert pauses([(5, 7), (0, 2), (1, 3), (1.5, 1.6), (7, 8)]) == [2]
-    assert pauses([(1, 9), (2, 3), (10, 11), (14, 15)]) == [1, 3]
-    assert pauses([]) == []
-    gap = Gap(4, 2, span_s=0.01, idle_s=0.001, host_s=0.0008)
-    assert gap.share == pytest.approx(0.1)
-    assert "4 rows decoding: 5.00 ms a step, of it idle 0.500 ms (10.0%), 0.400 of it in pauses" in gap.to_text()

@@ -44,5 +44,6 @@ def run(result: Result, model: str, what: str) -> None:
             checks += [checked for checked, _ in found]
             linears += [time for _, time in found if time is not None]
             summed = summed_up(linears, subject.size, subject.weights, rates)
-            text = "\n".join([summed.to_text(), *(border.to_text() for border in borders(summed))])
-            keep(text, linears=summed.to_json())
+            met = borders(summed)
+            text = "\n".join([summed.to_text(), *(border.to_text() for border in met)])
+            keep(text, linears=summed.to_json(), borders=[asdict(border) for border in met])

@@ -79,6 +79,8 @@ class StepBench:
         finally:
             for each in ids:
                 self._engine.abort(each)
+            while self._engine.has_unfinished:  # prompts of mixed steps
+                self._engine.step()
             self._engine.forget()
 
     def _point(self, rows: int, context: int) -> StepTime:

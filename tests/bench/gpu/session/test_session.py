@@ -66,7 +66,7 @@ def test_some_sections_alone():
     stages = main_plan(("large", "small"), [], False)
     assert names(only(stages, ["steps"])) == [["machine"], ["steps-large"], ["steps-small"]]
     assert names(only(stages, ["steps-small", "jobs-large"])) == [["machine"], ["jobs-large"], ["steps-small"]]
-    with pytest.raises(ConfigError, match="--sections speed: expected some of .*steps"):
+    with pytest.raises(ConfigError, match=r"--sections speed: expected some of .*steps"):
         only(stages, ["speed"])
 
 
@@ -112,7 +112,7 @@ def test_what_the_budget_has_no_time_for_does_not_start(sections, tmp_path):
     assert time.monotonic() - began < 3.0 + 3
     verdicts = {outcome.name: outcome.verdict for outcome in told.outcomes}
     assert verdicts == {"one": "done", "slow": "ended", "long": "not started", "two": "not started"}
-    assert "50 s are needed" in told.outcomes[2].why
+    assert "50 are needed" in told.outcomes[2].why
     assert told.complete
     assert told.failed, "a section was ended"
     text = (tmp_path / "out" / "report.txt").read_text()
@@ -211,7 +211,7 @@ def test_every_section_runs_on_a_bare_machine(smoke):
     assert {outcome["verdict"] for outcome in told["outcomes"]} == {"done"}
     planned = [task.name for stage in main_plan(plan.SMOKE_MODELS, [], True) for task in stage.tasks]
     assert [outcome["name"] for outcome in told["outcomes"]] == planned
-    assert told["correctness"]["checks"] > 30
+    assert told["correctness"]["checks"] > 20
     assert not told["correctness"]["failed"]
     assert not told["on_card"]
     assert {aim["verdict"] for aim in told["aims"]} <= {"met", "missed", "not measured"}
@@ -243,6 +243,6 @@ def test_sections_keep_what_others_compute_with(smoke):
     assert {"attention", "attention, fp8", "sample", "greedy"} <= kernels
     linears = figures("linears-tiny-awq")["linears"]["times"]
     assert {time["path"] for time in linears} == {"16 bit", "fp8", "served"}
-    assert figures("checks-1-of-6")["tests"], "tests/gpu took part"
-    tests_run = {check["kernel"] for check in figures("checks-1-of-6")["checks"]}
-    assert "engine" in tests_run
+    assert figures("checks-1-of-24")["tests"], "tests/gpu took part"
+    checked = {check["kernel"] for check in figures("checks-1-of-24")["checks"]}
+    assert {"engine", "linear"} <= checked
