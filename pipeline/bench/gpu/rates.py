@@ -29,6 +29,7 @@ class Stopwatch:
         if self.on_gpu:
             self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
             self._sum = torch.empty((), dtype=torch.float32, device=device)
+            self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
     def seconds(self, call: Callable[[], object]) -> float:
@@ -49,15 +50,25 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
-        """What replays `call`; itself, where it waits for the device or copies from pageable memory."""
-        graph = torch.cuda.CUDAGraph()
+        """What replays `call`; itself, where it waits for the device or copies from pageable memory.
+
+        Not by `torch.cuda.graph`, which collects garbage and gives all cached memory back each time.
+        """
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(before)
         try:
-            with torch.cuda.graph(graph):
-                call()
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool)
+                try:
+                    call()
+                finally:
+                    graph.capture_end()
         except RuntimeError:
             self.num_launched += 1
+            self._pool = torch.cuda.graph_pool_handle()  # the one before may count as being captured into
             self.wait()  # raises where the card is lost
             return call
+        before.wait_stream(self._stream)
         graph.replay()
         return graph.replay
 

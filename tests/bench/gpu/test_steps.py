@@ -84,7 +84,7 @@ def test_a_card_is_idle_where_nothing_runs():
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = bench_model("tiny", str(tmp_path_factory.mktemp("shapes"))).folder
-    options = {"max_model_len": 40 + OUTPUT + PROMPT, "max_num_seqs": 6, "max_num_batched_tokens": 64}
+    options = {"max_model_len": 40 + OUTPUT + PROMPT, "max_num_seqs": 6, "max_num_batched_tokens": 128}
     with Engine(EngineConfig(str(folder), dtype="float32", **options)) as made:
         yield made
 

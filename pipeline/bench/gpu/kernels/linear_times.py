@@ -3,7 +3,7 @@
 served: what the engine runs. 16 bit: torch's product (cuBLAS on a card) on weights in 16 bit, or in the type that is
 measured. fixed tile: 16 bit by the product of `engine.deterministic`. Of int4 weights also each path alone, and that
 with activations in fp8 (`kernels/activations/fp8.py`), which computes something else and is served where it is asked
-for. Summed over a layer's linears.
+for. What torch itself has for such weights stands beside (`torch_times.py`). Summed over a layer's linears.
 
 Suffixes as in `kernels/contract.py`.
 """
@@ -18,7 +18,7 @@ import torch
 from pipeline.bench.gpu.kernels.checks import TOLERANCES, Check, check
 from pipeline.bench.gpu.kernels.inputs import random_int4
 from pipeline.bench.gpu.kernels.kernel_times import sampled
-from pipeline.bench.gpu.kernels.torch_kernels import TORCH_PATHS, torch_paths
+from pipeline.bench.gpu.kernels.torch_kernels import TORCH_PATHS
 from pipeline.bench.gpu.rates import Rates, Stopwatch
 from pipeline.bench.gpu.rows import rows_of
 from pipeline.bench.measure import table
@@ -166,10 +166,7 @@ def linear_cases(
             some = torch.from_numpy(sampled(count)).to(device)
             compare = partial(lambda x, rows: [(linear(x)[rows], exact(x[rows].float()))], x_TK, some)
             about = f"{name} by {path}, {count:,} tokens"
-            by, allowed = kernels.served_by["linear"], TOLERANCES[dtype]
-            if path in TORCH_PATHS:
-                by, allowed = "torch", TORCH_PATHS[path]
-            checked = check("linear" if by != "torch" else "linear of torch", about, dtype, by, allowed, compare)
+            checked = check("linear", about, dtype, kernels.served_by["linear"], TOLERANCES[dtype], compare)
             is_right = is_timed and checked.passed
             time = LinearTime(name, path, count, stopwatch.seconds(partial(linear, x_TK))) if is_right else None
             found.append((checked, time))
@@ -201,7 +198,7 @@ def _paths(
     alone: dict[str, Callable[[], Linear]] = {DENSE_PATH: lambda: prepare_linear(served, dtype, device)}
     if device.type == "cuda":
         alone[FIXED_PATH] = lambda: fixed_path(served, dtype, device)
-        alone |= int4_paths(weight, dtype, device) | torch_paths(weight, dtype, device) if int4 else {}
+        alone |= int4_paths(weight, dtype, device) if int4 else {}
     exact = partial(prepare_linear, served, torch.float32, device)
     found = {path: (prepare, exact) for path, prepare in alone.items()}
     if int4 and "fp8" in kernels.rounded:

@@ -86,14 +86,14 @@ class StepBench:
     def _point(self, rows: int, context: int) -> StepTime:
         self._steps(SETTLE)
         table = self._engine.table
-        running = self._engine.scheduler.running
+        running = self._engine.scheduler.running.copy()
         mean = float(table.num_known[running].mean())
         wall_s = self._timed(self._num_timed, self._engine.step)
         traced = self._traced(f"{self._name}-{rows}x{context}", self._num_traced, self._engine.step)
         mixed_s = self._timed(NUM_MIXED, self._mixed_step)
         windows = self._traced(f"{self._name}-{rows}x{context}-mixed", NUM_MIXED_TRACED, self._mixed_step)
         return StepTime(
-            rows,
+            len(running),
             mean,
             wall_s,
             None if traced is None else traced.steps(self._num_traced),
