@@ -2,8 +2,8 @@
 
 A shape's speed does not depend on what its weights say, so random ones serve; their completions mean nothing. Written
 once into a cache folder, shard by shard (no more than one shard is in memory), from fixed seeds, and renamed into place
-when whole. The vocabulary is 32,000 tokens in all shapes, less than the real models have; the tokenizer is the
-demonstration model's, filled up with numbered words.
+when whole. The vocabulary is 32,000 tokens, less than the real models have; `llama3-8b` has the real one. The tokenizer
+is the demonstration model's, filled up with numbered words.
 """
 
 import hashlib

@@ -170,7 +170,7 @@ def _job_hints(model: ModelFigures, job: OurJob) -> list[str]:
             f"the job takes {wall_s / job.predicted_s:.2f} times what its kernels alone should: the host, sampling and "
             "elementwise kernels: the section steps, and sample and greedy in the section kernels"
         )
-    elif model.reached is not None:
+    elif model.has_kernels:
         shares = {part: share for part, share in vars(model.reached).items() if part != "step_s"}
         least = min(shares, key=lambda part: shares[part])
         found.append(

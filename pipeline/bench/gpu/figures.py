@@ -39,14 +39,18 @@ class ModelFigures:
     kernels: KernelTimes | None = None
     linears: LinearTimes | None = None
     tiles: TileTimes | None = None
-    reached: Reached | None = None
+    reached: Reached = Reached()  # noqa: RUF009 (frozen)
     jobs: OurJobs | None = None
     steps: tuple[StepTime, ...] = ()
     peers: tuple[PeerJobs, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        reached = None if self.reached is None else asdict(self.reached)
-        return {"name": self.name, "rates": asdict(self.rates), "reached": reached}
+        return {"name": self.name, "rates": asdict(self.rates), "reached": asdict(self.reached)}
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether anything was measured that `reached` follows from."""
+        return self.kernels is not None or self.linears is not None
 
 
 def model_figures(results: Mapping[str, Found], model: str) -> ModelFigures | None:

@@ -7,6 +7,7 @@ from pipeline.bench.gpu.figures import reached_of
 from pipeline.bench.gpu.kernels.kernel_times import KernelTime, KernelTimes, _skewed
 from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.rates import MIN_RUNS, WARM_UPS, Rates, Stopwatch, measure_rates
+from pipeline.bench.gpu.shares import card_named, of_data_sheet, shares_to_text
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Reached
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
@@ -103,3 +104,17 @@ def test_a_stopwatch_warms_up_and_takes_the_median(monkeypatch):
     called = []
     assert Stopwatch(torch.device("cpu"), 0.0).seconds(lambda: called.append(1)) == 2
     assert len(called) == WARM_UPS + MIN_RUNS
+
+
+def test_shares_of_the_data_sheet_count_what_the_card_itself_does_not_reach():
+    card = card_named("NVIDIA H200")
+    assert card is not None
+    assert card_named("Some other card") is None
+    rates = Rates(0.9 * card.bandwidth_bytes_per_s, 0.8 * card.bf16_flops)
+    found = of_data_sheet(Reached(bandwidth=0.5, kv=1.0, gemm=0.5, int4=0.25, attention=1.0, fp8=0.7), rates, card)
+    shares = (found.bandwidth, found.kv, found.gemm, found.int4, found.attention, found.fp8)
+    assert shares == pytest.approx((0.45, 0.9, 0.4, 0.2, 0.8, 0.7))
+    text = shares_to_text("m", Reached(bandwidth=0.5), rates, card)
+    assert text == (
+        "Kernels of m reached, of the data sheet of H200: bandwidth=0.45, kv=0.90, gemm=0.80, int4=0.80, attention=0.80"
+    )
