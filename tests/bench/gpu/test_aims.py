@@ -163,7 +163,7 @@ def test_jobs_are_held_against_the_best_mode_of_vllm():
         PeerJobs("vllm", {}, tuple(peer_job(name, 9.0, 4.6, 4.5) for name in AGAINST_PEER)),
         PeerJobs("vllm, throughput", {}, (peer_job("mixed", 3.3),), "died"),
     )
-    model = replace(BARE, jobs=ours, peers=peers, reached=Reached(kv=0.4, bandwidth=0.9))
+    model = replace(BARE, jobs=ours, peers=peers, reached=Reached(kv=0.4, bandwidth=0.9), kernels=KernelTimes(()))
     found = aim("the set summaries", model)
     assert (found.verdict, found.measured, found.about) == ("met", pytest.approx(4.6 / 3), "against vllm")
     found = aim("the set mixed", model)

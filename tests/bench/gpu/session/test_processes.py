@@ -93,6 +93,8 @@ def test_one_that_hears_nothing_is_killed(setting):
     outcomes, took_s = run(setting, Task("deaf", "hangs", 0.5, {"deaf": True}))
     assert outcomes["deaf"].verdict == "ended"
     assert 2.0 < took_s < 8
+    assert "did not go on SIGKILL" not in outcomes["deaf"].why
+    assert not is_alive(read_results(setting.results)["deaf"].figures["child"])
 
 
 def test_the_budgets_end_is_everybodys(setting):
