@@ -11,7 +11,6 @@ from typing import Literal
 
 from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.jobs import OurJob
-from pipeline.bench.gpu.kernels.crossover import borders
 from pipeline.bench.gpu.kernels.kernel_times import CHECKING, DECODING, PROMPTS, SKEWED, KernelTime
 from pipeline.bench.gpu.kernels.linear_times import ALLOWED_BEHIND
 
@@ -117,7 +116,7 @@ def _linears(model: ModelFigures, why_not: _WhyNot) -> Aim:
         return _unmeasured(name, wanted, why_not("linears", "no path was measured beside the served one"))
     tokens, worst = max(behind.items(), key=lambda item: item[1])
     about = f"worst of {len(behind)} numbers of tokens from {min(behind):,} to {max(behind):,}: {tokens:,}"
-    look = tuple(border.to_text() for border in borders(model.linears)) or (
+    look = tuple(border.to_text() for border in model.borders) or (
         "no fused int4 path here: the product itself, or how it is started",
     )
     return _judged(name, wanted, worst, f"{worst:.2f} times", worst <= ALLOWED_BEHIND, about, look)

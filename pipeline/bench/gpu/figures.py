@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.bench.engines.agreement import Agreement
 from pipeline.bench.gpu.jobs import OurJobs
+from pipeline.bench.gpu.kernels.crossover import Border
 from pipeline.bench.gpu.kernels.kernel_times import KernelTimes
 from pipeline.bench.gpu.kernels.linear_times import DENSE_PATH, INT4_PATH, SERVED_PATH, LinearTimes
 from pipeline.bench.gpu.kernels.tile_times import TileTimes
@@ -38,6 +39,7 @@ class ModelFigures:
     rates: Rates
     kernels: KernelTimes | None = None
     linears: LinearTimes | None = None
+    borders: tuple[Border, ...] = ()
     tiles: TileTimes | None = None
     reached: Reached = Reached()  # noqa: RUF009 (frozen)
     jobs: OurJobs | None = None
@@ -63,7 +65,8 @@ def model_figures(results: Mapping[str, Found], model: str) -> ModelFigures | No
         if "kernels" in figures:
             found = replace(found, kernels=KernelTimes.from_json(figures["kernels"]))
         if "linears" in figures:
-            found = replace(found, linears=LinearTimes.from_json(figures["linears"]))
+            met = rows_of(Border, figures.get("borders", ()))
+            found = replace(found, linears=LinearTimes.from_json(figures["linears"]), borders=met)
         if "tiles" in figures:
             found = replace(found, tiles=TileTimes.from_json(figures["tiles"]))
         if "peers" in figures:

@@ -61,6 +61,12 @@ def step(rows, busy_s, idle_s, host_s):
 
 
 BARE = ModelFigures("m", RATES)
+
+
+def with_linears(found):
+    return replace(BARE, linears=found, borders=tuple(borders(found)))
+
+
 SECTIONS = ("kernels", "linears", "tiles", "jobs", "steps")
 
 
@@ -110,11 +116,11 @@ def test_linears_are_held_against_the_better_path_and_the_border_is_suggested():
     measured = linears(
         dense=(4, 4, 6), fused=(1, 2, 9), cached=(4, 4, 6), scratch=(9, 9, 9), served=(1, 2.05, 6.0)
     )  # fmt: skip
-    model = replace(BARE, linears=summed_up(measured, SIZE, AWQ, RATES))
+    model = with_linears(summed_up(measured, SIZE, AWQ, RATES))
     found = aim("linears as served", model)
     assert (found.verdict, found.measured) == ("met", pytest.approx(1.025))
     slower = [replace(t, seconds=4.0) if (t.path, t.tokens) == ("served", 64) else t for t in measured]
-    found = aim("linears as served", replace(BARE, linears=summed_up(slower, SIZE, AWQ, RATES)))
+    found = aim("linears as served", with_linears(summed_up(slower, SIZE, AWQ, RATES)))
     assert (found.verdict, found.measured) == ("missed", 2.0)
     assert "3 numbers of tokens from 1 to 256: 64" in found.about
     cached, scratch = found.look_first
@@ -125,7 +131,7 @@ def test_linears_are_held_against_the_better_path_and_the_border_is_suggested():
     assert "the scratch crossover of kernels/triton/linear/crossover.py is 256; this run says 64" in scratch
     assert [border.now for border in borders(model.linears)] == [128, 256]
     plain = summed_up(linears(dense=(1, 1, 1), served=(1, 1, 2)), SIZE, AWQ, RATES)
-    assert "no fused int4 path" in aim("linears as served", replace(BARE, linears=plain)).look_first[0]
+    assert "no fused int4 path" in aim("linears as served", with_linears(plain)).look_first[0]
 
 
 def test_a_border_is_where_least_is_lost_whatever_one_number_says():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.bench.engines import peer as peer_module
-from pipeline.bench.gpu import peers, variants
+from pipeline.bench.gpu import peers
 from pipeline.bench.gpu.jobs import Limits, OurJobs, run_our_jobs, run_round
 from pipeline.bench.gpu.peers import run_peers
 from pipeline.bench.gpu.rates import Rates
@@ -19,6 +19,7 @@ from pipeline.bench.roofline import model_size
 from pipeline.bench.shapes import bench_model
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
+from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.errors import PipelineError
 from pipeline.model.config import read_config
 from pipeline.roofline.cost_model import Reached
@@ -124,13 +125,8 @@ def test_each_choice_of_the_engine_does_the_same_work(folder):
     assert len({json.dumps(each) for each in tokens.values()}) == 1
 
 
-def test_rows_are_let_in_many_at_a_time(folder, monkeypatch):
-    monkeypatch.setattr(variants, "FEWEST_SLOTS", 3)
-    admitted = []
+def test_free_slots_need_not_be_gathered(folder):
     with Engine(EngineConfig(str(folder), dtype="float32", max_model_len=64, max_num_seqs=4)) as engine:
-        variants.gather(engine)
-        real = engine.scheduler.admission.admit
-        engine.scheduler.admission.admit = lambda *of: (found := real(*of), admitted.append(len(found[0])))[0]
-        lengths = [BenchRequest([20 + n] * 4, 2 + 3 * n) for n in range(8)]
-        run_round(engine, lengths)
-    assert [count for count in admitted if count] == [4, 3, 1]
+        engine.scheduler.pacing = AdmissionPacing()
+        VARIANTS["admitted at once"].prepare(engine)
+        assert engine.scheduler.pacing is None

@@ -20,7 +20,7 @@ SHARDS = 12
 SETS = ("generation", "summaries", "shared", "single")  # of the first model, whole
 SMALL_SETS = ("generation",)  # of the others
 LARGE_VARIANTS = ("1,024 rows, 16,384 tokens", "fp8 cache")
-SMALL_VARIANTS = ("rows let in 16 at a time", "1,024 rows, 16,384 tokens")
+SMALL_VARIANTS = ("admitted at once", "1,024 rows, 16,384 tokens")
 Peers = Sequence[tuple[str, str]]
 
 

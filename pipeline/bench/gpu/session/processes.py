@@ -125,6 +125,7 @@ def run_side_by_side(
     session_began: float,
 ) -> list[Outcome]:
     """Start all `tasks` and wait until the last has ended or was ended: at its limit, or when no time is left."""
+    assert not torch.cuda.is_initialized(), "a forked process could not use the card"
     threads = max(1, (os.cpu_count() or 1) // len(tasks)) if len(tasks) > 1 else None
     running: list[Running] = []
     outcomes: list[Outcome] = []

@@ -45,6 +45,7 @@ def run_session(
     `setting.work`. Raises ConfigError where the device or a cache is not there, OutputError where `output` cannot be
     written.
     """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a card must not touch it
     if why := asked_apart(lambda: _refusal(setting)):
         raise ConfigError(why)
     preload()
