@@ -2,8 +2,8 @@
 
 A shape's speed does not depend on what its weights say, so random ones serve; their completions mean nothing. Written
 once into a cache folder, shard by shard (no more than one shard is in memory), from fixed seeds, and renamed into place
-when whole. The vocabulary is 32,000 tokens in all shapes, less than the real models have; the tokenizer is the
-demonstration model's, filled up with numbered words.
+when whole. The vocabulary is 32,000 tokens, less than the real models have; `llama3-8b` has the real one. The tokenizer
+is the demonstration model's, filled up with numbered words.
 """
 
 import hashlib
@@ -106,6 +106,7 @@ SHAPES = {
     "tiny": Shape("llama", 256, 512, 2, 4, 2, 64, False, 10_000.0, 1e-5, 2_048, vocab=2_048),
     "qwen3-0.6b": Shape("qwen3", 1024, 3072, 28, 16, 8, 128, True, 1_000_000.0, 1e-6, 40_960),
     "llama-8b": Shape("llama", 4096, 14_336, 32, 32, 8, 128, False, 500_000.0, 1e-5, 131_072),
+    "llama3-8b": Shape("llama", 4096, 14_336, 32, 32, 8, 128, False, 500_000.0, 1e-5, 131_072, vocab=128_256),
 }
 NAMES = (*SHAPES, *(f"{name}-awq" for name in SHAPES))
 

@@ -372,47 +372,51 @@ def bounds_of_cards(
 
 
 @bench.command("gpu")
-@click.option("models", "--model", multiple=True, default=("llama-8b-awq", "qwen3-0.6b"), show_default=True,
-              metavar="SHAPE|PATH", help="As of bench engine. May be repeated.")  # fmt: skip
+@click.option("--budget", default="10m", show_default=True, metavar="TIME",
+              help="After which all is at its end, such as 9m40s.")  # fmt: skip
+@click.option("--output", cls=Renamed, old="--out", default="gpu-session", show_default=True, metavar="DIR",
+              help="Where archives of results, traces and compiled kernels go, at most 8 files of 16 MiB.")  # fmt: skip
+@click.option("models", "--model", multiple=True, metavar="SHAPE|PATH",
+              help="As of bench engine: the first is measured as a whole. May be repeated; else "
+              "llama3-8b-awq and qwen3-0.6b.")  # fmt: skip
 @click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]|cpu")
 @_bench_options(dtype="auto")
-@click.option("--sections", default="correctness,kernels,linears,jobs", show_default=True, metavar="NAME,NAME",
-              callback=lambda context, option, text: tuple(text.split(",")),
-              help="What to run; also tiles: up to 8 minutes a model, 3 with --quick.")  # fmt: skip
-@click.option("--requests", metavar="SET", multiple=True,
-              help="A fixed request set of the jobs, such as summaries. May be repeated; else all.")  # fmt: skip
-@_bench_options(rounds=1)
-@click.option("--quick", is_flag=True, help="An eighth of the requests, fewer sizes: some five minutes on a card.")
-@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Of this engine; else its own choice.")
+@click.option("--sections", default="", metavar="NAME,NAME",
+              callback=lambda context, option, text: tuple(filter(None, text.split(","))),
+              help="These sections or tasks alone, such as steps,linears-llama3-8b-awq.")  # fmt: skip
+@click.option("is_follow_up", "--follow-up", is_flag=True,
+              help="The session after: compute-sanitizer, ncu, tiles; on the same machine.")  # fmt: skip
+@click.option("caches", "--cache", multiple=True, metavar="FILE",
+              help="triton-cache.tar.gz of a session before. May be repeated.")  # fmt: skip
 @_bench_options(peers=(), folder=None)
-@click.option("out", "--output", cls=Renamed, old="--out", metavar="FILE",
-              help="JSON of what is known so far, replaced as sections end.")  # fmt: skip
+@click.option("--work", metavar="DIR", help="Where sections write; else in the temporary folder.")
+@click.option("is_smoke", "--smoke", is_flag=True, help="Tiny shapes on a processor, to see that everything runs.")
 @json_flag
 @answers
-def kernels_and_jobs_on_a_card(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """On an NVIDIA GPU: are the kernels right, how near the card's limits are they, how long do whole jobs take?
+def kernels_and_jobs_on_a_card(budget: str, as_json: bool, **options: Any) -> None:
+    """Ten minutes on an NVIDIA GPU: are the kernels right, where does a step's time go, how long do jobs take?
 
     \b
     Examples:
-      pipeline bench gpu --output gpu.json
-      pipeline bench gpu --quick
-      pipeline bench gpu --sections jobs --requests summaries --peer vllm=/envs/vllm/bin/python
-      pipeline bench gpu --sections tiles --model llama-8b-awq
-      pipeline bench gpu --device cpu --quick --model tiny-awq
+      pipeline bench gpu --budget 10m --output gpu-session
+      pipeline bench gpu --budget 10m --output gpu-session --cache before/triton-cache.tar.gz
+      pipeline bench gpu --budget 2m --sections steps --model llama3-8b-awq
+      pipeline bench gpu --follow-up --budget 10m --output gpu-session-2
+      pipeline bench gpu --device cpu --smoke
 
-    Needs torch, triton, transformers and click, no Ray and no network: checkpoints have random weights and are made on
-    the spot. correctness: every kernel against the reference, on the inputs of the next two; they check too, and time
-    nothing that is wrong. kernels, linears: their time against bytes and products at the rates that the card reaches
-    alone. jobs: fixed request sets through the engine, and
-    through vLLM where --peer says so, in turn, each with the card to itself. tiles: which tiles of the Triton kernels
-    would be faster than the shipped ones. At the end stand the aims, each met or missed, with what to look at first; a
-    missed aim is no failure. Leaves with 70 when a check or a section failed. The last example is for a machine without
-    a card: it shows that everything runs, and its figures mean nothing.
+    Sections are processes of their own, each with a time limit: one that fails, hangs or loses the card costs only
+    itself. In this order, while the budget lasts: what the machine is and reaches; all checks against the reference, in
+    12 processes; loading, and decoding steps by rows and context with their kernels and traces; whole jobs; times of
+    linears, attention and sampling; a small model and choices of the engine; tiles; further types. After each, what
+    there is so far is packed. Needs torch, triton and transformers, no Ray and no network: checkpoints have random
+    weights. Where click is not installed, `python -m pipeline.bench.gpu.session` takes the same options. At the end
+    stand the aims, each met or missed, with what to look at first; a missed aim is no failure. Leaves with 70 when a
+    check or a section failed. The last example is for a machine without a card: its figures mean nothing.
     """
-    from pipeline.bench.engines.peer import parse_peer
-    from pipeline.bench.gpu.run import bench_gpu
+    from pipeline.bench.gpu.session.request import SessionRequest, parse_budget
 
-    told = bench_gpu(peers=[parse_peer(peer) for peer in peers], say=say, command=_typed(), **options)
+    request = SessionRequest(budget_s=parse_budget(budget), command=_typed(), **options)
+    told = request.run(say)
     _print_bench(told, as_json)
     if told.failed:
         sys.exit(PipelineError.exit_code)

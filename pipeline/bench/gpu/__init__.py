@@ -1,5 +1,5 @@
-"""`pipeline bench gpu`: how near the card's limits the kernels are, each checked before it is timed, and whole jobs.
+"""`pipeline bench gpu`: some minutes on a card, as a session of sections: is everything right, where does the time go?
 
-Runs without Ray, pydantic and a network. `run` puts it together: rates (what the card reaches alone) -> kernels ->
-linears -> jobs -> `report`.
+Runs without Ray, pydantic, click and a network. `session` starts the processes of `sections`, which measure with
+`kernels`, `steps` and `jobs`; `report` puts their results together, and `aims` judges them.
 """

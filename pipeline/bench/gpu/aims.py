@@ -11,7 +11,6 @@ from typing import Literal
 
 from pipeline.bench.gpu.figures import Failure, ModelFigures
 from pipeline.bench.gpu.jobs import OurJob
-from pipeline.bench.gpu.kernels.crossover import borders
 from pipeline.bench.gpu.kernels.kernel_times import CHECKING, DECODING, PROMPTS, SKEWED, KernelTime
 from pipeline.bench.gpu.kernels.linear_times import ALLOWED_BEHIND
 
@@ -51,9 +50,9 @@ def aims_of(model: ModelFigures, sections: Sequence[str], failures: Sequence[Fai
 
     def why_not(section: str, otherwise: str) -> str:
         if section not in sections:
-            return f"the section {section} was not asked for"
+            return f"the section {section} was not run"
         failed = [failure for failure in failures if (failure.section, failure.model) == (section, model.name)]
-        return f"the section {section} failed, see above" if failed else otherwise
+        return f"the section {section} failed or was ended, see above" if failed else otherwise
 
     return [
         *(_decoding(model, kind, why_not) for kind in (DECODING, SKEWED, CHECKING)),
@@ -117,7 +116,7 @@ def _linears(model: ModelFigures, why_not: _WhyNot) -> Aim:
         return _unmeasured(name, wanted, why_not("linears", "no path was measured beside the served one"))
     tokens, worst = max(behind.items(), key=lambda item: item[1])
     about = f"worst of {len(behind)} numbers of tokens from {min(behind):,} to {max(behind):,}: {tokens:,}"
-    look = tuple(border.to_text() for border in borders(model.linears)) or (
+    look = tuple(border.to_text() for border in model.borders) or (
         "no fused int4 path here: the product itself, or how it is started",
     )
     return _judged(name, wanted, worst, f"{worst:.2f} times", worst <= ALLOWED_BEHIND, about, look)
@@ -125,17 +124,20 @@ def _linears(model: ModelFigures, why_not: _WhyNot) -> Aim:
 
 def _idle(model: ModelFigures, why_not: _WhyNot) -> Aim:
     name, wanted = "idle time of the card while decoding", f"below {IDLE_SHARE:.0%} of the time"
-    gaps = () if model.jobs is None else model.jobs.gaps
-    if not gaps:
-        return _unmeasured(name, wanted, why_not("jobs", "there was no card to profile"))
-    worst = max(gaps, key=lambda gap: gap.share)
+    traced = [(step.traced.idle_share, step, step.traced) for step in model.steps if step.traced is not None]
+    if not traced:
+        return _unmeasured(name, wanted, why_not("steps", "there was no card to trace"))
+    share, step, worst = max(traced, key=lambda each: each[0])
     look = (
         "most of it waits for the host: planning a step ahead (engine/forward/in_flight.py), `pipeline bench scheduler`"
         if worst.host_s > worst.idle_s / 2
         else "most of it lies between kernels of a step: fewer and longer kernels",
     )
-    about = f"worst of {len(gaps)}: {worst.to_text()}"
-    return _judged(name, wanted, worst.share, f"{worst.share:.1%}", worst.share < IDLE_SHARE, about, look)
+    about = (
+        f"worst of {len(traced)}: {step.rows:,} rows at {step.context:,.0f}, {worst.idle_s * 1e3:.3f} ms a step, "
+        f"{worst.host_s * 1e3:.3f} of it waiting for the host"
+    )
+    return _judged(name, wanted, share, f"{share:.1%}", share < IDLE_SHARE, about, look)
 
 
 def _job(model: ModelFigures, requests: str, least: float, why_not: _WhyNot) -> Aim:
@@ -165,9 +167,9 @@ def _job_hints(model: ModelFigures, job: OurJob) -> list[str]:
     if wall_s > AS_PREDICTED * job.predicted_s:
         found.append(
             f"the job takes {wall_s / job.predicted_s:.2f} times what its kernels alone should: the host, sampling and "
-            "elementwise kernels: the idle time, and sample and greedy in the section kernels"
+            "elementwise kernels: the section steps, and sample and greedy in the section kernels"
         )
-    elif model.reached is not None:
+    elif model.has_kernels:
         shares = {part: share for part, share in vars(model.reached).items() if part != "step_s"}
         least = min(shares, key=lambda part: shares[part])
         found.append(
@@ -180,7 +182,7 @@ def _job_hints(model: ModelFigures, job: OurJob) -> list[str]:
 def _tile_hint(model: ModelFigures, kernel: str) -> str:
     """What the section tiles says of the table of a kernel."""
     lines = [] if model.tiles is None else [line for line in model.tiles.lines() if line.startswith(kernel)]
-    return "; ".join(lines) if lines else f"the tile table of {kernel}: --sections tiles"
+    return "; ".join(lines) if lines else f"the tile table of {kernel}: `pipeline bench gpu --follow-up`"
 
 
 def _kernels(model: ModelFigures, kind: str) -> list[KernelTime]:

@@ -14,27 +14,33 @@ def memory_bytes(device: torch.device) -> float:
     return float(free_cpu_bytes())
 
 
-def find_device(name: str, quick: bool) -> torch.device:
-    """Raises ConfigError where there is none, or it is a processor and not to see that everything runs."""
+def find_device(name: str, is_smoke: bool) -> torch.device:
+    """The device, which is the current one from now on. Raises as `require_device`."""
+    device = require_device(name, is_smoke)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def require_device(name: str, is_smoke: bool) -> torch.device:
+    """Takes nothing of the card. Raises ConfigError where there is none, or it is a processor and not to see that
+    everything runs."""
     if name == "cpu":
-        if not quick:
+        if not is_smoke:
             raise ConfigError(
-                "--device cpu: only with --quick, to see that everything runs; `pipeline bench engine` measures "
+                "--device cpu: only with --smoke, to see that everything runs; `pipeline bench engine` measures "
                 "processors"
             )
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
             f"--device {name}: this needs an NVIDIA GPU and torch {torch.__version__} sees none, so nothing was "
-            "measured. `--device cpu --quick --model tiny-awq` runs every section on the processor, to see that they "
-            "work"
+            "measured. `--device cpu --smoke` runs every section on the processor, to see that they work"
         )
     try:
-        device = torch.device(name)
+        return torch.device(name)
     except RuntimeError:
         raise ConfigError(f"--device {name}: expected cuda, cuda:N or cpu") from None
-    torch.cuda.set_device(device)
-    return device
 
 
 def device_facts(device: torch.device) -> dict[str, str]:

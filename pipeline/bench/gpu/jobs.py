@@ -5,16 +5,19 @@ All requests of a set are there from the beginning, as in a job. Each round has 
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from pipeline.bench.gpu.gaps import SETTLE, STEPS, Gap, measure_gap
 from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.request_sets import BenchRequest, Lengths, RequestSet, run_requests
+from pipeline.bench.gpu.rows import rows_of
+from pipeline.bench.gpu.variants import Variant
+from pipeline.bench.measure import table
+from pipeline.bench.request_sets import BenchRequest, RequestSet, run_requests
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig, EngineStats
 from pipeline.engine.startup.memory import release_cached_memory
@@ -29,9 +32,6 @@ from pipeline.roofline.job_simulation import (
     simulate_job,
     tail_seconds,
 )
-
-GAP_SEQUENCES = (1, 64, 256)
-GAP_PROMPT = 64
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,36 @@ class OurJob:
 
 @dataclass(frozen=True)
 class OurJobs:
-    """gaps: none where there is no card. token_ids: request set -> those of the last round, to compare with others'."""
+    """token_ids: request set -> those of the last round, to compare with others'."""
 
     settings: dict[str, str | int]
     jobs: tuple[OurJob, ...]
-    gaps: tuple[Gap, ...]
     token_ids: dict[str, list[list[int]]]
 
     def to_json(self) -> dict[str, Any]:
-        gaps = [asdict(gap) | {"share": gap.share} for gap in self.gaps]
-        return {"settings": self.settings, "jobs": [asdict(job) for job in self.jobs], "gaps": gaps}
+        return {"settings": self.settings, "jobs": [asdict(job) for job in self.jobs], "token_ids": self.token_ids}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> "OurJobs":
+        return cls(told["settings"], rows_of(OurJob, told["jobs"]), told["token_ids"])
+
+    def to_text(self) -> str:
+        lines = [
+            "Whole jobs through the engine. bound and predicted: seconds by the cost model, at the measured rates and "
+            "at the shares of them that the kernels reached, as far as the session knew them by then; MFU, MBU: of the "
+            "measured rates.",
+            ", ".join(f"{key} {value}" for key, value in self.settings.items() if not key.startswith("kernel.")),
+        ]
+        rows = []
+        for job in self.jobs:
+            wall_s, tokens = median(job.wall_s), job.prompt_tokens - job.cached_tokens + job.output_tokens
+            rates = job.output_tokens / wall_s, tokens / wall_s, job.mfu, job.mbu, job.tail_s
+            counts = job.num_steps, job.sequences, job.kv_used, job.cached_tokens, job.num_preemptions
+            rows.append((job.requests, wall_s, job.predicted_s, job.bound_s, *rates, *counts))
+        seconds = "requests <15 | seconds >8.2f | predicted >9.2f | bound >8.2f"
+        rates = "out/s >8,.0f | all/s >9,.0f | MFU >5.0% | MBU >5.0% | tail s >7.2f"
+        counts = "steps >6, | at once >7.0f | KV >4.0% | cached >9, | preempted >9,"
+        return "\n".join([*lines, *table(f"{seconds} | {rates} | {counts}", rows)])
 
 
 @dataclass(frozen=True)
@@ -107,23 +127,22 @@ def run_our_jobs(
     sets: Sequence[RequestSet],
     rounds: int,
     limits: Limits,
-    max_num_seqs: int | None,
+    variant: Variant,
     say: Callable[[str], None],
 ) -> Iterator[OurJobs]:
-    """Every set in `rounds` rounds through one engine, then the gaps; after each, all there is so far. The engine is
-    gone afterwards, its memory too.
+    """Every set in `rounds` rounds through one engine; after each, all there is so far. The engine is gone afterwards,
+    its memory too.
 
     Raises PipelineError when a request fails or comes short.
     """
     longest = max(each.longest for each in sets)
-    options = EngineConfig(
-        str(folder), device=str(device), dtype=dtype, max_model_len=longest, max_num_seqs=max_num_seqs
-    )
+    options = EngineConfig(str(folder), device=str(device), dtype=dtype, max_model_len=longest, **variant.options)
     jobs: list[OurJob] = []
     token_ids: dict[str, list[list[int]]] = {}
     _release()  # what earlier measurements left with the allocator would be missing in the KV cache
     with Engine(options, say) as engine:
         engine.warm_up()
+        variant.prepare(engine)
         warm_up(engine, sets)
         for each in sets:
             ran: list[Round] = []
@@ -132,8 +151,7 @@ def run_our_jobs(
                 ran.append(run_round(engine, each.round(str(number), engine.runner.vocab_size)))
             jobs.append(_job(each, ran, engine, limits))
             token_ids[each.name] = ran[-1].token_ids
-            yield OurJobs(dict(engine.resolved), tuple(jobs), (), token_ids)
-        yield OurJobs(dict(engine.resolved), tuple(jobs), tuple(_gaps(engine, say)), token_ids)
+            yield OurJobs(dict(engine.resolved), tuple(jobs), token_ids)
     _release()
 
 
@@ -166,7 +184,7 @@ def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits)
     last, lengths, size, weights, rates = ran[-1], work.lengths(), limits.size, limits.weights, limits.rates
     steps, cached = last.counted.num_steps, last.counted.cached_tokens
     read = job_bytes(lengths, size, weights, steps, shared_prefix=work.shared_prefix)
-    bound, predicted = (_predict(work, engine, limits, reached) for reached in (Reached(), limits.reached))
+    bound, predicted = (predict(work, engine.resolved, limits, reached) for reached in (Reached(), limits.reached))
     return OurJob(
         requests=work.name,
         wall_s=tuple(each.wall_s for each in ran),
@@ -187,30 +205,17 @@ def _job(work: RequestSet, ran: Sequence[Round], engine: Engine, limits: Limits)
     )
 
 
-def _predict(work: RequestSet, engine: Engine, limits: Limits, reached: Reached) -> JobSeconds:
+def predict(work: RequestSet, settings: Mapping[str, str | int], limits: Limits, reached: Reached) -> JobSeconds:
     """By the cost model with the engine's own bounds of a step and of the KV cache. Where kernels are at their limit,
     every linear takes its faster path; else the one that the engine takes."""
-    resolved = {name: int(value) for name, value in engine.resolved.items() if isinstance(value, int)}
+    resolved = {name: int(value) for name, value in settings.items() if isinstance(value, int)}
     batching = Batching(
         resolved["max_num_seqs"],
         resolved["max_num_batched_tokens"],
         resolved["num_kv_blocks"] * resolved["block_size"],
         resolved["block_size"],
     )
-    cached = "scratch" not in str(engine.resolved["kernel.linear"])
+    cached = "scratch" not in str(settings["kernel.linear"])
     fused_tokens = None if reached == Reached() else CROSSOVER_CACHED if cached else CROSSOVER_SCRATCH
     weights = replace(limits.weights, cached=cached, fused_tokens=fused_tokens)
     return simulate_job(work.lengths(), limits.size, weights, limits.ceilings(reached), batching, work.shared_prefix)
-
-
-def _gaps(engine: Engine, say: Callable[[str], None]) -> Iterator[Gap]:
-    most = int(engine.resolved["max_num_seqs"])
-    length = min(GAP_PROMPT, engine.max_model_len - SETTLE - STEPS - 4)
-    if length < 1:
-        return
-    for sequences in sorted({min(sequences, most) for sequences in GAP_SEQUENCES}):
-        say(f"the card's gaps, {sequences} rows decoding")
-        work = RequestSet("gaps", sequences, Lengths(length, length), Lengths(SETTLE + STEPS + 4, SETTLE + STEPS + 4))
-        gap = measure_gap(engine, work.round(str(sequences), engine.runner.vocab_size))
-        if gap is not None:
-            yield gap

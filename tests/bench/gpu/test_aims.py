@@ -1,23 +1,25 @@
 """The aims: the worst measurement counts, what was not measured says why, and a missed one says where to look."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from pipeline.bench.engines.agreement import Agreement
 from pipeline.bench.gpu.aims import AGAINST_PEER, aims_of, aims_to_text
 from pipeline.bench.gpu.figures import Failure, ModelFigures
-from pipeline.bench.gpu.gaps import Gap
 from pipeline.bench.gpu.jobs import OurJob, OurJobs
-from pipeline.bench.gpu.kernels.checks import Check, Correctness
+from pipeline.bench.gpu.kernels.checks import Check
 from pipeline.bench.gpu.kernels.crossover import borders
 from pipeline.bench.gpu.kernels.kernel_times import CHECKING, DECODING, PROMPTS, SKEWED, KernelTime, KernelTimes
 from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.kernels.tile_times import TileTime, TileTimes
 from pipeline.bench.gpu.peers import PeerJob, PeerJobs
 from pipeline.bench.gpu.rates import Rates
-from pipeline.bench.gpu.report import GpuBench
-from pipeline.bench.gpu.run import SECTIONS
+from pipeline.bench.gpu.report import SessionReport
+from pipeline.bench.gpu.result import Found
+from pipeline.bench.gpu.steps.step_times import StepTime
+from pipeline.bench.gpu.steps.trace import Traced
+from pipeline.bench.gpu.task import Outcome, Task
 from pipeline.roofline.cost_model import AWQ, DecoderSize, Reached
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
@@ -50,11 +52,22 @@ def peer_job(name, *wall_s):
     return PeerJob(name, wall_s, Agreement())
 
 
-def jobs(*ours, gaps=()):
-    return OurJobs({}, ours, gaps, {})
+def jobs(*ours):
+    return OurJobs({}, ours, {})
 
 
-BARE = ModelFigures("m", "model m", "bfloat16", RATES)
+def step(rows, busy_s, idle_s, host_s):
+    return StepTime(rows, 100.0, 1.0, Traced(8, None, busy_s, idle_s, host_s, {}), 1.0)
+
+
+BARE = ModelFigures("m", RATES)
+
+
+def with_linears(found):
+    return replace(BARE, linears=found, borders=tuple(borders(found)))
+
+
+SECTIONS = ("kernels", "linears", "tiles", "jobs", "steps")
 
 
 def aim(name, model, sections=SECTIONS, failures=()):
@@ -74,7 +87,7 @@ def test_decoding_is_judged_by_its_worst_case_that_is_long_enough(kind, name):
     bad = replace(BARE, kernels=KernelTimes((*good.times, attention(kind, 0.84))))
     found = aim(name, bad)
     assert found.verdict == "missed"
-    assert found.look_first[0] == "the tile table of decode: --sections tiles"
+    assert found.look_first[0] == "the tile table of decode: `pipeline bench gpu --follow-up`"
     assert any("decode_metadata" in hint for hint in found.look_first) == (kind == SKEWED)
     slow, fast = (TileTime("decode._stages", "g", "c", {"buffers": n}, n == 3, s) for n, s in ((3, 2.0), (2, 1.0)))
     found = aim(name, replace(bad, tiles=TileTimes((slow, fast))))
@@ -91,7 +104,10 @@ def test_prompts_are_held_against_flash_attention():
     found = aim("attention of prompts", replace(BARE, kernels=KernelTimes((short, prompts(1.5), prompts(1.2)))))
     assert (found.verdict, found.measured) == ("met", pytest.approx(1 / 1.5))
     found = aim("attention of prompts", replace(BARE, kernels=KernelTimes((prompts(1.6), prompts(1.0)))))
-    assert (found.verdict, found.look_first) == ("missed", ("the tile table of prefill: --sections tiles",))
+    assert (found.verdict, found.look_first) == (
+        "missed",
+        ("the tile table of prefill: `pipeline bench gpu --follow-up`",),
+    )
     found = aim("attention of prompts", replace(BARE, kernels=KernelTimes((short,))))
     assert (found.verdict, found.measured) == ("not measured", None)
 
@@ -100,11 +116,11 @@ def test_linears_are_held_against_the_better_path_and_the_border_is_suggested():
     measured = linears(
         dense=(4, 4, 6), fused=(1, 2, 9), cached=(4, 4, 6), scratch=(9, 9, 9), served=(1, 2.05, 6.0)
     )  # fmt: skip
-    model = replace(BARE, linears=summed_up(measured, SIZE, AWQ, RATES))
+    model = with_linears(summed_up(measured, SIZE, AWQ, RATES))
     found = aim("linears as served", model)
     assert (found.verdict, found.measured) == ("met", pytest.approx(1.025))
     slower = [replace(t, seconds=4.0) if (t.path, t.tokens) == ("served", 64) else t for t in measured]
-    found = aim("linears as served", replace(BARE, linears=summed_up(slower, SIZE, AWQ, RATES)))
+    found = aim("linears as served", with_linears(summed_up(slower, SIZE, AWQ, RATES)))
     assert (found.verdict, found.measured) == ("missed", 2.0)
     assert "3 numbers of tokens from 1 to 256: 64" in found.about
     cached, scratch = found.look_first
@@ -113,10 +129,9 @@ def test_linears_are_held_against_the_better_path_and_the_border_is_suggested():
         "MEASURED there; by linear: qkv 64, down 64"
     )
     assert "the scratch crossover of kernels/triton/linear/crossover.py is 256; this run says 64" in scratch
-    assert cached in replace(BARE, linears=model.linears).to_text(), "told whether the aim is met or not"
-    assert [border["now"] for border in model.to_json()["borders"]] == [128, 256]
+    assert [border.now for border in borders(model.linears)] == [128, 256]
     plain = summed_up(linears(dense=(1, 1, 1), served=(1, 1, 2)), SIZE, AWQ, RATES)
-    assert "no fused int4 path" in aim("linears as served", replace(BARE, linears=plain)).look_first[0]
+    assert "no fused int4 path" in aim("linears as served", with_linears(plain)).look_first[0]
 
 
 def test_a_border_is_where_least_is_lost_whatever_one_number_says():
@@ -139,14 +154,13 @@ def test_a_border_is_where_least_is_lost_whatever_one_number_says():
 
 @pytest.mark.parametrize(("host_s", "hint"), [(0.0005, "waits for the host"), (0.0001, "between kernels of a step")])
 def test_idle_time_is_the_worst_gap(host_s, hint):
-    fine = jobs(gaps=(Gap(1, 32, 1.0, 0.019, 0.01),))
-    assert aim("idle", replace(BARE, jobs=fine)).verdict == "met"
-    long = jobs(gaps=(*fine.gaps, Gap(64, 32, 0.02, 0.0008, host_s)))
-    found = aim("idle", replace(BARE, jobs=long))
+    fine = (step(1, 0.099, 0.001, 0.001),)
+    assert aim("idle", replace(BARE, steps=fine)).verdict == "met"
+    found = aim("idle", replace(BARE, steps=(*fine, step(64, 0.0192, 0.0008, host_s))))
     assert (found.verdict, found.measured, found.shown) == ("missed", pytest.approx(0.04), "4.0%")
     assert "64 rows" in found.about
     assert hint in found.look_first[0]
-    assert "no card to profile" in aim("idle", replace(BARE, jobs=jobs())).about
+    assert "no card to trace" in aim("idle", replace(BARE, steps=(StepTime(1, 1.0, 1.0, None, 1.0),))).about
 
 
 def test_jobs_are_held_against_the_best_mode_of_vllm():
@@ -155,7 +169,7 @@ def test_jobs_are_held_against_the_best_mode_of_vllm():
         PeerJobs("vllm", {}, tuple(peer_job(name, 9.0, 4.6, 4.5) for name in AGAINST_PEER)),
         PeerJobs("vllm, throughput", {}, (peer_job("mixed", 3.3),), "died"),
     )
-    model = replace(BARE, jobs=ours, peers=peers, reached=Reached(kv=0.4, bandwidth=0.9))
+    model = replace(BARE, jobs=ours, peers=peers, reached=Reached(kv=0.4, bandwidth=0.9), kernels=KernelTimes(()))
     found = aim("the set summaries", model)
     assert (found.verdict, found.measured, found.about) == ("met", pytest.approx(4.6 / 3), "against vllm")
     found = aim("the set mixed", model)
@@ -174,9 +188,9 @@ def test_what_was_not_measured_says_why():
     nothing = aims_of(BARE, ("kernels", "jobs"), [Failure("kernels", "m", "broke"), Failure("jobs", "other", "broke")])
     assert {found.verdict for found in nothing} == {"not measured"}
     reasons = {found.name: found.about for found in nothing}
-    assert reasons["decoding attention, drafts"] == "the section kernels failed, see above"
-    assert reasons["idle time of the card while decoding"] == "there was no card to profile"  # another model failed
-    assert reasons["linears as served"] == "the section linears was not asked for"
+    assert reasons["decoding attention, drafts"] == "the section kernels failed or was ended, see above"
+    assert reasons["idle time of the card while decoding"] == "the section steps was not run"
+    assert reasons["linears as served"] == "the section linears was not run"
     ours = replace(BARE, jobs=jobs(our_job("mixed", (1.0,))))
     assert "took no part" in aim("the set mixed", ours).about
     assert aim("the set shared", ours).about == "this set was not asked for"
@@ -187,19 +201,43 @@ def test_what_was_not_measured_says_why():
 
 
 def test_a_missed_aim_is_told_and_is_no_failure():
-    missed = replace(BARE, kernels=KernelTimes((attention(DECODING, 0.5), attention(SKEWED, 0.9))))
-    bench = GpuBench("now", {}, SECTIONS, {}, (), True, models=(missed,), complete=True)
-    assert not bench.failed
-    told = bench.to_json()
-    verdicts = [(each["model"], each["verdict"]) for each in told["aims"]]
+    kernels = KernelTimes((attention(DECODING, 0.5), attention(SKEWED, 0.9)))
+    tasks = (
+        Task("machine", "machine", 1),
+        Task("kernels-m", "kernels", 1, {"model": "m", "what": "kernels"}),
+        Task("steps-m", "steps", 1, {"model": "m"}),
+        Task("late", "jobs", 1, {"model": "m"}),
+    )
+    results = {
+        "machine": Found(tasks[0], {"machine": {"card": "one"}, "rates": asdict(RATES)}, "a card", ()),
+        "kernels-m": Found(tasks[1], {"model": "m", "kernels": kernels.to_json()}, "times", ()),
+    }
+    outcomes = (
+        Outcome("machine", "done", 0.0, 1.0),
+        Outcome("kernels-m", "done", 1.0, 2.0),
+        Outcome("late", "not started", 3.0, 0.0, "no time"),
+    )
+    report = SessionReport("now", "typed", 60.0, True, tasks, outcomes, results, complete=True)
+    assert not report.failed
+    verdicts = [(each["model"], each["verdict"]) for each in report.to_json()["aims"]]
     assert verdicts[:3] == [("m", "missed"), ("m", "met"), ("m", "not measured")]
-    text = bench.to_text()
-    assert "model m: 1 met, 1 missed of 11" in text
+    text = report.to_text()
+    assert "=== kernels-m\ntimes" in text
+    assert "m: 1 met, 1 missed of 11" in text
     assert "\nmissed        decoding attention, same lengths: 50.0% (at least 85% of the copy bandwidth); worst" in text
     assert "              -> the tile table of decode" in text
     assert text.rstrip().splitlines()[-1].startswith("not measured  the set generation")
+    assert "the section jobs was not run" in text
     assert "mean nothing" not in text
-    assert "mean nothing" in replace(bench, on_card=False).to_text()
+    assert "mean nothing" in replace(report, on_card=False).to_text()
     assert aims_to_text([], True) == "Aims"
-    wrong = Correctness((Check("linear", "c", "float32", "s", 1.0, 0.1),))
-    assert replace(bench, models=(), correctness=wrong).failed
+    ended = (*outcomes, Outcome("steps-m", "ended", 3.0, 9.0, "at its limit"))
+    assert replace(report, outcomes=ended).failed
+    assert "the section steps failed or was ended" in replace(report, outcomes=ended).to_text()
+    wrong = {"checks": [asdict(Check("linear", "c", "float32", "s", 1.0, 0.1))]}
+    checked = replace(report, results=results | {"late": Found(tasks[3], wrong, "", ())})
+    assert checked.failed
+    assert "FAILED linear float32, c: error 1.0e+00" in checked.to_text()
+    broken = replace(report, results=results | {"late": Found(tasks[3], {}, "", ("late: it broke",))})
+    assert broken.failed
+    assert "FAILED late, late: it broke" in broken.to_text()

@@ -1,5 +1,6 @@
 """Jobs of the GPU benchmark: every request gets its tokens or the round ends, and other engines take their turn."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,13 @@ from pipeline.bench.gpu import peers
 from pipeline.bench.gpu.jobs import Limits, OurJobs, run_our_jobs, run_round
 from pipeline.bench.gpu.peers import run_peers
 from pipeline.bench.gpu.rates import Rates
+from pipeline.bench.gpu.variants import VARIANTS, Variant
 from pipeline.bench.request_sets import BenchRequest, Lengths, RequestSet
 from pipeline.bench.roofline import model_size
 from pipeline.bench.shapes import bench_model
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig
+from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.errors import PipelineError
 from pipeline.model.config import read_config
 from pipeline.roofline.cost_model import Reached
@@ -37,8 +40,10 @@ def test_each_set_is_told_as_it_ends(folder):
     said = []
     size, weights, _ = model_size("tiny")
     limits = Limits(size, weights, Rates(1e9, 1e12), Reached(0.5, 0.5, 0.5, 0.5, 0.5), 1e9)
-    told = list(run_our_jobs(folder, torch.device("cpu"), "float32", SETS, 2, limits, 4, said.append))
-    assert [[job.requests for job in each.jobs] for each in told] == [["some"], ["some", "alike"], ["some", "alike"]]
+    four = Variant({"max_num_seqs": 4})
+    told = list(run_our_jobs(folder, torch.device("cpu"), "float32", SETS, 2, limits, four, said.append))
+    assert [[job.requests for job in each.jobs] for each in told] == [["some"], ["some", "alike"]]
+    assert OurJobs.from_json(json.loads(json.dumps(told[-1].to_json()))) == told[-1]
     some, alike = told[-1].jobs
     lengths = SETS[0].lengths()
     assert len(some.wall_s) == 2
@@ -80,7 +85,7 @@ def our_tokens(rounds):
 
 
 def test_another_engine_runs_the_same_sets_in_each_of_its_modes(folder, fake):
-    ours = OurJobs({"dtype": "float32", "device": "cpu"}, (), (), our_tokens(2))
+    ours = OurJobs({"dtype": "float32", "device": "cpu"}, (), our_tokens(2))
     said = []
     told = list(run_peers([("fake", sys.executable)], folder, SETS, 2, read_config(folder), ours, said.append))
     assert [each.name for each in told] == ["fake", "fake, throughput"]
@@ -96,7 +101,7 @@ def test_another_engine_runs_the_same_sets_in_each_of_its_modes(folder, fake):
 def test_one_that_fails_is_told_and_keeps_what_it_had(folder, fake, tmp_path):
     mortal = tmp_path / "mortal"  # ends in the set after its warm-up
     mortal.symlink_to(sys.executable)
-    ours = OurJobs({"dtype": "float32", "device": "cpu"}, (), (), our_tokens(1))
+    ours = OurJobs({"dtype": "float32", "device": "cpu"}, (), our_tokens(1))
     first, second = run_peers([("fake", str(mortal))], folder, SETS, 1, read_config(folder), ours, print)
     assert "ended with 7" in first.failure
     assert "ended with 7" in second.failure
@@ -104,3 +109,24 @@ def test_one_that_fails_is_told_and_keeps_what_it_had(folder, fake, tmp_path):
     unequal, _ = run_peers([("fake", sys.executable)], folder, SETS, 1, read_config(folder), short, print)
     assert "unequal work" in unequal.failure
     assert unequal.jobs == ()
+
+
+def test_each_choice_of_the_engine_does_the_same_work(folder):
+    """Greedy tokens do not depend on who is let in when, nor on how many at once."""
+    tokens = {}
+    for name, variant in VARIANTS.items():
+        if "fp8" in name:
+            continue  # which rounds
+        options = {"max_num_seqs": 4} | dict(variant.options)
+        with Engine(EngineConfig(str(folder), dtype="float32", max_model_len=64, **options)) as engine:
+            variant.prepare(engine)
+            tokens[name] = run_round(engine, SETS[0].round("1", 2048) * 3).token_ids
+    assert len(tokens) == 3
+    assert len({json.dumps(each) for each in tokens.values()}) == 1
+
+
+def test_free_slots_need_not_be_gathered(folder):
+    with Engine(EngineConfig(str(folder), dtype="float32", max_model_len=64, max_num_seqs=4)) as engine:
+        engine.scheduler.pacing = AdmissionPacing()
+        VARIANTS["admitted at once"].prepare(engine)
+        assert engine.scheduler.pacing is None

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.bench.gpu import run
 from pipeline.bench.gpu.kernels import tile_times
+from pipeline.bench.gpu.kernels.kernel_times import DECODING, KernelTime, KernelTimes
+from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.kernels.tile_times import (
     OUT_OF_TIME,
     TileCase,
@@ -18,7 +19,10 @@ from pipeline.bench.gpu.kernels.tile_times import (
     TileTimes,
     tile_measurements,
 )
-from pipeline.bench.gpu.rates import Stopwatch
+from pipeline.bench.gpu.rates import Rates
+from pipeline.bench.gpu.result import Found
+from pipeline.bench.gpu.sections import tiles
+from pipeline.bench.gpu.task import Task
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize
 
 pytest.importorskip("triton")
@@ -28,7 +32,7 @@ from pipeline.kernels.triton.kernel_set import is_interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = DecoderSize(128, 128, 1, 4, 2, 32, 70)
-SIZES = TileSizes(((2, 70),), ((1, 33),), (1,), (17,), (2,), 1e9)
+SIZES = TileSizes(((2, 70),), ((1, 33),), (1,), (17,), (2,))
 TABLES = ["prefill._tile", "decode._stages", "int4.tile_for", "fp8.tile_for", "sample"]
 
 
@@ -195,28 +199,38 @@ def test_a_tile_reaches_the_launch():
     assert (sample.constants["WIDTH"], sample.num_warps) == (2048, 4)
 
 
-def test_without_a_device_for_triton_it_says_so(pipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.kernels.triton.kernel_set.is_interpreted", lambda: False)
-    out = tmp_path / "kept.json"
-    smoke = ("--device", "cpu", "--quick", "--model", "tiny-awq", "--folder", str(tmp_path), "--output", str(out))
-    code, stdout, _ = pipe("bench", "gpu", *smoke, "--sections", "tiles")
-    assert code == 0
-    assert "Tiles were not tried: Triton has no device here" in stdout
-    (model,) = json.loads(out.read_text())["models"]
-    assert model["tiles"]["times"] == []
-    monkeypatch.setattr(run, "find_spec", lambda name: None if name == "triton" else object())
-    assert run._no_tiles(torch.device("cuda")) == "triton is not installed"
+def test_where_triton_does_not_run_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(tiles, "find_spec", lambda name: None if name == "triton" else object())
+    assert tiles.left_out(torch.device("cuda")) == "triton is not installed"
 
 
-def test_the_section_keeps_what_each_case_gave(monkeypatch, pipe, tmp_path):
-    monkeypatch.setattr(run, "_no_tiles", lambda device: "")
-    monkeypatch.setattr(
-        "pipeline.bench.gpu.kernels.tile_cases.tile_cases", lambda *_: [fake_case, lambda: 1 / 0, fake_case]
-    )
-    monkeypatch.setattr(Stopwatch, "seconds", lambda self, call: 1.0)
-    smoke = ("--device", "cpu", "--quick", "--model", "tiny-awq", "--folder", str(tmp_path), "--json")
-    code, stdout, _ = pipe("bench", "gpu", *smoke, "--sections", "tiles")
-    assert code == 70, "a case that fails is a failure, and the others go on"
-    told = json.loads(stdout)
-    assert len(told["models"][0]["tiles"]["times"]) == 2 * 4
-    assert [failure["section"] for failure in told["failures"]] == ["tiles"]
+def test_a_kernel_may_be_tried_alone():
+    cases = tile_cases(SIZE, AWQ, torch.float32, DEVICE, SIZES, ["decode", "sample"])
+    assert {case.func.__name__ for case in cases} == {"decode", "sample"}
+
+
+def test_the_worst_kernel_is_the_one_that_costs_a_step_most():
+    def found(**figures):
+        return Found(Task("t", "s", 1.0), {"model": "m"} | figures, "", ())
+
+    def kernels(decode_s, sample_s):
+        times = (
+            KernelTime("attention", "decoding, 64 at 1,024", decode_s, 1e-4, 1.0, 1.0, kind=DECODING),
+            KernelTime("sample", "64 rows", sample_s, 1e-5, 1.0, 0.0),
+            KernelTime("attention", "decoding, 512 at 512", 9.0, 1e-4, 1.0, 1.0, kind=DECODING),
+        )
+        return found(kernels=json.loads(json.dumps(KernelTimes(times).to_json())))
+
+    def linears(fused_s):
+        times = [LinearTime(name, "int4 fused", 64, fused_s) for name in ("qkv", "down")]
+        told = summed_up(times, SIZE, AWQ, Rates(1e15, 1e18)).to_json()
+        return found(linears=json.loads(json.dumps(told)))
+
+    def worst(*results):
+        return tiles.worst_kernel(dict(enumerate(results)), "m", 32)
+
+    assert worst() == "int4"
+    assert worst(kernels(2e-4, 1e-3)) == "decode"  # 32 layers of it
+    assert worst(kernels(1.1e-4, 1e-3)) == "sample"
+    assert worst(kernels(2e-4, 1e-3), linears(1e-4)) == "int4"
+    assert tiles.worst_kernel({"a": kernels(2e-4, 1e-3)}, "other", 32) == "int4"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pipeline.bench.gpu.gaps import Gap, pauses
+from pipeline.bench.gpu.figures import reached_of
 from pipeline.bench.gpu.kernels.kernel_times import KernelTime, KernelTimes, _skewed
 from pipeline.bench.gpu.kernels.linear_times import LinearTime, summed_up
 from pipeline.bench.gpu.rates import MIN_RUNS, WARM_UPS, Rates, Stopwatch, measure_rates
-from pipeline.bench.gpu.run import reached_of
+from pipeline.bench.gpu.shares import card_named, of_data_sheet, shares_to_text
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Reached
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
@@ -106,10 +106,15 @@ def test_a_stopwatch_warms_up_and_takes_the_median(monkeypatch):
     assert len(called) == WARM_UPS + MIN_RUNS
 
 
-def test_a_card_is_idle_where_nothing_runs():
-    assert pauses([(5, 7), (0, 2), (1, 3), (1.5, 1.6), (7, 8)]) == [2]
-    assert pauses([(1, 9), (2, 3), (10, 11), (14, 15)]) == [1, 3]
-    assert pauses([]) == []
-    gap = Gap(4, 2, span_s=0.01, idle_s=0.001, host_s=0.0008)
-    assert gap.share == pytest.approx(0.1)
-    assert "4 rows decoding: 5.00 ms a step, of it idle 0.500 ms (10.0%), 0.400 of it in pauses" in gap.to_text()
+def test_shares_of_the_data_sheet_count_what_the_card_itself_does_not_reach():
+    card = card_named("NVIDIA H200")
+    assert card is not None
+    assert card_named("Some other card") is None
+    rates = Rates(0.9 * card.bandwidth_bytes_per_s, 0.8 * card.bf16_flops)
+    found = of_data_sheet(Reached(bandwidth=0.5, kv=1.0, gemm=0.5, int4=0.25, attention=1.0, fp8=0.7), rates, card)
+    shares = (found.bandwidth, found.kv, found.gemm, found.int4, found.attention, found.fp8)
+    assert shares == pytest.approx((0.45, 0.9, 0.4, 0.2, 0.8, 0.7))
+    text = shares_to_text("m", Reached(bandwidth=0.5), rates, card)
+    assert text == (
+        "Kernels of m reached, of the data sheet of H200: bandwidth=0.45, kv=0.90, gemm=0.80, int4=0.80, attention=0.80"
+    )

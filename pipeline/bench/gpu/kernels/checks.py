@@ -37,6 +37,10 @@ class Check:
     def passed(self) -> bool:
         return self.error is not None and self.error <= self.tolerance
 
+    def to_text(self) -> str:
+        why = self.failure or f"error {self.error:.1e}, {self.tolerance:.1e} allowed"
+        return f"{self.kernel} {self.dtype}, {self.case}: {why}"
+
 
 @dataclass(frozen=True)
 class Correctness:
@@ -61,10 +65,7 @@ class Correctness:
             error = max(errors) if errors else "none ran"
             rows.append((kernel, dtype, len(of), error, of[0].tolerance, of[0].served_by))
         lines += table("kernel <20 | type <9 | checks >6 | error >9.1e | allowed >9.1e | served by <1", rows)
-        lines += [
-            f"FAILED {check.kernel} {check.dtype}, {check.case}: {check.failure or f'error {check.error:.1e}'}"
-            for check in self.failed
-        ]
+        lines += [f"FAILED {check.to_text()}" for check in self.failed]
         return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 served: what the engine runs. 16 bit: torch's product (cuBLAS on a card) on weights in 16 bit, or in the type that is
 measured. fixed tile: 16 bit by the product of `engine.deterministic`. Of int4 weights also each path alone, and that
 with activations in fp8 (`kernels/activations/fp8.py`), which computes something else and is served where it is asked
-for. Summed over a layer's linears.
+for. What torch itself has for such weights stands beside (`torch_times.py`). Summed over a layer's linears.
 
 Suffixes as in `kernels/contract.py`.
 """
@@ -18,7 +18,9 @@ import torch
 from pipeline.bench.gpu.kernels.checks import TOLERANCES, Check, check
 from pipeline.bench.gpu.kernels.inputs import random_int4
 from pipeline.bench.gpu.kernels.kernel_times import sampled
+from pipeline.bench.gpu.kernels.torch_kernels import TORCH_PATHS
 from pipeline.bench.gpu.rates import Rates, Stopwatch
+from pipeline.bench.gpu.rows import rows_of
 from pipeline.bench.measure import table
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
 from pipeline.kernels.reference import prepare_linear, reference_kernels
@@ -26,7 +28,6 @@ from pipeline.roofline.cost_model import DENSE_BYTES, DecoderSize, Weights
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 
 FULL_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
-QUICK_TOKENS = (1, 16, 64, 128, 256, 1024, 8192)
 SMOKE_TOKENS = (1, 32)
 DENSE_PATH, FIXED_PATH, INT4_PATH, FP8_PATH, SERVED_PATH = "16 bit", "fixed tile", "int4 fused", "fp8", "served"
 CACHED_PATH, SCRATCH_PATH = "cached", "scratch"  # of int4 weights: their 16-bit form kept, or made in each call
@@ -50,6 +51,11 @@ class LinearTimes:
     times: tuple[LinearTime, ...]
     flops_per_token: float
     floors_s: dict[str, dict[int, float]]
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> "LinearTimes":
+        floors_s = {path: {int(n): s for n, s in floor.items()} for path, floor in told["floors_s"].items()}
+        return cls(rows_of(LinearTime, told["times"]), told["flops_per_token"], floors_s)
 
     def layer_s(self, path: str) -> dict[int, float]:
         """Tokens -> seconds of all linears of a layer."""
@@ -82,7 +88,7 @@ class LinearTimes:
         dense = self.layer_s(DENSE_PATH)
         found: dict[str, int | None] = {}
         for path in self.paths:
-            if path not in (DENSE_PATH, SERVED_PATH):
+            if path not in (DENSE_PATH, SERVED_PATH, *TORCH_PATHS):
                 own = self.layer_s(path)
                 slower = [tokens for tokens in own if own[tokens] > dense[tokens]]
                 ever_after = [t for t in slower if all(other in slower for other in own if other > t)]
@@ -92,7 +98,7 @@ class LinearTimes:
     @property
     def behind(self) -> dict[int, float]:
         """Tokens -> how many times as long the served path takes as the fastest of all others of the same result."""
-        others = [self.layer_s(path) for path in self.paths if path not in (SERVED_PATH, FP8_PATH)]
+        others = [self.layer_s(path) for path in self.paths if path not in (SERVED_PATH, FP8_PATH, *TORCH_PATHS)]
         if SERVED_PATH not in self.paths or not others:
             return {}
         served = self.layer_s(SERVED_PATH)
@@ -100,14 +106,20 @@ class LinearTimes:
 
     def to_json(self) -> dict[str, Any]:
         rows = [vars(time) for time in self.times]
-        return {"times": rows, "floors_s": self.floors_s, "crossovers": self.crossovers, "behind": self.behind}
+        return {
+            "times": rows,
+            "flops_per_token": self.flops_per_token,
+            "floors_s": self.floors_s,
+            "crossovers": self.crossovers,
+            "behind": self.behind,
+        }
 
     def to_text(self) -> str:
         paths, floor = self.paths, self.floors_s
         lines = [
             "Linears of a layer together, microseconds by path; floor: of the path with the fewest bytes, at the rates "
             "above; TFLOP/s: of the fastest; behind: served by the best of the others but fp8, which rounds "
-            "activations.",
+            "activations, and torch's own, which are not ours to serve.",
         ]
         seconds = {path: self.layer_s(path) for path in paths}
         behind = self.behind

@@ -5,7 +5,7 @@ A tile that differs from the shipped one in one size comes before those that dif
 Suffixes as in `kernels/contract.py`; N and K of a linear are its outputs and inputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -28,14 +28,20 @@ from pipeline.kernels.triton.sampling.sample import sample_launch
 from pipeline.roofline.cost_model import DecoderSize, Weights
 from pipeline.weights.packed import GroupIntWeight
 
+KERNELS = ("prefill", "decode", "int4", "fp8", "sample")
 PROGRAMS = 2  # that the shipped kernels give each multiprocessor
 
 
 def tile_cases(
-    size: DecoderSize, weights: Weights, dtype: torch.dtype, device: torch.device, sizes: TileSizes
+    size: DecoderSize,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: TileSizes,
+    kernels: Sequence[str] = KERNELS,
 ) -> list[Callable[[], TileCase]]:
     """Of a model of that size; each is made when called, and takes the card's memory until it is dropped."""
-    return list(_Cases(size, weights, dtype, device).cases(sizes))
+    return [case for case in _Cases(size, weights, dtype, device).cases(sizes) if case.func.__name__ in kernels]
 
 
 def _others(shipped: Tile, **choices: tuple[int, ...]) -> tuple[Tile, ...]:
@@ -57,7 +63,8 @@ class _Cases:
         self.heads, self.target = Heads(size.heads, size.kv_heads, size.head_dim), Target.of(device)
         self.tolerance, self.scale = TOLERANCES[dtype], size.head_dim**-0.5
 
-    def cases(self, sizes: TileSizes) -> Iterator[Callable[[], TileCase]]:
+    def cases(self, sizes: TileSizes) -> "Iterator[partial[TileCase]]":
+        """Each by the method that makes it, which has the kernel's name."""
         most = most_queries(self.size.heads // self.size.kv_heads)
         for is_fp8 in (False, True):
             yield from (partial(self.prefill, *each, is_fp8) for each in sizes.prompts)

@@ -18,6 +18,7 @@ import torch
 
 from pipeline.bench.gpu.kernels.checks import relative_error
 from pipeline.bench.gpu.rates import Stopwatch
+from pipeline.bench.gpu.rows import rows_of
 from pipeline.kernels.triton.launch import Launch
 
 WORTH_IT = 1.03  # times as fast: less is within what two runs differ by
@@ -29,22 +30,17 @@ Tile = dict[str, int]
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Work to try tiles on, as in `KernelCases`; tokens of int4 and of fp8 linears; rows that are sampled. budget_s: of
-    all of it, up to the compilation of one tile for each piece of work."""
+    """Work to try tiles on, as in `KernelCases`; tokens of int4 and of fp8 linears; rows that are sampled."""
 
     decoding: tuple[tuple[int, int], ...]
     prompts: tuple[tuple[int, int], ...]
     int4_tokens: tuple[int, ...]
     fp8_tokens: tuple[int, ...]
     rows: tuple[int, ...]
-    budget_s: float
 
 
-FULL = TileSizes(
-    ((64, 1024), (256, 1024)), ((11, 735), (1, 8192)), (1, 16, 32, 64), (1, 64, 512, 8192), (64, 512), 480.0
-)
-QUICK = TileSizes(((256, 1024),), ((11, 735),), (1, 64), (64, 8192), (512,), 180.0)
-SMOKE = TileSizes(((2, 70),), ((1, 33),), (1,), (1,), (1,), 10.0)
+FULL = TileSizes(((64, 1024), (256, 1024)), ((11, 735), (1, 8192)), (1, 16, 32, 64), (1, 64, 512, 8192), (64, 512))
+SMOKE = TileSizes(((2, 70),), ((1, 33),), (1,), (1,), (1,))
 
 
 @dataclass(frozen=True)
@@ -100,6 +96,10 @@ class TileTimes:
     times: tuple[TileTime, ...] = ()
     left_out: str = ""
 
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> "TileTimes":
+        return cls(rows_of(TileTime, told["times"]), told["left_out"])
+
     @property
     def choices(self) -> list[Choice]:
         groups = dict.fromkeys((time.table, time.group) for time in self.times)
@@ -149,7 +149,8 @@ class TileTimes:
 def tile_measurements(
     cases: Sequence[Callable[[], TileCase]], stopwatch: Stopwatch, budget_s: float
 ) -> Iterator[Callable[[], list[TileTime]]]:
-    """Each case's measurements, which run when called. A case takes an equal share of the time that is left."""
+    """Each case's measurements, which run when called. A case takes an equal share of what is left of `budget_s`, and
+    one tile's compilation more at the most."""
     until = monotonic() + budget_s
     for left, build in zip(range(len(cases), 0, -1), cases):
         yield partial(_measured, build, stopwatch, until, left)
