@@ -16,8 +16,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Tensors(Protocol):
-    """Named tensors of a checkpoint, on the device on which they are to be unpacked. `take` raises ModelError for a name it does not have, `take_float` also where the
-    shape is another or the type is none of FLOATS."""
+    """Named tensors of a checkpoint, on the device on which they are to be unpacked.
+
+    `take` raises ModelError for a name it does not have, `take_float` also where the shape is another or the type is
+    none of FLOATS."""
 
     def __contains__(self, name: str) -> bool: ...
     def take(self, name: str) -> torch.Tensor: ...
