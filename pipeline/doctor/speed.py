@@ -34,7 +34,8 @@ def speed_on(
     keeps_dense: bool,
     room: int,
 ) -> Speed | None:
-    """limits: of a step there. room: tokens that the KV cache holds. None where not one sequence fits, or the card has no such products."""
+    """limits: of a step there. room: tokens that the KV cache holds. None where not one sequence fits, or the card has
+    no such products."""
     context = min(CONTEXT, config.max_position)
     sequences = min(room // context, limits.max_num_seqs)
     weights = config.weights_on_card(activation_dtype)
