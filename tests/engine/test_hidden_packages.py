@@ -54,8 +54,9 @@ def test_the_engine_runs_and_says_what_is_slower(told: Any) -> None:
     assert num_draft_steps > 0, "lookup by numpy"
     assert about["kernel.attention"] == f"torch (reference): numba cannot be imported ({REFUSED}), this is slower"
     assert about["speculation"] == "off"
-    assert f"lookup is slower and finds no copy patterns, as numba cannot be imported ({REFUSED})" in (
-        about_drafts["speculation"]
+    assert (
+        f"lookup is slower and finds no copy patterns, as numba cannot be imported ({REFUSED})"
+        in (about_drafts["speculation"])
     )
 
 
