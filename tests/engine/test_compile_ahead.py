@@ -91,15 +91,15 @@ def test_all_that_steps_launch_was_compiled(
     config = config_of(folder, **KINDS[kind])
     ahead = compiled(config)
     rng = np.random.default_rng(3)
-    stem = rng.integers(0, 255, 130).tolist()
-    prompts = [stem + rng.integers(0, 255, n).tolist() for n in (1, 2, 3)] + [[5, 6], rng.integers(0, 255, 20).tolist()]
+    stem = rng.integers(0, 255, 20 if kind == "deterministic" else 130).tolist()  # 128 keys are read together
+    prompts = [stem + rng.integers(0, 255, n).tolist() for n in (1, 2)] + [[5, 6], rng.integers(0, 255, 20).tolist()]
     with Engine(config) as engine:
         launched.clear()  # loading widens weights, before anything is compiled ahead
         engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
         runner: Any = engine.runner
         queries, most = captured_shapes(resolve(config, read_config(folder)))[0]
         runner.capture_steps(replayed, max_num_seqs=5, max_queries=queries, most_tokens=most, say=lambda *_: None)
-        options = [{}, {}, *DRAWN]
+        options = [{}, *DRAWN]
         params = [SamplingParams(max_tokens=2 + n % 2, ignore_eos=True, **own) for n, own in enumerate(options)]
         engine.generate(prompts, params)
     assert len(launched) >= 7
