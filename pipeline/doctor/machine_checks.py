@@ -128,14 +128,15 @@ def kernels(setup: Setup) -> Iterator[Check]:
     for operation, origin in sorted(kernels.served_by.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cuda" and find_spec("triton") is not None:
-        yield _gpu_kernels()
+        yield gpu_kernel_cache()
     if device.type == "cpu" and why_no_numba() is None:
         module = importlib.import_module("pipeline.kernels.cpu.attention.decode_kernel")
         cache = module.paged_decode.stats.cache_path
         yield Check("kernels", "numba cache", "ok", f"{cache}: compiled kernels are kept there")
 
 
-def _gpu_kernels() -> Check:
+def gpu_kernel_cache() -> Check:
+    """Where compiled GPU kernels are kept, and how many are."""
     folder = gpu_kernel_folder()
     files = [file for file in folder.glob("*/*") if file.is_file()]
     count, size = sum(file.suffix == ".cubin" for file in files), sum(file.stat().st_size for file in files)

@@ -127,7 +127,7 @@ def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatc
     places = {
         kind: memory_of(of_job(tmp_path, quantization=kind)).places[-2] for kind in ("none", "int8", "int4-rtn", "nf4")
     }
-    packed = int(NUM_LINEAR * (0.5 + 3 / 128))
+    packed = int(NUM_LINEAR * (0.5 + 4 / 128))
     assert places["none"].weight_bytes == 2 * NUM_WEIGHTS
     assert places["int4-rtn"].weight_bytes == 2 * NUM_WEIGHTS + packed  # its 16-bit form fits beside it
     assert places["int8"].weight_bytes == places["nf4"].weight_bytes == 2 * NUM_WEIGHTS  # widened there
