@@ -50,8 +50,19 @@ class _Remote:
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Where downloaded models are kept: $PIPELINE_CACHE/models, or below the user's ~/.cache."""
+    return _root(environ) / "models"
+
+
+def gpu_kernel_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where compiled GPU kernels are kept: $TRITON_CACHE_DIR, which is Triton's own variable, else
+    $PIPELINE_CACHE/triton, or below the user's ~/.cache."""
+    own = environ.get("TRITON_CACHE_DIR")
+    return Path(own).expanduser() if own else _root(environ) / "triton"
+
+
+def _root(environ: Mapping[str, str]) -> Path:
     root = environ.get("PIPELINE_CACHE")
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "parquet-batch-inference") / "models"
+    return Path(root).expanduser() if root else Path.home() / ".cache" / "parquet-batch-inference"
 
 
 def fetch_model(

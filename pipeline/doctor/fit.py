@@ -12,7 +12,7 @@ import torch
 
 from pipeline.doctor.check import Setup
 from pipeline.doctor.speed import CONTEXT, Speed, speed_on
-from pipeline.engine.params import GPU_MAX_NUM_SEQS, EngineConfig
+from pipeline.engine.params import EngineConfig, gpu_limits
 from pipeline.engine.startup.memory import (
     CPU_SHARE,
     SLACK_BYTES,
@@ -79,7 +79,7 @@ class MemoryTable:
                 "memory of the model",
                 f"  files           {files}",
                 "  sequences that fit at once, by their length in tokens; tokens a second at the most, by the cost",
-                f"  model and data sheets: of prompts, and out by up to {GPU_MAX_NUM_SEQS} sequences of {CONTEXT}:",
+                f"  model and data sheets: of prompts, and out by as many sequences of {CONTEXT} as run there at once:",
                 *(f"    {line}" for line in aligned(rows)),
                 *(f"    {p.name} cannot run this: {p.lacks}" for p in self.places if p.lacks),
             ]
@@ -124,7 +124,9 @@ class _Fit:
         dtype = self._dtype(gpu)
         kv_dtype = kv_type(self.setup, dtype)
         share = int(memory * EngineConfig.gpu_memory_utilization)
-        cached_tokens = cache_before_dense(GPU_MAX_NUM_SEQS, config.max_position)
+        packed = weight_bytes(config, gpu, dtype, keeps_dense=False, activation_dtype=activations)
+        limits = gpu_limits(memory, capability, packed)
+        cached_tokens = cache_before_dense(limits.max_num_seqs, config.max_position)
         keeps_dense = dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens)
         weights = weight_bytes(config, gpu, dtype, keeps_dense, activations)
         kv = share - STEP_BYTES - SLACK_BYTES - weights
@@ -135,7 +137,7 @@ class _Fit:
             return place
         value_bytes = head_bytes(config.head_dim, kv_dtype) / config.head_dim
         room = max(0, kv) // place.kv_bytes_per_token
-        return replace(place, speed=speed_on(known, config, activations, value_bytes, keeps_dense, room))
+        return replace(place, speed=speed_on(known, config, limits, activations, value_bytes, keeps_dense, room))
 
     def _dtype(self, device: torch.device) -> torch.dtype:
         return DTYPES.get(self.setup.dtype) or default_dtype(device, self.config.dtype)

@@ -6,13 +6,15 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline import __version__
-from pipeline.checkpoints.cache import cache_folder
+from pipeline.checkpoints.cache import cache_folder, gpu_kernel_folder
 from pipeline.doctor.check import Check, Setup, State
 from pipeline.formatting import shown_bytes
 from pipeline.machine.host import VECTOR_FLAGS, available_cores, package_versions, processor
+from pipeline.machine.numba import why_no_numba
 from pipeline.stores.filesystem import is_url
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pyarrow", "s3fs", "numba", "numpy")
@@ -22,7 +24,8 @@ _MIN_FREE_BYTES = 2**30
 _RAY_FULL = 0.95  # of a disk: above it Ray stores nothing more
 _ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
                 "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ROLE_ARN",
-                "AWS_WEB_IDENTITY_TOKEN_FILE", "HF_HUB_OFFLINE", "PIPELINE_CACHE", "NUMBA_CACHE_DIR")  # fmt: skip
+                "AWS_WEB_IDENTITY_TOKEN_FILE", "HF_HUB_OFFLINE", "PIPELINE_CACHE", "NUMBA_CACHE_DIR",
+                "TRITON_CACHE_DIR")  # fmt: skip
 
 
 def versions(setup: Setup) -> Iterator[Check]:
@@ -124,14 +127,27 @@ def kernels(setup: Setup) -> Iterator[Check]:
             yield Check("kernels", f"activations in {setup.activation_dtype}", "failed", str(error), exit_code=2)
     for operation, origin in sorted(kernels.served_by.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
-    if device.type == "cpu":
+    if device.type == "cuda" and find_spec("triton") is not None:
+        yield gpu_kernel_cache()
+    if device.type == "cpu" and why_no_numba() is None:
         module = importlib.import_module("pipeline.kernels.cpu.attention.decode_kernel")
         cache = module.paged_decode.stats.cache_path
         yield Check("kernels", "numba cache", "ok", f"{cache}: compiled kernels are kept there")
 
 
+def gpu_kernel_cache() -> Check:
+    """Where compiled GPU kernels are kept, and how many are."""
+    folder = gpu_kernel_folder()
+    files = [file for file in folder.glob("*/*") if file.is_file()]
+    count, size = sum(file.suffix == ".cubin" for file in files), sum(file.stat().st_size for file in files)
+    return Check("kernels", "GPU kernel cache", "ok", f"{folder}: {count} compiled kernels, {shown_bytes(size)}")
+
+
 def _numba_layer() -> Check:
     """The first layer in numba's order that can be loaded is the one it takes."""
+    if (lacks := why_no_numba()) is not None:
+        todo = "Kernels on CPU and lookup of drafts are slower: pip install numba, and a numpy that it takes."
+        return Check("kernels", "numba threads", "warning", f"numba {lacks}", todo)
     from numba import config
 
     for layer in config.THREADING_LAYER_PRIORITY:  # type: ignore[attr-defined]

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.engine.params import GPU_MAX_NUM_SEQS
+from pipeline.engine.params import BatchLimits
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
 from pipeline.roofline.cost_model import Ceilings, Reached, StepTokens, step_seconds
 
 CONTEXT = 512  # of each sequence, where the model takes as many
-STEP_TOKENS = 8192  # of a step that computes prompts
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,18 @@ class Speed:
 
 
 def speed_on(
-    card: Card, config: ModelConfig, activation_dtype: str, kv_value_bytes: float, keeps_dense: bool, room: int
+    card: Card,
+    config: ModelConfig,
+    limits: BatchLimits,
+    activation_dtype: str,
+    kv_value_bytes: float,
+    keeps_dense: bool,
+    room: int,
 ) -> Speed | None:
-    """room: tokens that the KV cache holds. None where not one sequence fits, or the card has no such products."""
+    """limits: of a step there. room: tokens that the KV cache holds. None where not one sequence fits, or the card has
+    no such products."""
     context = min(CONTEXT, config.max_position)
-    sequences = min(room // context, GPU_MAX_NUM_SEQS)
+    sequences = min(room // context, limits.max_num_seqs)
     weights = config.weights_on_card(activation_dtype)
     if sequences == 0 or (weights.fp8 and card.fp8_flops is None):
         return None
@@ -44,5 +50,5 @@ def speed_on(
         step = StepTokens(np.full(sequences, count), np.full(sequences, context), sequences)
         return step.num_tokens / step_seconds(step, size, weights, ceilings, kv_value_bytes).total_s
 
-    prompts = max(STEP_TOKENS // context, 1)
+    prompts = max(limits.max_num_batched_tokens // context, 1)
     return Speed(tokens_per_s(prompts, context), tokens_per_s(sequences, 1), sequences)

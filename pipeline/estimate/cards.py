@@ -4,11 +4,11 @@ A sample of the job's requests goes through the simulated schedule of one engine
 card's data sheet. The high end of an interval is at that share, the low end at all of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
-from pipeline.engine.params import GPU_MAX_NUM_SEQS
+from pipeline.engine.params import BatchLimits, gpu_limits
 from pipeline.engine.startup.memory import SLACK_BYTES
 from pipeline.errors import ConfigError
 from pipeline.formatting import nearest
@@ -19,7 +19,6 @@ from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Reac
 from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, kv_room, simulate_job
 
 BLOCK_SIZE = 64  # of the KV cache on a card
-MAX_NUM_BATCHED_TOKENS = 8192
 LOAD_BYTES_PER_S = 1e9  # of the checkpoint's files, assumed
 STARTUP_S = 40.0  # of a process with CUDA and its kernels, assumed
 BEST = Reached()
@@ -77,6 +76,23 @@ def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:
     return {own_name: own, **{name: form for name, form in forms.items() if name != own_name}}
 
 
+def limits_on(card: Card, config: ModelConfig, serving: CardServing, weights_name: str | None = None) -> BatchLimits:
+    """Rows and tokens of a step, those that the engine takes by itself where the job does not say. weights_name: see
+    `on_card`."""
+    forms = kinds_of_weights(config)
+    weights = forms[weights_name or _own_form(forms, serving)]
+    packed = replace(weights, cached=False).resident_bytes(config.size)
+    default = gpu_limits(card.memory_bytes, card.compute_capability, int(packed))
+    seqs, tokens = serving.max_num_seqs, serving.max_num_batched_tokens
+    if seqs is None:
+        seqs = min(default.max_num_seqs, tokens or default.max_num_seqs)
+    return BatchLimits(seqs, max(tokens or default.max_num_batched_tokens, seqs))
+
+
+def _own_form(forms: Mapping[str, Weights], serving: CardServing) -> str:
+    return "fp8" if serving.activation_dtype == "fp8" else next(iter(forms))
+
+
 def on_card(
     card: Card,
     config: ModelConfig,
@@ -86,10 +102,10 @@ def on_card(
 ) -> OnCard:
     """weights_name: of `kinds_of_weights`; the model's own form when left out, or fp8 where activations are."""
     forms = kinds_of_weights(config)
-    name = weights_name or ("fp8" if serving.activation_dtype == "fp8" else next(iter(forms)))
+    name = weights_name or _own_form(forms, serving)
     weights, size = forms[name], config.size
-    seqs = serving.max_num_seqs or GPU_MAX_NUM_SEQS
-    tokens = serving.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
+    limits = limits_on(card, config, serving, name)
+    seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     value_bytes = size.fp8_value_bytes if serving.kv_cache_dtype == "fp8" else DENSE_BYTES
     base = OnCard(card.name, name, 0, seqs)
     if weights.fp8 and card.fp8_flops is None:
@@ -104,7 +120,7 @@ def on_card(
         room = kv_room(size, form, ceilings, kv_value_bytes=value_bytes) - slack
         if room < longest + BLOCK_SIZE:
             continue
-        batching = Batching(seqs, max(tokens, seqs), room, BLOCK_SIZE)
+        batching = Batching(seqs, tokens, room, BLOCK_SIZE)
         try:
             best, assumed = (
                 simulate_job(requests, size, form, replace(ceilings, reached=reached), batching, 0, value_bytes)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import PartStore
-from pipeline.engine.params import default_num_seqs
+from pipeline.engine.params import most_default_seqs
 from pipeline.errors import ConfigError
 from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, find_card, on_card
 from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts
@@ -230,7 +230,7 @@ def _on_cards(
         RequestTokens(max(1, round(len(r.prompt_token_ids) * (1 - shared))), output)
         for r, output in zip(sample.requests, lengths.drawn, strict=True)
     ]
-    fewest = FEWEST_BATCHES * (config.engine.max_num_seqs or default_num_seqs(on_gpu=True))
+    fewest = FEWEST_BATCHES * (config.engine.max_num_seqs or most_default_seqs(on_gpu=True))
     pairs = (pairs * max(1, ceil(fewest / len(pairs))))[:MAX_SIMULATED]
     told: list[PoolEstimate] = []
     for card in cards:

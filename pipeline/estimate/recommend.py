@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pipeline.engine.params import GPU_MAX_NUM_SEQS
-from pipeline.estimate.cards import MAX_NUM_BATCHED_TOKENS, CardServing, OnCard, kinds_of_weights, on_card
+from pipeline.estimate.cards import CardServing, OnCard, kinds_of_weights, limits_on, on_card
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
@@ -36,14 +35,16 @@ def advice_for_card(
     now = on_card(card, model, serving, requests)
     if now.assumed is None:
         return ()
+    used = limits_on(card, model, serving)
     by_rows = {seqs: on_card(card, model, replace(serving, max_num_seqs=seqs), requests) for seqs in ROWS}
     advice = [
         Advice(f"engine.max_num_seqs: {seqs}", _why_rows(now, better), gain)
-        for seqs, better, gain in _best(now, by_rows, serving.max_num_seqs or GPU_MAX_NUM_SEQS)
+        for seqs, better, gain in _best(now, by_rows, used.max_num_seqs)
     ]
     by_tokens = {n: on_card(card, model, replace(serving, max_num_batched_tokens=n), requests) for n in TOKENS}
-    for tokens, _, gain in _best(now, by_tokens, serving.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS):
-        why = "prompts are computed in fewer, fuller steps" if tokens > MAX_NUM_BATCHED_TOKENS else "steps are shorter"
+    for tokens, _, gain in _best(now, by_tokens, used.max_num_batched_tokens):
+        fuller = tokens > used.max_num_batched_tokens
+        why = "prompts are computed in fewer, fuller steps" if fuller else "steps are shorter"
         advice.append(Advice(f"engine.max_num_batched_tokens: {tokens}", why, gain))
     forms = {name: on_card(card, model, serving, requests, name) for name in kinds_of_weights(model)}
     for name, _, gain in _best(now, forms, now.weights):

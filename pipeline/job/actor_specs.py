@@ -4,7 +4,7 @@ import json
 import os
 
 from pipeline.config import JobConfig
-from pipeline.engine.params import default_num_seqs
+from pipeline.engine.params import most_default_seqs
 from pipeline.job.actor.tokenize import chat_of
 from pipeline.job.actor.worker import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
@@ -62,7 +62,7 @@ def flow_spec(
         retried_limits=plan.retried_limits,
     )
     spot, units = Spot(run.spot_notice, run.drain_s), plan.units
-    at_once = config.engine.max_num_seqs or default_num_seqs(plan.device.startswith("cuda"))
+    at_once = config.engine.max_num_seqs or most_default_seqs(plan.device.startswith("cuda"))
     in_flight = run.units_in_flight or units_in_flight(
         at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens
     )

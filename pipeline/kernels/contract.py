@@ -161,6 +161,8 @@ class Kernels:
     decode_steps(layers, head_dim, eps) -> DecodeSteps for layers made with `prepare_linear`; None: of these layers, or
       with these kernels, there are none.
     rounded: by an `engine.activation_dtype`, linears on such activations, which serve only where asked for.
+    compile_ahead(steps, say, num_threads): calls `steps` without running any kernel, so that its results mean nothing,
+      and compiles all that it would have run, on so many threads; `say` is told how far it is. None: there is nothing.
     """
 
     prepare_linear: Callable[[LinearWeight], Linear]
@@ -185,3 +187,4 @@ class Kernels:
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     decode_steps: Callable[[Sequence[LayerParts], int, float], DecodeSteps | None] | None = None
     rounded: Mapping[str, RoundedLinears] = field(default_factory=dict)
+    compile_ahead: Callable[[Callable[[], None], Callable[[str], None], int], None] | None = None

@@ -1,14 +1,17 @@
 """Which kernels serve a device and a type. The only place that decides it, and it says what it decided."""
 
+import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.kernels.activations.rounded_linears import rounded_linears
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
+from pipeline.machine.numba import why_no_numba
 
 _PAIRS = "numba on bfloat16 and int4 weights, products of pairs (AVX-512 BF16)"
 KERNELS = ("auto", "reference", "cpu", "triton")
@@ -66,6 +69,25 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool, 
     return triton_kernels(dtype, device, scratch=scratch, deterministic=deterministic)
 
 
+def keep_gpu_kernels_in(folder: Path) -> None:
+    """From now on this process keeps and looks for compiled GPU kernels there. Raises EnvironmentFailed where nothing
+    can be written."""
+    if find_spec("triton") is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise EnvironmentFailed(
+            f"{folder}: compiled GPU kernels cannot be kept there ({e.strerror or e}); set PIPELINE_CACHE to a folder "
+            "that can be written"
+        ) from None
+    from pipeline.kernels.triton.compile_ahead import keep_kernels_in
+
+    keep_kernels_in(folder)
+
+
 def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     kernels = reference_kernels(dtype, torch.device("cpu"))
     from pipeline.kernels.cpu.linear.selection import prepare_linear, supports_bf16
@@ -77,8 +99,8 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         linear = "torch (BLAS)"
     rounded = rounded_linears(lambda weight: prepare_linear(weight, torch.float32), "the linears of float32")
     kernels = replace(kernels, prepare_linear=lambda weight: prepare_linear(weight, dtype), rounded=rounded)
-    if find_spec("numba") is None:
-        slow = dict.fromkeys(kernels.served_by, "torch (reference): numba is not installed, this is slower")
+    if (lacks := why_no_numba()) is not None:
+        slow = dict.fromkeys(kernels.served_by, f"torch (reference): numba {lacks}, this is slower")
         return replace(kernels, served_by=slow | {"linear": linear})
     from pipeline.kernels.cpu.attention.attention import attention
     from pipeline.kernels.cpu.compile.threads import own_threads
@@ -115,7 +137,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
 
 def serves_int4_alone(dtype: torch.dtype) -> bool:
     """Whether, on CPU, 4-bit weights serve any number of tokens as they are, without a dense form beside them."""
-    if find_spec("numba") is None:
+    if why_no_numba() is not None:
         return False
     from pipeline.kernels.cpu.linear.linear_bf16 import multiplies_pairs
 
@@ -128,8 +150,10 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
             f"engine.deterministic: on CPU in float32 only, and engine.dtype is {str(dtype).removeprefix('torch.')}: "
             "oneDNN chooses the order of its sums by the number of tokens; set engine.dtype: float32"
         )
-    if find_spec("numba") is None:
-        raise ConfigError("engine.deterministic: on CPU it needs the package numba; pip install numba")
+    if (lacks := why_no_numba()) is not None:
+        raise ConfigError(
+            f"engine.deterministic: on CPU it needs numba, which {lacks}; pip install numba, and a numpy that it takes"
+        )
     from pipeline.kernels.cpu.invariant import attention, prepare_linear
 
     kernels = _cpu_kernels(dtype)
@@ -148,7 +172,7 @@ def _invariant_cpu_kernels(dtype: torch.dtype) -> Kernels:
 
 def must_compile(kernels: Kernels) -> bool:
     """Whether kernels are compiled before the first step, which takes some seconds, once on a machine."""
-    if not any("numba" in origin for origin in kernels.served_by.values()) or find_spec("numba") is None:
+    if not any("numba" in origin for origin in kernels.served_by.values()) or why_no_numba() is not None:
         return False
     from pipeline.kernels.cpu import elementwise
     from pipeline.kernels.cpu.attention.decode_kernel import paged_decode

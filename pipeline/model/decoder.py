@@ -137,7 +137,7 @@ class Decoder:
     ) -> None:
         """Load `folder`. Raises ModelError when its tensors do not match `config` exactly."""
         self.config, self.kernels, self.dtype, self.device = config, kernels, dtype, device
-        reader = WeightReader(folder, config)
+        reader = WeightReader(folder, config, device)
         embedding = reader.embedding()
         narrower = embedding.dtype.itemsize < dtype.itemsize  # widened row by row, it takes half the memory
         self.embedding_VH = embedding.to(device, embedding.dtype if narrower else dtype)

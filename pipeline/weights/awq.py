@@ -17,7 +17,7 @@ import torch
 from pipeline.errors import ModelError
 from pipeline.weights.config_fields import Fields
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
-from pipeline.weights.tensor_reader import StoredLinear, groups_text, unpack_words
+from pipeline.weights.tensor_reader import StoredLinear, groups_text, unpack_words, unpack_words_transposed
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP_SIZES = (-1, 32, 64, 128)
@@ -79,9 +79,11 @@ class AwqFormat:
 
 def _read_gemm(linear: StoredLinear, size: int, has_zeros: bool) -> Parts:
     n, k = linear.shape_NK
-    q_NK = unpack_columns(linear.take("qweight", [(k, n // 8)])).t().contiguous()
+    q_NK = unpack_words_transposed(linear.take("qweight", [(k, n // 8)]), ORDER)
     scales_GN = linear.scales("scales", [(k // size, n)])
-    zeros_NG = unpack_columns(linear.take("qzeros", [(k // size, n // 8)])).t() if has_zeros else None
+    zeros_NG = None
+    if has_zeros:
+        zeros_NG = unpack_words_transposed(linear.take("qzeros", [(k // size, n // 8)]), ORDER)
     return q_NK, scales_GN.t(), zeros_NG
 
 
@@ -93,8 +95,3 @@ def _read_gemv(linear: StoredLinear, size: int, has_zeros: bool) -> Parts:
     scales_NG = linear.scales("scales", [(n, 8 * words)])[:, :groups]
     zeros_NG = unpack_words(linear.take("qzeros", [(n, words)]), 4)[:, :groups] if has_zeros else None
     return q_NK, scales_NG, zeros_NG
-
-
-def unpack_columns(packed: torch.Tensor) -> torch.Tensor:
-    """(rows, N/8) int32 of the gemm layout -> (rows, N) uint8 in true column order."""
-    return unpack_words(packed, 4, ORDER)

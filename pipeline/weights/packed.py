@@ -58,8 +58,8 @@ class GroupIntWeight:
         """The weight as a dense (N, K) tensor: exact in float32, rounded once when `dtype` is narrower."""
         n, k = self.q_NK.shape
         q_NGg = self.q_NK.view(n, k // self.group_size, self.group_size).to(torch.float32)
-        w_NGg = (q_NGg - self.zeros_NG.unsqueeze(-1)) * self.scales_NG.unsqueeze(-1)
-        w_NK = w_NGg.view(n, k).to(dtype)
+        q_NGg.sub_(self.zeros_NG.unsqueeze(-1)).mul_(self.scales_NG.unsqueeze(-1))  # in place: 4 bytes a weight
+        w_NK = q_NGg.view(n, k).to(dtype)
         if self.input_order_K is None:
             return w_NK
         return torch.empty_like(w_NK).index_copy_(1, self.input_order_K, w_NK)
@@ -89,8 +89,8 @@ class CodebookWeight:
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight as a dense (N, K) tensor, rounded once to float32, once more when `dtype` is narrower."""
         n, k = self.code_NK.shape
-        value_NGg = self.codebook_C[self.code_NK.to(torch.int64)].view(n, -1, self.group_size)
-        return (value_NGg * self.scales_NG.unsqueeze(-1)).view(n, k).to(dtype)
+        value_NGg = self.codebook_C[self.code_NK.to(torch.int32)].view(n, -1, self.group_size)
+        return value_NGg.mul_(self.scales_NG.unsqueeze(-1)).view(n, k).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Fp8Weight:
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight as a dense (N, K) tensor, rounded once to float32, once more when `dtype` is narrower."""
         scale_NK = self.scales_NG.repeat_interleave(self.block[1], 1)[:, : self.in_features]
-        return (self.value_NK.to(torch.float32) * scale_NK).to(dtype)
+        return self.value_NK.to(torch.float32).mul_(scale_NK).to(dtype)
 
 
 LinearWeight = DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight
@@ -136,7 +136,8 @@ def concatenate(parts: list[LinearWeight]) -> LinearWeight:
     """
     biases = [p.bias_N for p in parts]
     if any(b is not None for b in biases):
-        filled = [b if b is not None else torch.zeros(p.out_features) for p, b in zip(parts, biases)]
+        device = next(b.device for b in biases if b is not None)
+        filled = [b if b is not None else torch.zeros(p.out_features, device=device) for p, b in zip(parts, biases)]
         bias_N = torch.cat([b.to(torch.float32) for b in filled])
     else:
         bias_N = None

@@ -93,7 +93,7 @@ def nf4(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> CodebookWeight:
     """The nearest value of NF4 for each weight (N, K) in float32, times its block's largest magnitude."""
     weight_NGg = _grouped(weight_NK, 64)
     scale_NG1 = _not_zero(weight_NGg.abs().amax(-1, keepdim=True))
-    codebook_C = torch.tensor(NF4)
+    codebook_C = torch.tensor(NF4, device=weight_NK.device)
     borders = (codebook_C[1:] + codebook_C[:-1]) / 2
     code_NK = torch.bucketize(weight_NGg / scale_NG1, borders).view_as(weight_NK).to(torch.uint8)
     return CodebookWeight(code_NK, scale_NG1.squeeze(-1), codebook_C, weight_NGg.shape[-1], bias_N)

@@ -16,8 +16,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Tensors(Protocol):
-    """Named tensors of a checkpoint. `take` raises ModelError for a name it does not have, `take_float` also where the
-    shape is another or the type is none of FLOATS."""
+    """Named tensors of a checkpoint, on the device on which they are to be unpacked.
+
+    `take` raises ModelError for a name it does not have, `take_float` also where the shape is another or the type is
+    none of FLOATS."""
 
     def __contains__(self, name: str) -> bool: ...
     def take(self, name: str) -> torch.Tensor: ...
@@ -73,14 +75,28 @@ class StoredLinear:
         return ModelError(f"{self.prefix}.{suffix}: {why}")
 
 
-def unpack_words(word_RW: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
-    """(R, W) int32 -> (R, W * 32 / bits) uint8. Part i of a word, counted from its lowest bits, is its value order[i]
-    (i where there is no order)."""
-    parts = 32 // bits
-    order = range(parts) if order is None else order
-    shifts = torch.tensor([bits * list(order).index(value) for value in range(parts)], dtype=torch.int32)
-    value_RWp = (word_RW.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    return value_RWp.to(torch.uint8).reshape(word_RW.shape[0], -1)
+def unpack_words(word_RW: torch.Tensor, bits: int) -> torch.Tensor:
+    """(R, W) int32 -> (R, W * 32 / bits) uint8, the values of a word from its lowest bits on. bits: 4 or 8.
+
+    Takes 3 bytes a value for a moment, on the words' device: a byte is spread over 16 bits, whose two bytes are its
+    values. Processors and GPUs are little-endian, as checkpoints are.
+    """
+    byte_RB = word_RW.contiguous().view(torch.uint8)
+    if bits == 8:
+        return byte_RB
+    pair_RB = byte_RB.to(torch.int16)
+    pair_RB |= pair_RB << 4
+    return pair_RB.bitwise_and_(0x0F0F).view(torch.uint8)
+
+
+def unpack_words_transposed(word_RW: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """(R, W) int32 of eight 4-bit values each -> (8 W, R) uint8. Part i of a word, counted from its lowest bits, is its
+    value order[i]. Words are transposed, not values, of which there are eight times as many."""
+    word_WR = word_RW.t().contiguous()
+    value_WpR = torch.empty(len(word_WR), len(order), len(word_RW), dtype=torch.uint8, device=word_RW.device)
+    for part, value in enumerate(order):
+        value_WpR[:, value] = (word_WR >> (4 * part)).bitwise_and_(15)
+    return value_WpR.view(-1, len(word_RW))
 
 
 def input_order(group_K: torch.Tensor, group_size: int, name: str) -> torch.Tensor | None:
@@ -89,7 +105,7 @@ def input_order(group_K: torch.Tensor, group_size: int, name: str) -> torch.Tens
     `group_K` says which group each input is in. Raises ModelError unless each group has `group_size` inputs.
     """
     inputs = len(group_K)
-    if torch.equal(group_K, torch.arange(inputs, dtype=group_K.dtype) // group_size):
+    if torch.equal(group_K, torch.arange(inputs, dtype=group_K.dtype, device=group_K.device) // group_size):
         return None
     groups = inputs // group_size
     low, high = int(group_K.min()), int(group_K.max())

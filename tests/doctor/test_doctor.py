@@ -282,3 +282,17 @@ def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pip
     code, out, err = pipe("run", "job.yaml")
     assert code == 70
     assert SECRET not in out + err
+
+
+def test_the_folder_of_compiled_gpu_kernels_and_what_is_in_it(tmp_path, monkeypatch):
+    from pipeline.doctor import machine_checks
+
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path))
+    entry = tmp_path / "triton" / "KEY"
+    entry.mkdir(parents=True)
+    (entry / "_decode.cubin").write_bytes(bytes(3000))
+    (entry / "_decode.json").write_bytes(bytes(1000))
+    check = machine_checks.gpu_kernel_cache()
+    assert (check.state, check.name) == ("ok", "GPU kernel cache")
+    assert check.found.startswith(f"{tmp_path / 'triton'}: 1 compiled kernels, 4")

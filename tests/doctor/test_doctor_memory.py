@@ -10,6 +10,7 @@ import torch
 from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Setup, diagnose, fit, memory_of, speed
+from pipeline.engine.params import SMALL_GPU_LIMITS
 from pipeline.kernels.cpu.linear import linear_bf16
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
@@ -126,7 +127,7 @@ def test_what_the_job_makes_of_the_model_is_what_is_counted(tmp_path, monkeypatc
     places = {
         kind: memory_of(of_job(tmp_path, quantization=kind)).places[-2] for kind in ("none", "int8", "int4-rtn", "nf4")
     }
-    packed = int(NUM_LINEAR * (0.5 + 3 / 128))
+    packed = int(NUM_LINEAR * (0.5 + 4 / 128))
     assert places["none"].weight_bytes == 2 * NUM_WEIGHTS
     assert places["int4-rtn"].weight_bytes == 2 * NUM_WEIGHTS + packed  # its 16-bit form fits beside it
     assert places["int8"].weight_bytes == places["nf4"].weight_bytes == 2 * NUM_WEIGHTS  # widened there
@@ -161,18 +162,18 @@ def test_fp8_of_a_job_counts_and_cards_without_it_are_told(tmp_path):
 
 
 def test_speed_is_the_cost_models_at_data_sheet_rates(tmp_path):
-    (l4,) = (card for card in load_cards() if card.name == "L4")
-    place = memory_of(Setup(model="demo:target")).places[-2]
+    (l40s,) = (card for card in load_cards() if card.name == "L40S")
+    place = memory_of(Setup(model="demo:target")).places[-3]
     assert place.speed.sequences == 512
     weights, head = 2 * NUM_LINEAR, 2 * 1024 * 256
     kv = KV_BFLOAT16 * 512 * (512 + 1)
-    products = 2 * 512 * NUM_LINEAR / l4.bf16_flops  # of 512 tokens, longer than reading these small weights
-    assert weights / l4.bandwidth_bytes_per_s < products
-    head_s = max(head / l4.bandwidth_bytes_per_s, 2 * 512 * 1024 * 256 / l4.bf16_flops)
-    linears_s = place.speed.output_tokens_per_s**-1 * 512 - kv / l4.bandwidth_bytes_per_s - head_s
+    products = 2 * 512 * NUM_LINEAR / l40s.bf16_flops  # of 512 tokens, longer than reading these small weights
+    assert weights / l40s.bandwidth_bytes_per_s < products
+    head_s = max(head / l40s.bandwidth_bytes_per_s, 2 * 512 * 1024 * 256 / l40s.bf16_flops)
+    linears_s = place.speed.output_tokens_per_s**-1 * 512 - kv / l40s.bandwidth_bytes_per_s - head_s
     assert linears_s == pytest.approx(products, rel=0.05)
-    small = replace(l4, memory_bytes=3 * 2**30)
-    assert speed.speed_on(small, read_config(demo_model("target")), "auto", 2.0, False, 0) is None
+    small = replace(l40s, memory_bytes=3 * 2**30)
+    assert speed.speed_on(small, read_config(demo_model("target")), SMALL_GPU_LIMITS, "auto", 2.0, False, 0) is None
 
 
 def test_what_has_no_form_for_the_activations_is_the_users_mistake(tmp_path):

@@ -166,8 +166,10 @@ def test_sizes_of_captured_steps() -> None:
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == 512
     assert all(high <= low * 1.125 for low, high in pairwise(sizes) if low >= 64)
-    assert len(sizes) < 48
-    assert len(graph_sizes(8192)) < 72
+    larger = graph_sizes(1024)
+    assert all(high <= low * 1.0625 for low, high in pairwise(larger) if low >= 256)
+    assert len(larger) < 72
+    assert len(graph_sizes(8192)) < 128
     assert graph_sizes(3584)[-1] == 3584
 
 

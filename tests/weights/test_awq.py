@@ -4,8 +4,9 @@ import numpy as np
 import torch
 
 from pipeline.kernels.cpu.linear.selection import Int4Linear, serves_int4
-from pipeline.weights.awq import unpack_columns
+from pipeline.weights.awq import ORDER
 from pipeline.weights.packed import GroupIntWeight
+from pipeline.weights.tensor_reader import unpack_words_transposed
 
 
 def test_every_nibble_lands_in_its_column() -> None:
@@ -18,8 +19,8 @@ def test_every_nibble_lands_in_its_column() -> None:
         for word in range(2):
             for nibble in range(8):
                 words[row, word] |= np.uint32(true[row, 8 * word + order[nibble]] << (4 * nibble))
-    unpacked = unpack_columns(torch.from_numpy(words.view(np.int32)))
-    assert np.array_equal(unpacked.numpy(), true)
+    unpacked = unpack_words_transposed(torch.from_numpy(words.view(np.int32)), ORDER)
+    assert np.array_equal(unpacked.numpy(), true.T)
 
 
 def test_int4_and_dense_paths_agree_to_bfloat16_rounding() -> None:

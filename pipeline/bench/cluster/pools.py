@@ -13,7 +13,7 @@ from pipeline.bench.cluster.simulation import PoolRun, PoolSpec, simulate
 from pipeline.bench.cluster.workload import Skewed, Workload
 from pipeline.bench.measure import table
 from pipeline.bench.roofline import find_card, model_size
-from pipeline.engine.params import GPU_MAX_NUM_SEQS
+from pipeline.engine.params import gpu_limits
 from pipeline.errors import ConfigError
 from pipeline.job.dataflow.spec import FEWEST_IN_FLIGHT, units_in_flight
 from pipeline.job.reporter import STORE_TICK_S
@@ -110,13 +110,15 @@ def bench_cluster(
     """
     prompt, output = Skewed(prompt_tokens, 16 * prompt_tokens), Skewed(output_tokens, max_tokens)
     size, weights, about = model_size(model)
-    ceilings = Ceilings.of_card(find_card(card), Reached())
-    at_once = min(GPU_MAX_NUM_SEQS, kv_room(size, weights, ceilings) // (prompt.mean + output.mean))
+    its_card = find_card(card)
+    ceilings = Ceilings.of_card(its_card, Reached())
+    limits = gpu_limits(its_card.memory_bytes, its_card.compute_capability, int(weights.resident_bytes(size)))
+    at_once = min(limits.max_num_seqs, kv_room(size, weights, ceilings) // (prompt.mean + output.mean))
     if at_once < 1:
         raise ConfigError(f"--card {card}: {about} and a row do not fit its memory")
     speed = EngineSpeed.of(size, weights, ceilings, at_once, prompt.mean, prompt.mean + output.mean // 2)
     work = Workload(0, prompt, output, seed=seed)
-    in_flight = units_in_flight(GPU_MAX_NUM_SEQS, work.unit_rows, work.unit_tokens, max_tokens)
+    in_flight = units_in_flight(limits.max_num_seqs, work.unit_rows, work.unit_tokens, max_tokens)
 
     def pool(count: int, **trouble: Any) -> PoolRun:
         spec = PoolSpec(count, in_flight, cold_start_s, seed=seed)

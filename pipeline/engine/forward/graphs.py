@@ -59,11 +59,12 @@ class _Graph:
 
 
 def graph_sizes(most_tokens: int) -> list[int]:
-    """Numbers of tokens that steps are padded to, up to and with `most_tokens`: at most an eighth is added above 64."""
+    """Numbers of tokens that steps are padded to, up to and with `most_tokens`: at most an eighth is added above 64, a
+    sixteenth above 256, where a step's time grows with its tokens."""
     sizes, size = [], 1
     while size < most_tokens:
         sizes.append(size)
-        size = 2 * size if size < 8 else size + max(8, 1 << (size.bit_length() - 4))
+        size = 2 * size if size < 8 else size + max(8, 1 << (size.bit_length() - (5 if size >= 256 else 4)))
     return [*sizes, most_tokens]
 
 

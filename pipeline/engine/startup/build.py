@@ -6,14 +6,17 @@ from pathlib import Path
 
 import torch
 
+from pipeline.checkpoints.cache import gpu_kernel_folder
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import ModelRunner, Place
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
-from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
+from pipeline.engine.startup.resolve import Resolved, Speculation, quantized_on_load, resolve
 from pipeline.errors import ConfigError
+from pipeline.kernels.select import keep_gpu_kernels_in
+from pipeline.machine.numba import why_no_numba
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -53,6 +56,8 @@ def _built(
     config: EngineConfig, folder: Path, model: ModelConfig, resolved: Resolved, place: Place, say: Callable[[str], None]
 ) -> Built:
     tokenizer = Tokenizer.from_folder(str(folder))
+    if resolved.device.type == "cuda":
+        keep_gpu_kernels_in(gpu_kernel_folder())
     say("reading weights")
     target = LoadedModel.load(folder, model, resolved)
     draft = None
@@ -62,8 +67,10 @@ def _built(
         draft = LoadedModel.load_draft(config.draft, tokenizer, resolved)
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
-    step_bytes = 0
-    if resolved.device.type == "cuda":  # a CPU's memory has room to give
+    step_bytes = 0  # on a CPU, whose memory has room to give
+    if resolved.device.type == "cuda":
+        for each, shape in zip(loaded, captured_shapes(resolved)):
+            each.compile_kernels(resolved, shape, place.num_threads, say)
         captured = [most_tokens for _, most_tokens in captured_shapes(resolved)]
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, most) for each, most in zip(loaded, captured))
@@ -90,9 +97,15 @@ def _built(
         "weights": target.weights,
         "deterministic": "on" if resolved.deterministic else "off",
         "num_threads": place.num_threads,
-        "speculation": "off" if resolved.speculation is None else str(resolved.speculation),
+        "speculation": "off" if resolved.speculation is None else _told(resolved.speculation),
     } | {f"kernel.{op}": origin for op, origin in target.kernels.served_by.items()}
     return Built(resolved, place, runner, draft_runner, tokenizer, num_blocks, num_scoring_blocks, max_model_len, about)
+
+
+def _told(speculation: Speculation) -> str:
+    lacks = why_no_numba() if "ngram" in speculation.proposers else None
+    slower = "" if lacks is None else f"; lookup is slower and finds no copy patterns, as numba {lacks}"
+    return f"{speculation}{slower}"
 
 
 def captured_shapes(resolved: Resolved) -> list[tuple[int, int]]:

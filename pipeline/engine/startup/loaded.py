@@ -1,5 +1,6 @@
 """A checkpoint's weights on a device, from which a runner is made once the KV cache's size is known."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.startup.footprint import forward_bytes, largest_step_bytes, step_input_shape
 from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.startup.resolve import Resolved, no_such_weight
+from pipeline.engine.startup.step_kinds import compute_step_kinds
 from pipeline.errors import ModelError
 from pipeline.kernels.activations.rounded_linears import RoundedWherePossible, with_rounded_activations
 from pipeline.kernels.contract import Kernels
@@ -76,6 +78,15 @@ class LoadedModel:
             kind = kind.replace(AS_THEY_COME, "")
             kind += f"; inputs of {linears.num_rounded} of {linears.num_all} linears in {linears.activation_dtype}"
         return kind
+
+    def compile_kernels(
+        self, resolved: Resolved, captured: tuple[int, int], num_threads: int, say: Callable[[str], None]
+    ) -> None:
+        """Compile all that steps may launch; see `compute_step_kinds`. Nothing is run."""
+        if self.kernels.compile_ahead is None:
+            return
+        runner = self._small_runner(resolved)
+        self.kernels.compile_ahead(lambda: compute_step_kinds(runner, resolved, captured), say, num_threads)
 
     def step_bytes(self, resolved: Resolved) -> int:
         """What the largest step takes on a GPU beside weights and KV cache."""

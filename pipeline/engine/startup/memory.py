@@ -107,7 +107,9 @@ def _cgroup(name: str) -> int | None:
 
 
 def gpu_share_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """What is free of the part of a GPU's memory that may be used; below 0 where others use more than the rest."""
+    """What is free of the part of a GPU's memory that may be used; below 0 where others use more than the rest. What
+    torch keeps for reuse, of loading or of a step that was measured, is given back first: it counts as free."""
+    release_cached_memory()
     free, total = torch.cuda.mem_get_info(device)
     return free - int(total * (1.0 - gpu_memory_utilization))
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.engine.params import EngineConfig, default_num_seqs
+from pipeline.engine.params import CPU_LIMITS, BatchLimits, EngineConfig, gpu_limits
+from pipeline.engine.startup.memory import weight_bytes
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations.rounded_linears import ROUNDINGS
 from pipeline.kernels.cache import FP8
@@ -60,8 +61,14 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     _refuse_unserved(config)
     device = _device(config.device)
     on_gpu = device.type == "cuda"
-    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, default_num_seqs(on_gpu))
-    batched = _positive("max_num_batched_tokens", config.max_num_batched_tokens, 8192 if on_gpu else 2048)
+    dtype = _dtype(config.dtype, device, model)
+    limits = _default_limits(config, model, device, dtype)
+    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, limits.max_num_seqs)
+    batched = _positive("max_num_batched_tokens", config.max_num_batched_tokens, limits.max_num_batched_tokens)
+    if config.max_num_seqs is None:
+        max_num_seqs = min(max_num_seqs, batched)
+    if config.max_num_batched_tokens is None:
+        batched = max(batched, max_num_seqs)
     if batched < max_num_seqs:
         raise ConfigError(
             f"engine.max_num_batched_tokens = {batched}: expected at least engine.max_num_seqs = {max_num_seqs}, since "
@@ -72,7 +79,6 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         raise ConfigError(
             f"engine.max_model_len = {max_model_len}: the model was made for at most {model.max_position} positions"
         )
-    dtype = _dtype(config.dtype, device, model)
     return Resolved(
         device=device,
         dtype=dtype,
@@ -87,6 +93,14 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         speculation=_speculation(config),
         activation_dtype=_activation_dtype(config, model),
     )
+
+
+def _default_limits(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> BatchLimits:
+    if device.type != "cuda":
+        return CPU_LIMITS
+    about = torch.cuda.get_device_properties(device)
+    weights = weight_bytes(model, device, dtype, keeps_dense=False, activation_dtype=config.activation_dtype)
+    return gpu_limits(about.total_memory, (about.major, about.minor), weights)
 
 
 def quantized_on_load(model: ModelConfig, method: str) -> ModelConfig:

@@ -9,6 +9,7 @@ from pipeline.kernels.contract import Kernels
 from pipeline.kernels.triton import batch_invariant
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
+from pipeline.kernels.triton.compile_ahead import compile_ahead
 from pipeline.kernels.triton.elementwise import add_rms_norm, norm_rope_write, silu_mul
 from pipeline.kernels.triton.linear.dispatch import Scratch, prepare_linear
 from pipeline.kernels.triton.linear.fp8 import fp8_linears
@@ -44,6 +45,7 @@ def triton_kernels(
         },
         graph_attention=CapturedAttention,
         rounded=fp8_linears(device, deterministic),
+        compile_ahead=compile_ahead,
     )
     if not deterministic:
         return kernels

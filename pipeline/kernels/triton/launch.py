@@ -1,6 +1,8 @@
 """One launch of a kernel as data, so that what runs, what is compiled without a GPU and what is tested are the same."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,9 +61,33 @@ class Launch:
     num_stages: int = 2
 
     def run(self) -> Any:
-        """What Triton compiled for it is returned; None from its interpreter."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return self.kernel[self.grid](*self.arguments, **self.constants, **options)
+        """What Triton compiled for it is returned; None from its interpreter. Inside `recorded_launches` it is only
+        noted."""
+        recorded = _recorded.get()
+        if recorded is not None:
+            recorded.append(self)
+            return None
+        return self.kernel[self.grid](*self.arguments, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is passed to the kernel by name."""
+        return {**self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded launches", default=None)
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Inside, launches of this thread are put into the list instead of run: what they would have written stays as it
+    was. So the code that launches is itself the list of what there is to compile."""
+    launches: list[Launch] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
 
 
 def cache_arguments(cache: LayerCache) -> tuple[torch.Tensor | None, ...]:

@@ -20,23 +20,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pipeline.kernels.triton.compile_ahead import argument_types
 from pipeline.kernels.triton.launch import A100, H100, Launch, Target, shared_bytes_of
 from tests.kernels.triton.model_launches import ModelShape, fp8_launches_of, launches_of
 
 MAX_REGISTERS = 255  # of a thread
 
-_TYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.bool: "i1",
-}
 _PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)[.:\w]*")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
@@ -91,36 +80,19 @@ def compile_for(launch: Launch, target: Target) -> Compiled:
 
 def _source(launch: Launch) -> ASTSource:
     names = launch.kernel.arg_names
-    fixed = [not parameter.do_not_specialize for parameter in launch.kernel.params]
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes = {}
-    for index, (name, argument) in enumerate(zip(names, launch.arguments)):
-        signature[name] = _type_of(argument, fixed[index])
-        if signature[name] == "constexpr":
-            constants[name] = argument
-        elif fixed[index] and _divides_by_16(argument):
+    for index, (name, (kind, divides)) in enumerate(argument_types(launch).items()):
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[name] = launch.arguments[index]
+        elif divides:
             attributes[(index,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(launch.constants, "constexpr")
     missing = [name for name in names if name not in signature]
     assert not missing, f"{launch.kernel.__name__}: no value for {missing}"
     return ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
-
-
-def _type_of(argument: Any, is_fixed: bool) -> str:
-    if isinstance(argument, torch.Tensor):
-        return "*" + _TYPES[argument.dtype]
-    if isinstance(argument, float):
-        return "fp32"
-    if argument is None or (argument == 1 and is_fixed):
-        return "constexpr"
-    return "i32" if -(1 << 31) <= argument < 1 << 31 else "i64"
-
-
-def _divides_by_16(argument: Any) -> bool:
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr() % 16 == 0
-    return isinstance(argument, int) and argument % 16 == 0
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""What is compiled of the proposer that looks up, where numba is installed. No torch."""
+"""What is compiled of the proposer that looks up, where numba can be used. No torch."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import NamedTuple
+
+from pipeline.machine.numba import why_no_numba
 
 
 class CompiledLookup(NamedTuple):
@@ -15,8 +16,8 @@ class CompiledLookup(NamedTuple):
 
 
 def select_lookup() -> CompiledLookup | None:
-    """None where numba is not installed."""
-    if find_spec("numba") is None:
+    """None where numba cannot be used."""
+    if why_no_numba() is not None:
         return None
     from pipeline.engine.drafts.lookup import compiled_copies, compiled_lookup
 

@@ -9,7 +9,6 @@ number of tokens between the two is measured at load for each shape.
 """
 
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TypeGuard
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 
 from pipeline.kernels.contract import Linear
 from pipeline.kernels.cpu.linear.crossover import crossover
+from pipeline.machine.numba import why_no_numba
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 INT4PACK_GROUPS = (32, 64, 128, 256)
@@ -103,7 +103,7 @@ def serves_int4(weight: LinearWeight, dtype: torch.dtype) -> TypeGuard[GroupIntW
 
 def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
     """Pack one weight for CPU. The caller can drop its own copy."""
-    linear: Linear | None = _compiled(weight, dtype) if find_spec("numba") is not None else None
+    linear: Linear | None = _compiled(weight, dtype) if why_no_numba() is None else None
     if linear is None and serves_int4(weight, dtype):
         linear = Int4Linear(weight)
     if linear is None:

@@ -1,0 +1,86 @@
+"""Rows and tokens of a step by default: by the device, the same for the engine, `pipeline plan`, doctor and presets."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from pipeline.engine.params import CPU_LIMITS, BatchLimits, EngineConfig, gpu_limits, most_default_seqs
+from pipeline.engine.startup.resolve import Resolved, resolve
+from pipeline.estimate.cards import CardServing, limits_on
+from pipeline.model.config import ModelConfig, read_config
+from pipeline.roofline.cards import Card, load_cards
+
+CARDS = {card.name: card for card in load_cards()}
+EIGHT_B = replace(read_config(Path("pipeline/demo/models/target")), hidden_size=4096, intermediate_size=14336,
+                  num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=128_256,
+                  tie_embeddings=False, dtype=torch.bfloat16)  # fmt: skip
+THIRTY_TWO_B = replace(EIGHT_B, hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40)
+EXPECTED = {
+    "H200": BatchLimits(1024, 16384),
+    "H100 80GB SXM": BatchLimits(1024, 16384),
+    "A100 80GB SXM": BatchLimits(512, 8192),
+    "A100 40GB SXM": BatchLimits(512, 8192),
+    "L40S": BatchLimits(512, 8192),
+    "L4": BatchLimits(256, 8192),
+    "RTX 4090": BatchLimits(256, 8192),
+}
+PRESETS = {"h200": "H200", "h100": "H100 80GB SXM", "a100": "A100 80GB SXM", "l4": "L4"}
+
+
+def resolved_on(card: Card, model: ModelConfig, monkeypatch: pytest.MonkeyPatch, **options: int) -> Resolved:
+    major, minor = card.compute_capability
+    about = SimpleNamespace(total_memory=card.memory_bytes, major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    return resolve(EngineConfig("nowhere", device="cuda", **options), model)  # type: ignore[arg-type]
+
+
+def limits_of(resolved: Resolved) -> BatchLimits:
+    return BatchLimits(resolved.max_num_seqs, resolved.max_num_batched_tokens)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_engine_takes_what_the_plan_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = CARDS[name]
+    assert limits_of(resolved_on(card, EIGHT_B, monkeypatch)) == EXPECTED[name]
+    for model in (EIGHT_B, THIRTY_TWO_B):
+        assert limits_on(card, model, CardServing()) == limits_of(resolved_on(card, model, monkeypatch))
+
+
+def test_large_steps_need_room_beside_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits_of(resolved_on(CARDS["H100 80GB SXM"], THIRTY_TWO_B, monkeypatch)) == BatchLimits(512, 8192)
+    assert limits_of(resolved_on(CARDS["H200"], THIRTY_TWO_B, monkeypatch)) == BatchLimits(1024, 16384)
+
+
+def test_memory_and_capability_both_count() -> None:
+    gib = 1 << 30
+    assert gpu_limits(70 * gib, (9, 0), 0) == gpu_limits(96 * gib, (12, 0), 48 * gib) == BatchLimits(1024, 16384)
+    assert gpu_limits(70 * gib - 1, (9, 0), 0) == gpu_limits(96 * gib, (8, 0), 0) == BatchLimits(512, 8192)
+    assert gpu_limits(32 * gib, (12, 0), 0) == BatchLimits(256, 8192)
+    assert most_default_seqs(on_gpu=True) == 1024
+
+
+def test_one_limit_that_is_given_moves_the_other_where_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = CARDS["H100 80GB SXM"]
+    for options, expected in (
+        ({"max_num_batched_tokens": 700}, BatchLimits(700, 700)),
+        ({"max_num_seqs": 20_000}, BatchLimits(20_000, 20_000)),
+        ({"max_num_seqs": 64}, BatchLimits(64, 16384)),
+    ):
+        assert limits_of(resolved_on(card, EIGHT_B, monkeypatch, **options)) == expected
+        assert limits_on(card, EIGHT_B, CardServing(**options)) == expected
+
+
+def test_on_a_cpu_they_are_as_before() -> None:
+    assert limits_of(resolve(EngineConfig("nowhere", device="cpu"), EIGHT_B)) == CPU_LIMITS == BatchLimits(64, 2048)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_say_what_the_engine_would_take(preset: str) -> None:
+    engine = yaml.safe_load(Path(f"configs/{preset}.yaml").read_text())["engine"]
+    limits = BatchLimits(engine["max_num_seqs"], engine["max_num_batched_tokens"])
+    assert limits == EXPECTED[PRESETS[preset]]

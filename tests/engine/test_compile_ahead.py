@@ -1,0 +1,120 @@
+"""Kernels are compiled before a job: whatever the engine launches, in steps of any kind, was among what it compiled.
+
+The engine runs on the kernels for NVIDIA GPUs in Triton's interpreter, which compiles nothing; what would be compiled
+is told by `variant`.
+"""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.startup.build import captured_shapes
+from pipeline.engine.startup.loaded import LoadedModel
+from pipeline.engine.startup.resolve import Resolved, resolve
+from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.compile_ahead import variant
+from pipeline.kernels.triton.launch import Launch, recorded_launches
+from pipeline.model.config import read_config
+from tests.engine.test_gpu_kernels import DRAWN, QWEN3, replayed
+from tests.kernels.triton.problems import DEVICE
+from tests.model_folders import Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(DEVICE.type == "cuda", reason="the engine runs on the CPU here, and the kernels on the GPU"),
+]
+SIZES = {"max_model_len": 160, "max_num_seqs": 5, "max_num_batched_tokens": 64, "block_size": 16}
+SPECULATION = {"proposer": "ngram", "max_draft_tokens": 2, "forced": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "drafts, fp8 cache": {"speculation": SPECULATION, "kv_cache_dtype": "fp8"},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4-bit weights, norms on queries and keys, a window on the second layer."""
+    path = tmp_path_factory.mktemp("gpu")
+    write_checkpoint(path / "plain", Family("qwen3", "qwen3"), QWEN3, seed=4)
+    return quantize_randomly(path / "plain", path / "int4", group_size=64, zero_point=True, seed=5)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[Hashable, str]:
+    """The variants that were run, with the names of their kernels."""
+    found: dict[Hashable, str] = {}
+    run = Launch.run
+
+    def noted(self: Launch) -> Any:
+        found[variant(self)] = self.kernel.__name__
+        return run(self)
+
+    monkeypatch.setattr(Launch, "run", noted)
+    return found
+
+
+def config_of(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(model=str(folder), device="cpu", dtype="float32", kernels="triton", **SIZES | options)
+
+
+def compiled(config: EngineConfig) -> set[Hashable]:
+    """The variants that an engine of `config` compiles ahead, captured steps included."""
+    shape = read_config(Path(config.model))
+    resolved: Resolved = resolve(config, shape)
+    model = LoadedModel.load(Path(config.model), shape, resolved)
+    found: list[Launch] = []
+
+    def record(steps: Any, say: Any, num_threads: int) -> None:
+        with recorded_launches() as launches:
+            steps()
+        found.extend(launches)
+
+    model = replace(model, kernels=replace(model.kernels, compile_ahead=record))
+    model.compile_kernels(resolved, captured_shapes(resolved)[0], 1, lambda text: None)
+    return {variant(launch) for launch in found}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_steps_launch_was_compiled(
+    kind: str, folder: Path, launched: dict[Hashable, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade_metadata, "LEAST_SAVED_BYTES", 0)
+    config = config_of(folder, **KINDS[kind])
+    ahead = compiled(config)
+    rng = np.random.default_rng(3)
+    stem = rng.integers(0, 255, 20 if kind == "deterministic" else 130).tolist()  # 128 keys are read together
+    prompts = [stem + rng.integers(0, 255, n).tolist() for n in (1, 2)] + [[5, 6], rng.integers(0, 255, 20).tolist()]
+    with Engine(config) as engine:
+        launched.clear()  # loading widens weights, before anything is compiled ahead
+        engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+        runner: Any = engine.runner
+        queries, most = captured_shapes(resolve(config, read_config(folder)))[0]
+        runner.capture_steps(replayed, max_num_seqs=5, max_queries=queries, most_tokens=most, say=lambda *_: None)
+        options = [{}, *DRAWN]
+        params = [SamplingParams(max_tokens=2 + n % 2, ignore_eos=True, **own) for n, own in enumerate(options)]
+        engine.generate(prompts, params)
+    assert len(launched) >= 7
+    missing = {name for key, name in launched.items() if key not in ahead}
+    assert not missing, f"compiled while a job runs: {missing}"
+    kernels = set(launched.values())
+    assert ("_cascade" in kernels) == (kind != "deterministic"), "prompts share a beginning"
+
+
+def test_no_kernel_runs_while_launches_are_recorded() -> None:
+    from pipeline.kernels.triton.elementwise import silu_mul
+
+    ones = torch.ones(2, 32)
+    with recorded_launches() as launches:
+        silu_mul(ones)
+    assert len(launches) == 1
+    assert silu_mul(ones) is not None
+    assert len(launches) == 1, "recording has ended"

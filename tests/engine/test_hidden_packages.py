@@ -1,0 +1,71 @@
+"""The engine on a machine that lacks what only jobs need, and whose numba refuses its numpy: it runs, and says so."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.doctor.check import Setup
+from pipeline.doctor.machine_checks import kernels
+from pipeline.machine import numba
+
+ROOT = Path(__file__).parents[2]
+REFUSED = "Numba needs NumPy 2.4 or less. Got NumPy 2.5."
+SCRIPT = f"""
+import json, sys
+
+sys.modules.update(dict.fromkeys(("ray", "pydantic", "pyarrow", "s3fs", "rich", "click")))  # as if not installed
+
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba._version":
+            raise ImportError({REFUSED!r})
+
+sys.meta_path.insert(0, Refusing())
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.kernels.triton import kernel_set
+
+speculation = {{"proposer": "ngram", "max_draft_tokens": 3, "forced": True}}
+sizes = {{"max_model_len": 64, "max_num_seqs": 2, "dtype": "float32"}}
+found = []
+for drafts in ("off", speculation):
+    with Engine(EngineConfig("pipeline/demo/models/target", device="cpu", speculation=drafts, **sizes)) as engine:
+        done = engine.generate([[5, 6, 7, 5, 6, 7, 5, 6]], SamplingParams(max_tokens=12, ignore_eos=True))
+        found.append((done[0].token_ids, engine.resolved, engine.stats.num_draft_steps))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def test_the_engine_runs_and_says_what_is_slower(told: Any) -> None:
+    (plain, about, _), (drafted, about_drafts, num_draft_steps) = told
+    assert plain == drafted
+    assert num_draft_steps > 0, "lookup by numpy"
+    assert about["kernel.attention"] == f"torch (reference): numba cannot be imported ({REFUSED}), this is slower"
+    assert about["speculation"] == "off"
+    assert (
+        f"lookup is slower and finds no copy patterns, as numba cannot be imported ({REFUSED})"
+        in (about_drafts["speculation"])
+    )
+
+
+def test_doctor_warns_of_a_numba_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError(REFUSED)
+
+    monkeypatch.setattr(numba, "import_module", refuse)
+    checks = {check.name: check for check in kernels(Setup(device="cpu"))}
+    assert checks["numba threads"].state == "warning"
+    assert checks["numba threads"].found == f"numba cannot be imported ({REFUSED})"
+    assert "numba cannot be imported" in checks["attention"].found
