@@ -44,7 +44,7 @@ class Choice:
 
 
 CHOICES = {
-    "engine": Choice(),
+    "512 rows, 8,192 tokens": Choice(),
     "admission in each step": Choice(is_paced=False),
     "steps with prompts replayed": Choice(is_paced=False, replays_prompts=True),
     "1,024 rows, 16,384 tokens": Choice(max_num_seqs=1024, max_num_batched_tokens=16_384),
