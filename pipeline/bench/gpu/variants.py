@@ -29,7 +29,7 @@ def admit_at_once(engine: Engine) -> None:
 VARIANTS = {
     AS_SERVED: Variant(),
     "admitted at once": Variant(prepare=admit_at_once),
-    "1,024 rows, 16,384 tokens": Variant({"max_num_seqs": 1024, "max_num_batched_tokens": 16384}),
+    "512 rows, 8,192 tokens": Variant({"max_num_seqs": 512, "max_num_batched_tokens": 8192}),
     "fp8 cache": Variant({"kv_cache_dtype": "fp8"}),
     "fp8 activations": Variant({"activation_dtype": "fp8"}),
 }

@@ -19,8 +19,8 @@ SMOKE_MODELS = ("tiny-awq", "tiny")
 SHARDS = 12
 SETS = ("generation", "summaries", "shared", "single")  # of the first model, whole
 SMALL_SETS = ("generation",)  # of the others
-LARGE_VARIANTS = ("1,024 rows, 16,384 tokens", "fp8 cache")
-SMALL_VARIANTS = ("admitted at once", "1,024 rows, 16,384 tokens")
+LARGE_VARIANTS = ("512 rows, 8,192 tokens", "fp8 cache")
+SMALL_VARIANTS = ("admitted at once", "512 rows, 8,192 tokens")
 Peers = Sequence[tuple[str, str]]
 
 
