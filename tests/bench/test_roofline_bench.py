@@ -10,6 +10,7 @@ from pipeline.bench.request_sets import find_set
 from pipeline.bench.roofline import Serving, bench_roofline, find_card, model_size
 from pipeline.bench.shapes import bench_model
 from pipeline.errors import ConfigError, ModelError
+from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
 from pipeline.roofline.cost_model import Ceilings, Reached
@@ -105,11 +106,13 @@ def test_a_shared_prefix_is_read_once_unless_asked_otherwise():
 def test_what_does_not_fit_is_said():
     size, weights, _ = model_size("llama-8b")
     small = Ceilings("small", 1e12, 1e14, 8e9)
-    bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512))
+    bound = roofline._job(find_set("single"), size, weights, small, Serving(8, 512), Crossover(64, 192))
     assert (bound.job, bound.kv_tokens) == (None, 0)
     told = replace(bench_roofline("tiny", ["l4"], ["single"]), jobs=(bound,)).to_text()
     assert "does not fit: 0 tokens of room beside the weights" in told
-    apart = roofline._job(find_set("single"), *model_size("llama-8b-awq")[:2], small, Serving(8, 512))
+    apart = roofline._job(
+        find_set("single"), *model_size("llama-8b-awq")[:2], small, Serving(8, 512), Crossover(64, 192)
+    )
     assert (apart.weights, apart.job is None) == ("int4", False)  # no room for 16-bit weights beside them
 
 

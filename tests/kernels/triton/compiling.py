@@ -1,8 +1,9 @@
 """Compiles kernels for GPUs that are not there and prints what came of each: registers, spills, shared memory,
 instructions, as a line of JSON.
 
-`python -m tests.kernels.triton.compiling sm_80|sm_89|sm_90`, in a process of its own: elsewhere in the tests kernels
-are interpreted, which is settled when triton is imported. Types and alignments are read from a launch's arguments as
+`python -m tests.kernels.triton.compiling sm_80|sm_89|sm_90|sm_100`, in a process of its own: elsewhere in the tests
+kernels are interpreted, which is settled when triton is imported. `python -m tools.compiled_kernels` writes a page of
+it. Types and alignments are read from a launch's arguments as
 Triton reads them when it runs, so that the code is the same; the tensors may lie on the `meta` device.
 """
 
@@ -26,8 +27,12 @@ from tests.kernels.triton.model_launches import ModelShape, fp8_launches_of, lau
 
 MAX_REGISTERS = 255  # of a thread
 
-_PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)[.:\w]*")
+_PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[.:\w]*")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+_LABEL, _BRANCH = re.compile(r"^(\$L\w+):"), re.compile(r"\bbra\S*\s+(\$L\w+)")
+_MULTIPROCESSOR = {8: (164, 64), 9: (228, 64), 10: (228, 64)}  # KiB of shared memory, warps; by major capability
+_SMALL_MULTIPROCESSOR = 100, 48
+_RESERVED_BYTES = 1024  # of shared memory for each block
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Compiled:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    num_warps: int
     ptx: str
     cubin: bytes
 
@@ -54,6 +60,30 @@ class Compiled:
     def products(self) -> list[str]:
         """The instructions that multiply tiles, by their full names, which say their shape."""
         return sorted(set(_PRODUCT.findall(self.ptx)))
+
+    def loop(self) -> list[str]:
+        """The instructions of the largest loop, loops within it once. Empty where there is none."""
+        found: list[str] = []
+        lines: list[str] = []
+        begins: dict[str, int] = {}
+        for line in map(str.strip, self.ptx.splitlines()):
+            if label := _LABEL.match(line):
+                begins[label[1]] = len(lines)
+            elif line.endswith(";") and not line.startswith("."):
+                lines.append(line)
+                branch = _BRANCH.search(line)
+                if branch and branch[1] in begins and len(lines) - begins[branch[1]] > len(found):
+                    found = lines[begins[branch[1]] :]
+        return found
+
+    def blocks(self, target: Target) -> int:
+        """Blocks that a multiprocessor has room for at once (CUDA C++ Programming Guide, compute capabilities)."""
+        shared, warps = _MULTIPROCESSOR.get(target.capability[0], _SMALL_MULTIPROCESSOR)
+        if target.capability in ((8, 6), (8, 9)):
+            shared, warps = _SMALL_MULTIPROCESSOR
+        of_warp = -(-self.registers * 32 // 256) * 256
+        of_shared = shared * 1024 // (self.shared_bytes + _RESERVED_BYTES)
+        return min(65536 // of_warp // self.num_warps, warps // self.num_warps, of_shared, 32)
 
     def problems(self, target: Target) -> list[str]:
         """Why this cannot run well on `target`; empty where it can."""
@@ -75,7 +105,7 @@ def compile_for(launch: Launch, target: Target) -> Compiled:
     compiled = triton.compile(_source(launch), target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
     cubin = compiled.asm["cubin"]
     registers, spill_bytes = _usage(cubin)
-    return Compiled(registers, spill_bytes, compiled.metadata.shared, compiled.asm["ptx"], cubin)
+    return Compiled(registers, spill_bytes, compiled.metadata.shared, launch.num_warps, compiled.asm["ptx"], cubin)
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -111,7 +141,12 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 FIXED = "fixed product, few tokens", "fixed product, many tokens", "fixed product, one part"
 CASCADE = "cascade", "decode behind a cascade, 1 queries", "decode behind a cascade, 8 queries"
-TARGETS = {"sm_80": A100, "sm_89": Target((8, 9), 58, shared_bytes_of((8, 9))), "sm_90": H100}
+TARGETS = {
+    "sm_80": A100,
+    "sm_89": Target((8, 9), 58, shared_bytes_of((8, 9))),
+    "sm_90": H100,
+    "sm_100": Target((10, 0), 148, shared_bytes_of((10, 0))),
+}
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
 GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two: more registers
 QWEN3_SMALL = ModelShape(1024, 3072, 16, 8, 128, 151936, qk_norm=True)
@@ -122,11 +157,9 @@ def with_constants(launch: Launch, **constants: int) -> Launch:
 
 
 def chosen(name: str) -> dict[str, Launch]:
-    """All kernels for sm_90, those with products and the widest rows for sm_80, the fp8 ones for sm_89; and some that
-    must be found wanting."""
+    """All kernels for each target, those with products for more shapes on sm_80 and sm_90; and some that must be found
+    wanting."""
     target = TARGETS[name]
-    if name == "sm_89":
-        return fp8_launches_of(LLAMA_8B, torch.bfloat16, target)
     all_of = launches_of(LLAMA_8B, torch.bfloat16, target)
     windowed = launches_of(LLAMA_8B, torch.bfloat16, target, window=4096)
     over_fp8 = {
@@ -140,22 +173,17 @@ def chosen(name: str) -> dict[str, Launch]:
         if key in ("norm_rope_write", "decode, 1 queries", "prefill", *CASCADE[:2])
     }
     all_of |= over_fp8
+    for group_size in (32, 64):
+        grouped = launches_of(replace(LLAMA_8B, group_size=group_size), torch.bfloat16, target)
+        all_of |= {f"{key}, groups of {group_size}": grouped[key] for key in ("int4, 1 tokens", "int4, 64 tokens")}
+    if name in ("sm_89", "sm_100"):
+        return all_of
     if name == "sm_80":
-        kept = (
-            *CASCADE,
-            "decode, 1 queries",
-            "prefill",
-            "int4, 1 tokens",
-            "int4, 64 tokens",
-            "sample",
-            *FIXED,
-            *over_fp8,
-        )
         wanting = with_constants(replace(windowed["prefill"], num_warps=4), KEYS=64)
         grouped = launches_of(GROUPS_OF_5, torch.float16, target)
         several = {f"{key}, groups of 5": grouped[key] for key in grouped if key.startswith("decode")}
         return (
-            {key: all_of[key] for key in kept}
+            all_of
             | several
             | {
                 "prefill, windowed": windowed["prefill"],
@@ -182,7 +210,13 @@ def main(name: str) -> None:
         compiled = compile_for(launch, target)
         told = {"name": key, "problems": compiled.problems(target), "uses_wgmma": compiled.uses_wgmma}
         told |= {"multiplies_e4m3": compiled.multiplies_e4m3, "products": compiled.products}
-        print(json.dumps(told | {"registers": compiled.registers, "shared_bytes": compiled.shared_bytes}), flush=True)
+        told |= {"registers": compiled.registers, "spill_bytes": compiled.spill_bytes, "warps": launch.num_warps}
+        told |= {"shared_bytes": compiled.shared_bytes, "blocks": compiled.blocks(target)}
+        loop = compiled.loop()
+        text = "\n".join(loop)
+        told |= {"instructions": len(loop), "shuffles": text.count("shfl."), "barriers": text.count("bar.sync")}
+        told |= {"waits": text.count("wgmma.wait_group"), "copies": text.count("cp.async.c")}
+        print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
