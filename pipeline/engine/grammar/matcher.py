@@ -2,6 +2,8 @@
 
 from llguidance import LLMatcher
 
+NOTHING_FITS = "its grammar allows no token of the vocabulary"
+
 
 class RowMatcher:
     """Follows the generated tokens of one row, through preemptions too. `parser` is for who fills masks."""
@@ -16,5 +18,10 @@ class RowMatcher:
 
     @property
     def error(self) -> str | None:
-        """Why no mask can be made any more (the grammar passed a limit); None: it can."""
-        return " ".join(self.parser.get_error().split())[:400] if self.parser.is_error() else None
+        """Why no token can follow; None: one can, as far as was looked. Found when a mask is filled."""
+        if not self.parser.is_error():
+            return None
+        reason = self.parser.get_error().partition("\n")[0][:200]
+        if reason.startswith("NoExtension"):
+            return NOTHING_FITS
+        return f"its grammar cannot be followed ({reason})"

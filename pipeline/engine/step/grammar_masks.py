@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.grammar.compiler import GrammarCompiler
-from pipeline.engine.grammar.matcher import RowMatcher
+from pipeline.engine.grammar.matcher import NOTHING_FITS, RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.grammar.token_mask import MaskFiller, TokenMask
 from pipeline.engine.params import EngineStats
@@ -67,11 +67,7 @@ class GrammarMasks:
         if not self._table.has_grammar[slot]:
             return None
         matcher = self.matcher_of(slot)
-        if matcher.error is not None:
-            return f"the grammar cannot be followed any further: {matcher.error}"
-        if not self._filler.allows_nothing(matcher):
-            return None
-        return "the grammar allows no token of the vocabulary here"
+        return matcher.error or (NOTHING_FITS if self._filler.allows_nothing(matcher) else None)
 
     @property
     def _filler(self) -> MaskFiller:
