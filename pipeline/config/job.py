@@ -23,6 +23,7 @@ from pipeline.config.sections import (
     Section,
     TodaySection,
 )
+from pipeline.config.structured import StructuredFromColumn
 from pipeline.config.targets import TargetsSection
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
@@ -113,14 +114,18 @@ class JobConfig(Section):
     def sampling_params(self) -> SamplingParams:
         """The values that are the same for every row; those from a column are left at their defaults."""
         constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
-        del constant["defaults"]
+        del constant["defaults"], constant["response_format"]
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
             constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
         return SamplingParams(**constant)
 
     def sampling_columns(self) -> dict[str, str]:
-        """Of the options that each row sets itself: option to column."""
-        return {name: value.column for name, value in self.sampling if isinstance(value, FromColumn)}
+        """Of the options that each row sets itself: option (`structured_outputs.json` and the like) to column."""
+        return {
+            f"{name}.{value.kind}" if isinstance(value, StructuredFromColumn) else name: value.column
+            for name, value in self.sampling
+            if isinstance(value, FromColumn)
+        }
 
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
@@ -145,7 +150,9 @@ class JobConfig(Section):
 
         Paths are not in it: data copied elsewhere is the same data.
         """
-        sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults"})
+        sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults", "response_format"})
+        if sampling["structured_outputs"] is None:  # outputs of jobs from before it was there go on
+            del sampling["structured_outputs"]
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
             "prompt": self._prompt_identity(),

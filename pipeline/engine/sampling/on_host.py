@@ -2,8 +2,8 @@
 
 Owns the order of the sampling options, which is vLLM's:
 
-    fp32 logits -> masks of grammars and min_tokens -> repetition penalty -> presence and frequency penalties -> temperature
-    -> min_p -> top_k -> top_p -> one sample
+    fp32 logits -> masks of grammars and min_tokens -> repetition penalty -> presence and frequency penalties
+    -> temperature -> min_p -> top_k -> top_p -> one sample
 
 top_k keeps every token that ties with the k-th best. min_p is relative to the best token's probability. top_p
 is relative to what top_k and min_p left: the fewest best tokens whose probabilities reach top_p; of equal

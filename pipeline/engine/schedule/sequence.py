@@ -173,9 +173,7 @@ class SlotTable:
         self.stops_at_eos = np.zeros(num_slots, dtype=bool)
         self.min_known = np.zeros(num_slots, dtype=np.int64)  # no stop condition before this many known tokens
         self.has_grammar = np.zeros(num_slots, dtype=bool)  # structured_outputs
-        self.has_stops = np.zeros(
-            num_slots, dtype=bool
-        )  # stop strings, stop token ids, a grammar: looked at one by one
+        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids, a grammar: looked at one by one
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, no log-probabilities are wanted, no grammar
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)

@@ -1,4 +1,4 @@
-"""A vocabulary of 97 tokens that can spell JSON in ASCII, and an engine whose logits are hashes of the whole context."""
+"""A vocabulary of 97 tokens that can spell JSON in ASCII, and an engine whose logits are hashes of whole contexts."""
 
 from typing import Any
 

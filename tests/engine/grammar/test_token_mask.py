@@ -79,7 +79,7 @@ def test_masks_after_drafts_are_those_after_tokens(compiler: GrammarCompiler, fi
     """And the matchers stay where they were; rows after a refused draft are free."""
     wanted = StructuredOutputs.of({"regex": "[ab]{1,4}x|[0-9]+"})
     matchers = [compiler.matcher(wanted) for _ in range(3)]
-    draft = tokenizer.encode("abbx") + [5]
+    draft = [*tokenizer.encode("abbx"), 5]
     refused = [*tokenizer.encode("12"), *tokenizer.encode("a"), *tokenizer.encode("3")]
     first_S = np.array([0, len(draft) + 1, len(draft) + 2])
     for _ in range(2):
