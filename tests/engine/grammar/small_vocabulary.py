@@ -45,3 +45,12 @@ def add_noise(runner: Any) -> None:
         return _TABLE[execute(step, future).argmax(dim=-1)]
 
     runner.execute = with_noise
+
+
+def job_engine(config: object, say: object) -> Engine:
+    """For a job's backend."""
+    return text_engine()
+
+
+def job_tokenizer(folder: str, chat_template: str | None = None) -> Tokenizer:
+    return small_tokenizer()
