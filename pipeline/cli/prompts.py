@@ -37,6 +37,7 @@ _GROUPS = {
     "Output": ("output", "overwrite"),
     "Model": ("model", "quantization", "device", "dtype"),
     "Sampling": ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed"),
+    "Form": ("json_schema", "choice"),
 }
 
 
@@ -60,6 +61,8 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--overwrite", is_flag=True, help="Replace the file of --output if it is there.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End a completion before this text. May be repeated.")
+@click.option("--json-schema", metavar="FILE|TEXT", help="Completions are JSON of this schema, without blanks.")
+@click.option("--choice", multiple=True, metavar="TEXT", help="Completions are one of these texts; repeat it for each.")
 @_generate_flags
 @set_option("engine.max_num_seqs=8")
 @logging_options
@@ -75,6 +78,8 @@ def generate(
     overwrite: bool,
     limit: int | None,
     stop: tuple[str, ...],
+    json_schema: str | None,
+    choice: tuple[str, ...],
     sets: tuple[str, ...],
     verbose: bool,
     log_level: Any,
@@ -87,6 +92,7 @@ def generate(
     Examples:
       pipeline generate --input prompts.txt
       pipeline generate --prompt "Why is the sky blue?" --model Qwen/Qwen3-4B --chat
+      pipeline generate --prompt "Is it raining?" --choice yes --choice no
       pipeline generate --input rows.jsonl --prompt "Summarize: {text}" --output out.jsonl
       cat prompts.txt | pipeline generate --json --max-tokens 32
       pipeline generate --input 'data/*.parquet' --prompt "Summarize: {text}" --output out/new
@@ -101,7 +107,7 @@ def generate(
     from pipeline.config import job_from_flags
     from pipeline.generate import Saved, complete, is_dataset, prompt_of_dataset, read_prompts
 
-    flags = {"model.path": (model, "--model"), **_sampling_flags(sampling, stop)}
+    flags = {"model.path": (model, "--model"), **_sampling_flags(sampling, stop), **_form_flags(json_schema, choice)}
     if chat or system is not None:
         flags["prompt.chat"] = ({} if system is None else {"system": system}, "--chat")
     if place is not None and is_dataset(place):
@@ -128,6 +134,17 @@ def generate(
         print_json({**vars(done), "output": output})
     if done.failed:
         sys.exit(TooManyRowErrors.exit_code)
+
+
+def _form_flags(json_schema: str | None, choice: tuple[str, ...]) -> dict[str, tuple[Any, str]]:
+    if json_schema is not None and choice:
+        raise ConfigError("--json-schema, --choice: give one of the two")
+    if choice:
+        return {"sampling.structured_outputs.choice": (list(choice), "--choice")}
+    if json_schema is None:
+        return {}
+    form = "json" if json_schema.lstrip().startswith("{") else "json_file"
+    return {f"sampling.structured_outputs.{form}": (json_schema, "--json-schema")}
 
 
 def _sampling_flags(given: dict[str, Any], stop: tuple[str, ...]) -> dict[str, tuple[Any, str]]:

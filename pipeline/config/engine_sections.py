@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from pipeline.config.sections import Section
+from pipeline.config.structured import ResponseFormat, StructuredOrColumn, with_structured_outputs
 from pipeline.config.values import (
     UNION_TAGS,
     Bytes,
@@ -268,12 +269,30 @@ class SamplingSection(Section):
         description="End completions that repeat themselves, with finish_reason length_loop. Off when left out.",
         examples=[{"max_pattern_size": 64, "min_count": 10}],
     )
+    structured_outputs: StructuredOrColumn = Field(
+        default=None,
+        description="Holds each completion to a form, in vLLM's names: json (a JSON Schema), json_file (the path of "
+        "one), json_object (true), regex, choice (a list of texts) or grammar (Lark); json, regex, choice and grammar "
+        "may be {column: name}. JSON has no blanks between its tokens unless whitespace_pattern allows some.",
+        examples=[{"choice": ["yes", "no"]}, {"json_file": "schema.json"}, {"json": {"column": "schema"}}],
+    )
+    response_format: ResponseFormat = Field(
+        default=None,
+        description="The same in OpenAI's words: type json_schema with json_schema, json_object or text.",
+        examples=[{"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_openais_name(cls, given: Any) -> Any:
+        return with_structured_outputs(given)
 
     @field_validator("*")
     @classmethod
     def _in_range(cls, value: Any, info: Any) -> Any:
         """Each value alone against SamplingParams' own checks, so that all mistakes are seen at once."""
-        if info.field_name not in ("defaults", "repetition_detection") and not isinstance(value, FromColumn):
+        apart = ("defaults", "repetition_detection", "response_format")
+        if info.field_name not in apart and not isinstance(value, FromColumn):
             name = info.field_name
             given = {name: value}
             if name == "min_tokens":
@@ -289,4 +308,6 @@ class SamplingSection(Section):
         low, high = self.min_tokens, self.max_tokens
         if isinstance(low, int) and isinstance(high, int) and low > high:
             raise ValueError(f"min_tokens {low} is more than max_tokens {high}")
+        if self.structured_outputs is not None and low != 0:
+            raise ValueError("min_tokens does not go with structured_outputs, which say where a completion ends")
         return self

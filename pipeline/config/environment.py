@@ -18,6 +18,7 @@ PLACES: tuple[tuple[str, ...], ...] = (
     ("model", "draft"),
     ("quality", "model"),
     ("prompt", "chat", "template"),
+    ("sampling", "structured_outputs", "json_file"),
 )
 PARAMETER_PLACES = (("input", "path"), ("output", "path"))
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^{}]*))?\}")

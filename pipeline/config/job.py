@@ -24,6 +24,7 @@ from pipeline.config.sections import (
     Section,
     TodaySection,
 )
+from pipeline.config.structured import StructuredFromColumn
 from pipeline.config.targets import TargetsSection
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
@@ -120,7 +121,7 @@ class JobConfig(Section):
     def sampling_params(self) -> SamplingParams:
         """The values that are the same for every row; those from a column are left at their defaults."""
         constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
-        del constant["defaults"]
+        del constant["defaults"], constant["response_format"]
         if self.sampling.repetition_detection is not None:
             constant["repetition_detection"] = self.sampling.repetition_detection.params()
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
@@ -128,8 +129,12 @@ class JobConfig(Section):
         return SamplingParams(**constant)
 
     def sampling_columns(self) -> dict[str, str]:
-        """Of the options that each row sets itself: option to column."""
-        return {name: value.column for name, value in self.sampling if isinstance(value, FromColumn)}
+        """Of the options that each row sets itself: option (`structured_outputs.json` and the like) to column."""
+        return {
+            f"{name}.{value.kind}" if isinstance(value, StructuredFromColumn) else name: value.column
+            for name, value in self.sampling
+            if isinstance(value, FromColumn)
+        }
 
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
@@ -160,12 +165,13 @@ class JobConfig(Section):
         """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
         `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
-        Paths are not in it: data copied elsewhere is the same data. `repetition_detection` only where it is on: outputs
-        of jobs from before it was there go on.
+        Paths are not in it: data copied elsewhere is the same data. `repetition_detection` and `structured_outputs`
+        only where they are on: outputs of jobs from before they were there go on.
         """
-        sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults"})
-        if sampling["repetition_detection"] is None:
-            del sampling["repetition_detection"]
+        sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults", "response_format"})
+        for name in ("repetition_detection", "structured_outputs"):
+            if sampling[name] is None:
+                del sampling[name]
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
             "prompt": self._prompt_identity(),

@@ -12,6 +12,7 @@ from pipeline.config.job import JobConfig
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, merge, parse_value, read
 from pipeline.config.mistakes import from_validation, section_at
 from pipeline.config.parameters import Now, given_on
+from pipeline.config.structured import with_schema_file
 from pipeline.machine.host import zone_time
 
 
@@ -59,7 +60,7 @@ def job_from_flags(
 def _job_of(
     document: Document, environ: Mapping[str, str], given: Mapping[str, str] | None = None, now: Now = zone_time
 ) -> JobConfig:
-    document = expanded(document, environ, given or {}, now)
+    document = with_schema_file(expanded(document, environ, given or {}, now))
     try:
         job = JobConfig.model_validate(document.data)
     except ValidationError as error:

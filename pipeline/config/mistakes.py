@@ -24,10 +24,12 @@ _KNOWN_ELSEWHERE = {
     "best_of": f"{_NOT_YET}: one completion a row",
     "swap_space": "not needed: preempted sequences are computed again",
     "prompt_logprobs": _NOT_YET,
-    **dict.fromkeys(
-        ("guided_json", "guided_choice", "guided_regex", "guided_grammar", "structured_outputs", "response_format"),
-        f"{_NOT_YET}: completions are not held to a schema; ask for the form in the prompt and check what came",
-    ),
+    **{
+        f"guided_{kind}": f"named sampling.structured_outputs: {{{kind}: ...}} here"
+        for kind in ("json", "choice", "regex", "grammar")
+    },
+    "structured_outputs": "named sampling.structured_outputs here",
+    "response_format": "named sampling.response_format here",
     "logit_bias": _NOT_YET,
     "hourly_price": "named cost.hourly_usd here",
     "speculative_config": "write model.draft for a draft model, and engine.speculation for who drafts and how much",

@@ -128,7 +128,7 @@ def _or_column(
             raise _refuse(f"{expected}, or {{column: name}}")
         return value
 
-    return PlainValidator(validate), PlainSerializer(_plain), WithJsonSchema({"anyOf": [schema, _COLUMN_SCHEMA]})
+    return PlainValidator(validate), PlainSerializer(_plain), WithJsonSchema({"anyOf": [schema, COLUMN_SCHEMA]})
 
 
 def _is_int(value: object) -> bool:
@@ -147,7 +147,7 @@ def false_is_off(written: Any) -> BeforeValidator:
 
 
 _TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
-_COLUMN_SCHEMA: dict[str, Any] = {
+COLUMN_SCHEMA: dict[str, Any] = {
     "type": "object",
     "description": "Each row's own value, from this column of the input.",
     "properties": {"column": {**_TEXT_SCHEMA, "description": "The column's name.", "examples": ["budget"]}},

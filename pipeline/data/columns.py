@@ -133,6 +133,10 @@ def is_text(t: pa.DataType) -> bool:
     return pa.types.is_string(t) or pa.types.is_binary(t)
 
 
+def is_list(t: pa.DataType) -> bool:
+    return pa.types.is_list(t) or pa.types.is_large_list(t)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ " (did you mean 'report'?)" or, where nothing is close, the names there are; for the end of a
     message."""

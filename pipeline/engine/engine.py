@@ -27,6 +27,7 @@ from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.speculation import make_drafting
 from pipeline.engine.step.completing import Completing
+from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.loop import StepLoop
 from pipeline.engine.step.out_of_memory import MemoryRecovery
 from pipeline.engine.step.overlapped import OverlappedLoop
@@ -104,7 +105,8 @@ class Engine:
         self.max_read_tokens = num_scoring_blocks * block_size  # of a text that `read` takes
         self.table = SlotTable(max_num_seqs, max_model_len, block_size)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
-        self._completing = Completing(self.scheduler, tokenizer, runner.vocab_size, self._clean)
+        self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, place.num_threads)
+        self._completing = Completing(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
         self._make_loop(runner, None)
         self._added = Call()  # of requests that are given one by one
         self._abandoned: list[Call] = []  # whose requests are still to be aborted
@@ -145,8 +147,13 @@ class Engine:
                 f"the prompt holds token {int(sequence.token_ids[outside][0])}; the model has "
                 f"{self.runner.vocab_size} (does the tokenizer belong to it?)",
             )
-        else:
-            self.scheduler.add(sequence)
+            return
+        if request.params.structured_outputs is not None:
+            try:
+                self._masks.check(request.params.structured_outputs)
+            except ConfigError as error:
+                return sequence.fail(RowError.GRAMMAR_ERROR, str(error))
+        self.scheduler.add(sequence)
 
     def abort(self, row_id: object) -> bool:
         """Forget the requests with this id wherever they are; no completion will come. False when there is none here
@@ -173,7 +180,7 @@ class Engine:
 
     def _make_loop(self, runner: Runner, drafting: Drafting | None) -> None:
         kind = OverlappedLoop if runner.is_asynchronous else StepLoop
-        self.loop: StepLoop = kind(self.scheduler, runner, self._completing, drafting)
+        self.loop: StepLoop = kind(self.scheduler, runner, self._completing, self._masks, drafting)
         is_captured = runner.is_asynchronous and runner.max_corrected_queries > 0
         self.scheduler.pacing = AdmissionPacing() if is_captured else None
         self._recovery = MemoryRecovery(self.loop)

@@ -7,6 +7,7 @@ Owns the meaning and the checks of every option. Resolving options against a mac
 from dataclasses import astuple, dataclass
 from typing import Literal
 
+from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "length_loop", "error"]
@@ -85,6 +86,11 @@ class SamplingParams:
     that were given to `add`. One seed gives the same tokens from the same logits in any batch and on any device, but
     where a number falls within float32's rounding of a border.
 
+    `structured_outputs` holds the completion to a form: a mapping with one of vLLM's keys json (a JSON Schema, as a
+    mapping or text), json_object (true), regex, choice (a list of texts) and grammar (Lark). JSON has no blanks between
+    its tokens unless `whitespace_pattern` allows some. The row ends when nothing can follow, whatever `ignore_eos`
+    says; at max_tokens it ends wherever it is. Not with min_tokens.
+
     Raises ConfigError when a value is out of its range.
     """
 
@@ -103,8 +109,11 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -120,6 +129,11 @@ class SamplingParams:
                 "min_tokens",
                 _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
                 "an integer from 0 to max_tokens",
+            ),
+            (
+                "min_tokens",
+                self.structured_outputs is None or self.min_tokens == 0,
+                "0 with structured_outputs, which say where a completion ends",
             ),
             ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number of at least 0"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0: off)"),
@@ -300,6 +314,9 @@ class EngineStats:
     num_draft_steps are the steps that computed drafts; drafted_1 counts drafts in the first place after the known
     tokens and accepted_1 those of them that the model confirmed, and so on. One number for each place, because these
     totals travel and add up as plain integers. rejected_drafts are those of all places that it did not confirm.
+
+    masked_tokens counts the rows of logits on which the mask of a grammar was laid, those after drafts too; mask_us is
+    the time in which the masks were filled, a part of the steps' time.
     """
 
     num_steps: int = 0
@@ -323,6 +340,8 @@ class EngineStats:
     plain_rows_us: int = 0
     num_draft_steps: int = 0
     rejected_drafts: int = 0
+    masked_tokens: int = 0
+    mask_us: int = 0
     drafted_1: int = 0
     drafted_2: int = 0
     drafted_3: int = 0

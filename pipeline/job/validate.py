@@ -15,10 +15,11 @@ from typing import Any
 from pipeline.checkpoints.locate import folder_here, model_kind, why_no_checkpoint
 from pipeline.config import FromColumn, JobConfig, Mistake
 from pipeline.config.engine_sections import RepetitionSection
-from pipeline.data.columns import is_text
+from pipeline.data.columns import is_list, is_text
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, cut_windows, open_source
+from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
 from pipeline.formatting import printable, shown_bytes
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
@@ -41,6 +42,7 @@ _MODEL_KINDS = {
 }
 _MAX_LINES_SHOWN = 24
 _MAX_SKIPPED_SHOWN = 5
+_MAX_GRAMMAR_SHOWN = 60
 _BAR_WIDTH = 40
 _NUMBERS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty")  # fmt: skip
@@ -189,8 +191,17 @@ class _Examination:
         for option, name in config.sampling_columns().items():
             if option in _NUMBERS and name not in absent and is_text(source.schema.field(name).type):
                 self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
+            if option.startswith("structured_outputs.") and name not in absent:
+                self._structured_column(f"sampling.{option}", name, source.schema.field(name).type)
         self.facts["columns"] = {"kept": kept, "prompt": list(self.spec.columns), "sampling": config.sampling_columns()}
         return kept
+
+    def _structured_column(self, key: str, name: str, kind: Any) -> None:
+        if key.endswith(".choice"):
+            if not (is_list(kind) and is_text(kind.value_type)):
+                self._mistake(key, f"column {name!r} is {kind}, expected lists of texts")
+        elif not is_text(kind):
+            self._mistake(key, f"column {name!r} is {kind}, expected text")
 
     def _output_columns(self, source: Source, kept: list[str]) -> None:
         import pyarrow as pa
@@ -358,6 +369,9 @@ def _plural(count: int, noun: str) -> str:
 def _option(value: object) -> str:
     if isinstance(value, FromColumn):
         return f"from column {value.column}"
+    if isinstance(value, StructuredOutputs):
+        shown_text = value.text if len(value.text) <= _MAX_GRAMMAR_SHOWN else f"{value.text[:_MAX_GRAMMAR_SHOWN]}..."
+        return f"{value.kind} {shown_text}".rstrip()
     if isinstance(value, tuple):
         return f"[{', '.join(map(repr, value))}]"
     if isinstance(value, RepetitionSection):

@@ -75,6 +75,8 @@ class Work:
     storage_retries: Mapping[str, int] = field(default_factory=dict)
     restart_reasons: Mapping[str, int] = field(default_factory=dict)  # how engine processes ended, the commonest
     steps_out_of_memory: int = 0  # undone, and tried again with fewer tokens
+    masked_tokens: int = 0  # chosen or checked under the mask of a grammar
+    mask_us: int = 0  # in which engines filled these masks
     telemetry_failures: int = 0  # writes of status, record and report that failed
 
 
@@ -335,6 +337,8 @@ def _work(runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost]
         storage_retries=summed([run.storage_retries for run in runs] + [a.storage_retries for a in actors]),
         restart_reasons=dict(reasons.most_common(MAX_REASONS)),
         steps_out_of_memory=sum(run.stat("num_out_of_memory") for run in runs),
+        masked_tokens=sum(run.stat("masked_tokens") for run in runs),
+        mask_us=sum(run.stat("mask_us") for run in runs),
         telemetry_failures=sum(run.telemetry_failures for run in runs),
     )
 

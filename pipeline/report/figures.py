@@ -82,6 +82,7 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Drafts", _drafting(report.speculated) if report.speculated is not None else ""),
         ("Engine", engine if work.steps else ""),
         ("Quality", _quality(report)),
+        ("Grammars", _grammars(work)),
         ("Time", f"{seconds(report.wall_us)} wall, {seconds(report.machine_us)} of machine time"),
         ("Energy", _energy(report)),
         ("Pool", _pool(report)),
@@ -92,6 +93,14 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Fingerprint", report.fingerprint[:8]),
     ]
     return [(label, value) for label, value in facts if value]
+
+
+def _grammars(work: Work) -> str:
+    """Structured outputs in a sentence; empty where no row had any."""
+    if not work.masked_tokens:
+        return ""
+    each = work.mask_us / work.masked_tokens
+    return f"{work.masked_tokens:,} tokens under a mask; {seconds(work.mask_us)} to fill masks, {each:,.0f} us each"
 
 
 def _energy(report: RunReport) -> str:

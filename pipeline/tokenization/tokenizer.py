@@ -58,7 +58,7 @@ class Tokenizer:
         self._parsing = backend  # knows control tokens: encodes rendered chats, decodes
         self._bytes = _TokenBytes.of(backend)
         self._control = _control_tokens(backend, chat_template or "")
-        literal_json = _literal_json(backend, self._control)
+        self._literal_json = literal_json = _literal_json(backend, self._control)
         self._literal = tokenizers.Tokenizer.from_str(literal_json)
         self._literal.encode_special_tokens = True  # that is: encode the text of special tokens as text
         self._aliased = _Aliased(literal_json, self._control)
@@ -99,6 +99,11 @@ class Tokenizer:
     def control_tokens(self) -> Mapping[str, int]:
         """Text of each control token and its id."""
         return dict(self._control)
+
+    @property
+    def literal_json(self) -> str:
+        """The tokenizer as tokenizer.json has it, with every control token special: none of them is text."""
+        return self._literal_json
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, every character of it text; BOS and EOS where the tokenizer adds

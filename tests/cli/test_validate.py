@@ -210,3 +210,27 @@ def test_the_models_own_sampling_is_taken_only_where_asked_and_always_told(work,
     code, _, err = pipe("validate", "job.yaml", *own, *take)
     assert code == 2
     assert "generation_config.json: temperature: " in err
+
+
+def test_validate_compiles_the_grammar_and_looks_at_the_column_of_grammars(work, pipe):
+    asks = "sampling.structured_outputs={json: {type: array, uniqueItems: true}}"
+    code, out, err = pipe("validate", "job.yaml", "--set", asks)
+    assert (code, out) == (2, "")
+    assert 'sampling.structured_outputs: json: Unimplemented keys: ["uniqueItems"]' in err
+    code, out, _ = pipe("validate", "job.yaml", "--set", "sampling.structured_outputs={choice: [yes, no]}")
+    assert code == 0
+    assert 'structured_outputs choice ["yes", "no"]' in out
+    for kind, column, expected in (
+        ("json", "id", "column 'id' is int64, expected text"),
+        ("choice", "text", "column 'text' is string, expected lists of texts"),
+        ("regex", "nowhere", "no column 'nowhere'"),
+    ):
+        code, _, err = pipe(
+            "validate", "job.yaml", "--set", f"sampling.structured_outputs={{{kind}: {{column: {column}}}}}"
+        )
+        assert code == 2
+        assert f"sampling.structured_outputs.{kind}: " in err
+        assert expected in err
+    code, out, _ = pipe("validate", "job.yaml", "--set", "sampling.structured_outputs={json: {column: text}}")
+    assert code == 0
+    assert "structured_outputs from column text" in out

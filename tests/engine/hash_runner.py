@@ -143,13 +143,16 @@ def hash_engine(
     bad_token: int | None = None,
     memory: int | None = None,
     is_asynchronous: bool = False,
+    tokenizer: Any = None,
     **options: int,
 ) -> Engine:
     """An engine on a HashRunner whose blocks turn stale whenever they are handed out anew."""
     runner = HashRunner(num_blocks, block_size, bad_token, memory)
     runner.is_asynchronous = is_asynchronous
     settings = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 16} | options
-    engine = Engine.from_parts(runner, PlainTokenizer(), num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
+    engine = Engine.from_parts(
+        runner, tokenizer or PlainTokenizer(), num_blocks=num_blocks, block_size=block_size, **settings
+    )
     assert (engine.scheduler.pacing is not None) == is_asynchronous
     engine.scheduler.pacing = None  # it goes by the clock, and a test's steps must be the same each time
     allocate = engine.pool.allocate

@@ -307,3 +307,21 @@ def test_three_prompts_in_one_line_with_the_embedded_model(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("# prompts.txt line") == 3
     assert "loading demo:target-awq" in done.stderr
+
+
+def test_answers_are_held_to_a_form_by_flags(pipe, monkeypatch: pytest.MonkeyPatch):
+    def told(self, requests):
+        for r in requests:
+            yield Completion(r.row_id, [1], json.dumps(r.params.structured_outputs.to_dict()), "stop", 1)
+
+    monkeypatch.setattr(Echo, "stream", told)
+    code, out, _ = pipe("-p", "a", "--choice", "yes", "--choice", "no", "--json")
+    assert (code, json.loads(rows_of(out)[0]["generated_text"])) == (0, {"choice": ["yes", "no"]})
+    Path("s.json").write_text('{"type": "integer"}')
+    for given in ("s.json", '{"type": "integer"}'):
+        code, out, _ = pipe("-p", "a", "--json-schema", given, "--json")
+        assert (code, json.loads(rows_of(out)[0]["generated_text"])) == (0, {"json": {"type": "integer"}})
+    assert pipe("-p", "a", "--json-schema", "s.json", "--choice", "a")[0] == 2
+    code, _, err = pipe("-p", "a", "--json-schema", '{"uniqueItems": true}')
+    assert code == 2
+    assert "uniqueItems" in err

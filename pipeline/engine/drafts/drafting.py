@@ -223,6 +223,18 @@ class Drafting:
         draft_D = draft_R[row_D] if isinstance(draft_R, np.ndarray) else draft_R[on_device(row_D, device)]
         return draft_R, ProposalDistribution(row_D, draft_D, drafts.q_SKV[sequence_D, column_D])
 
+    def draft_ids(self, sampling: np.ndarray) -> list[list[int]]:
+        """The drafts of the last `extend` of some sequences, by their places among those that sample. Where only the
+        device knows them, it is waited for."""
+        assert self._step is not None
+        assert self._step.drafts is not None
+        drafts, count_S = self._step.drafts, self._step.drafted_S
+        token_id_SK = drafts.token_id_SK[sampling]
+        if drafts.device_drafts is not None:
+            row_SK = drafts.device_drafts.row_SK[sampling]
+            token_id_SK = drafts.device_drafts.token_ids_N.cpu().numpy()[np.maximum(row_SK, 0)]
+        return [ids[:count] for ids, count in zip(token_id_SK.tolist(), count_S[sampling].tolist())]
+
     def take_step(self) -> DraftedStep | None:
         """What `done` needs of the step that has been launched."""
         step, self._step = self._step, None

@@ -3,10 +3,11 @@
 Suffixes: R rows of logits, S sequences.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeline.engine.grammar.token_mask import TokenMask
 from pipeline.engine.params import TokenLogprobs
 from pipeline.engine.schedule.sequence import SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
@@ -18,7 +19,7 @@ class SamplingBatch:
 
     options: of SAMPLING_OPTIONS. seeds (uint64) and positions (int64; how many tokens the row has generated so far)
     are the key of its random number. ending_ids (object): the tokens that would end the row (int64), masked before its
-    min_tokens, or None.
+    min_tokens, or None. mask: of the rows that have a grammar.
     token_ids is a table of known tokens, read only for rows with penalties: row r has the first num_known[r] of
     token_ids[slots[r]], and the first num_prompt[r] of those are its prompt.
     """
@@ -31,6 +32,7 @@ class SamplingBatch:
     slots: np.ndarray
     num_prompt: np.ndarray
     num_known: np.ndarray
+    mask: TokenMask | None = None
 
     @classmethod
     def of_plan(cls, plan: StepPlan, table: SlotTable) -> "SamplingBatch":
@@ -63,9 +65,21 @@ class SamplingBatch:
         return self.options["temperature"] > 0.0
 
     @property
-    def is_masked(self) -> np.ndarray:
+    def must_go_on(self) -> np.ndarray:
         """Which rows must not end yet."""
         return self.options["min_tokens"] > self.positions
+
+    @property
+    def is_masked(self) -> np.ndarray:
+        """Which rows may not take every token."""
+        masked = self.must_go_on
+        if self.mask is not None:
+            masked[self.mask.row_M] = True
+        return masked
+
+    def with_mask(self, mask: TokenMask | None) -> "SamplingBatch":
+        """The same rows, held to their grammars."""
+        return self if mask is None else replace(self, mask=mask)
 
 
 @dataclass(frozen=True)

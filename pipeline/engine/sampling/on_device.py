@@ -92,7 +92,7 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of plain steps, and whether they mean anything, on the device."""
     how_5R = _how(batch, logits_RV.shape[1])
-    changed = np.flatnonzero(adjusts_logits(batch.options, batch.positions))
+    changed = np.flatnonzero(adjusts_logits(batch.options, batch.positions) | batch.is_masked)
     if len(changed) == len(batch.options):
         token_R, finite_R = _choose_changed(kernels, logits_RV, batch, changed, how_5R, future)
     else:

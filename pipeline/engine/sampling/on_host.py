@@ -2,8 +2,8 @@
 
 Owns the order of the sampling options, which is vLLM's:
 
-    fp32 logits -> min_tokens mask -> repetition penalty -> presence and frequency penalties -> temperature
-    -> min_p -> top_k -> top_p -> one sample
+    fp32 logits -> masks of grammars and min_tokens -> repetition penalty -> presence and frequency penalties
+    -> temperature -> min_p -> top_k -> top_p -> one sample
 
 top_k keeps every token that ties with the k-th best. min_p is relative to the best token's probability. top_p
 is relative to what top_k and min_p left: the fewest best tokens whose probabilities reach top_p; of equal
@@ -13,7 +13,7 @@ the lowest id. Log-probabilities are those of the raw logits.
 Sampling takes one uniform number that depends on the row's seed and the token's position alone (`uniforms`), and
 every step works row by row, so a row gets the same token in any batch. Rows that need a feature are copied
 out and worked on; a batch of plain greedy rows costs one pass over the logits. Options come as arrays, so no row costs
-Python of its own, but for the masks of min_tokens and the log-probabilities that are reported.
+Python of its own, but for the masks of grammars and min_tokens, and the log-probabilities that are reported.
 
 Suffixes: R rows, V vocabulary.
 """

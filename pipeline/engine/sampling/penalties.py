@@ -39,7 +39,9 @@ def adjusted(
     z_RV = logits_RV[on_rows(rows, logits_RV)].to(torch.float32, copy=True)
     options = batch.options[rows]
 
-    masked = np.flatnonzero(batch.is_masked[rows])
+    if batch.mask is not None:
+        batch.mask.apply(z_RV, rows)
+    masked = np.flatnonzero(batch.must_go_on[rows])
     if len(masked):
         ids_of_rows = batch.ending_ids[rows[masked]].tolist()
         row_N = np.repeat(masked, [len(ids) for ids in ids_of_rows])

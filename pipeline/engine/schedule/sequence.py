@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams, TokenLogprobs
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.errors import RowError
@@ -67,8 +68,9 @@ def is_greedy(options: Any) -> Any:
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether its rows are greedy and want no log-probabilities."""
-    return params.logprobs is None and bool(is_greedy(vars(params)))
+    """Whether its rows are greedy, and want neither log-probabilities nor a grammar."""
+    wants_more = params.logprobs is not None or params.structured_outputs is not None
+    return not wants_more and bool(is_greedy(vars(params)))
 
 
 @dataclass(eq=False)
@@ -109,6 +111,7 @@ class Sequence:
     high_water: int = 0  # tokens computed before a preemption; computing them again is repeated work
     logprobs: list[TokenLogprobs] | None = None
     stop_checker: StopChecker | None = None
+    matcher: RowMatcher | None = None  # with structured_outputs, once a mask was asked for: after its generated tokens
     ending_ids: np.ndarray | None = None  # int64, with min_tokens: tokens that would end it, masked until then
 
     def __post_init__(self) -> None:
@@ -169,12 +172,13 @@ class SlotTable:
         self.repeat_until = np.zeros(num_slots, dtype=np.int64)
         self.stops_at_eos = np.zeros(num_slots, dtype=bool)
         self.min_known = np.zeros(num_slots, dtype=np.int64)  # no stop condition before this many known tokens
-        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or stop token ids: looked at one by one
         self.max_pattern = np.zeros(num_slots, dtype=np.int64)  # repetition detection; 0: off
         self.min_pattern = np.zeros(num_slots, dtype=np.int64)
         self.min_repeats = np.zeros(num_slots, dtype=np.int64)
+        self.has_grammar = np.zeros(num_slots, dtype=bool)  # structured_outputs
+        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids, a grammar: looked at one by one
         self.seed = np.zeros(num_slots, dtype=np.uint64)
-        self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, and no log-probabilities are wanted
+        self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, no log-probabilities are wanted, no grammar
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
         self.ending_ids = np.full(num_slots, None, dtype=object)
         self.last_step = np.zeros(num_slots, dtype=np.int64)  # number of the last step that computed some of it
@@ -202,11 +206,12 @@ class SlotTable:
         self.repeat_until[slot] = sequence.high_water
         self.stops_at_eos[slot] = not params.ignore_eos
         self.min_known[slot] = sequence.num_prompt + params.min_tokens
-        self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
         loop = params.repetition_detection
         self.max_pattern[slot] = 0 if loop is None else loop.max_pattern_size
         self.min_pattern[slot] = 0 if loop is None else loop.min_pattern_size
         self.min_repeats[slot] = 0 if loop is None else min(loop.min_count, _LARGEST)
+        self.has_grammar[slot] = params.structured_outputs is not None
+        self.has_stops[slot] = bool(params.stop or params.stop_token_ids) or self.has_grammar[slot]
         self.seed[slot] = sequence.seed & 0xFFFFFFFFFFFFFFFF
         self.sampling[slot] = sampling_options(params)
         self.is_plain[slot] = is_plain(params)

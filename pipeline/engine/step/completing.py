@@ -19,13 +19,14 @@ from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.repetition import repeats_itself
 from pipeline.errors import RowError
 from pipeline.tokenization.tokenizer import Tokenizer
 
 
 class _End(NamedTuple):
-    """Of one sequence; `text` is given where a stop string has cut it."""
+    """Of one sequence; `text` is given where a stop string has cut it, and where a grammar has ended it."""
 
     slot: int
     reason: FinishReason
@@ -37,10 +38,15 @@ class Completing:
     cannot be trusted."""
 
     def __init__(
-        self, scheduler: Scheduler, tokenizer: Tokenizer, vocab_size: int, clean: Callable[[list[int]], None]
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        masks: GrammarMasks,
+        vocab_size: int,
+        clean: Callable[[list[int]], None],
     ) -> None:
         self._scheduler, self._table, self._stats = scheduler, scheduler.table, scheduler.stats
-        self._tokenizer, self._clean = tokenizer, clean
+        self._tokenizer, self._masks, self._clean = tokenizer, masks, clean
         self.is_eos = np.isin(np.arange(vocab_size), sorted(tokenizer.eos_token_ids))
 
     def take(self, slot_S: np.ndarray, output: SamplerOutput | Verified, ahead: StepPlan | None = None) -> int:
@@ -62,7 +68,7 @@ class Completing:
         if not output.finite.all():
             slot_F, token_F = slot_R[output.finite], token_F[output.finite]
             for slot in slot_R[~output.finite].tolist():
-                self._fail_non_finite(slot)
+                self._fail_without_token(slot)
         self._note_first_tokens(slot_F, now_us)
         self._scheduler.append(slot_F, token_F)
         for row, logprobs in output.logprobs.items():
@@ -107,12 +113,19 @@ class Completing:
         return len(ends)
 
     def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:
-        """Whether a stop token id or stop string ends the sequence here, and the text it ends with if a string does."""
+        """Whether a stop token id, a stop string or its grammar ends the sequence here, and the text it ends with
+        unless its last token is none."""
         sequence = self._table.at(slot)
         if may_stop and token in sequence.request.params.stop_token_ids:
             return True, None
+        is_whole = self._table.has_grammar[slot] and self._masks.matcher_of(slot).take(token)
         match = sequence.stop_checker.push(token) if sequence.stop_checker is not None else None
-        return match is not None, match.text if match is not None else None
+        if match is not None:
+            return True, match.text
+        if not is_whole:
+            return False, None
+        known = self._table.token_ids[slot, sequence.num_prompt : self._table.num_known[slot]]
+        return True, self._tokenizer.decode(known.tolist())
 
     def _completion(self, sequence: Sequence, end: _End, now_us: int) -> Completion:
         token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
@@ -133,10 +146,17 @@ class Completing:
             last_token_us=now_us,
         )
 
-    def _fail_non_finite(self, slot: int) -> None:
-        """End a sequence whose logits are not numbers; blocks only it holds are cleaned, none stays findable."""
+    def _fail_without_token(self, slot: int) -> None:
+        """End a sequence that no token can follow: its grammar allows none, or its logits are not numbers. Then blocks
+        only it holds are cleaned, and none stays findable."""
         sequence = self._table.at(slot)
         generated = int(self._table.num_known[slot]) - sequence.num_prompt
+        dead_end = self._masks.dead_end(slot)
+        if dead_end is not None:
+            self._scheduler.drop(slot).fail(
+                RowError.GRAMMAR_ERROR, f"sampling.structured_outputs: after {generated} generated tokens {dead_end}"
+            )
+            return
         own = self._scheduler.pool.held_once(self._table.blocks_of(slot))
         self._scheduler.drop(slot, keep_blocks=False)
         self._clean(own)

@@ -21,6 +21,7 @@ from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
 from pipeline.engine.step.completing import Completing
+from pipeline.engine.step.grammar_masks import GrammarMasks
 
 
 class StepLoop:
@@ -28,10 +29,15 @@ class StepLoop:
     it."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, completing: Completing, drafting: Drafting | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        completing: Completing,
+        masks: GrammarMasks,
+        drafting: Drafting | None = None,
     ) -> None:
         self.scheduler, self.table, self.stats = scheduler, scheduler.table, scheduler.stats
-        self.runner, self.completing, self.drafting = runner, completing, drafting
+        self.runner, self.completing, self.masks, self.drafting = runner, completing, masks, drafting
         self.computing: StepPlan | None = None  # planned, and not computed yet
 
     def step(self) -> None:
@@ -53,15 +59,17 @@ class StepLoop:
 
     def _sample(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput | Verified:
         """The next tokens of the sequences that sample: one each, or those that follow from their drafts."""
-        batch = None if self.is_plain(plan) else SamplingBatch.of_plan(plan, self.table)
+        batch = self.batch_of(plan)
         if plan.draft_S is None:
             return sample(logits_RV, batch)
         assert self.drafting is not None
         return self.drafting.verify(logits_RV, batch)
 
-    def is_plain(self, plan: StepPlan) -> bool:
-        """Whether all rows of the step are greedy and want nothing else."""
-        return bool(self.table.is_plain[plan.sampling_slot_S].all())
+    def batch_of(self, plan: StepPlan) -> SamplingBatch | None:
+        """What sampling is told of the step's rows; None where all are greedy and want nothing else."""
+        if self.table.is_plain[plan.sampling_slot_S].all():
+            return None
+        return SamplingBatch.of_plan(plan, self.table).with_mask(self.masks.of_plan(plan, self.drafting))
 
     def _take(self, slot_S: np.ndarray, output: SamplerOutput | Verified) -> None:
         """Give these sequences their tokens."""

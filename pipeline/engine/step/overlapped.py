@@ -16,13 +16,13 @@ from pipeline.engine.drafts.drafting import DraftedStep, Drafting
 from pipeline.engine.drafts.proposer import Proposer
 from pipeline.engine.forward.in_flight import Placeholders, StepInFlight
 from pipeline.engine.forward.runner import Runner
-from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import PendingOutput, sample_on_device
 from pipeline.engine.sampling.verify import PendingVerified
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import is_greedy
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
 from pipeline.engine.step.completing import Completing
+from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.loop import StepLoop
 
 
@@ -30,9 +30,14 @@ class OverlappedLoop(StepLoop):
     """Keeps one step in flight. Where a step raises, that one is still in flight."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, completing: Completing, drafting: Drafting | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        completing: Completing,
+        masks: GrammarMasks,
+        drafting: Drafting | None = None,
     ) -> None:
-        super().__init__(scheduler, runner, completing, drafting)
+        super().__init__(scheduler, runner, completing, masks, drafting)
         self.in_flight: StepInFlight | None = None
         self._drafted: DraftedStep | None = None  # of the step in flight
         self._placeholders = Placeholders(self.table, None)
@@ -83,8 +88,8 @@ class OverlappedLoop(StepLoop):
 
     def _plan(self) -> StepPlan | None:
         """The next step with its drafts. Where that needs the tokens in flight, they are waited for."""
-        if self.in_flight is not None and self.scheduler.would_preempt():
-            self.land()  # who is preempted leaves with all that it knows
+        if self.in_flight is not None and (self.scheduler.would_preempt() or self._has_grammars()):
+            self.land()  # who is preempted leaves with all that it knows; a mask depends on all tokens before it
             self._placeholders = Placeholders(self.table, None)
         plan = self.scheduler.plan()
         if plan is None or self.drafting is None:
@@ -99,6 +104,9 @@ class OverlappedLoop(StepLoop):
                 max_queries = self.runner.max_corrected_queries
             plan = self.drafting.extend(plan, proposer, self.in_flight, max_queries)
         return plan if len(plan.slot_S) else None
+
+    def _has_grammars(self) -> bool:
+        return bool(self.table.has_grammar[self.scheduler.running].any())
 
     def _can_draft_ahead(self, plan: StepPlan, proposer: Proposer | None) -> bool:
         """Whether the step can be launched before the tokens in flight are known.
@@ -123,7 +131,7 @@ class OverlappedLoop(StepLoop):
             future = self.drafting.with_future_drafts(plan, future)
         step = build_input(plan, self.table)
         logits_RV = self.runner.execute(step, future)
-        batch, ids = None if self.is_plain(plan) else SamplingBatch.of_plan(plan, self.table), None
+        batch, ids = self.batch_of(plan), None
         if future is not None and future.rejected is None and batch is not None:
             ids = future.ids(step)
         if plan.draft_S is None:

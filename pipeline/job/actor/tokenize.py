@@ -135,7 +135,7 @@ class Tokenize:
                 failed.append(failed_row(i, error, message or ""))
                 continue
             try:
-                values = json.loads(own) if own else {}
+                values = _nested(json.loads(own)) if own else {}
                 params = replace(self._params, **{**values, "seed": row_seed(self._seed, file, row)})
             except (ConfigError, TypeError) as refused:
                 failed.append(failed_row(i, RowError.INVALID_SAMPLING, str(refused)))
@@ -166,6 +166,15 @@ class Tokenize:
         messages = json.loads(prompt) if chat.from_messages else [{"role": "user", "content": prompt}]
         with self._chat_lock:
             return render(messages, chat.system, chat.add_generation_prompt, chat.template_kwargs, chat.now)
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """A row's own options, with `structured_outputs.json` and the like as the mapping that SamplingParams takes."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        option, _, kind = name.partition(".")
+        nested[option] = {kind: value} if kind else value
+    return nested
 
 
 def failed_row(row_id: object, error: str, message: str, num_prompt_tokens: int = 0) -> Completion:

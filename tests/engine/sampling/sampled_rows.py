@@ -111,8 +111,9 @@ def mixed_rows(num_rows, num_tokens, seed=0):
 
 
 def rows_of(logits, batch, rows):
-    shared = {"token_ids": batch.token_ids}
-    return logits[rows], SamplingBatch(**{name: values[rows] for name, values in vars(batch).items()} | shared)
+    shared = {"token_ids": batch.token_ids, "mask": batch.mask}
+    own = {name: values[rows] for name, values in vars(batch).items() if name not in shared}
+    return logits[rows], SamplingBatch(**own, **shared)
 
 
 def chi_square_fits(counts, p):

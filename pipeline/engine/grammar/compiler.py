@@ -1,0 +1,104 @@
+"""From a specification to a row's matcher, by llguidance. Compiled once for equal ones, copied for each row.
+
+llguidance (https://github.com/guidance-ai/llguidance) derives masks from an Earley parser over derivatives of regular
+expressions; compiling a schema takes about a millisecond, a mask some microseconds.
+"""
+
+import json
+from collections import OrderedDict
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pipeline.engine.grammar.matcher import RowMatcher
+from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+from pipeline.errors import ConfigError
+from pipeline.tokenization.tokenizer import Tokenizer
+
+MAX_COMPILED = 256  # grammars that are kept; those of running rows live on beside them
+_ANY_OBJECT = '{"type":"object"}'
+
+
+def check_grammar(wanted: StructuredOutputs) -> None:
+    """Compile without a tokenizer. Raises ConfigError where the grammar is malformed or asks for what is not there
+    (`uniqueItems`, look-around, an unknown format), with the compiler's words, which name it."""
+    has_failed, told = LLMatcher.validate_grammar_with_warnings(_source(wanted), limits=_limits())
+    if has_failed:
+        raise ConfigError(f"sampling.structured_outputs.{wanted.kind}: {_first_line(told)}")
+
+
+class GrammarCompiler:
+    """Of one model. `vocab_size`: the width of its logits, of which the tokenizer may know fewer or more."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self.vocab_size = tokenizer, vocab_size
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+
+    @property
+    def mask_words(self) -> int:
+        """32-bit words of a mask."""
+        return -(-max(self.vocab_size, self._tokenizer.vocab_size) // 32)
+
+    def check(self, wanted: StructuredOutputs) -> None:
+        """Compile it now. Raises ConfigError where that fails."""
+        self._template(wanted)
+
+    def matcher(self, wanted: StructuredOutputs) -> RowMatcher:
+        """A matcher at the beginning of a completion. Raises ConfigError."""
+        return RowMatcher(self._template(wanted).deep_copy())
+
+    def _template(self, wanted: StructuredOutputs) -> LLMatcher:
+        found = self._compiled.get(wanted)
+        if found is None:
+            found = LLMatcher(self._known_tokens(), _source(wanted), log_level=0, limits=_limits())
+            if found.is_error():
+                raise ConfigError(f"sampling.structured_outputs.{wanted.kind}: {_first_line([found.get_error()])}")
+            self._compiled[wanted] = found
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(wanted)
+        return found
+
+    def _known_tokens(self) -> LLTokenizer:
+        """The bytes of all tokens. EOS and the width are told: left out, llguidance guesses them, and guessed the pad
+        token of the embedded model."""
+        if self._vocabulary is None:
+            tokenizer = self._tokenizer
+            eos = sorted(token for token in tokenizer.eos_token_ids if token < tokenizer.vocab_size)
+            if not eos:
+                raise ConfigError("sampling.structured_outputs: the checkpoint names no end-of-sequence token")
+            width = max(self.vocab_size, tokenizer.vocab_size)
+            try:
+                self._vocabulary = LLTokenizer(tokenizer.literal_json, n_vocab=width, eos_token=eos)
+            except ValueError as error:
+                raise ConfigError(
+                    f"sampling.structured_outputs: not with this checkpoint's kind of tokenizer ({error})"
+                ) from None
+        return self._vocabulary
+
+
+def _limits() -> Any:
+    return LLParserLimits(verbose_errors=False)
+
+
+def _source(wanted: StructuredOutputs) -> str:
+    if wanted.kind in ("json", "json_object"):
+        pattern = wanted.whitespace_pattern
+        # After what a schema itself may say under x-guidance.
+        options: Any = {"whitespace_flexible": pattern is not None, "lenient": False}
+        if pattern is not None:
+            options["whitespace_pattern"] = pattern
+        return LLMatcher.grammar_from_json_schema(wanted.text or _ANY_OBJECT, overrides=options)
+    if wanted.kind == "regex":
+        return LLMatcher.grammar_from_regex(wanted.text)
+    if wanted.kind == "choice":
+        choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    return LLMatcher.grammar_from_lark(wanted.text)
+
+
+def _first_line(told: list[str]) -> str:
+    """The compiler's message as one line."""
+    lines = [line.strip() for line in "\n".join(told).splitlines() if line.strip().strip("^|")]
+    return "; ".join(dict.fromkeys(lines))[:400]

@@ -1,0 +1,96 @@
+"""`sampling.structured_outputs` in job files: its forms, what is refused with the key, and the job's identity."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.config import JobConfig, JobFileError, job_from_flags, load_job
+from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    def load(**sampling: Any) -> JobConfig:
+        minimal = {"input": {"path": "a"}, "prompt": {"column": "t"}, "model": {"path": "demo"}}
+        path = tmp_path / "job.yaml"
+        path.write_text(
+            yaml.safe_dump(minimal | {"output": {"path": "b"}, "sampling": sampling}, sort_keys=False), encoding="utf-8"
+        )
+        return load_job(path)
+
+    return load
+
+
+def test_a_schema_a_file_of_it_and_openais_form_are_one_job(job, tmp_path: Path):
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA, indent=3), encoding="utf-8")
+    forms = [
+        job(structured_outputs={"json": SCHEMA}),
+        job(structured_outputs={"json": json.dumps(SCHEMA)}),
+        job(structured_outputs={"json_file": str(tmp_path / "schema.json")}),
+        job(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
+    ]
+    wanted = StructuredOutputs.of({"json": SCHEMA})
+    assert {config.sampling_params().structured_outputs for config in forms} == {wanted}
+    assert all(config.identity() == forms[0].identity() for config in forms)
+    assert forms[0].identity()["sampling"]["structured_outputs"] == {"json": SCHEMA}
+    assert "json_file" not in json.dumps(forms[2].data), "a job that is sent elsewhere holds the schema"
+    (tmp_path / "schema.json").write_text(json.dumps({**SCHEMA, "required": ["a"]}), encoding="utf-8")
+    changed = job(structured_outputs={"json_file": str(tmp_path / "schema.json")})
+    assert changed.identity() != forms[0].identity()
+
+
+def test_a_job_without_one_is_the_job_that_it_was(job):
+    assert job(response_format={"type": "text"}).sampling_params().structured_outputs is None
+    for name in ("structured_outputs", "response_format"):
+        assert name not in job().identity()["sampling"]
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_each_rows_own_comes_from_a_column(kind: str, job):
+    config = job(structured_outputs={kind: {"column": "form"}})
+    assert config.sampling_columns() == {f"structured_outputs.{kind}": "form"}
+    assert config.sampling_params().structured_outputs is None
+    assert config.identity()["sampling"]["structured_outputs"] == {kind: {"column": "form"}}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
+         'job.yaml:10: sampling.structured_outputs: json: Unimplemented keys: ["uniqueItems"]'),
+        ({"structured_outputs": {"regex": "a(?=b)"}}, "look-ahead"),
+        ({"structured_outputs": {"jsn": {}}}, "jsn: unknown key"),
+        ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "exactly one of"),
+        ({"structured_outputs": {"json": {"column": "a"}, "whitespace_pattern": "[ ]?"}}, "stands alone"),
+        ({"structured_outputs": {"json_file": "/nowhere/x.json"}},
+         "sampling.structured_outputs.json_file: /nowhere/x.json: cannot be read"),
+        ({"structured_outputs": {"json_file": __file__}}, "not JSON"),
+        ({"structured_outputs": {"json_file": "a", "json": {}}}, "are both there"),
+        ({"response_format": {"type": "xml"}}, "sampling.response_format"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "keep one of the two"),
+        ({"min_tokens": 2, "structured_outputs": {"regex": "a"}}, "min_tokens"),
+        ({"min_tokens": 2, "structured_outputs": {"regex": {"column": "a"}}}, "min_tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_kept_to_is_refused_at_its_key(sampling: dict, expected: str, job):
+    with pytest.raises(JobFileError) as caught:
+        job(**sampling)
+    assert expected in str(caught.value)
+
+
+def test_flags_take_a_text_or_a_file(tmp_path: Path):
+    from pipeline.cli.prompts import _form_flags
+
+    (tmp_path / "s.json").write_text(json.dumps(SCHEMA), encoding="utf-8")
+    basis = {"model.path": ("demo", "--model"), "prompt.column": ("p", ""), "input.path": ("-", ""),
+             "output.path": ("-", "")}  # fmt: skip
+    for given in (json.dumps(SCHEMA), str(tmp_path / "s.json")):
+        config = job_from_flags({**basis, **_form_flags(given, ())})
+        assert config.sampling_params().structured_outputs == StructuredOutputs.of({"json": SCHEMA})
+    config = job_from_flags({**basis, **_form_flags(None, ("yes", "no"))})
+    assert config.sampling_params().structured_outputs == StructuredOutputs.of({"choice": ["yes", "no"]})

@@ -1,0 +1,246 @@
+"""Rows with a grammar in the engine: their outputs keep to it, however they are cut, preempted, drafted and batched."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.lookup.ngram import NgramProposer
+from pipeline.engine.drafts.policy import FixedDrafts
+from pipeline.engine.engine import Engine
+from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.schedule.step_plan import StepInput
+from tests.engine.grammar.small_vocabulary import add_noise, text_engine
+from tests.engine.hash_runner import before_each_step
+from tests.engine.schedule.test_scheduler import run
+from tests.engine.test_draft_model import draft_with_itself
+from tests.engine.test_speculation import same
+
+NUM_SCHEMAS = 100
+PARAMS = ({}, {}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 9, "repetition_penalty": 1.2},
+          {"frequency_penalty": 0.4, "logprobs": 1}, {"ignore_eos": True}, {"stop": ("zz",), "presence_penalty": 0.1},
+          {"temperature": 1.3, "min_p": 0.01})  # fmt: skip
+
+
+def random_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
+    """Of bounded texts, so that every row ends."""
+    kinds: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"type": "integer", "minimum": int(rng.integers(-50, 1)), "maximum": int(rng.integers(1, 900))},
+        lambda: {"type": "string", "minLength": int(rng.integers(0, 3)), "maxLength": int(rng.integers(3, 7))},
+        lambda: {"type": "string", "pattern": "^[A-C]{2}-[0-9]{1,3}$"},
+        lambda: {"type": "string", "format": "date"},
+        lambda: {"type": ["boolean", "null"]},
+        lambda: {"enum": ["a\"b", 7, None, {"x": [1]}, "long text"][: int(rng.integers(1, 6))]},
+        lambda: {"const": [1, "two", {"three": 3}]},
+    ]  # fmt: skip
+    if depth < 3:
+        inner = [random_schema(rng, depth + 1) for _ in range(int(rng.integers(1, 4)))]
+        names = ["a", "b c", 'd"e'][: len(inner)]
+        required = [name for name in names if rng.random() < 0.6]
+        kinds += [
+            lambda: {"type": "object", "properties": dict(zip(names, inner)), "required": required,
+                     "additionalProperties": False},
+            lambda: {"type": "array", "items": inner[0], "minItems": 1, "maxItems": 3},
+            lambda: {"anyOf": [{"type": "null"}, inner[0]]},
+        ] * 2  # fmt: skip
+    if depth == 0:
+        kinds = [*kinds[7:], lambda: {"type": "array", "items": {"$ref": "#/$defs/it"}, "minItems": 2, "maxItems": 2,
+                                      "$defs": {"it": inner[0]}}]  # fmt: skip
+    return kinds[int(rng.integers(len(kinds)))]()
+
+
+def schema_requests() -> dict[int, tuple[dict[str, Any], Request]]:
+    rng = np.random.default_rng(4)
+    made = {}
+    for row in range(NUM_SCHEMAS):
+        schema = random_schema(rng)
+        given: dict[str, Any] = {"json": schema} | ({"whitespace_pattern": "[ ]{0,2}"} if row % 7 == 0 else {})
+        params = SamplingParams(max_tokens=300, seed=row, structured_outputs=given, **PARAMS[row % len(PARAMS)])  # type: ignore[arg-type]
+        prompt = rng.integers(0, 90, int(rng.integers(1, 40))).tolist()
+        made[row] = schema, Request(row, prompt, params)
+    for row in range(NUM_SCHEMAS, NUM_SCHEMAS + 20):  # rows without a grammar beside them
+        prompt = rng.integers(0, 90, int(rng.integers(1, 40))).tolist()
+        made[row] = {}, Request(row, prompt, SamplingParams(max_tokens=30, seed=row, **PARAMS[row % 4]))  # type: ignore[arg-type]
+    return made
+
+
+@pytest.fixture(scope="module")
+def schemas() -> dict[int, tuple[dict[str, Any], Request]]:
+    return schema_requests()
+
+
+@pytest.fixture(scope="module")
+def plain(schemas) -> dict[int, Completion]:
+    engine = text_engine()
+    done = run(engine, [request for _, request in schemas.values()], check=False)
+    assert engine.stats.num_preemptions == 0
+    assert 0 < engine.stats.masked_tokens == sum(len(done[row].token_ids) for row in range(NUM_SCHEMAS))
+    assert engine.stats.mask_us > 0
+    return done
+
+
+def test_every_output_parses_and_is_valid(schemas, plain: dict[int, Completion]) -> None:
+    for row, (schema, request) in schemas.items():
+        if row >= NUM_SCHEMAS:
+            continue
+        text = plain[row].text
+        assert (plain[row].finish_reason, plain[row].error) == ("stop", None), text
+        jsonschema.validate(json.loads(text), schema)
+        if request.params.structured_outputs.whitespace_pattern is None:
+            assert text == json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":")) or "\\" in text
+    assert any(" " in plain[row].text.replace("b c", "") for row in range(0, NUM_SCHEMAS, 7))
+    assert len({c.text for c in plain.values()}) > NUM_SCHEMAS * 0.7
+
+
+def ngram(engine: Engine) -> Engine:
+    engine.draft_as(Drafting([NgramProposer(engine.table, 4)], FixedDrafts(4), engine.scheduler))
+    return engine
+
+
+def own_drafts(engine: Engine, exposes: bool) -> Engine:
+    """Of the model itself, without a grammar: many are refused."""
+    proposer = draft_with_itself(engine, 3)
+    proposer.exposes_draft_probs, proposer.runner.is_asynchronous = exposes, engine.runner.is_asynchronous
+    add_noise(proposer.runner)
+    engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
+    return engine
+
+
+def some(schemas: dict[int, tuple[dict[str, Any], Request]]) -> list[Request]:
+    return [schemas[row][1] for row in (*range(30), *range(NUM_SCHEMAS, NUM_SCHEMAS + 6))]
+
+
+TIGHT = {"num_blocks": 101, "max_num_batched_tokens": 13, "max_num_seqs": 12}
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "one at a time": lambda: text_engine(max_num_seqs=1),
+    "lookup": lambda: ngram(text_engine(max_num_batched_tokens=200)),
+    "lookup, chunks and preemption": lambda: ngram(text_engine(**TIGHT)),
+    "beside the host": lambda: text_engine(is_asynchronous=True),
+    "beside the host, chunks and preemption": lambda: text_engine(is_asynchronous=True, **TIGHT),
+    "beside the host, lookup": lambda: ngram(text_engine(is_asynchronous=True, max_num_batched_tokens=200)),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_token_changes(name: str, schemas, plain: dict[int, Completion]) -> None:
+    engine = ENGINES[name]()
+    requests = [request for _, request in schemas.values()]
+    if "preemption" not in name:
+        requests = some(schemas)
+    done = run(engine, requests, check=name.startswith("lookup, chunks"), arrivals=np.random.default_rng(1))
+    assert same(done, {row: plain[row] for row in done})
+    assert len(done) == len(requests)
+    if "preemption" in name:
+        assert engine.stats.num_preemptions > 3
+    if "lookup" in name:
+        assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("exposes", [False, True])
+def test_a_draft_model_that_knows_no_grammar_changes_no_token(
+    exposes: bool, is_asynchronous: bool, schemas, plain: dict[int, Completion]
+) -> None:
+    """Where sampled drafts are accepted by their probability, sampled rows become others, but keep to their grammar."""
+    engine = own_drafts(text_engine(is_asynchronous=is_asynchronous, max_num_batched_tokens=200), exposes)
+    done = run(engine, some(schemas), check=False)
+    greedy = [row for row in done if schemas[row][1].params.temperature == 0.0 or not exposes]
+    assert same({row: done[row] for row in greedy}, {row: plain[row] for row in greedy})
+    for row in set(done) & set(range(NUM_SCHEMAS)):
+        assert done[row].finish_reason == "stop"
+        jsonschema.validate(json.loads(done[row].text), schemas[row][0])
+    assert 0 < sum(engine.stats.accepted_by_place) < sum(engine.stats.drafted_by_place)
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_step_that_is_undone_leaves_the_grammars_where_they_were(
+    is_asynchronous: bool, schemas, plain: dict[int, Completion]
+) -> None:
+    engine = text_engine(is_asynchronous=is_asynchronous)
+
+    def fail(step: StepInput, future: object) -> None:
+        if len(step.token_id_T) > 5:
+            raise MemoryError
+
+    before_each_step(engine, fail)
+    done = run(engine, some(schemas), check=False)
+    assert engine.stats.num_out_of_memory > 5
+    assert same(done, {row: plain[row] for row in done})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({"choice": ["yes", "no", "yes and no"]}, "yes|no|yes and no"), ({"regex": "[a-c]{2,5}!"}, "[a-c]{2,5}!"),
+     ({"grammar": 'start: pair ("," pair)~0..2\npair: /[a-z]{1,3}/ "=" /[0-9]/'}, "([a-z]{1,3}=[0-9],?){1,3}"),
+     ({"json_object": True}, r"\{.*\}")],
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_choices_regular_expressions_and_grammars(given: dict, expected: str, temperature: float) -> None:
+    params = SamplingParams(max_tokens=300, temperature=temperature, structured_outputs=given)  # type: ignore[arg-type]
+    done = text_engine().generate([[row, 3] for row in range(12)], params)
+    for completion in done:
+        assert completion.finish_reason in ("stop", "length" if "json_object" in given else "stop")
+        assert completion.finish_reason == "length" or re.fullmatch(expected, completion.text)
+    assert len({completion.text for completion in done}) > 1
+
+
+def test_a_row_ends_with_its_grammar_and_not_one_token_later() -> None:
+    engine = text_engine()
+    whole, longer = engine.generate(
+        [[1], [1]],
+        [
+            SamplingParams(max_tokens=9, structured_outputs={"choice": [choice]}, ignore_eos=ignore)  # type: ignore[arg-type]
+            for choice, ignore in (("abab", False), ("abab!", True))
+        ],
+    )
+    assert (whole.text, whole.finish_reason, len(whole.token_ids)) == ("abab", "stop", 2)
+    assert (longer.text, longer.finish_reason, len(longer.token_ids)) == ("abab!", "stop", 3)
+    cut = engine.generate([[1]], SamplingParams(max_tokens=1, structured_outputs={"choice": ["abab"]}))[0]  # type: ignore[arg-type]
+    assert (cut.text, cut.finish_reason) == ("ab", "length")
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("drafting", [False, True])
+def test_a_dead_end_and_a_wrong_grammar_are_errors_of_their_rows_alone(drafting: bool, is_asynchronous: bool) -> None:
+    engine = text_engine(is_asynchronous=is_asynchronous, max_num_batched_tokens=200)
+    engine = ngram(engine) if drafting else engine
+    wanted = {
+        "at once": {"regex": "é+"},
+        "later": {"regex": "aa[é~]"},
+        "malformed": {"json": {"type": "array", "uniqueItems": True}},
+        "fine": {"choice": ["aa"]},
+    }
+    params = SamplingParams(max_tokens=9)
+    requests = [
+        Request(name, [7, 7, 7, 7, 7, 7], replace(params, structured_outputs=given)) for name, given in wanted.items()
+    ] + [Request("free", [7, 8], params)]
+    done = run(engine, requests)
+    told = {name: (done[name].error, done[name].error_message) for name in wanted}
+    nothing = "generated tokens its grammar allows no token of the vocabulary"
+    assert told["at once"] == ("grammar_error", f"sampling.structured_outputs: after 0 {nothing}")
+    assert told["later"] == ("grammar_error", f"sampling.structured_outputs: after 2 {nothing}")
+    assert told["malformed"][0] == "grammar_error"
+    assert "uniqueItems" in told["malformed"][1]
+    assert (done["fine"].text, done["fine"].error, done["free"].error) == ("aa", None, None)
+    assert (engine.num_unfinished, engine.pool.num_held) == (0, 0)
+
+
+def test_logits_that_are_no_numbers_are_no_matter_of_the_grammar() -> None:
+    engine = text_engine()
+    execute = engine.runner.execute
+    engine.runner.execute = lambda step, future=None: execute(step, future) * float("nan")  # type: ignore[method-assign]
+    done = engine.generate([[1]], SamplingParams(structured_outputs={"regex": "a+"}))  # type: ignore[arg-type]
+    assert done[0].error == "non_finite_logits"
+
+
+def test_plain_greedy_steps_make_no_batch_and_no_mask() -> None:
+    engine = text_engine()
+    engine.generate([[1]], SamplingParams(max_tokens=5))
+    assert (engine.stats.masked_tokens, engine.stats.mask_us) == (0, 0)
+    assert engine._masks._filler_made is None
