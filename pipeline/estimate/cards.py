@@ -12,7 +12,7 @@ from pipeline.engine.params import BatchLimits, gpu_limits
 from pipeline.engine.startup.memory import SLACK_BYTES
 from pipeline.errors import ConfigError
 from pipeline.formatting import nearest
-from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Reached, Weights
@@ -112,8 +112,9 @@ def on_card(
         return replace(base, lacks="has no fp8 products")
     ceilings = Ceilings.of_card(card, BEST)
     slack = int(SLACK_BYTES / size.kv_bytes_per_token(value_bytes))
-    cached = replace(weights, cached=True, fused_tokens=CROSSOVER_CACHED if weights.int4 else None)
-    scratch = replace(weights, cached=False, fused_tokens=CROSSOVER_SCRATCH if weights.int4 else None)
+    borders = crossover_of(card.compute_capability)
+    cached = replace(weights, cached=True, fused_tokens=borders.cached if weights.int4 else None)
+    scratch = replace(weights, cached=False, fused_tokens=borders.scratch if weights.int4 else None)
     longest = max(request.prompt + request.output for request in requests)
     found: OnCard | None = None
     for form in (cached, scratch) if weights.int4 else (cached,):

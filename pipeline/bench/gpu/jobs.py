@@ -21,7 +21,7 @@ from pipeline.bench.request_sets import BenchRequest, RequestSet, run_requests
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import EngineConfig, EngineStats
 from pipeline.engine.startup.memory import release_cached_memory
-from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED, CROSSOVER_SCRATCH
+from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cost_model import Ceilings, DecoderSize, Reached, Weights
 from pipeline.roofline.job_simulation import (
     Batching,
@@ -216,6 +216,7 @@ def predict(work: RequestSet, settings: Mapping[str, str | int], limits: Limits,
         resolved["block_size"],
     )
     cached = "scratch" not in str(settings["kernel.linear"])
-    fused_tokens = None if reached == Reached() else CROSSOVER_CACHED if cached else CROSSOVER_SCRATCH
+    borders = crossover_of(torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0))
+    fused_tokens = None if reached == Reached() else borders.cached if cached else borders.scratch
     weights = replace(limits.weights, cached=cached, fused_tokens=fused_tokens)
     return simulate_job(work.lengths(), limits.size, weights, limits.ceilings(reached), batching, work.shared_prefix)

@@ -21,7 +21,7 @@ from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.errors import ConfigError
-from pipeline.kernels.triton.linear.crossover import CROSSOVER_CACHED
+from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import load_cards
 from pipeline.roofline.cost_model import DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
@@ -40,7 +40,6 @@ class Choice:
     is_paced: bool = True
     replays_prompts: bool = False
     int4: float = ASSUMED.int4
-    crossover: int = CROSSOVER_CACHED
 
 
 CHOICES = {
@@ -134,7 +133,8 @@ def simulate(
 ) -> ScheduleRun:
     """All requests, given at once, longest prompts first as in a job."""
     if weights.int4:
-        weights = replace(weights, cached=True, fused_tokens=choice.crossover)
+        borders = crossover_of(find_card(card).compute_capability)
+        weights = replace(weights, cached=True, fused_tokens=borders.cached)
     reached = replace(ASSUMED, int4=choice.int4)
     device = Device.of(size, weights, card, choice.max_num_seqs, reached)
     rows = sorted(requests.round("1", VOCAB), key=lambda row: -len(row.prompt_token_ids))

@@ -115,7 +115,3 @@ def fused_seconds(num_tokens: int, inputs: int, outputs: int, card: CardModel) -
     if parts > 1:  # 8 bytes a token and output, written and read
         join_s = _JOIN_S + 8 * num_tokens * outputs * parts / (card.cache_bytes * clocks_per_s)
     return blocks * max(memory, cached, issued, products, alone) / clocks_per_s + join_s
-
-
-CROSSOVER_CACHED, CROSSOVER_SCRATCH = crossover_of((9, 0)).cached, crossover_of((9, 0)).scratch
-"""Of H100 and H200, for predictions that name no card."""
