@@ -40,7 +40,7 @@ _HINTS = {
     "chat_template_kwargs": "give prompt.chat.template_kwargs in the job file, for all rows",
     "chat_template": "give prompt.chat.template in the job file, for all rows",
 }
-_OF_LINE = ("custom_id", "method", "url", "body")
+OF_LINE = ("custom_id", "method", "url", "body")
 _OF_CHAT = ("messages", "max_completion_tokens", "top_logprobs")
 _OF_TEXT = ("prompt",)
 
@@ -76,8 +76,8 @@ def _endpoint(url: object) -> Endpoint | None:
 
 def _read(line: Mapping[str, Any], endpoint: Endpoint) -> tuple[str, dict[str, Any]]:
     for name in line:
-        if name not in _OF_LINE:
-            raise Refused(f"{shortened(name)}: unknown field of a line; there are {', '.join(_OF_LINE)}")
+        if name not in OF_LINE:
+            raise Refused(f"{shortened(name)}: unknown field of a line; there are {', '.join(OF_LINE)}")
     method, url, body = line.get("method"), line.get("url"), line.get("body")
     if method != "POST":
         raise Refused(f"method: expected POST, got {shortened(method)}")
