@@ -60,6 +60,4 @@ def prompt_of(endpoint: Endpoint, prompt: PromptSection) -> PromptSection:
 def sampling_of(endpoint: Endpoint, sampling: SamplingSection) -> SamplingSection:
     """The values for lines that give none, with the API's where the job file has none either."""
     missing = {name: value for name, value in DEFAULTS[endpoint].items() if name not in sampling.model_fields_set}
-    if "max_tokens" in missing and isinstance(sampling.min_tokens, int):
-        missing["max_tokens"] = max(missing["max_tokens"], sampling.min_tokens)
     return sampling.model_copy(update=missing)

@@ -24,6 +24,7 @@ T = TypeVar("T", bound=str)
 class _Reader:
     heading: Callable[[Mapping[str, Any]], Heading]
     request: Callable[[Mapping[str, Any], Endpoint], Request]
+    endpoints: Mapping[str, Endpoint]  # by what lines call them
     line: str  # as messages show it
 
 
@@ -31,6 +32,7 @@ READERS: Mapping[RequestFormat, _Reader] = {
     "openai-batch": _Reader(
         openai_batch.heading,
         openai_batch.request,
+        openai_batch.ENDPOINTS,
         '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}',
     )
 }
@@ -81,15 +83,16 @@ def requests_of(
 
     Raises InputError where lines disagree, naming two of them, or where two have one custom_id.
     """
-    endpoint = _one("url of endpoint", ((e, f"{n.name}:{i}") for n in notes for e, i in n.endpoints.items()))
+    urls = {endpoint: url for url, endpoint in READERS[format].endpoints.items()}
+    url = _one("url", ((urls[e], f"{n.name}:{i}") for n in notes for e, i in n.endpoints.items()))
     model = _one("body.model", ((m, f"{n.name}:{i}") for n in notes for m, i in n.models.items()))
-    if endpoint is None:
+    if url is None:
         raise InputError(
             f"{notes[0].name}: no line is a request of {format}; expected lines such as {READERS[format].line}"
         )
     _refuse_duplicates(notes, format, lines_of)
     ignored = {name for each in notes for name in each.ignored}
-    return Requests(format, endpoint, model, tuple(sorted(ignored)))
+    return Requests(format, READERS[format].endpoints[url], model, tuple(sorted(ignored)))
 
 
 def _one(what: str, found: Iterable[tuple[T, str]]) -> T | None:
