@@ -14,6 +14,8 @@ from typing import Any
 from pipeline.data.requests.request_row import CUSTOM_ID, Endpoint
 from pipeline.errors import RowError
 
+# The API knows no end for repeating itself; like max_tokens, it is one that the engine set.
+FINISH_REASONS = {"stop": "stop", "length": "length", "length_loop": "length"}
 LEAST_LOGPROB = -9999.0  # what the API writes where a float is not finite
 # Errors that are not the row's own: on another machine, or with another model, it could be answered.
 OF_ENGINE = (
@@ -76,8 +78,9 @@ def _chat_choice(row: Mapping[str, Any]) -> dict[str, Any]:
     if found is not None:
         content = [{**_token(t), "top_logprobs": [_token(top) for top in t["top"] or ()]} for t in found]
         logprobs = {"content": content, "refusal": None}
+    finish_reason = FINISH_REASONS[row["finish_reason"]]
     message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
-    return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _text_choice(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +92,8 @@ def _text_choice(row: Mapping[str, Any]) -> dict[str, Any]:
             "token_logprobs": [_finite(t["logprob"]) for t in found],
             "top_logprobs": [{_name(top): _finite(top["logprob"]) for top in t["top"] or ()} for t in found],
         }
-    return {"index": 0, "text": row["generated_text"], "logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    finish_reason = FINISH_REASONS[row["finish_reason"]]
+    return {"index": 0, "text": row["generated_text"], "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:
