@@ -226,6 +226,12 @@ def test_what_the_lines_ignore_is_said(batch):
     }  # fmt: skip
 
 
+def test_the_format_is_in_the_jobs_identity_where_there_is_one(batch):
+    assert batch.config().identity()["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai-batch"}
+    columns = {"input": {"format": "columns"}, "prompt": {"column": "x"}}
+    assert "format" not in batch.config(**columns).identity()["input"], "outputs of earlier versions go on"
+
+
 def test_values_for_lines_that_do_not_say(batch):
     del batch.settings["sampling"]
     config = batch.config().of_endpoint("chat")
