@@ -320,6 +320,23 @@ def test_files_in_a_store_are_created_and_never_replaced(batch):
     fs.rm("/converted", recursive=True)
 
 
+def test_files_in_s3(batch):
+    from tests.faults.store import FaultyStore
+
+    run(batch)
+    here = converted(batch)
+    with FaultyStore() as store:
+        place = store.bucket.url("deep/answers.jsonl")
+        for _ in range(2):
+            convert(PartStore(str(batch.output)), place, errors_beside(place), dict(store.bucket.storage))
+        there = PartStore(store.bucket.url("deep"), dict(store.bucket.storage)).folder
+        names = ["answers.errors.jsonl", "answers.jsonl"]
+        assert there.names("") == names
+        for name in names:
+            assert there.read(name) == (batch.folder / name).read_bytes()
+    assert len(here[0]) == 37
+
+
 def test_names_beside():
     assert errors_beside("s3://b.c/answers.jsonl") == "s3://b.c/answers.errors.jsonl"
     assert errors_beside("a.b/answers") == "a.b/answers.errors"
