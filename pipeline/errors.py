@@ -85,6 +85,7 @@ class RowError(StrEnum):
     PROMPT_TOO_LARGE = "prompt_too_large"  # bytes, refused before tokenizing
     PROMPT_TOO_LONG = "prompt_too_long"  # tokens, does not fit the context
     CORRUPT_INPUT = "corrupt_input"  # a damaged row group or line of the input, and input.on_corrupt is skip
+    INVALID_REQUEST = "invalid_request"  # a line of input.format openai-batch asks for what is not done, or for nothing
     INVALID_MESSAGES = "invalid_messages"  # not a chat the template can take
     INVALID_SAMPLING = "invalid_sampling"  # a per-row sampling value out of range
     KV_CACHE_EXHAUSTED = "kv_cache_exhausted"  # alone in the engine and still too long for the KV cache

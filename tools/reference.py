@@ -44,7 +44,7 @@ def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -
     yield "| key | value | default | what it is | example |"
     yield "|---|---|---|---|---|"
     for name, key in section["properties"].items():
-        required = name in section.get("required", ())
+        required = name in (*section.get("required", ()), *section.get("else", {}).get("required", ()))
         default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
         example = _code(key["examples"][0]) if "$ref" not in key else ""
         kind = f"[section](#{name})" if "$ref" in key else _kind(key, definitions)

@@ -5,6 +5,7 @@ python -m tools.samples
 The texts are invented. Each table has the columns that its job uses and an id that the job keeps.
 """
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -67,6 +68,22 @@ PAGES = [
     ("https://example.org/login", "Home | Log in | Register | Cookies | Back to top"),
 ]
 
+SYSTEM = "Answer with one word: billing, bug, question or other."
+REQUESTS = [
+    {
+        "custom_id": ticket,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {
+            "model": "gpt-4.1-mini",
+            "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{subject}\n\n{body}"}],
+            "max_tokens": 4,
+            "temperature": 0,
+        },
+    }
+    for ticket, subject, body in TICKETS
+]
+
 
 def _table(rows: list[tuple], **columns: pa.DataType) -> pa.Table:
     values = zip(*rows, strict=True)
@@ -93,7 +110,13 @@ def samples() -> dict[str, pa.Table]:
     }
 
 
+def requests() -> str:
+    """The text of `requests.jsonl`, a file for OpenAI's Batch API."""
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in REQUESTS)
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, table in samples().items():
         pq.write_table(table, FOLDER / f"{name}.parquet", compression="zstd")
+    (FOLDER / "requests.jsonl").write_text(requests(), encoding="utf-8")

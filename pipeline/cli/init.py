@@ -30,6 +30,7 @@ def init(job: str, source: str, model: str, output: str | None, as_json: bool) -
     \b
     Examples:
       pipeline init my.yaml --input data/tickets --model Qwen/Qwen3-4B
+      pipeline init my.yaml --input requests.jsonl       a file for OpenAI's Batch API
       pipeline init my.yaml --input 's3://bucket/tickets/*.parquet' --output s3://bucket/labels
 
     The first rows say which column is the prompt and how long prompts are, the model's small files whether it chats

@@ -15,6 +15,7 @@ from pipeline.cli import (
     checkpoints,
     cluster,
     completion,
+    convert,
     doctor,
     init,
     jobs,
@@ -60,7 +61,18 @@ def cli() -> None:
 
 
 COMMANDS = (
-    *(init.init, jobs.validate, plan.plan, jobs.run, jobs.status, logs.logs, report.report, jobs.compact, jobs.verify),
+    *(
+        init.init,
+        jobs.validate,
+        plan.plan,
+        jobs.run,
+        jobs.status,
+        logs.logs,
+        report.report,
+        jobs.compact,
+        jobs.verify,
+        convert.convert,
+    ),
     *(cluster.submit, cluster.submissions, cluster.cancel, render.render),
     *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),
     *(bench.bench, completion.completion),

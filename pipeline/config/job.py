@@ -5,15 +5,18 @@ change a token by rounding. *Free* may change from run to run.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, PrivateAttr, StringConstraints
+from pydantic import ConfigDict, Field, PrivateAttr, StringConstraints, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from pipeline.checkpoints.chat_template import read_template
 from pipeline.config.cluster import ClusterSection
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.quality import QualitySection
+from pipeline.config.requests import SOURCES, contradiction, filled, is_of_requests, prompt_of, sampling_of
 from pipeline.config.sections import (
     CostSection,
     InputSection,
@@ -28,12 +31,26 @@ from pipeline.config.structured import StructuredFromColumn
 from pipeline.config.targets import TargetsSection
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.errors import ConfigError
 from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
+    from pipeline.data.prompts import PromptSpec
+    from pipeline.data.requests.request_row import Endpoint
     from pipeline.data.units import UnitSpec
 
 _CUT = {"window_rows", "window_bytes", "unit_tokens", "unit_rows"}  # of `run`: what the parts are made of
+
+
+def _prompt_or_requests(schema: dict[str, Any]) -> None:
+    """For editors: a job has a prompt from one source, or lines that say it."""
+    of_requests = {"properties": {"format": {"const": "openai-batch"}}, "required": ["format"]}
+    one_source = {"oneOf": [{"required": [key], "properties": {key: {"type": "string"}}} for key in SOURCES]}
+    no_source = {"not": {"anyOf": [{"required": [key]} for key in (*SOURCES, "defaults")]}}
+    schema["if"] = {"properties": {"input": of_requests}, "required": ["input"]}
+    schema["then"] = {"properties": {"prompt": no_source}}
+    schema["else"] = {"required": ["prompt"], "properties": {"prompt": one_source}}
+    schema["required"] = [name for name in schema["required"] if name != "prompt"]
 
 
 ParameterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -41,6 +58,8 @@ ParameterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_
 
 class JobConfig(Section):
     """One job, complete and checked. `where` says which line a key came from."""
+
+    model_config = ConfigDict(json_schema_extra=_prompt_or_requests)
 
     name: str = Field(
         default="",
@@ -92,9 +111,36 @@ class JobConfig(Section):
     )
     _document: Document = PrivateAttr(default_factory=lambda: Document({}))
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_requests(cls, raw: Any, handler: Any) -> "JobConfig":
+        """Lines of `input.format` say the prompt, so a job file of them has none."""
+        if not is_of_requests(raw):
+            return handler(raw)
+        job = handler(filled(raw))
+        if (found := contradiction(job.input, raw.get("prompt"), job.sampling)) is not None:
+            key, why = found
+            error = PydanticCustomError("value_error", "{error}", {"error": why})
+            detail = InitErrorDetails(type=error, loc=tuple(key.split(".")), input=None)
+            raise ValidationError.from_exception_data(cls.__name__, [detail])
+        return job
+
     def where(self, key: str) -> str:
         """`file:line` of a dotted key, or of the nearest key around it that is written down."""
         return self._document.where(tuple(key.split(".")))
+
+    def of_endpoint(self, endpoint: "Endpoint | None") -> "JobConfig":
+        """The job once it is known for which endpoint the input's requests are; None: they are no requests.
+
+        Raises ConfigError where the job file wants chats and the lines are of texts.
+        """
+        if endpoint is None:
+            return self
+        written = self.data.get("prompt")
+        if endpoint == "text" and isinstance(written, Mapping) and written.get("chat") not in (None, False):
+            raise ConfigError("prompt.chat: the lines are for /v1/completions, which has no chats; leave it out")
+        new = {"prompt": prompt_of(endpoint, self.prompt), "sampling": sampling_of(endpoint, self.sampling)}
+        return self.model_copy(update=new)
 
     @property
     def data(self) -> Mapping[str, Value]:
@@ -129,12 +175,30 @@ class JobConfig(Section):
         return SamplingParams(**constant)
 
     def sampling_columns(self) -> dict[str, str]:
-        """Of the options that each row sets itself: option (`structured_outputs.json` and the like) to column."""
+        """Of the options that each row may set itself: option (`structured_outputs.json` and the like) to column. A
+        null there means the job's value."""
+        if self.input.requests is not None:
+            from pipeline.data.requests.request_row import PARAMETERS
+
+            return {name: name for name in PARAMETERS}
         return {
             f"{name}.{value.kind}" if isinstance(value, StructuredFromColumn) else name: value.column
             for name, value in self.sampling
             if isinstance(value, FromColumn)
         }
+
+    def prompt_spec(self) -> "PromptSpec":
+        """How rows become prompts, or are refused as requests."""
+        if self.input.requests is None:
+            return self.prompt.spec()
+        from pipeline.data.requests.request_row import REFUSED
+
+        return replace(self.prompt.spec(), refused=REFUSED)
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether the output has a column of them: some rows of requests may ask for theirs."""
+        return self.sampling.logprobs is not None or self.input.requests is not None
 
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
@@ -142,7 +206,7 @@ class JobConfig(Section):
 
         most, run = self.sampling_params().max_tokens, self.run
         return UnitSpec(
-            self.prompt.spec(),
+            self.prompt_spec(),
             kept,
             self.sampling_columns(),
             most,
@@ -173,7 +237,7 @@ class JobConfig(Section):
             if sampling[name] is None:
                 del sampling[name]
         return {
-            "input": self.input.model_dump(mode="json", include={"columns", "limit"}),
+            "input": self.input.model_dump(mode="json", include={"columns", "limit"}) | self._format(),
             "prompt": self._prompt_identity(),
             "sampling": sampling,
             "seed": self.seed,
@@ -181,6 +245,9 @@ class JobConfig(Section):
             "rename": dict(self.output.rename),
             "cut": self.run.model_dump(include=_CUT),
         }
+
+    def _format(self) -> dict[str, str]:
+        return {} if self.input.requests is None else {"format": self.input.format}
 
     def _prompt_identity(self) -> dict[str, Any]:
         """`defaults` only where there are some: outputs of jobs from before they were there go on."""

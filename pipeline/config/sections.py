@@ -34,6 +34,7 @@ from pipeline.stores.filesystem import is_url
 
 if TYPE_CHECKING:
     from pipeline.data.prompts import PromptSpec
+    from pipeline.data.requests.input_checks import RequestFormat
 
 
 class Section(BaseModel):
@@ -49,9 +50,16 @@ class InputSection(Section):
         "directory; ${NAME} and ${NAME:-default} are environment variables, here and in the other paths.",
         examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "${DATA:-data}/in"],
     )
+    format: Literal["columns", "openai-batch"] = Field(
+        default="columns",
+        description="What a row is: columns, of which prompt and sampling name some; or openai-batch, JSON Lines of "
+        "OpenAI's Batch API for /v1/chat/completions or /v1/completions, which say prompt and sampling themselves.",
+        examples=["openai-batch"],
+    )
     columns: Columns | None = Field(
         default=None,
-        description="Input columns kept beside each completion. All when left out, none for an empty list.",
+        description="Input columns kept beside each completion. All when left out (of openai-batch: custom_id), none "
+        "for an empty list.",
         examples=[["ticket_id"]],
     )
     on_corrupt: Literal["fail", "skip"] = Field(
@@ -73,6 +81,11 @@ class InputSection(Section):
         description="Only the first so many rows. All when left out.",
         examples=[100],
     )
+
+    @property
+    def requests(self) -> "RequestFormat | None":
+        """The format of the lines, where these are requests of a batch API."""
+        return None if self.format == "columns" else self.format
 
 
 class ChatSection(Section):
@@ -111,19 +124,11 @@ class ChatSection(Section):
 
 
 class PromptSection(Section):
-    """Where a row's prompt comes from: exactly one of `template`, `column` and `messages`.
+    """Where a row's prompt comes from: exactly one of `template`, `column` and `messages`. Where the lines of the input
+    are requests, these say it, and a job file gives none (`requests.py`).
 
     `chat` None sends the text as it is; `messages` always goes through the chat template.
     """
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": [key], "properties": {key: {"type": "string"}}}
-                for key in ("template", "column", "messages")
-            ]
-        }
-    )
 
     template: str | None = Field(
         default=None,

@@ -3,7 +3,7 @@
 import hashlib
 import posixpath
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,9 @@ import pyarrow as pa
 from pipeline.data import json_lines
 from pipeline.data.columns import kept_schema, merge_schemas
 from pipeline.data.footer import DamagedFile, read_footer
-from pipeline.data.json_types import JsonTypes
+from pipeline.data.json_types import MAX_KEYS, JsonTypes
+from pipeline.data.requests.input_checks import FileNotes, RequestFormat, Requests, requests_of
+from pipeline.data.requests.request_row import request_schema
 from pipeline.data.source_file import SourceFile
 from pipeline.errors import InputError
 
@@ -35,10 +37,18 @@ class DatasetFiles(Protocol):
         """As `merge_schemas`, of these files that were looked at, in their order."""
         ...
 
+    def requests(self) -> Requests | None:
+        """What the files that were looked at are together, where they hold requests. Raises InputError where lines
+        contradict each other."""
+        ...
 
-def files_of(fs: Any, root: str, names: list[str], keep_bad: bool) -> DatasetFiles:
+
+def files_of(
+    fs: Any, root: str, names: list[str], keep_bad: bool, requests: RequestFormat | None = None
+) -> DatasetFiles:
     """What looks at the files, called `names` in messages, that lie below `root`. With `keep_bad` lines that are no
-    rows are rows without values. Raises InputError where files are of two formats."""
+    rows are rows without values. `requests`: the format of their lines, where these are requests. Raises InputError
+    where files are of two formats."""
     lines = [name for name in names if json_lines.is_json_lines(name)]
     if lines and len(lines) < len(names):
         other = next(name for name in names if not json_lines.is_json_lines(name))
@@ -46,7 +56,14 @@ def files_of(fs: Any, root: str, names: list[str], keep_bad: bool) -> DatasetFil
             f"{lines[0]} is JSON Lines by its name, {other} is not; a job reads one format: name the files of one, "
             "as in input.path: data/*.jsonl"
         )
-    return _Lines(fs, root, names, keep_bad) if lines else _Footers(fs, root, names)
+    if requests is None:
+        return _Lines(fs, root, names, keep_bad) if lines else _Footers(fs, root, names)
+    if not lines:
+        raise InputError(
+            f"{names[0]}: input.format: {requests} is of JSON Lines, and this is none by its name; expected .jsonl, "
+            "also with .gz or .zst"
+        )
+    return _RequestLines(fs, root, names, keep_bad, requests)
 
 
 class _Footers:
@@ -79,6 +96,9 @@ class _Footers:
             first.setdefault(self._schema_of[index], index)
         return merge_schemas([(self._names[i], self._kept[number]) for number, i in first.items()])
 
+    def requests(self) -> None:
+        return None
+
 
 class _Lines:
     """Looks at JSON Lines. A key that a line, or a whole file, does not have is null there."""
@@ -88,8 +108,15 @@ class _Lines:
         self._types: dict[int, JsonTypes] = {}
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
-        path, name = posixpath.join(self._root, relative), self._names[index]
-        file, self._types[index] = json_lines.scan(self._fs, path, relative, size, name, self._keep_bad)
+        path, name, types = posixpath.join(self._root, relative), self._names[index], JsonTypes()
+
+        def add(number: int, row: dict[str, Any]) -> None:
+            types.add(row)
+            if len(types) > MAX_KEYS:
+                raise DamagedFile(name, f"more than {MAX_KEYS:,} different keys by line {number}; are keys data here?")
+
+        file = json_lines.scan(self._fs, path, relative, size, name, self._keep_bad, add)
+        self._types[index] = types
         return file
 
     def columns(self, indices: Iterable[int]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
@@ -97,3 +124,44 @@ class _Lines:
         for index in sorted(indices):
             types.add_all(self._types[index])
         return types.schema(), {}, {}
+
+    def requests(self) -> None:
+        return None
+
+
+class _RequestLines:
+    """Looks at JSON Lines whose lines are requests. Their columns are the format's, whatever the lines hold."""
+
+    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, format: RequestFormat) -> None:
+        self._fs, self._root, self._names, self._keep_bad = fs, root, names, keep_bad
+        self._format: RequestFormat = format
+        self._notes: dict[int, FileNotes] = {}
+        self._files: dict[int, tuple[str, int]] = {}  # relative path and size
+        self._found: Requests | None = None
+
+    def look(self, index: int, relative: str, size: int) -> SourceFile:
+        notes = FileNotes(self._names[index])
+
+        def add(number: int, line: dict[str, Any]) -> None:
+            notes.add(line, number, self._format)
+
+        path = posixpath.join(self._root, relative)
+        file = json_lines.scan(self._fs, path, relative, size, notes.name, self._keep_bad, add)
+        self._notes[index], self._files[index] = notes, (relative, size)
+        return file
+
+    def requests(self) -> Requests:
+        if self._found is None:
+            order = sorted(self._notes)
+
+            def lines_of(at: int) -> Iterator[tuple[int, dict[str, Any]]]:
+                relative, size = self._files[order[at]]
+                path = posixpath.join(self._root, relative)
+                return json_lines.whole_lines(self._fs, path, relative, size, self._names[order[at]])
+
+            self._found = requests_of([self._notes[i] for i in order], self._format, lines_of)
+            self._notes.clear()
+        return self._found
+
+    def columns(self, indices: Iterable[int]) -> tuple[pa.Schema, dict[str, str], dict[str, str]]:
+        return request_schema(self.requests().endpoint), {}, {}

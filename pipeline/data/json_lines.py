@@ -14,7 +14,7 @@ import json
 import posixpath
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from pipeline.data.footer import DamagedFile, decoding, reading
-from pipeline.data.json_types import MAX_KEYS, JsonTypes, column_of
+from pipeline.data.json_types import column_of
 from pipeline.data.listing import is_local
 from pipeline.data.source_file import LineBlocks, Slice, SourceFile, StoredRanges, changed
 from pipeline.stores.filesystem import secrets_in
@@ -59,8 +59,17 @@ class LinesRead:
     damaged: list[tuple[int, int, str]]
 
 
-def scan(fs: Any, path: str, relative: str, size: int, name: str, keep_bad: bool) -> tuple[SourceFile, JsonTypes]:
-    """What planning has to know of a file, by reading all of it; `name` is for messages.
+def scan(
+    fs: Any,
+    path: str,
+    relative: str,
+    size: int,
+    name: str,
+    keep_bad: bool,
+    add: Callable[[int, dict[str, Any]], None],
+) -> SourceFile:
+    """What planning has to know of a file, by reading all of it; `name` is for messages. `add` is given the number of
+    each line and its row.
 
     Raises DamagedFile, naming the line, where a line is no JSON object. With `keep_bad` such a line is a row without
     values; a file that cannot be decompressed, or has a line of more than MAX_LINE_BYTES, is damaged all the same.
@@ -68,8 +77,8 @@ def scan(fs: Any, path: str, relative: str, size: int, name: str, keep_bad: bool
     if size == 0 and compression_of(relative):
         raise DamagedFile(name, "the file is empty (0 bytes), so it is cut off")
     rows, sizes, offsets, lines, checksums = (array("q") for _ in range(5))
-    types, content = JsonTypes(), hashlib.sha256()
-    offset = line = number = 0
+    content = hashlib.sha256()
+    offset = line = 0
     with reading(name, secrets_in(fs)), closing(_opened(fs, path, size, relative, name)) as file:
         for block in _blocks(file, name):
             count = 0
@@ -77,23 +86,39 @@ def scan(fs: Any, path: str, relative: str, size: int, name: str, keep_bad: bool
                 if isinstance(row, BadLine) and not keep_bad:
                     raise DamagedFile(f"{name}:{number}", str(row))
                 if not isinstance(row, BadLine):
-                    types.add(row)
+                    add(number, row)
                 count += 1
-            if len(types) > MAX_KEYS:
-                raise DamagedFile(name, f"more than {MAX_KEYS:,} different keys by line {number}; are keys data here?")
             for noted, value in ((rows, count), (sizes, len(block)), (offsets, offset), (lines, line)):
                 noted.append(value)
             checksums.append(zlib.crc32(block))
             content.update(block)
             offset, line = offset + len(block), line + block.count(b"\n")
     blocks = LineBlocks(offsets, lines, checksums)
-    return SourceFile(relative, size, content.hexdigest(), sum(rows), rows, sizes, blocks=blocks), types
+    return SourceFile(relative, size, content.hexdigest(), sum(rows), rows, sizes, blocks=blocks)
+
+
+def whole_lines(fs: Any, path: str, relative: str, size: int, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of each line that is an object, from 1, and the object."""
+    line = 0
+    with reading(name, secrets_in(fs)), closing(_opened(fs, path, size, relative, name)) as file:
+        for block in _blocks(file, name):
+            yield from ((n, row) for n, row in _rows(block, line) if not isinstance(row, BadLine))
+            line += block.count(b"\n")
 
 
 def read_slices(
-    fs: Any, root: str, shown: str, file: SourceFile, slices: list[Slice], schema: pa.Schema
+    fs: Any,
+    root: str,
+    shown: str,
+    file: SourceFile,
+    slices: list[Slice],
+    schema: pa.Schema,
+    row_of: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda line: line,
 ) -> Iterator[LinesRead]:
-    """Of each slice the columns of `schema`. Raises InputError when the file is not the one that was planned."""
+    """Of each slice the columns of `schema`. `row_of`: the row of a line's object.
+
+    Raises InputError when the file is not the one that was planned.
+    """
     path, name = posixpath.join(root, file.relative), posixpath.join(shown, file.relative)
     blocks = file.blocks
     assert blocks is not None
@@ -110,11 +135,17 @@ def read_slices(
                     raise changed(name) from None
                 if zlib.crc32(block) != blocks.checksums[i]:
                     raise changed(name)
-                yield _slice(block, blocks.first_lines[i], piece, schema)
+                yield _slice(block, blocks.first_lines[i], piece, schema, row_of)
 
 
-def _slice(block: bytes, first_line: int, piece: Slice, schema: pa.Schema) -> LinesRead:
-    rows: list[dict[str, Any]] = []
+def _slice(
+    block: bytes,
+    first_line: int,
+    piece: Slice,
+    schema: pa.Schema,
+    row_of: Callable[[dict[str, Any]], Mapping[str, Any]],
+) -> LinesRead:
+    rows: list[Mapping[str, Any]] = []
     damaged = []
     for at, (number, row) in enumerate(_rows(block, first_line)):
         if at >= piece.stop:
@@ -123,8 +154,9 @@ def _slice(block: bytes, first_line: int, piece: Slice, schema: pa.Schema) -> Li
             continue
         if isinstance(row, BadLine):
             damaged.append((at - piece.start, at - piece.start + 1, f"line {number}: {row}"))
-            row = {}
-        rows.append(row)
+            rows.append({})
+        else:
+            rows.append(row_of(row))
     columns = [column_of([row.get(f.name) for row in rows], f) for f in schema]
     return LinesRead(pa.Table.from_arrays(columns, schema=schema), damaged)
 

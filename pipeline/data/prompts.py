@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import field as of_dataclass
+from itertools import repeat
 from typing import Any
 
 import pyarrow as pa
@@ -34,6 +35,7 @@ class PromptSpec:
     messages: str | None = None
     max_bytes: int = MAX_BYTES  # of the rendered prompt, in UTF-8
     defaults: Mapping[str, str] = of_dataclass(default_factory=dict)  # texts for nulls, by what the template names
+    refused: str | None = None  # a column of text that says why a row is not asked; null where it is
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.column, self.template, self.messages)) != 1:
@@ -53,9 +55,10 @@ class PromptSpec:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that rendering reads, each once."""
+        refused = () if self.refused is None else (self.refused,)
         if self.template is not None:
-            return template_columns(self.template)
-        return (self.column or self.messages or "",)
+            return (*template_columns(self.template), *refused)
+        return (self.column or self.messages or "", *refused)
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ConfigError when the columns of `schema` cannot be read as this asks."""
@@ -108,8 +111,11 @@ def render(table: pa.Table, spec: PromptSpec) -> Rendered:
     out = Rendered([], [], [])
     # some rows at a time, so that the columns never lie in memory as Python objects whole
     for batch in table.to_batches(max_chunksize=1024):
-        for make in make_rows(batch, spec):
+        refused = repeat(None) if spec.refused is None else batch.column(spec.refused).to_pylist()
+        for make, why in zip(make_rows(batch, spec), refused):
             try:
+                if why is not None:
+                    raise _Refused(RowError.INVALID_REQUEST, why)
                 prompt, code, message = make(), None, None
             except _Refused as e:
                 prompt, code, message = None, str(e.code), str(e)

@@ -24,6 +24,7 @@ from pipeline.data.dataset_files import SkippedFile, files_of
 from pipeline.data.footer import DamagedFile
 from pipeline.data.listing import find_files, is_local
 from pipeline.data.partitions import partition_array
+from pipeline.data.requests.input_checks import RequestFormat, Requests
 from pipeline.data.source_file import Slice, SourceFile
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem
@@ -68,6 +69,7 @@ class Source:
     on_corrupt: OnCorrupt = "fail"
     skipped: tuple[SkippedFile, ...] = ()  # sorted by relative path
     batches: tuple[int, ...] = ()  # indices of `files` at which an appended batch begins
+    requests: Requests | None = None  # where the lines are requests
 
     @property
     def num_rows(self) -> int:
@@ -101,9 +103,10 @@ def open_source(
     on_corrupt: OnCorrupt = "fail",
     retries: RetryCounts | None = None,
     is_later: Callable[[str], bool] | None = None,
+    requests: RequestFormat | None = None,
 ) -> Source:
     """Find the files of a file, folder (read whole, recursively) or glob, local or an fsspec url: JSON Lines where
-    they are called so, else Parquet.
+    they are called so, else Parquet. `requests`: the format of the lines, where these are requests.
 
     In folders and globs, names that start with `_` or `.` are passed by, and folders named `column=value` below
     the root (of a glob: below the part before its first pattern) are columns. Where every file holds a column of
@@ -116,7 +119,7 @@ def open_source(
     fs, root, found = find_files(path, storage, retries)
     shown = shown_url(fs.unstrip_protocol(root)) if not is_local(fs) else root
     names = [posixpath.join(shown, relative) for relative, _ in found]
-    dataset = files_of(fs, root, names, on_corrupt == "skip")
+    dataset = files_of(fs, root, names, on_corrupt == "skip", requests)
 
     def look(index: int) -> SourceFile | SkippedFile:
         relative, size = found[index]
@@ -155,6 +158,7 @@ def open_source(
         columns.partitions,
         on_corrupt,
         skipped,
+        requests=dataset.requests(),
     )
 
 
@@ -255,7 +259,8 @@ def _read_files(source: Source, window: Window, schema: pa.Schema) -> Iterator[t
         slices = list(file.slices(file.first_row + start, file.first_row + stop))
         where = (fs, source.base, source.root, file, slices, stored)
         if file.blocks is not None:
-            lines = zip(slices, json_lines.read_slices(*where), strict=True)
+            row_of = (lambda line: line) if source.requests is None else source.requests.row
+            lines = zip(slices, json_lines.read_slices(*where, row_of), strict=True)
             return [(file, piece, _Read(read.table, read.damaged)) for piece, read in lines]
         out = []
         for piece, read in zip(slices, parquet_file.read_slices(*where), strict=True):

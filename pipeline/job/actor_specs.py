@@ -47,6 +47,7 @@ def flow_spec(
         load_timeout_s=run.load_timeout_s,
         params=config.sampling_params(),
         seed=config.seed,
+        logprobs=config.reports_logprobs,
         chat=chat_of(config, plan.fingerprint.date),
         chat_template=plan.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),

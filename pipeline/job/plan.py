@@ -78,7 +78,10 @@ def make_plan(
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     config = with_model_defaults(config, model, say)
     given, batches = config.input, batches or Batches()
-    source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later)
+    source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.requests)
+    config = config.of_endpoint(source.requests and source.requests.endpoint)
+    if say is not None and source.requests is not None and source.requests.ignored:
+        say(f"fields of the requests that change nothing here: {', '.join(source.requests.ignored)}")
     source, batches = batches.arranged(source)
     if config.input.limit is not None and (batches.more or batches.later_files):
         raise ConfigError("input.limit: files cannot be appended to an output of the first rows alone; leave one out")
@@ -88,7 +91,7 @@ def make_plan(
     source.check_columns(units.columns)
     units.prompt.check(source.schema)
     kept_schema = pa.schema([source.kept.field(name) for name in kept])
-    schema = output_schema(kept_schema, config.output.rename, config.sampling.logprobs is not None)
+    schema = output_schema(kept_schema, config.output.rename, config.reports_logprobs)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
     reference = resolve_reference(config, model, say, retries)

@@ -52,9 +52,10 @@ def read_samples(
     expected: a column to keep the text of. chosen: (number, seed), to take so many rows at random from all of them.
     Raises InputError when no row is left, ConfigError when the prompt does not fit the columns.
     """
-    spec = config.prompt.spec()
-    kept = () if expected is None else (expected,)
-    source = open_source(config.input.path, config.input.storage, config.input.on_corrupt)
+    kept, given = () if expected is None else (expected,), config.input
+    source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
+    config = config.of_endpoint(source.requests and source.requests.endpoint)
+    spec = config.prompt_spec()
     source.check_columns([*kept, *spec.columns])
     spec.check(source.schema)
     tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat_of(config, wall_time()))

@@ -72,15 +72,16 @@ def examine(config: JobConfig) -> Examined:
 class _Examination:
     def __init__(self, config: JobConfig, found: Examined) -> None:
         self.config, self.found, self.facts = config, found, found.facts
-        self.spec = config.prompt.spec()
+        self.spec = config.prompt_spec()
 
     def run(self) -> None:
         self._model()
         self._sampling()
         with self._noting("input.path"):
             given = self.config.input
-            source = open_source(given.path, given.storage, given.on_corrupt)
+            source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
             self._dataset(source)
+            self._requests(source)
             kept = self._columns(source)
             if not self.found.mistakes:
                 self._output_columns(source, kept)
@@ -168,6 +169,20 @@ class _Examination:
             "columns": {f.name: str(f.type) for f in source.schema},
         }
 
+    def _requests(self, source: Source) -> None:
+        """Of lines that are requests: for which endpoint they are, and so what the prompt and the defaults are."""
+        found = source.requests
+        if found is not None:
+            with self._noting("prompt.chat"):
+                self.config = self.config.of_endpoint(found.endpoint)
+            self.spec = self.config.prompt_spec()
+            self.facts["requests"] = {
+                "format": found.format,
+                "endpoint": found.endpoint,
+                "model": found.model,
+                "ignored": list(found.ignored),
+            }
+
     def _columns(self, source: Source) -> list[str]:
         """Every column that the job names is there, in each file, and of a kind that fits."""
         config, prompt = self.config, self.config.prompt
@@ -193,7 +208,8 @@ class _Examination:
                 self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
             if option.startswith("structured_outputs.") and name not in absent:
                 self._structured_column(f"sampling.{option}", name, source.schema.field(name).type)
-        self.facts["columns"] = {"kept": kept, "prompt": list(self.spec.columns), "sampling": config.sampling_columns()}
+        asked = [name for name in self.spec.columns if name != self.spec.refused]
+        self.facts["columns"] = {"kept": kept, "prompt": asked, "sampling": config.sampling_columns()}
         return kept
 
     def _structured_column(self, key: str, name: str, kind: Any) -> None:
@@ -208,7 +224,7 @@ class _Examination:
 
         with self._noting("output.rename"):
             fields = [source.kept.field(name) for name in kept]
-            logprobs = self.config.sampling.logprobs is not None
+            logprobs = self.config.reports_logprobs
             schema: pa.Schema = output_schema(pa.schema(fields), self.config.output.rename, logprobs)
             self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
 
@@ -259,6 +275,7 @@ def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
 
 def describe(found: Examined, config: JobConfig) -> str:
     """The facts as a terminal shows them."""
+    config = config.of_endpoint(found.facts.get("requests", {}).get("endpoint"))
     head = [f"{printable(found.job)}: valid", ""]
     facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found, config)]
     lengths = _shown_lengths(found.facts["prompt_tokens"])
@@ -284,6 +301,7 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
     return [
         ("Paths", f"relative ones are below {facts['paths_below']}, the working directory"),
         ("Input", f"{shown_url(config.input.path)}: {size}; {_plural(source['windows'], 'window')}"),
+        *([("", told)] if (told := _shown_requests(facts.get("requests"))) else []),
         *([("Skipped", f"{_plural(len(skipped), 'damaged file')}: {names}{more}")] if skipped else []),
         ("Prompt", f"{chat} from {', '.join(columns['prompt'])}"),
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
@@ -305,6 +323,15 @@ def _quality(reference: dict[str, str] | None, config: JobConfig) -> str:
     )
     column = "" if given.column is None else f"; right answers from {given.column}"
     return f"{100 * config.run.quality_sample:g}% of the rows against {against}{column}"
+
+
+def _shown_requests(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    what = "chats" if found["endpoint"] == "chat" else "texts to go on with"
+    model = "" if found["model"] is None else f" for {found['model']!r}, answered by the job's model"
+    ignored = f"; fields that change nothing here: {', '.join(found['ignored'])}" if found["ignored"] else ""
+    return f"{found['format']}: requests of {what}{model}; their own sampling values come first{ignored}"
 
 
 def _own_sampling(found: dict[str, dict[str, Any]], config: JobConfig) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.config.requests import DEFAULTS
 from pipeline.config.schema import FILE_NAME, schema_text
 from pipeline.errors import ConfigError
 from pipeline.starter.look import Look
@@ -15,7 +16,6 @@ LENGTH_STEP = 256  # of max_model_len
 
 def job_text(name: str, place: str, model: str, output: str, seen: Look) -> str:
     """A job file that `pipeline validate` takes."""
-    columns = ", ".join(f"{column} ({kind})" for column, kind in seen.columns.items())
     lines = [
         f"# yaml-language-server: $schema={FILE_NAME}",
         "# Written by `pipeline init`. An editor that knows the line above explains each key and what else there is.",
@@ -24,12 +24,9 @@ def job_text(name: str, place: str, model: str, output: str, seen: Look) -> str:
         "",
         "input:",
         f"  path: {_text(place)}",
-        f"  # {_plural(seen.num_files, 'file')}, {_plural(seen.num_rows, 'row')}; columns: {_comment(columns)}",
-        *_columns(seen),
+        *_input(seen),
         "",
-        "prompt:",
-        *_prompt(seen),
-        "",
+        *(["prompt:", *_prompt(seen), ""] if seen.requests is None else []),
         "model:",
         f"  path: {_text(model)}",
         *([f"  # It was not looked at: {_comment(seen.why_not)}."] if seen.why_not else []),
@@ -69,6 +66,18 @@ def write_job(path: str, text: str) -> bool:
     return True
 
 
+def _input(seen: Look) -> list[str]:
+    found = f"  # {_plural(seen.num_files, 'file')}, {_plural(seen.num_rows, 'row')}"
+    if seen.requests is not None:
+        model = _comment(f" for {seen.requests.model!r}" if seen.requests.model else "")
+        return [
+            f"  format: {seen.requests.format}         # each line has its own prompt and sampling values",
+            f"{found}: requests{model}; custom_id is kept",
+        ]
+    columns = ", ".join(f"{column} ({kind})" for column, kind in seen.columns.items())
+    return [f"{found}; columns: {_comment(columns)}", *_columns(seen)]
+
+
 def _columns(seen: Look) -> list[str]:
     if seen.keep:
         return [f"  columns: [{', '.join(map(_text, seen.keep))}]  # kept beside each answer; all when left out"]
@@ -97,7 +106,10 @@ def _prompt(seen: Look) -> list[str]:
 
 def _limits(seen: Look) -> list[str]:
     """Sampling and the longest sequence, as what was seen suggests."""
-    max_tokens, longest = MAX_TOKENS, seen.lengths[-1] if seen.lengths else None
+    defaults = {"max_tokens": MAX_TOKENS, "temperature": 0}
+    if seen.requests is not None:
+        defaults = DEFAULTS[seen.requests.endpoint]
+    max_tokens, longest = defaults["max_tokens"], seen.lengths[-1] if seen.lengths else None
     notes = []
     if longest is not None and seen.max_position is not None:
         median, some = seen.lengths[len(seen.lengths) // 2], _plural(len(seen.lengths), "prompt")
@@ -107,8 +119,9 @@ def _limits(seen: Look) -> list[str]:
         if room < max_tokens:
             notes += ["# Prompts longer than it takes, less one token, become error rows (prompt_too_long)."]
             max_tokens = max(16, min(max_tokens, seen.max_position // 4))
-    lines = [*notes, "sampling:", f"  max_tokens: {max_tokens:<16} # a completion ends here at the latest",
-             "  temperature: 0               # 0 takes the likeliest token each time"]  # fmt: skip
+    whose = "sampling:" if seen.requests is None else "sampling:                      # of lines that do not say"
+    lines = [*notes, whose, f"  max_tokens: {max_tokens:<16} # a completion ends here at the latest",
+             f"  temperature: {defaults['temperature']:<15g} # 0 takes the likeliest token each time"]  # fmt: skip
     if longest is not None and seen.max_position is not None:
         wanted = -(-(2 * longest + max_tokens) // LENGTH_STEP) * LENGTH_STEP
         if wanted < seen.max_position:

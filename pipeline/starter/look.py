@@ -15,6 +15,9 @@ import pyarrow as pa
 from pipeline.checkpoints.locate import locate_model, model_kind, why_no_checkpoint
 from pipeline.config import job_from_flags
 from pipeline.data.columns import is_text
+from pipeline.data.requests.input_checks import Requests
+from pipeline.data.requests.openai_batch import OF_LINE
+from pipeline.data.requests.request_row import PROMPT_COLUMN
 from pipeline.data.source import Source, cut_windows, open_source, read_window
 from pipeline.errors import InputError, ModelError
 from pipeline.job.samples import read_samples
@@ -38,13 +41,14 @@ class Look:
     num_rows: int
     num_files: int
     prompt: str  # the column
-    kind: Literal["messages", "column", "template"]
+    kind: Literal["messages", "column", "template", "requests"]
     keep: tuple[str, ...] = ()  # columns that tell rows apart
     has_chat: bool = False
     lengths: tuple[int, ...] = ()
     max_position: int | None = None
     why_not: str = ""
     left_out: Mapping[str, int] = field(default_factory=dict)  # rows without a prompt, by RowError code
+    requests: Requests | None = None  # where the lines are requests
 
 
 def look(place: str, model: str, say: Callable[[str], None]) -> Look:
@@ -52,21 +56,26 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
     that cannot be run."""
     source = open_source(place)
     rows = _first_rows(source)
-    prompt, kind = _prompt_of(source, rows)
+    if {*OF_LINE} <= {*source.schema.names}:
+        source = open_source(place, requests="openai-batch")
+        rows = _first_rows(source)
+    requests = source.requests
+    prompt, kind = (PROMPT_COLUMN[requests.endpoint], "requests") if requests else _prompt_of(source, rows)
     keep = tuple(name for name in source.schema.names if name != prompt and _tells_rows_apart(name, rows))
     columns = {f.name: str(f.type) for f in source.schema}
-    seen = Look(columns, source.num_rows, len(source.files), prompt, kind, keep)
+    seen = Look(columns, source.num_rows, len(source.files), prompt, kind, keep, requests=requests)
     files = "1 file" if len(source.files) == 1 else f"{len(source.files):,} files"
-    say(f"{place}: {source.num_rows:,} rows in {files}; the prompt is in {prompt!r}")
+    found = f"the prompt is in {prompt!r}" if requests is None else f"requests of {requests.format}"
+    say(f"{place}: {source.num_rows:,} rows in {files}; {found}")
     folder, why_not = _small_files_of(model)
     if folder is None:
         say(f"{model}: not looked at: {why_not}")
-        return Look(**{**vars(seen), "has_chat": kind == "messages", "why_not": why_not})
+        return Look(**{**vars(seen), "has_chat": prompt == "messages" or kind == "messages", "why_not": why_not})
     max_position = read_config(folder).max_position
     tokenizer = Tokenizer.from_folder(str(folder))
     try:
         has_chat = tokenizer.has_chat_template
-        if kind == "messages":
+        if kind == "messages" or (requests is not None and requests.endpoint == "chat"):
             tokenizer.check_chat_template()
         read = read_samples(_job(place, model, prompt, kind, has_chat), tokenizer, max_tokens=1 << 40)
     finally:
@@ -152,14 +161,14 @@ def _small_files_of(model: str) -> tuple[Path | None, str]:
 
 def _job(place: str, model: str, prompt: str, kind: str, has_chat: bool) -> Any:
     """The first rows as the job will send them, for their lengths."""
-    key = "prompt.messages" if kind == "messages" else "prompt.column"
+    key = {"messages": "prompt.messages", "requests": "input.format"}.get(kind, "prompt.column")
     flags: dict[str, tuple[Any, str]] = {
         "input.path": (place, "--input"),
         "input.limit": (LOOKED_AT_ROWS, "--input"),
         "model.path": (model, "--model"),
         "output.path": ("-", "--output"),
-        key: (prompt, "--input"),
+        key: ("openai-batch" if kind == "requests" else prompt, "--input"),
     }
-    if has_chat:
+    if has_chat and kind != "requests":
         flags["prompt.chat"] = ({}, "--model")
     return job_from_flags(flags)

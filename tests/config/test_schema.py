@@ -34,6 +34,7 @@ def test_our_job_files_are_valid_and_name_the_schema(path: Path):
 
 def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
     schema = job_schema()
+    schema["required"] += schema["else"]["required"]  # but of requests
     for section in (schema, *schema["$defs"].values()):
         assert section["additionalProperties"] is False
         for name, key in section["properties"].items():
@@ -117,3 +118,16 @@ def test_the_job_of_the_command_lines_tests_is_valid(text: str):
 @pytest.mark.parametrize("wrong", ["max_tokens: 0", "max_tokens: nine", "tokens: 9"])
 def test_the_job_of_the_command_lines_tests_is_refused_once_it_is_wrong(wrong: str):
     assert not SCHEMA.is_valid(parse(cli_cases.JOB.replace("max_tokens: 9", wrong), "job").data)
+
+
+REQUESTS = "input: {path: data, format: openai-batch}\nmodel: {path: demo}\noutput: {path: out}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "fits"),
+    [("", True), ("prompt: {chat: {date: 2026-11-23}}", True), ("prompt: {max_bytes: 9}", True),
+     ("prompt: {column: a}", False), ("prompt: {messages: a}", False)],
+)  # fmt: skip
+def test_a_job_of_requests_has_no_source_of_prompts(more: str, fits: bool):
+    assert SCHEMA.is_valid(parse(REQUESTS + more, "job").data) == fits
+    assert not SCHEMA.is_valid(parse(REQUESTS.replace(", format: openai-batch", ""), "job").data)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import json_lines
+from pipeline.data import dataset_files, json_lines
 from pipeline.data.json_types import JsonTypes, column_of
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import cut_windows, narrowed, open_source, read_window
@@ -211,7 +211,7 @@ def test_a_damaged_file_is_refused_by_name_or_skipped(tmp_path, name, content, s
 
 
 def test_keys_that_are_data_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "MAX_KEYS", 10)
+    monkeypatch.setattr(dataset_files, "MAX_KEYS", 10)
     with pytest.raises(InputError, match="more than 10 different keys by line 11; are keys data here"):
         open_source(put(tmp_path, "a.jsonl", [{str(i): i} for i in range(11)]))
 

@@ -26,3 +26,7 @@ def test_sample_rows_are_fresh(name: str):
     assert pq.read_table(samples.FOLDER / f"{name}.parquet").equals(samples.samples()[name]), (
         "run `python -m tools.samples`"
     )
+
+
+def test_the_sample_of_requests_is_fresh():
+    assert (samples.FOLDER / "requests.jsonl").read_text(encoding="utf-8") == samples.requests()

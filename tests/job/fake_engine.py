@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipeline import errors
-from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request
+from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, TokenLogprobs
 
 
 class FakeTokenizer:
@@ -46,6 +46,12 @@ def answer(prompt_token_ids: list[int], seed: int | None, max_tokens: int) -> li
 
 def text_of(token_ids: list[int]) -> str:
     return " ".join(map(str, token_ids))
+
+
+def _logprobs(token_ids: list[int], top: int | None) -> list[TokenLogprobs] | None:
+    if top is None:
+        return None
+    return [TokenLogprobs(token, -0.5, tuple((token + i, -0.5 - i) for i in range(top))) for token in token_ids]
 
 
 class FakeEngine:
@@ -124,6 +130,7 @@ class FakeEngine:
                         reason,
                         len(request.prompt_token_ids),
                         self.cached.pop(key),
+                        _logprobs(ids, request.params.logprobs),
                         queued_us=self.queued_us.pop(key),
                         first_token_us=first,
                         last_token_us=now,

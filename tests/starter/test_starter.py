@@ -130,3 +130,22 @@ def test_what_cannot_be_a_job(here):
     data(messages=[CHAT])
     with pytest.raises(ModelError, match="has no chat template"):
         look("data.parquet", model_without_chat(here / "model"), print)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "max_tokens"),
+    [("/v1/chat/completions", {"messages": CHAT}, 256), ("/v1/completions", {"prompt": "Why?"}, 16)],
+)
+def test_a_file_of_requests_is_a_job_without_a_prompt(here, pipe, url, body, max_tokens):
+    lines = [{"custom_id": f"r{i}", "method": "POST", "url": url, "body": {"model": "gpt-x", **body}} for i in range(3)]
+    Path("requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, _, err = pipe("init", "my.yaml", "--input", "requests.jsonl")
+    assert (code, "3 rows in 1 file; requests of openai-batch" in err) == (0, True), err
+    written = yaml.safe_load(Path("my.yaml").read_text())
+    assert written["input"] == {"path": "requests.jsonl", "format": "openai-batch"}
+    assert "prompt" not in written
+    assert written["sampling"] == {"max_tokens": max_tokens, "temperature": 1}
+    Draft202012Validator(job_schema()).validate(written)
+    found = examine(load_job("my.yaml"))
+    assert (found.mistakes, found.failures) == ([], [])
+    assert found.facts["columns"]["kept"] == ["custom_id"]

@@ -80,3 +80,9 @@ def result_field(schema: pa.Schema, name: str) -> pa.Field:
     if schema.names.count(name) == 1:
         return schema.field(name)
     raise PipelineError(f"the table has no result column {name!r}: build it with output_schema")
+
+
+def result_names(schema: pa.Schema) -> dict[str, str]:
+    """Of each result column that a table of `output_schema` has, by what it is: what it is called."""
+    kinds = {f.name: (f.metadata or {}).get(_RESULT_KEY, b"").decode() for f in schema}
+    return {kind: name for name, kind in kinds.items() if kind}

@@ -136,7 +136,7 @@ class Tokenize:
                 continue
             try:
                 values = _nested(json.loads(own)) if own else {}
-                params = replace(self._params, **{**values, "seed": row_seed(self._seed, file, row)})
+                params = replace(self._params, **{"seed": row_seed(self._seed, file, row), **values})
             except (ConfigError, TypeError) as refused:
                 failed.append(failed_row(i, RowError.INVALID_SAMPLING, str(refused)))
                 continue

@@ -65,6 +65,7 @@ class WorkSpec:
     run_id: str  # whose logs the actor writes to
     log_level: Level = "info"
     seed: int = 0
+    logprobs: bool = False  # whether the output has a column of them
     chat: Chat | None = None
     chat_template: str | None = None  # instead of the checkpoint's own
     revision: str | None = None  # of the model
@@ -127,9 +128,8 @@ class Worker:
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint)
-        logprobs = spec.params.logprobs is not None
         self._write = Write(
-            store, spec.fingerprint, spec.rename, logprobs, spec.metadata, spec.kept_types, spec.retried_limits
+            store, spec.fingerprint, spec.rename, spec.logprobs, spec.metadata, spec.kept_types, spec.retried_limits
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

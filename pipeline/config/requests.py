@@ -1,0 +1,63 @@
+"""Jobs whose input is a file of requests (`input.format: openai-batch`): the lines say what others' job files say.
+
+A job file of one has no `prompt`, or one with `chat` and `max_bytes` alone; its `sampling` is for lines that do not
+give a value themselves. Which of the two endpoints the lines are for is known once the input is read
+(`JobConfig.of_endpoint`).
+"""
+
+from typing import Any
+
+from pipeline.config.engine_sections import SamplingSection
+from pipeline.config.sections import InputSection, PromptSection
+from pipeline.config.values import FromColumn
+from pipeline.data.requests.request_row import CUSTOM_ID, PROMPT_COLUMN, Endpoint
+
+# What the API does where neither a line nor the job file says. A chat there goes on to the model's end; here a row is
+# given room for max_tokens, so that there is a bound.
+DEFAULTS: dict[Endpoint, dict[str, Any]] = {
+    "chat": {"temperature": 1.0, "max_tokens": 4096},
+    "text": {"temperature": 1.0, "max_tokens": 16},
+}
+SOURCES = ("template", "column", "messages")  # of a prompt
+
+
+def is_of_requests(raw: object) -> bool:
+    """Whether a job file, before it is checked, is one of requests."""
+    section = raw.get("input") if isinstance(raw, dict) else None
+    return isinstance(section, dict) and section.get("format") not in (None, "columns")
+
+
+def filled(raw: dict[str, Any]) -> dict[str, Any]:
+    """A job file of requests with what its format says: the lines' chats, and of their columns custom_id. A prompt that
+    names another source is left to be refused."""
+    prompt = raw.get("prompt") or {}
+    if isinstance(prompt, dict) and all(prompt.get(key) is None for key in SOURCES):
+        prompt = {**prompt, "messages": PROMPT_COLUMN["chat"], "chat": prompt.get("chat") or {}}
+    return {**raw, "input": {"columns": [CUSTOM_ID], **raw["input"]}, "prompt": prompt}
+
+
+def contradiction(given: InputSection, prompt: object, sampling: SamplingSection) -> tuple[str, str] | None:
+    """The key that a job file of requests must not have, and why. `prompt`: that section as it is written."""
+    named = [key for key in (*SOURCES, "defaults") if isinstance(prompt, dict) and prompt.get(key) is not None]
+    if named:
+        return f"prompt.{named[0]}", f"the lines of input.format {given.format} are the prompts; leave it out"
+    for name, value in sampling:
+        if isinstance(value, FromColumn):
+            why = f"the lines of input.format {given.format} give their own values; write one for those that give none"
+            return f"sampling.{name}", why
+    if CUSTOM_ID not in (given.columns or ()):
+        return "input.columns", f"expected {CUSTOM_ID} among them, by which an answer is found"
+    return None
+
+
+def prompt_of(endpoint: Endpoint, prompt: PromptSection) -> PromptSection:
+    """Where the prompts of lines for this endpoint are."""
+    column = PROMPT_COLUMN[endpoint]
+    new = {"messages": column} if endpoint == "chat" else {"messages": None, "column": column, "chat": None}
+    return prompt.model_copy(update=new)
+
+
+def sampling_of(endpoint: Endpoint, sampling: SamplingSection) -> SamplingSection:
+    """The values for lines that give none, with the API's where the job file has none either."""
+    missing = {name: value for name, value in DEFAULTS[endpoint].items() if name not in sampling.model_fields_set}
+    return sampling.model_copy(update=missing)

@@ -1,0 +1,137 @@
+"""What all lines of an input of requests must agree on: one endpoint, one model, and a custom_id of its own for each.
+
+Of a line a hash of 8 bytes is kept. Where two are equal, their files are read again, so that what is refused is a
+duplicate with both lines named, never a collision.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from pipeline.data.requests import openai_batch
+from pipeline.data.requests.request_row import Endpoint, Heading, NoRequest, Request, shortened
+from pipeline.errors import InputError
+
+RequestFormat = Literal["openai-batch"]
+T = TypeVar("T", bound=str)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    heading: Callable[[Mapping[str, Any]], Heading]
+    request: Callable[[Mapping[str, Any], Endpoint], Request]
+    endpoints: Mapping[str, Endpoint]  # by what lines call them
+    line: str  # as messages show it
+
+
+READERS: Mapping[RequestFormat, _Reader] = {
+    "openai-batch": _Reader(
+        openai_batch.heading,
+        openai_batch.request,
+        openai_batch.ENDPOINTS,
+        '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}',
+    )
+}
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What an input of requests is, as planning found it. `model`: the name in the lines; None where none has one."""
+
+    format: RequestFormat
+    endpoint: Endpoint
+    model: str | None = None
+    ignored: tuple[str, ...] = ()  # fields that some lines have and that change nothing here
+
+    def row(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """A line's object as a row of `request_schema`."""
+        return READERS[self.format].request(line, self.endpoint).row(self.endpoint)
+
+
+@dataclass
+class FileNotes:
+    """What was seen in one file. Where several lines say the same, the first one's number is kept."""
+
+    name: str  # for messages
+    hashes: "array[int]" = field(default_factory=lambda: array("Q"))  # of each custom_id
+    endpoints: dict[Endpoint, int] = field(default_factory=dict)
+    models: dict[str, int] = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)
+
+    def add(self, line: Mapping[str, Any], number: int, format: RequestFormat) -> None:
+        """Raises InputError where the whole input is to be refused for this line."""
+        try:
+            found = READERS[format].heading(line)
+        except NoRequest as why:
+            raise InputError(f"{self.name}:{number}: {why} (input.format: {format})") from None
+        self.hashes.append(_hash(found.custom_id))
+        if found.endpoint is not None:
+            self.endpoints.setdefault(found.endpoint, number)
+        if found.model is not None and len(self.models) < 2:
+            self.models.setdefault(found.model, number)
+        self.ignored.update(found.ignored)
+
+
+def requests_of(
+    notes: list[FileNotes], format: RequestFormat, lines_of: Callable[[int], Iterator[tuple[int, Mapping[str, Any]]]]
+) -> Requests:
+    """What the files, in their order, are together. `lines_of`: the lines of a file by its index, with their numbers.
+
+    Raises InputError where lines disagree, naming two of them, or where two have one custom_id.
+    """
+    urls = {endpoint: url for url, endpoint in READERS[format].endpoints.items()}
+    url = _one("url", ((urls[e], f"{n.name}:{i}") for n in notes for e, i in n.endpoints.items()))
+    model = _one("body.model", ((m, f"{n.name}:{i}") for n in notes for m, i in n.models.items()))
+    if url is None:
+        raise InputError(
+            f"{notes[0].name}: no line is a request of {format}; expected lines such as {READERS[format].line}"
+        )
+    _refuse_duplicates(notes, format, lines_of)
+    ignored = {name for each in notes for name in each.ignored}
+    return Requests(format, READERS[format].endpoints[url], model, tuple(sorted(ignored)))
+
+
+def _one(what: str, found: Iterable[tuple[T, str]]) -> T | None:
+    first: tuple[T, str] | None = None
+    for value, where in found:
+        first = first or (value, where)
+        if value != first[0]:
+            raise InputError(
+                f"{where}: {what} {shortened(value)}, {first[1]} has {shortened(first[0])}; a job has one: put the "
+                "lines of each into a file and a job of their own"
+            )
+    return first and first[0]
+
+
+def _refuse_duplicates(
+    notes: list[FileNotes], format: RequestFormat, lines_of: Callable[[int], Iterator[tuple[int, Mapping[str, Any]]]]
+) -> None:
+    hashes = [np.frombuffer(each.hashes, np.uint64) if each.hashes else np.empty(0, np.uint64) for each in notes]
+    ordered = np.sort(np.concatenate(hashes))
+    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(twice):
+        return
+    seen: dict[str, str] = {}
+    wanted = set(twice.tolist())
+    for index, each in enumerate(notes):
+        if not np.isin(hashes[index], twice).any():
+            continue
+        for number, line in lines_of(index):
+            custom_id = READERS[format].heading(line).custom_id
+            if _hash(custom_id) not in wanted:
+                continue
+            place = f"{each.name}:{number}"
+            if custom_id in seen:
+                raise InputError(
+                    f"{place}: custom_id {shortened(custom_id)} is that of {seen[custom_id]} too; give each line one "
+                    "of its own, by which its answer is found"
+                )
+            seen[custom_id] = place
+
+
+def _hash(custom_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest(), "little")

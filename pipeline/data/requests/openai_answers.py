@@ -1,0 +1,108 @@
+"""Answers as OpenAI's Batch API delivers them: a line for each request, with the object that its endpoint returns.
+
+Fields as in https://platform.openai.com/docs/api-reference/batch/request-output, /chat/object and /completions/object.
+An output holds token ids, not tokens, so log-probabilities name tokens as `token_id:17`, which is vLLM's form
+(`return_tokens_as_token_ids`), and the bytes of a token are null.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.data.requests.request_row import CUSTOM_ID, Endpoint
+from pipeline.errors import RowError
+
+# The API knows no end for repeating itself; like max_tokens, it is one that the engine set.
+FINISH_REASONS = {"stop": "stop", "length": "length", "length_loop": "length"}
+LEAST_LOGPROB = -9999.0  # what the API writes where a float is not finite
+# Errors that are not the row's own: on another machine, or with another model, it could be answered.
+OF_ENGINE = (
+    RowError.KV_CACHE_EXHAUSTED,
+    RowError.OUT_OF_MEMORY,
+    RowError.TOKEN_OUT_OF_VOCABULARY,
+    RowError.NON_FINITE_LOGITS,
+    RowError.ENGINE_FAILURE,
+)
+# What a row holds that lines are made of, by the names of result columns.
+RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_input_tokens", "num_cached_tokens",
+           "num_generated_tokens", "source_file", "source_row", "logprobs")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the lines of a job have in common. `created`: in seconds since 1970; `fingerprint`: the job's, which with a
+    row's place makes its ids, so that they are the same each time."""
+
+    endpoint: Endpoint
+    model: str
+    created: int
+    fingerprint: str
+
+    def line(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row of the output, with result columns by their own names, as the line for it. One with an error is for the
+        error file."""
+        key = hashlib.sha256(f"{self.fingerprint}\0{row['source_file']}\0{row['source_row']}".encode()).hexdigest()
+        status, body = self._refusal(row) if row["error"] is not None else (200, self._body(row, key[:24]))
+        response = {"status_code": status, "request_id": f"req_{key[24:48]}", "body": body}
+        return {"id": f"batch_req_{key[:24]}", "custom_id": row[CUSTOM_ID], "response": response, "error": None}
+
+    def _body(self, row: Mapping[str, Any], key: str) -> dict[str, Any]:
+        is_chat = self.endpoint == "chat"
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [_chat_choice(row) if is_chat else _text_choice(row)],
+            "usage": {
+                "prompt_tokens": row["num_input_tokens"],
+                "completion_tokens": row["num_generated_tokens"],
+                "total_tokens": row["num_input_tokens"] + row["num_generated_tokens"],
+                "prompt_tokens_details": {"cached_tokens": row["num_cached_tokens"]},
+            },
+            "system_fingerprint": f"fp_{self.fingerprint[:10]}",
+        }
+
+    def _refusal(self, row: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        is_ours = row["error"] in OF_ENGINE
+        kind = "server_error" if is_ours else "invalid_request_error"
+        error = {"message": row["error_message"] or row["error"], "type": kind, "param": None, "code": row["error"]}
+        return 500 if is_ours else 400, {"error": error}
+
+
+def _chat_choice(row: Mapping[str, Any]) -> dict[str, Any]:
+    found = row.get("logprobs")
+    logprobs = None
+    if found is not None:
+        content = [{**_token(t), "top_logprobs": [_token(top) for top in t["top"] or ()]} for t in found]
+        logprobs = {"content": content, "refusal": None}
+    finish_reason = FINISH_REASONS[row["finish_reason"]]
+    message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
+    return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _text_choice(row: Mapping[str, Any]) -> dict[str, Any]:
+    found = row.get("logprobs")
+    logprobs = None
+    if found is not None:
+        logprobs = {
+            "tokens": [_name(t) for t in found],
+            "token_logprobs": [_finite(t["logprob"]) for t in found],
+            "top_logprobs": [{_name(top): _finite(top["logprob"]) for top in t["top"] or ()} for t in found],
+        }
+    finish_reason = FINISH_REASONS[row["finish_reason"]]
+    return {"index": 0, "text": row["generated_text"], "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _token(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {"token": _name(token), "logprob": _finite(token["logprob"]), "bytes": None}
+
+
+def _name(token: Mapping[str, Any]) -> str:
+    return f"token_id:{token['token_id']}"
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB

@@ -1,0 +1,161 @@
+"""Lines of OpenAI's Batch API: `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`.
+
+Fields as in https://platform.openai.com/docs/api-reference/batch/request-input, /chat/create and /completions/create,
+and those that vLLM's server takes besides (top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos).
+A field that is not known makes its row an error row: a completion that does not do what was asked is worse than none.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.data.requests.request_row import Endpoint, Heading, NoRequest, Refused, Request, parameter, shortened
+
+ENDPOINTS: Mapping[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
+OTHER_ENDPOINTS = ("embeddings", "responses", "moderations", "images/generations", "images/edits", "videos")
+
+# They change no token here: how an answer is delivered, stored or billed.
+IGNORED = ("stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier",
+           "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
+# By the field's own name; the rest of the parameters have other names or forms.
+SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+             "stop", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")  # fmt: skip
+# Fields of what is not done, with the values that ask for nothing.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+}
+_HINTS = {
+    "chat_template_kwargs": "give prompt.chat.template_kwargs in the job file, for all rows",
+    "chat_template": "give prompt.chat.template in the job file, for all rows",
+}
+OF_LINE = ("custom_id", "method", "url", "body")
+_OF_CHAT = ("messages", "max_completion_tokens", "top_logprobs")
+_OF_TEXT = ("prompt",)
+
+
+def heading(line: Mapping[str, Any]) -> Heading:
+    """Raises NoRequest where there is no custom_id, or the url is an endpoint that is not served."""
+    custom_id, url, body = line.get("custom_id"), line.get("url"), line.get("body")
+    if custom_id is None or custom_id == "":
+        raise NoRequest("no custom_id, by which its answer is found; give each line one of its own")
+    if not isinstance(custom_id, str):
+        raise NoRequest(f"custom_id is {shortened(custom_id)}, expected text; quote it")
+    if isinstance(url, str) and url.removeprefix("/v1/") in OTHER_ENDPOINTS:
+        raise NoRequest(f"url {url} is not served; expected {' or '.join(ENDPOINTS)}")
+    body = body if isinstance(body, dict) else {}
+    model = body.get("model")
+    ignored = tuple(name for name in IGNORED if body.get(name) is not None)
+    return Heading(custom_id, _endpoint(url), model if isinstance(model, str) else None, ignored)
+
+
+def request(line: Mapping[str, Any], endpoint: Endpoint) -> Request:
+    """The line's request. `endpoint`: that of the whole input."""
+    custom_id = line.get("custom_id")
+    custom_id = custom_id if isinstance(custom_id, str) else None
+    try:
+        return Request(custom_id, *_read(line, endpoint))
+    except Refused as refused:
+        return Request(custom_id, refused=str(refused))
+
+
+def _endpoint(url: object) -> Endpoint | None:
+    return ENDPOINTS.get(url) if isinstance(url, str) else None
+
+
+def _read(line: Mapping[str, Any], endpoint: Endpoint) -> tuple[str, dict[str, Any]]:
+    for name in line:
+        if name not in OF_LINE:
+            raise Refused(f"{shortened(name)}: unknown field of a line; there are {', '.join(OF_LINE)}")
+    method, url, body = line.get("method"), line.get("url"), line.get("body")
+    if method != "POST":
+        raise Refused(f"method: expected POST, got {shortened(method)}")
+    if _endpoint(url) is None:
+        raise Refused(f"url: expected {' or '.join(ENDPOINTS)}, got {shortened(url)}")
+    if not isinstance(body, dict):
+        raise Refused(f"body: expected an object, got {'nothing' if body is None else shortened(body)}")
+    _check_fields(body, endpoint)
+    return _prompt(body, endpoint), _parameters(body, endpoint)
+
+
+def _check_fields(body: Mapping[str, Any], endpoint: Endpoint) -> None:
+    known = {*SAME_NAME, *IGNORED, *UNSUPPORTED, "model", "logprobs", *(_OF_CHAT if endpoint == "chat" else _OF_TEXT)}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name not in known:
+            hint = f"; {_HINTS[name]}" if name in _HINTS else ""
+            raise Refused(f"body.{name[:80]}: not a field that is known for {_url(endpoint)}{hint}")
+        if name in UNSUPPORTED and not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
+            taken = f"only {json.dumps(UNSUPPORTED[name][0])} is taken, " if UNSUPPORTED[name] else ""
+            raise Refused(f"body.{name}: not supported; {taken}got {shortened(value)}")
+    if "model" in body and not isinstance(body["model"], str):
+        raise Refused(f"body.model: expected text, got {shortened(body['model'])}")
+
+
+def _same(a: object, b: object) -> bool:
+    return type(a) is type(b) and a == b  # True is no 1
+
+
+def _prompt(body: Mapping[str, Any], endpoint: Endpoint) -> str:
+    if endpoint == "chat":
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise Refused("body.messages: expected a list of messages")
+        return _chat(messages)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise Refused(f"body.prompt: expected one text, got {shortened(prompt)}")
+    return prompt
+
+
+def _chat(messages: list[Any]) -> str:
+    """As JSON. What a chat template makes of roles and of tool calls in earlier turns is its own; other content than
+    text is refused here."""
+    for i, message in enumerate(messages):
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                raise Refused(f"body.messages[{i}].content: a part of type {shortened(kind)}; only text is read")
+    try:
+        return json.dumps(messages, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        raise Refused("body.messages: holds NaN or infinity, which JSON has not") from None
+
+
+def _parameters(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
+    own = {name: parameter(name, body[name], f"body.{name}") for name in SAME_NAME if body.get(name) is not None}
+    if endpoint == "chat":
+        most = body.get("max_completion_tokens")
+        if most is not None:  # the newer name counts where both are there
+            own["max_tokens"] = parameter("max_tokens", most, "body.max_completion_tokens")
+        wanted, top = body.get("logprobs"), body.get("top_logprobs")
+        if wanted is not None and type(wanted) is not bool:
+            raise Refused(f"body.logprobs: expected true or false, got {shortened(wanted)}")
+        if top is not None and not wanted and top != 0:
+            raise Refused("body.top_logprobs: needs body.logprobs: true beside it")
+        if wanted:
+            own["logprobs"] = parameter("logprobs", top or 0, "body.top_logprobs")
+    elif body.get("logprobs") is not None:
+        own["logprobs"] = parameter("logprobs", body["logprobs"], "body.logprobs")
+    if "seed" in own:
+        own["seed"] &= 2**63 - 1  # the API takes negative ones
+    return own
+
+
+def _url(endpoint: Endpoint) -> str:
+    return next(url for url, of in ENDPOINTS.items() if of == endpoint)

@@ -1,0 +1,126 @@
+"""What the lines of an input of requests agree on, seen while it is opened; and the rows that they are read as."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.data import json_lines
+from pipeline.data.prompts import PromptSpec
+from pipeline.data.requests import input_checks
+from pipeline.data.requests.request_row import PARAMETERS, request_schema
+from pipeline.data.source import cut_windows, open_source, read_window
+from pipeline.data.units import UnitSpec, make_units
+from pipeline.errors import InputError
+from tests.data.requests.test_openai_batch import chat, text
+
+
+def put(folder, name: str, lines: list) -> str:
+    data = b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    (folder / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return str(folder)
+
+
+def opened(place: str, **options):
+    return open_source(place, requests="openai-batch", **options)
+
+
+def named(i, make=chat, **body) -> dict:
+    return {**make(**body), "custom_id": str(i)}
+
+
+def test_lines_are_rows_of_one_schema_whatever_they_hold(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 200)
+    put(tmp_path, "a.jsonl", [named(0), named(1, max_tokens=3), named(2, n=4)])
+    source = opened(put(tmp_path, "b.jsonl.gz", [named(3, user="u", logprobs=True)]))
+    assert source.schema.equals(request_schema("chat"))
+    assert source.requests == input_checks.Requests("openai-batch", "chat", "m", ("user",))
+    spec = UnitSpec(PromptSpec(messages="messages", refused="refused"), ("custom_id",), {p: p for p in PARAMETERS})
+    names = ("source_file", "source_row", "_error", "_error_message", "_params")
+    found = {}
+    for window in cut_windows(source, 2, 1 << 20):
+        for unit in make_units(read_window(source, window, spec.columns), spec):
+            found |= zip(unit.kept()["custom_id"].to_pylist(), zip(*(unit.own(n).to_pylist() for n in names)))
+    assert found == {
+        "0": ("a.jsonl", 0, None, None, None),
+        "1": ("a.jsonl", 1, None, None, '{"max_tokens": 3}'),
+        "2": ("a.jsonl", 2, "invalid_request", "body.n: not supported; only 1 is taken, got 4", None),
+        "3": ("b.jsonl.gz", 0, None, None, '{"logprobs": 0}'),
+    }
+
+
+def test_texts_have_a_column_of_their_own(tmp_path):
+    source = opened(put(tmp_path, "a.jsonl", [named(0, text)]))
+    assert source.schema.equals(request_schema("text"))
+    assert read_window(source, cut_windows(source, 9, 1 << 20)[0], ["prompt"])["prompt"].to_pylist() == ["Once"]
+
+
+def test_a_line_that_is_no_json_is_an_error_row_where_damage_is_skipped(tmp_path):
+    place = put(tmp_path, "a.jsonl", [named(0), b'{"custom_id": ', named(2)])
+    with pytest.raises(InputError, match=r"a\.jsonl:2: not JSON"):
+        opened(place)
+    source = opened(place, on_corrupt="skip")
+    spec = UnitSpec(PromptSpec(messages="messages", refused="refused"), ("custom_id",))
+    (unit,) = make_units(read_window(source, cut_windows(source, 9, 1 << 20)[0], spec.columns), spec)
+    rows = dict(zip(unit.own("source_row").to_pylist(), unit.own("_error").to_pylist()))
+    assert rows == {0: None, 1: "corrupt_input", 2: None}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"a.jsonl": [named(1), named(2), named(1)]}, r"a\.jsonl:3: custom_id '1' is that of \S+a\.jsonl:1 too"),
+        (
+            {"a.jsonl": [named(1), b"", named("é")], "b.jsonl": [named(3), named("é")], "c.jsonl": [named(4)]},
+            r"b\.jsonl:2: custom_id 'é' is that of \S+a\.jsonl:3 too",
+        ),
+        (
+            {"a.jsonl": [named("x" * 100_000)], "b.jsonl.gz": [named("x" * 100_000)]},
+            r"b\.jsonl\.gz:1: custom_id 'x{80}'\.\.\. is that of \S+a\.jsonl:1 too",
+        ),
+        ({"a.jsonl": [named(1), {"method": "POST"}]}, r"a\.jsonl:2: no custom_id.*input\.format: openai-batch"),
+        (
+            {"a.jsonl": [named(1)], "b.jsonl": [named(2, model="other")]},
+            r"b\.jsonl:1: body\.model 'other', \S+a\.jsonl:1 has 'm'",
+        ),
+        ({"a.jsonl": [named(1), named(2, text)]}, r"a\.jsonl:2: url '/v1/completions', \S+a\.jsonl:1 has '/v1/chat"),
+        ({"a.jsonl": [{"custom_id": "1", "url": "/v1/embeddings"}]}, r"a\.jsonl:1: url /v1/embeddings is not served"),
+        ({"a.jsonl": [{"custom_id": "1"}]}, r"a\.jsonl: no line is a request of openai-batch; expected lines such as"),
+        ({"a.jsonl": []}, r"no line is a request"),
+    ],
+)
+def test_an_input_is_refused_with_its_lines_named(tmp_path, files, says):
+    for name, lines in files.items():
+        place = put(tmp_path, name, lines)
+    with pytest.raises(InputError, match=says):
+        opened(place)
+    with pytest.raises(InputError, match=says):
+        opened(place, on_corrupt="skip")
+
+
+def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
+    monkeypatch.setattr(input_checks, "_hash", lambda custom_id: len(custom_id))
+    place = put(tmp_path, "a.jsonl", [named("aa"), named("bb"), named("c")])
+    assert opened(place).num_rows == 3
+    put(tmp_path, "b.jsonl", [named("bb")])
+    with pytest.raises(InputError, match=r"b\.jsonl:1: custom_id 'bb' is that of \S+a\.jsonl:2 too"):
+        opened(place)
+
+
+def test_a_line_costs_eight_bytes_while_it_is_looked_at():
+    notes = input_checks.FileNotes("a")
+    for i in range(1000):
+        notes.add(named(i), i, "openai-batch")
+    assert notes.hashes.itemsize * len(notes.hashes) == 8 * 1000
+    assert len(np.unique(np.array(notes.hashes))) == 1000
+    assert (len(notes.models), len(notes.endpoints)) == (1, 1)
+
+
+def test_another_format_is_refused_by_name(tmp_path):
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet: input\.format: openai-batch is of JSON Lines"):
+        opened(str(tmp_path))

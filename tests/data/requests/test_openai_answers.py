@@ -1,0 +1,57 @@
+"""Rows as the lines of OpenAI's Batch API: what no job of fakes comes to."""
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from pipeline.data.requests.openai_answers import Answered
+from pipeline.engine.params import FinishReason
+from pipeline.errors import RowError
+
+ROW = {
+    "custom_id": "a", "generated_text": "x", "finish_reason": "stop", "error": None, "error_message": None,
+    "num_input_tokens": 5, "num_cached_tokens": 4, "num_generated_tokens": 1, "source_file": "f", "source_row": 0,
+    "logprobs": None,
+}  # fmt: skip
+CHAT, TEXT = (Answered(endpoint, "m", 7, "0123abcd" * 8) for endpoint in ("chat", "text"))
+
+
+def body(answered: Answered, **changed):
+    kind = ChatCompletion if answered is CHAT else Completion
+    return kind.model_validate(answered.line({**ROW, **changed})["response"]["body"], strict=True)
+
+
+@pytest.mark.parametrize("answered", [CHAT, TEXT])
+def test_every_end_of_a_row_is_one_that_the_api_knows(answered):
+    for reason in FinishReason.__args__:
+        if reason != "error":
+            got = body(answered, finish_reason=reason).choices[0].finish_reason
+            assert got == ("stop" if reason == "stop" else "length")
+
+
+@pytest.mark.parametrize("answered", [CHAT, TEXT])
+def test_log_probabilities_that_are_not_finite(answered):
+    low = {"token_id": 3, "logprob": float("-inf")}
+    logprobs = body(answered, logprobs=[{**low, "top": [low]}]).choices[0].logprobs
+    found = logprobs.content[0].logprob if answered is CHAT else logprobs.token_logprobs[0]
+    assert found == -9999.0
+    assert body(answered, logprobs=[{**low, "top": None}]).choices[0].logprobs is not None
+
+
+def test_tokens_from_cache_are_told():
+    usage = body(CHAT).usage
+    assert (usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details.cached_tokens) == (5, 6, 4)
+
+
+@pytest.mark.parametrize("code", list(RowError))
+def test_a_failure_is_the_rows_or_the_engines(code):
+    answer = CHAT.line({**ROW, "error": str(code), "error_message": None, "generated_text": None})
+    ours = ("kv_cache_exhausted", "out_of_memory", "token_out_of_vocabulary", "non_finite_logits", "engine_failure")
+    assert answer["response"]["status_code"] == (500 if code in ours else 400)
+    assert answer["response"]["body"]["error"]["message"] == code
+
+
+def test_ids_are_those_of_the_row_and_of_the_job():
+    other = [Answered("chat", "m", 7, "0" * 64).line(ROW), CHAT.line({**ROW, "source_row": 1})]
+    assert len({line["id"] for line in [CHAT.line(ROW), *other]}) == 3
+    assert CHAT.line(ROW) == CHAT.line(ROW)

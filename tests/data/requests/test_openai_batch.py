@@ -1,0 +1,131 @@
+"""A line of OpenAI's Batch API as a request: what is taken, what is refused by name."""
+
+import json
+import re
+
+import pytest
+
+from pipeline.data.requests.openai_batch import heading, request
+from pipeline.data.requests.request_row import NoRequest, Request, request_schema
+
+MESSAGES = [{"role": "user", "content": "Why? äöü 🙂"}]
+
+
+def chat(**body) -> dict:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+    return {**line, "body": {"model": "m", "messages": MESSAGES, **body}}
+
+
+def text(**body) -> dict:
+    return {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "m", "prompt": "Once", **body},
+    }
+
+
+def test_a_chat_is_its_messages_and_its_own_values():
+    """The example of the API's reference, with every field that has a column."""
+    got = request(
+        chat(max_tokens=7, temperature=0, top_p=0.5, stop="END", seed=3, presence_penalty=1, frequency_penalty=0.5,
+             top_k=20, min_p=0.1, repetition_penalty=1.1, min_tokens=1, stop_token_ids=[5], ignore_eos=True,
+             logprobs=True, top_logprobs=2, n=1, stream=False, user="u", metadata={"k": "v"}, store=True),
+        "chat",
+    )  # fmt: skip
+    assert got.refused is None
+    assert json.loads(got.prompt or "") == MESSAGES
+    assert got.parameters == {
+        "max_tokens": 7, "temperature": 0.0, "top_p": 0.5, "stop": ["END"], "seed": 3, "presence_penalty": 1.0,
+        "frequency_penalty": 0.5, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1,
+        "stop_token_ids": [5], "ignore_eos": True, "logprobs": 2,
+    }  # fmt: skip
+    assert got.row("chat").keys() <= {*request_schema("chat").names}
+    assert heading(chat(user="u", stream=True)).ignored == ("stream", "user")
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint", "parameters"),
+    [
+        (chat(max_completion_tokens=9, max_tokens=5), "chat", {"max_tokens": 9}),
+        (chat(logprobs=True), "chat", {"logprobs": 0}),
+        (chat(logprobs=False, top_logprobs=0), "chat", {}),
+        (chat(temperature=None, tools=None, response_format={"type": "text"}, tools_choice=None), "chat", {}),
+        (chat(stop=["a", "b"], max_tokens=4.0), "chat", {"stop": ["a", "b"], "max_tokens": 4}),
+        (chat(seed=-1), "chat", {"seed": 2**63 - 1}),
+        (chat(n=1, tools=[], logit_bias={}, tool_choice="none"), "chat", {}),
+        (text(logprobs=3, echo=False, best_of=1, suffix=None), "text", {"logprobs": 3}),
+        (text(prompt=["Once"]), "text", {}),
+    ],
+)
+def test_values_and_those_that_ask_for_nothing(line, endpoint, parameters):
+    got = request(line, endpoint)
+    assert (got.refused, got.parameters) == (None, parameters)
+
+
+REFUSED = [
+    (chat(n=2), r"body\.n: not supported; only 1 is taken, got 2"),
+    (chat(n=True), r"body\.n: "),
+    (chat(tools=[{}]), r"body\.tools: "),
+    (chat(response_format={"type": "json_object"}), r"body\.response_format: "),
+    (chat(audio={"voice": "x"}), r"body\.audio: not supported; got an object of 1"),
+    (chat(frobnicate=1), r"body\.frobnicate: not a field that is known for /v1/chat/completions"),
+    (chat(**{"x" * 10_000: 1}), r"body\.x{80}: "),
+    (chat(prompt="x"), r"body\.prompt: not a field that is known for /v1/chat"),
+    (chat(chat_template_kwargs={}), r"body\.chat_template_kwargs.*prompt\.chat\.template_kwargs in the job file"),
+    (chat(max_tokens="5"), r"body\.max_tokens: expected an integer, got '5'"),
+    (chat(max_tokens=True), r"body\.max_tokens: expected an integer, got True"),
+    (chat(max_tokens=1.5), r"body\.max_tokens: expected an integer"),
+    (chat(max_tokens=2**63), r"body\.max_tokens: expected an integer"),
+    (chat(max_tokens=10**400), r"body\.max_tokens: expected an integer"),
+    (chat(temperature="hot"), r"body\.temperature: expected a number"),
+    (chat(stop=[1]), r"body\.stop: expected a text or a list of texts"),
+    (chat(stop_token_ids=7), r"body\.stop_token_ids: expected a list of integers"),
+    (chat(ignore_eos=1), r"body\.ignore_eos: expected true or false"),
+    (chat(logprobs=5), r"body\.logprobs: expected true or false"),
+    (chat(top_logprobs=5), r"body\.top_logprobs: needs body\.logprobs: true"),
+    (chat(model=5), r"body\.model: expected text"),
+    (chat(messages=[]), r"body\.messages: expected a list of messages"),
+    (chat(messages=None), r"body\.messages: "),
+    (chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+     r"body\.messages\[0\]\.content: a part of type 'image_url'; only text is read"),
+    (chat(messages=[{"role": "user", "content": ["x"]}]), r"body\.messages\[0\]\.content"),
+    (text(prompt=["a", "b"]), r"body\.prompt: expected one text, got a list of 2"),
+    (text(prompt=[1, 2]), r"body\.prompt: expected one text"),
+    (text(suffix="x"), r"body\.suffix: "),
+    (text(messages=MESSAGES), r"body\.messages: not a field that is known for /v1/completions"),
+    ({**chat(), "body": None}, r"body: expected an object, got nothing"),
+    ({**chat(), "body": "x" * 10_000}, r"body: expected an object, got 'x{80}'\.\.\."),
+    ({**chat(), "method": "GET"}, r"method: expected POST, got 'GET'"),
+    ({**chat(), "url": "/v1/chat"}, r"url: expected /v1/chat/completions or /v1/completions, got '/v1/chat'"),
+    ({**chat(), "url": ["/v1/chat/completions"]}, r"url: expected"),
+    ({**chat(), "extra": 1}, r"'extra': unknown field of a line"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "says"), REFUSED)
+def test_a_row_is_refused_by_the_name_of_a_field(line, says):
+    got = request(line, "text" if line.get("url") == "/v1/completions" else "chat")
+    assert (got.custom_id, got.prompt, got.parameters) == ("a", None, {})
+    assert re.match(says, got.refused or "")
+    assert len(got.refused or "") < 300
+
+
+def test_a_row_that_is_not_whole_is_one_without_values():
+    assert request({}, "chat") == Request(None, refused="method: expected POST, got None")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({}, "no custom_id"),
+        ({"custom_id": ""}, "no custom_id"),
+        ({"custom_id": 5}, "custom_id is 5, expected text"),
+        ({"custom_id": {"a": 1}}, "custom_id is an object of 1"),
+        ({"custom_id": "a", "url": "/v1/embeddings"}, "url /v1/embeddings is not served; expected /v1/chat"),
+        ({"custom_id": "a", "url": "/v1/responses"}, "url /v1/responses is not served"),
+    ],
+)
+def test_the_whole_input_is_refused(line, says):
+    with pytest.raises(NoRequest, match=says):
+        heading(line)

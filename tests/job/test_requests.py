@@ -1,0 +1,342 @@
+"""A job over a batch API's file: each line answered once, by its own values, and converted to the API's answers."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from pipeline.data import json_lines
+from pipeline.data.output.parts import PartStore
+from pipeline.errors import ConfigError, FingerprintError, InputError, OutputError
+from pipeline.job.actor.tokenize import row_seed
+from pipeline.job.convert import convert, errors_beside
+from pipeline.job.validate import examine
+from tests.job.conftest import run, success
+from tests.job.fake_engine import answer, text_of
+
+ROOT = Path(__file__).parents[2]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+FORMAT = {"format": "openai-batch", "columns": ["custom_id"]}
+pytestmark = pytest.mark.usefixtures("without_ray")
+
+
+def request(i: int, url: str = CHAT, **body) -> dict:
+    if url == CHAT:
+        body = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"é {i}"}], **body}
+    else:
+        body = {"prompt": f"é {i}", **body}
+    return {"custom_id": f"id-{i}", "method": "POST", "url": url, "body": {"model": "gpt-x", **body}}
+
+
+def put(job, name: str, lines: list) -> None:
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    (job.folder / "in" / name).write_text(text)
+
+
+@pytest.fixture
+def batch(job, monkeypatch):
+    """A job of requests: no prompt section, two files, some lines with values of their own, three that are refused."""
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 300)
+    job.settings["input"].update(FORMAT)
+    del job.settings["prompt"]
+    (job.folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    lines = [request(i, **({"max_tokens": 3 + i % 5} if i % 2 else {}), user="u") for i in range(40)]
+    lines[4]["body"] |= {"seed": 11, "max_tokens": 9}
+    lines[5]["body"] |= {"logprobs": True, "top_logprobs": 2}
+    lines[6]["body"]["tools"] = [{"type": "function"}]
+    lines[7]["body"] = None
+    lines[8]["body"]["temperature"] = -1
+    put(job, "a.jsonl", lines[:25])
+    put(job, "b.jsonl", lines[25:])
+    return job
+
+
+def tokens_of(i: int, most: int = 6, seed: int | None = None) -> list[int]:
+    place = ("a.jsonl", i) if i < 25 else ("b.jsonl", i - 25)
+    prompt = list(f"<system>Be brief.<user>é {i}".encode())
+    return answer(prompt, row_seed(0, *place) if seed is None else seed, most)
+
+
+def check(job) -> None:
+    rows = {row["custom_id"]: row for row in job.table().to_pylist()}
+    assert job.table().num_rows == 40
+    assert rows.keys() == {f"id-{i}" for i in range(40)}
+    refused = {"id-6": "invalid_request", "id-7": "invalid_request", "id-8": "invalid_sampling"}
+    assert {name: row["error"] for name, row in rows.items() if row["error"]} == refused
+    assert rows["id-6"]["error_message"].startswith("body.tools: not supported")
+    assert rows["id-7"]["error_message"].startswith("body: expected an object")
+    for i in (*range(4), *range(9, 40)):
+        most = 3 + i % 5 if i % 2 else 6
+        assert rows[f"id-{i}"]["generated_text"] == text_of(tokens_of(i, most)), i
+    assert rows["id-4"]["generated_text"] == text_of(tokens_of(4, 9, seed=11))
+    assert len(rows["id-5"]["logprobs"]) == rows["id-5"]["num_generated_tokens"]
+    assert rows["id-9"]["logprobs"] is None
+
+
+def converted(job, name: str = "answers.jsonl") -> tuple[list[dict], list[dict]]:
+    place = str(job.folder / name)
+    convert(PartStore(str(job.output)), place, errors_beside(place), {})
+    there = [Path(p) for p in (place, errors_beside(place))]
+    good, bad = ([json.loads(line) for line in p.read_text().splitlines()] if p.exists() else [] for p in there)
+    return good, bad
+
+
+def test_lines_are_answered_by_their_own_values_over_several_runs(batch):
+    report, _ = run(batch)
+    assert (report.rows.written, report.rows.errors) == (40, 3)
+    check(batch)
+    whole = sorted(batch.table().to_pylist(), key=lambda row: row["custom_id"])
+    for part in batch.parts()[1:3]:
+        part.unlink()
+    (batch.output / "_SUCCESS").unlink()
+    run(batch)
+    assert sorted(batch.table().to_pylist(), key=lambda row: row["custom_id"]) == whole
+    assert success(batch)["input_rows"] == 40
+
+
+def test_a_driver_killed_at_random_moments_is_gone_on_with(batch, monkeypatch):
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 1 << 20)  # as in the other process: windows are cut at blocks
+    batch.settings["run"] |= {"window_rows": 100, "unit_rows": 4}  # one window, so without Ray
+    batch.fake(step_s=0.02).config()
+    draw = random.Random(3)
+    for kill in range(2):
+        command = [sys.executable, "-m", "tests.job.drive", str(batch.folder / "job.yaml")]
+        driver = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
+        while driver.poll() is None and len(batch.parts()) <= kill:
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.1))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+    run(batch)
+    check(batch)
+
+
+def test_what_comes_out_is_what_the_clients_of_the_api_read(batch):
+    run(batch)
+    good, bad = converted(batch)
+    assert {line["custom_id"] for line in good} | {line["custom_id"] for line in bad} == {f"id-{i}" for i in range(40)}
+    assert len(good) + len(bad) == 40
+    ids = set()
+    for line in good:
+        assert line.keys() == {"id", "custom_id", "response", "error"}
+        assert line["response"].keys() == {"status_code", "request_id", "body"}
+        assert (line["response"]["status_code"], line["error"]) == (200, None)
+        body = ChatCompletion.model_validate(line["response"]["body"], strict=True)
+        assert body.to_dict() == line["response"]["body"], "a field that the client does not know"
+        i = int(line["custom_id"].removeprefix("id-"))
+        most = 9 if i == 4 else 3 + i % 5 if i % 2 else 6
+        tokens = tokens_of(i, most, 11 if i == 4 else None)
+        (choice,) = body.choices
+        assert choice.message.content == text_of(tokens)
+        assert choice.finish_reason == ("length" if len(tokens) == most else "stop")
+        assert body.usage is not None
+        assert body.usage.completion_tokens == len(tokens)
+        assert body.usage.prompt_tokens == len(f"<system>Be brief.<user>é {i}".encode())
+        assert body.usage.total_tokens == body.usage.prompt_tokens + body.usage.completion_tokens
+        assert body.usage.prompt_tokens_details is not None
+        assert body.usage.prompt_tokens_details.cached_tokens == 0
+        if i == 5:
+            assert choice.logprobs is not None
+            (first, *_) = choice.logprobs.content or ()
+            assert (first.token, first.logprob, len(first.top_logprobs)) == (f"token_id:{tokens[0]}", -0.5, 2)
+        else:
+            assert choice.logprobs is None
+        ids |= {line["id"], line["response"]["request_id"], body.id}
+    assert len(ids) == 3 * len(good)
+    found = {line["custom_id"]: line["response"] for line in bad}
+    assert {name: response["status_code"] for name, response in found.items()} == {
+        "id-6": 400,
+        "id-7": 400,
+        "id-8": 400,
+    }
+    error = found["id-6"]["body"]["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
+    assert error["message"].startswith("body.tools")
+    before = [(batch.folder / name).read_bytes() for name in ("answers.jsonl", "answers.errors.jsonl")]
+    assert converted(batch) == (good, bad), "the same call finds its files"
+    assert converted(batch, "again.jsonl") == (good, bad), "ids are the same each time"
+    assert [(batch.folder / name).read_bytes() for name in ("again.jsonl", "again.errors.jsonl")] == before
+    assert not [p for p in batch.folder.iterdir() if p.name.endswith(".partial")]
+
+
+def test_texts_are_text_completions(batch):
+    (batch.folder / "in" / "b.jsonl").unlink()
+    lines = [request(i, TEXT) for i in range(4)]
+    lines[1]["body"] |= {"logprobs": 1}
+    put(batch, "a.jsonl", lines)
+    run(batch, sampling={"max_tokens": 6}, output={"rename": {"generated_text": "answer", "source_row": "line"}})
+    good, bad = converted(batch)
+    assert bad == []
+    assert not (batch.folder / "answers.errors.jsonl").exists()
+    for i, line in enumerate(good):
+        body = Completion.model_validate(line["response"]["body"], strict=True)
+        assert body.to_dict() == line["response"]["body"]
+        tokens = answer(list(f"é {i}".encode()), row_seed(0, "a.jsonl", i), 6)
+        assert body.choices[0].text == text_of(tokens)
+        logprobs = body.choices[0].logprobs
+        assert (logprobs and logprobs.tokens) == ([f"token_id:{t}" for t in tokens] if i == 1 else None)
+
+
+def test_a_row_that_ends_the_engine_is_the_engines_fault(batch):
+    batch.fake(kill="é 30")
+    run(batch)
+    _, bad = converted(batch)
+    found = {line["custom_id"]: line["response"] for line in bad}["id-30"]
+    assert (found["status_code"], found["body"]["error"]["type"]) == (500, "server_error")
+    assert found["body"]["error"]["code"] == "engine_failure"
+
+
+def test_a_line_that_is_no_json_has_no_custom_id(batch):
+    put(batch, "c.jsonl", ['{"custom_id": '])
+    with pytest.raises(InputError, match=r"c\.jsonl:1: not JSON"):
+        run(batch)
+    run(batch, input={"on_corrupt": "skip"})
+    (lost,) = [line for line in converted(batch)[1] if line["custom_id"] is None]
+    assert lost["response"]["body"]["error"]["message"].startswith("line 1: not JSON")
+
+
+def test_appended_requests_and_a_repeated_id(batch):
+    run(batch)
+    put(batch, "c.jsonl", [request(50)])
+    with pytest.raises(FingerprintError, match="--append"):
+        run(batch)
+    run(batch, append=True)
+    assert len(converted(batch)[0]) == 38
+    put(batch, "d.jsonl", [request(3)])
+    with pytest.raises(InputError, match=r"d\.jsonl:1: custom_id 'id-3' is that of \S+a\.jsonl:4 too"):
+        run(batch, append=True)
+
+
+def test_what_the_lines_ignore_is_said(batch):
+    _, statuses = run(batch)
+    assert [s.phase for s in statuses if "change nothing here: user" in s.phase]
+    found = examine(batch.config())
+    assert found.facts["requests"] == {
+        "format": "openai-batch", "endpoint": "chat", "model": "gpt-x", "ignored": ["user"],
+    }  # fmt: skip
+
+
+def test_the_format_is_in_the_jobs_identity_where_there_is_one(batch):
+    assert batch.config().identity()["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai-batch"}
+    columns = {"input": {"format": "columns"}, "prompt": {"column": "x"}}
+    assert "format" not in batch.config(**columns).identity()["input"], "outputs of earlier versions go on"
+
+
+def test_values_for_lines_that_do_not_say(batch):
+    del batch.settings["sampling"]
+    config = batch.config().of_endpoint("chat")
+    assert (config.sampling.max_tokens, config.sampling.temperature) == (4096, 1.0)
+    config = batch.config().of_endpoint("text")
+    assert (config.sampling.max_tokens, config.sampling.temperature) == (16, 1.0)
+    assert (config.prompt.column, config.prompt.chat) == ("prompt", None)
+    config = batch.config(sampling={"temperature": 0.0}).of_endpoint("chat")
+    assert (config.sampling.max_tokens, config.sampling.temperature) == (4096, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"prompt": {"column": "x"}}, r"job\.yaml:\d+: prompt\.column: the lines of input\.format openai-batch are"),
+        ({"sampling": {"max_tokens": {"column": "x"}}}, r"sampling\.max_tokens: the lines of .* give their own values"),
+        ({"input": {"columns": []}}, r"input\.columns: expected custom_id among them"),
+        ({"input": {"format": "openai"}}, r"input\.format: expected one of columns, openai-batch"),
+    ],
+)
+def test_a_job_file_that_says_what_lines_say_is_refused(batch, sections, says):
+    with pytest.raises(ConfigError, match=says):
+        batch.config(**sections)
+
+
+def test_chats_are_not_asked_of_texts(batch):
+    (batch.folder / "in" / "b.jsonl").unlink()
+    put(batch, "a.jsonl", [request(0, TEXT)])
+    with pytest.raises(ConfigError, match=r"prompt\.chat: the lines are for /v1/completions"):
+        run(batch, prompt={"chat": {"system": "x"}})
+
+
+def test_what_cannot_be_converted(batch, job, tmp_path):
+    with pytest.raises(OutputError, match="no _SUCCESS"):
+        converted(batch)
+    run(batch)
+    store = PartStore(str(batch.output))
+    (tmp_path / "taken.jsonl").write_text("mine")
+    with pytest.raises(OutputError, match=r"--output \S+taken\.jsonl: is there already, and is not replaced"):
+        convert(store, str(tmp_path / "taken.jsonl"), str(tmp_path / "e.jsonl"), {})
+    assert (tmp_path / "taken.jsonl").read_text() == "mine"
+    with pytest.raises(OutputError, match="is --output too"):
+        convert(store, str(tmp_path / "x.jsonl"), str(tmp_path / "x.jsonl"), {})
+    with pytest.raises(OutputError, match="is a folder"):
+        convert(store, str(tmp_path), str(tmp_path / "e2.jsonl"), {})
+    batch.parts()[0].unlink()
+    with pytest.raises(OutputError, match=r"it holds .* parts, _SUCCESS counts"):
+        converted(batch, "more.jsonl")
+    assert not list(tmp_path.glob("more*"))
+
+
+def test_an_output_without_custom_id_is_refused(tmp_path):
+    from tests.job.conftest import Job
+
+    (tmp_path / "other").mkdir()
+    other = Job(tmp_path / "other").rows(["a"])
+    run(other)
+    with pytest.raises(OutputError, match="has no column custom_id"):
+        converted(other)
+
+
+def test_the_command_writes_both_files(batch, pipe):
+    run(batch)
+    place = str(batch.folder / "x.jsonl")
+    code, out, err = pipe("convert", str(batch.output), "--to", "openai-batch", "--output", place, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {
+        "output": place, "errors": str(batch.folder / "x.errors.jsonl"), "completed_rows": 37, "error_rows": 3,
+    }  # fmt: skip
+
+
+def test_files_in_a_store_are_created_and_never_replaced(batch):
+    import fsspec
+
+    run(batch)
+    store, place = PartStore(str(batch.output)), "memory://converted/deep/answers.jsonl"
+    for _ in range(2):
+        done = convert(store, place, errors_beside(place), {})
+        assert (done.completed_rows, done.error_rows) == (37, 3)
+    fs = fsspec.filesystem("memory")
+    assert fs.cat_file("/converted/deep/answers.jsonl").count(b"\n") == 37
+    assert fs.cat_file("/converted/deep/answers.errors.jsonl").count(b"\n") == 3
+    fs.pipe_file("/converted/deep/answers.jsonl", b"mine")
+    with pytest.raises(OutputError, match="is there already"):
+        convert(store, place, errors_beside(place), {})
+    fs.rm("/converted", recursive=True)
+
+
+def test_files_in_s3(batch):
+    from tests.faults.store import FaultyStore
+
+    run(batch)
+    here = converted(batch)
+    with FaultyStore() as store:
+        place = store.bucket.url("deep/answers.jsonl")
+        for _ in range(2):
+            convert(PartStore(str(batch.output)), place, errors_beside(place), dict(store.bucket.storage))
+        there = PartStore(store.bucket.url("deep"), dict(store.bucket.storage)).folder
+        names = ["answers.errors.jsonl", "answers.jsonl"]
+        assert there.names("") == names
+        for name in names:
+            assert there.read(name) == (batch.folder / name).read_bytes()
+    assert len(here[0]) == 37
+
+
+def test_names_beside():
+    assert errors_beside("s3://b.c/answers.jsonl") == "s3://b.c/answers.errors.jsonl"
+    assert errors_beside("a.b/answers") == "a.b/answers.errors"
