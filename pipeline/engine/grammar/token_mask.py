@@ -14,7 +14,8 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.kernels.transfer import on_device
 
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)  # [256, 8]
+_IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1
+_ADDED = np.where(_IS_SET, 0.0, -np.inf).astype(np.float32)  # [256, 8]: to the logits that a byte of a mask stands for
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,12 @@ class TokenMask:
         here = np.flatnonzero(np.isin(self.row_M, rows))
         if not len(here):
             return
-        bytes_MB = on_device(np.ascontiguousarray(self.bits_MW[here]).view(np.uint8), z_RV.device)
-        allowed_MV = on_device(_BITS, z_RV.device)[bytes_MB.long()].flatten(1)[:, : z_RV.shape[1]]
+        byte_N = on_device(np.ascontiguousarray(self.bits_MW[here]).view(np.uint8), z_RV.device).int().flatten()
+        added_MV = on_device(_ADDED, z_RV.device).index_select(0, byte_N).view(len(here), -1)[:, : z_RV.shape[1]]
         if len(here) == len(rows):
-            z_RV.masked_fill_(~allowed_MV, float("-inf"))
+            z_RV.add_(added_MV)
         else:
-            at = on_device(np.searchsorted(rows, self.row_M[here]), z_RV.device)
-            z_RV[at] = z_RV[at].masked_fill(~allowed_MV, float("-inf"))
+            z_RV.index_add_(0, on_device(np.searchsorted(rows, self.row_M[here]), z_RV.device), added_MV)
 
 
 class MaskFiller:
