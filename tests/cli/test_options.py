@@ -42,7 +42,7 @@ def test_names_of_before_are_still_taken_and_not_shown(pipe, monkeypatch, comman
 def test_the_options_of_generate_stand_under_headings(pipe):
     out = pipe("generate", "--help")[1]
     headings = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Prompts", "Output", "Model", "Sampling", "Other"]
+    assert headings == ["Prompts", "Output", "Model", "Sampling", "Form", "Other"]
     options = {name for option in cli.commands["generate"].params for name in option.opts if name.startswith("--")}
     assert all(name in out for name in options)
     assert [len(line) for line in out.splitlines() if len(line) > 100] == []

@@ -121,7 +121,7 @@ def test_an_engine_process_tells_its_energy_with_its_counters(zones: Path, monke
     with pytest.raises(Told) as told:
         serve(engine, inbox, send, meter)
     (worked,) = told.value.args
-    assert worked.stats == {"num_steps": 3, "energy_uj": 500}
+    assert worked.stats == {"num_steps": 3, "energy_uj": 500, "quality_us": 0}
 
 
 def test_the_report_has_the_energy_of_a_token():

@@ -116,12 +116,12 @@ def test_as_many_units_are_open_as_fill_the_batch():
 
 
 def test_more_units_in_flight_fill_the_batch_and_64_machines_end_together():
-    """The aims, 3 % imbalance and 2 % idle at the tail, are of twice as many rows: docs/scale.md has their figures."""
-    found = bench_cluster(actors=(64,), rows_per_actor=4096)
+    """The aims: 3 % imbalance and 2 % idle at the tail."""
+    found = bench_cluster(actors=(64,), rows_per_actor=8192)
     by_name = dict(found.runs)
     ours, few = found.runs[0][1], by_name["4 units in flight"]
-    assert (ours.imbalance < 0.03, ours.idle_share < 0.03) == (True, True)
-    assert ours.wall_s < 0.8 * few.wall_s
+    assert (ours.imbalance < 0.03, ours.idle_share < 0.02) == (True, True)
+    assert ours.wall_s < 0.75 * few.wall_s
     told = found.to_json()["runs"][0]
     assert told["static_usd"] == pytest.approx(told["static_s"] / 3600 * 2.5)
     assert told["store"]["gets"] == ours.units
