@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.job.history import Remembered
-from pipeline.report.estimate import Interval
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.run_record import RunRecord
 
@@ -86,7 +85,3 @@ def _generated_us(runs: Sequence[RunRecord], measured: float, rows: float) -> fl
 
 def _us_each(run: RunRecord) -> float:
     return (run.phase_us("prefill") + run.phase_us("decode")) / run.computed.all
-
-
-def around(expected: float, spread: float) -> Interval:
-    return Interval(expected * (1 - spread), expected, expected * (1 + spread))
