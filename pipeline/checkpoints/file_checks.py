@@ -15,13 +15,13 @@ PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # no pick
 MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint of a thousand experts has 10 MB
 
 
-def checked_file(path: Path, max_bytes: int | None = None) -> Path:
-    """`path`, when it is a regular file of its model folder.
+def checked_file(path: Path, max_bytes: int | None = None, model: Path | None = None) -> Path:
+    """`path`, when it is a regular file of its model folder. model: that folder, where the file is in one inside it.
 
     Raises ModelError when it is not or is larger than `max_bytes`, FileNotFoundError when nothing is there.
     """
     try:
-        folder, real = path.parent.resolve(), path.resolve(strict=True)
+        folder, real = (model or path.parent).resolve(), path.resolve(strict=True)
     except FileNotFoundError:
         raise
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
@@ -41,10 +41,26 @@ def checked_file(path: Path, max_bytes: int | None = None) -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from the model folder. Raises ModelError when it is missing, too large or not an object."""
+def read_json(path: Path, model: Path | None = None) -> dict[str, Any]:
+    """A JSON object from the model folder. model: as for `checked_file`. Raises ModelError when it is missing, too
+    large or not an object."""
+    values = _parsed(path, model)
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return values
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """As `read_json`, of a list of objects."""
+    values = _parsed(path, None)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise ModelError(f"{path}: expected a list of JSON objects")
+    return values
+
+
+def _parsed(path: Path, model: Path | None) -> object:
     try:
-        values = json.loads(checked_file(path, MAX_JSON_BYTES).read_bytes())
+        return json.loads(checked_file(path, MAX_JSON_BYTES, model).read_bytes())
     except FileNotFoundError:
         raise ModelError(
             f"{path}: not found; a model folder holds config.json, *.safetensors and tokenizer.json"
@@ -53,6 +69,3 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: cannot be read ({error})") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return values

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import Literal
 
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
+from pipeline.engine.tasks import Task, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "length_loop", "error"]
@@ -227,21 +228,14 @@ class QualitySample:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to complete. `row_id` is the caller's and comes back unchanged on the completion."""
+    """One prompt to complete. `row_id` is the caller's and comes back unchanged on the completion. task: what is asked
+    in place of a completion; nothing is generated then, and `params` say nothing."""
 
     row_id: object
     prompt_token_ids: list[int]
     params: SamplingParams
     quality: QualitySample | None = None
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Of one generated token: its id, its log-probability and the best n alternatives, best first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    task: Task | None = None
 
 
 @dataclass(frozen=True)
@@ -275,6 +269,7 @@ class Completion:
     queued_us, first_token_us, last_token_us: when the request was added, and when its first and last token came, on
     this machine's monotonic clock in microseconds; 0 where it never came (an error keeps what is known).
     quality: of rows that were compared with a reference model.
+    result: what a request's task asked for. finish_reason is "stop" then, text and token_ids are empty.
     """
 
     row_id: object
@@ -292,6 +287,7 @@ class Completion:
     num_lost_prompt_tokens: int = 0
     num_lost_generated_tokens: int = 0
     quality: RowQuality | None = None
+    result: TaskResult | None = None
 
 
 STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us")  # of EngineStats

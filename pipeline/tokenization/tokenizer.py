@@ -28,6 +28,8 @@ from pipeline.tokenization.tokenizer_files import read_tokenizer_files
 
 __all__ = ["ChatTemplateError", "Tokenizer"]
 
+_CONTEXT_TOKENS = 8  # of a prompt that are looked at to encode what follows it: pre-tokenizers look at fewer
+
 
 class Tokenizer:
     """The tokenizer of one checkpoint. Safe to use from several threads; large methods release the GIL.
@@ -58,6 +60,7 @@ class Tokenizer:
         self._parsing = backend  # knows control tokens: encodes rendered chats, decodes
         self._bytes = _TokenBytes.of(backend)
         self._control = _control_tokens(backend, chat_template or "")
+        self._control_ids = frozenset(self._control.values())
         self._literal_json = literal_json = _literal_json(backend, self._control)
         self._literal = tokenizers.Tokenizer.from_str(literal_json)
         self._literal.encode_special_tokens = True  # that is: encode the text of special tokens as text
@@ -120,6 +123,28 @@ class Tokenizer:
                     torn = self._aliased.torn(text, self._leaks_re)
                     encoded[row] = self._aliased.encode(torn, add_special_tokens=True)
         return encoded
+
+    def continuation(self, ids: Sequence[int], text: str) -> list[int]:
+        """Token ids of `text` as it follows the prompt `ids`, every character of it text; those of the prompt stay.
+
+        A word is other tokens after a blank than at a text's beginning, so the prompt's last tokens are encoded with
+        it. Where its first characters would become one token with the prompt's last ones, and after a control token,
+        it is encoded as a text of its own.
+        """
+        last = list(ids[-_CONTEXT_TOKENS:])
+        controls = [place for place, token in enumerate(last) if token in self._control_ids]
+        for start in range(controls[-1] + 1 if controls else 0, len(last)):
+            context = last[start:]
+            together = self._encode_bare(self.decode(context) + text)
+            if together[: len(context)] == context:
+                return together[len(context) :]
+        return self._encode_bare(text)
+
+    def _encode_bare(self, text: str) -> list[int]:
+        """Without BOS and EOS."""
+        if self._leaks_re is not None and self._leaks_re.search(text):
+            return self._aliased.encode(self._aliased.torn(text, self._leaks_re), add_special_tokens=False)
+        return self._literal.encode(text, add_special_tokens=False).ids
 
     def encode_chat(
         self,

@@ -18,7 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipeline import errors
-from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, TokenLogprobs
+from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request
+from pipeline.engine.tasks import TokenLogprobs
 
 
 class FakeTokenizer:

@@ -193,3 +193,25 @@ def test_several_threads_may_encode(tokenizer):
     for thread in threads:
         thread.join()
     assert all(got[n] == expected for n in range(4))
+
+
+@pytest.mark.parametrize("prompt", ["The pump is", "in hall 7\n", "你好 🎉", "a<b>c"])
+@pytest.mark.parametrize("text", [" cold", "cold", "\n\nno", " 🎉 café", "<|im_end|>"])
+@pytest.mark.parametrize("kind", ["tokenizer", "spm_tokenizer"])
+def test_a_continuation_has_the_tokens_of_the_whole_text_where_the_border_is_one(prompt, text, kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    ids, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + text)
+    found = tokenizer.continuation(ids, text)
+    begin = [token for token in ids if token not in tokenizer.eos_token_ids]
+    if whole[: len(begin)] == begin:
+        assert found == [token for token in whole[len(begin) :] if token not in tokenizer.eos_token_ids]
+    assert not set(found) & set(tokenizer.control_tokens.values())
+    assert text.strip() in tokenizer.decode(begin + found)
+
+
+def test_after_a_control_token_a_continuation_is_a_text_of_its_own(tokenizer):
+    control = next(iter(tokenizer.control_tokens.values()))
+    bos = [token for token in tokenizer.encode("") if token in tokenizer.control_tokens.values()]
+    alone = [token for token in tokenizer.encode("yes") if token not in bos]
+    assert tokenizer.continuation([*tokenizer.encode("a"), control], "yes") == alone
+    assert tokenizer.continuation([], "yes") == alone

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.engine.grammar.token_mask import TokenMask
-from pipeline.engine.params import TokenLogprobs
 from pipeline.engine.schedule.sequence import SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.tasks import TokenLogprobs
 
 
 @dataclass(frozen=True)

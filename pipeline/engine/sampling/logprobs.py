@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.engine.params import TokenLogprobs
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.penalties import on_rows
+from pipeline.engine.tasks import TokenLogprobs
 
 
 @dataclass(frozen=True)

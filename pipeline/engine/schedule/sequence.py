@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.engine.grammar.matcher import RowMatcher
-from pipeline.engine.params import Completion, Request, SamplingParams, TokenLogprobs
+from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
+from pipeline.engine.tasks import TokenLogprobs
 from pipeline.errors import RowError
 from pipeline.tokenization.detokenizer import StopChecker
 

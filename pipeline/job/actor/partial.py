@@ -11,7 +11,8 @@ from typing import Any
 
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
-from pipeline.engine.params import Completion, RowQuality, TokenLogprobs
+from pipeline.engine.params import Completion, RowQuality
+from pipeline.engine.tasks import TokenLogprobs
 
 FOLDER = "_pipeline/partial"
 

@@ -10,7 +10,8 @@ import pytest
 from pipeline.data.output.parts import PartStore
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
-from pipeline.engine.params import Completion, Request, SamplingParams, TokenLogprobs
+from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.tasks import TokenLogprobs
 from pipeline.errors import PipelineError
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.tokenize import Chat, Tokenize, failed_row, row_seed
