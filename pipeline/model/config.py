@@ -44,6 +44,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # a layer's sliding window in tokens; None: full attention
     dtype: torch.dtype
     quantization: QuantFormat | None  # None: the linears are dense
+    num_classes: int | None = None  # of a sequence classification head, in the place of the one over the vocabulary
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """In a cache of this type: the model's, or FP8."""
@@ -121,6 +122,14 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{path}: nested too deeply for a model's config.json") from None
 
 
+def class_names(values: dict[str, Any]) -> list[str] | None:
+    """The names of a classification head's classes, from the values of config.json; None where it says none."""
+    names = values.get("id2label")
+    if not isinstance(names, dict) or sorted(map(str, names)) != sorted(map(str, range(len(names)))):
+        return None
+    return [str(names[str(number)]) for number in range(len(names))] if names else None
+
+
 def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
     f = Fields(values, path)
     family = f.one_of("model_type", sorted(FAMILIES))
@@ -142,6 +151,10 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
     if quantization is not None and not isinstance(quantization, dict):
         raise f.refuse("quantization_config", "an object")
     rope = Rope.from_config(values, path, max_position)
+    num_classes = None
+    if any(str(name).endswith("ForSequenceClassification") for name in values.get("architectures") or ()):
+        names = class_names(values)
+        num_classes = len(names) if names is not None else f.integer("num_labels", 1, 1 << 20, default=2)
     return ModelConfig(
         vocab_size=f.integer("vocab_size", 1, 1 << 24),
         hidden_size=hidden,
@@ -156,5 +169,6 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
         tie_embeddings=f.flag("tie_word_embeddings", False),
         dtype=DTYPES[dtype],
         quantization=None if quantization is None else read_format(quantization, path),
+        num_classes=num_classes,
         **FAMILIES[family](f, layers),
     )

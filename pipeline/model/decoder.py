@@ -146,7 +146,12 @@ class Decoder:
             for index, weights in enumerate(reader.layers())
         ]
         self.final_norm_H = reader.final_norm().to(device, dtype)
-        self.lm_head = kernels.prepare_linear(DenseWeight(embedding) if config.tie_embeddings else reader.lm_head())
+        self.lm_head: Linear | None = None
+        if reader.has_vocabulary_head:
+            head = DenseWeight(embedding) if config.tie_embeddings else reader.lm_head()
+            self.lm_head = kernels.prepare_linear(head)
+        classes = reader.class_head()
+        self.class_head_CH = None if classes is None else classes.float().cpu().numpy()
         reader.finish()
         self._decode_steps = None
         if kernels.decode_steps is not None:
@@ -183,5 +188,7 @@ class Decoder:
         return k.add_rms_norm(x_TH, residual_TH, self.final_norm_H, eps)[0]
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """(R, vocabulary) float32."""
+        """(R, vocabulary) float32; zeros of a model without a head over the vocabulary, of which nobody asks any."""
+        if self.lm_head is None:
+            return hidden_RH.new_zeros((len(hidden_RH), self.config.vocab_size), dtype=torch.float32)
         return self.lm_head(hidden_RH).float()

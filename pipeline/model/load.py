@@ -144,23 +144,40 @@ class WeightReader:
             unused=config.quantization.unused if config.quantization is not None else (),
             device=device,
         )
+        # Checkpoints that were made for embeddings may hold the decoder alone, under shorter names.
+        is_bare = "model.embed_tokens.weight" not in self.checkpoint and "embed_tokens.weight" in self.checkpoint
+        self.prefix = "" if is_bare else "model."
+        """What the names of the decoder's tensors begin with."""
 
     def embedding(self) -> torch.Tensor:
-        return self._copied("model.embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size))
+        return self._copied(f"{self.prefix}embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size))
 
     def final_norm(self) -> torch.Tensor:
-        return self._copied("model.norm.weight", (self.config.hidden_size,))
+        return self._copied(f"{self.prefix}norm.weight", (self.config.hidden_size,))
+
+    @property
+    def has_vocabulary_head(self) -> bool:
+        """Whether it tells next tokens: not with a classification head, nor as a bare decoder with no output
+        embedding."""
+        if self.config.num_classes is not None:
+            return False
+        return self.config.tie_embeddings or bool(self.prefix) or "lm_head.weight" in self.checkpoint
 
     def lm_head(self) -> LinearWeight:
         """The untied output embedding."""
         return self._linear("lm_head", (self.config.vocab_size, self.config.hidden_size), bias=False)
+
+    def class_head(self) -> torch.Tensor | None:
+        """(classes, H), where it has one."""
+        classes = self.config.num_classes
+        return None if classes is None else self._copied("score.weight", (classes, self.config.hidden_size))
 
     def layers(self) -> Iterator[LayerWeights]:
         c = self.config
         h, f = c.hidden_size, c.intermediate_size
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         for layer in range(c.num_layers):
-            p = f"model.layers.{layer}"
+            p = f"{self.prefix}layers.{layer}"
             a, m = f"{p}.self_attn", f"{p}.mlp"
             take = self._copied
             yield LayerWeights(

@@ -70,7 +70,7 @@ class LayerWriter:
         if self._output.has(self._files[index]):
             return self._read_back(index, weights) if calibration is not None else {}
         moments = {} if calibration is None else calibration.moments(index, weights)
-        prefix = f"model.layers.{index}."
+        prefix = f"{self._reader.prefix}layers.{index}."
         replaced = {f"{prefix}{name}.weight" for names in FUSED.values() for name in names}
         kept = [n for n in self._reader.checkpoint.home if n.startswith(prefix) and n not in replaced]
         tensors = {name: self._reader.checkpoint.take(name) for name in kept if not name.endswith(DERIVED)}
@@ -108,7 +108,7 @@ class LayerWriter:
         values = {}
         for field, names in FUSED.items():
             shapes = [(rows, getattr(weights, field).in_features) for rows in self._rows[field]]
-            prefixes = [f"model.layers.{index}.{name}" for name in names]
+            prefixes = [f"{self._reader.prefix}layers.{index}.{name}" for name in names]
             biases = [written.take(f"{p}.bias") if f"{p}.bias" in written else None for p in prefixes]
             stored = [StoredLinear(p, shape, written, bias) for p, shape, bias in zip(prefixes, shapes, biases)]
             read = [form.read_linear(linear) for linear in stored]
@@ -118,12 +118,13 @@ class LayerWriter:
     def _rest(self) -> None:
         """Embeddings, the last norm and the head, as they are."""
         self._reader.final_norm()
-        if not self._config.tie_embeddings:
+        self._reader.class_head()
+        if self._reader.has_vocabulary_head and not self._config.tie_embeddings:
             self._reader.lm_head()
         self._reader.finish()
         checkpoint = self._reader.checkpoint
         dropped = (*DERIVED, "lm_head.weight") if self._config.tie_embeddings else DERIVED
-        names = [n for n in checkpoint.home if not n.startswith("model.layers.") and not n.endswith(dropped)]
+        names = [n for n in checkpoint.home if not n.startswith(f"{self._reader.prefix}layers.") and not n.endswith(dropped)]
         self._output.write(self._files[-1], {name: checkpoint.take(name) for name in names})
 
     def _index(self) -> None:

@@ -119,10 +119,11 @@ def measure_layers(decoder: Decoder, tokens: Sequence[int]) -> tuple[Curve, Curv
 @torch.inference_mode()
 def measure_head(decoder: Decoder, rows: Sequence[int]) -> Curve:
     """The output embedding."""
-    seconds = []
+    seconds, head = [], decoder.lm_head
+    assert head is not None, "a model that generates"
     for num_rows in rows:
         x_RH = torch.randn(num_rows, decoder.config.hidden_size).to(decoder.dtype)
-        seconds.append(fastest(partial(decoder.lm_head, x_RH), MIN_PASSES, MIN_S))
+        seconds.append(fastest(partial(head, x_RH), MIN_PASSES, MIN_S))
     return Curve(tuple(rows), tuple(seconds))
 
 

@@ -33,6 +33,8 @@ class Runner(SamplingKernels, Protocol):
         ...
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor: ...
+    def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor: ...
     def zero_blocks(self, blocks: list[int]) -> None: ...
 
 
@@ -42,6 +44,8 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, kv: KVCache, block_size: int, max_model_len: int) -> None:
         self.decoder, self.kv, self.block_size = decoder, kv, block_size
         self.vocab_size = decoder.config.vocab_size
+        self.class_head_CH = decoder.class_head_CH
+        self.has_vocabulary_head = decoder.lm_head is not None
         self.is_asynchronous = decoder.device.type == "cuda"
         self.greedy, self.sample = decoder.kernels.greedy, decoder.kernels.sample
         self._graphs: StepGraphs | None = None
@@ -63,6 +67,25 @@ class ModelRunner:
             future.put_into(numbers_3T, on_device(future.index_2F, self.decoder.device))
         where = AttentionInput(*places, numbers_3T[2], self.block_size)
         return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], where, step.logit_row_R))
+
+    @torch.inference_mode()
+    def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits as `execute`, and the last hidden states (N, H) of the tokens row_N of the step, ascending."""
+        row_M = np.union1d(step.logit_row_R, row_N)
+        # Of few tokens the last layer computes those alone, each as a sequence of its own; of many that is slower.
+        computed_M = row_M if 2 * len(row_M) <= len(step.token_id_T) else np.arange(len(step.token_id_T))
+        numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
+        places = step.query_start_S1, step.context_len_S, step.block_table_SM
+        where = AttentionInput(*places, numbers_3T[2], self.block_size)
+        hidden_MH = self._forward(numbers_3T[0], numbers_3T[1], where, computed_M)
+        wanted = (np.searchsorted(computed_M, rows) for rows in (step.logit_row_R, row_N))
+        hidden_RH, hidden_NH = (hidden_MH[on_device(rows, hidden_MH.device)] for rows in wanted)
+        return self.decoder.logits(hidden_RH), hidden_NH
+
+    @torch.inference_mode()
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """(R, vocabulary) float32, of hidden states that `execute_and_read` gave."""
+        return self.decoder.logits(hidden_RH)
 
     def _forward(
         self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, where: AttentionInput, row_R: np.ndarray

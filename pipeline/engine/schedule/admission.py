@@ -53,10 +53,11 @@ class Admission:
 
     def finished(self, slots: list[int]) -> None:
         """The sequences in these slots came to their end."""
+        slots = [slot for slot in slots if self._table.generates[slot]]
         place_N = np.arange(self._num_finished, self._num_finished + len(slots)) % HISTORY
         self._length_H[place_N] = self._table.num_known[slots] - self._table.num_prompt[slots]
         self._num_finished += len(slots)
-        self._has_changed = True
+        self._has_changed = self._has_changed or bool(slots)
 
     def forget_lengths(self) -> None:
         """Expect nothing of coming sequences from those that finished so far."""
@@ -106,7 +107,7 @@ class Admission:
         if not self._enable_prefix_caching:
             return [], False
         size = self._pool.block_size
-        usable = (len(sequence.token_ids) - 1) // size  # the last token is always computed: its logits are wanted
+        usable = sequence.num_shareable // size
         sequence.extend_hashes(sequence.token_ids, usable, size)
         hits = self._pool.find(sequence.hashes[:usable])
         return hits, len(hits) < usable and sequence.hashes[len(hits)] in in_progress

@@ -62,15 +62,17 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, or end it at once when it can never be served."""
         known, size = len(sequence.token_ids), self.pool.block_size
+        room = self.table.max_model_len - sequence.generates
         if known == 0:
             sequence.fail(RowError.EMPTY_PROMPT, "the prompt has no tokens")
-        elif known >= self.table.max_model_len:
+        elif known > room:
+            beside = " beside one generated token" if sequence.generates else ""
             sequence.fail(
                 RowError.PROMPT_TOO_LONG,
                 f"the prompt has {known} tokens; with max_model_len = {self.table.max_model_len} at most "
-                f"{self.table.max_model_len - 1} fit beside one generated token",
+                f"{room} fit{beside}",
             )
-        elif -(-(known + 1) // size) > self.pool.num_blocks:
+        elif -(-(known + sequence.generates) // size) > self.pool.num_blocks:
             self._fail_too_long(sequence)
         else:
             self.waiting.append(sequence)
@@ -138,7 +140,10 @@ class Scheduler:
             slot_S, start_S, count_S = slot_S[used], start_S[used], count_S[used]
         if not len(slot_S):
             return None
-        return StepPlan(slot_S, start_S, count_S, start_S + count_S == self.table.num_known[slot_S])
+        samples_S = start_S + count_S == self.table.num_known[slot_S]
+        if self.table.num_readers:
+            samples_S &= self.table.generates[slot_S]
+        return StepPlan(slot_S, start_S, count_S, samples_S)
 
     def _is_time_to_admit(self, count_S: np.ndarray) -> bool:
         """Always where prompts are computed in this step anyway, or nothing is."""

@@ -5,6 +5,8 @@ admitted, when its blocks become findable and when it ends. For every occupied s
 
     0 <= num_computed < num_known <= limit        num_blocks * block_size >= num_computed
 
+A sequence that generates nothing (engine/reading/) is taken out by the step that computes its last token.
+
 Suffixes: S sequences, B blocks, N any items.
 """
 
@@ -16,7 +18,7 @@ import numpy as np
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
-from pipeline.engine.tasks import TokenLogprobs
+from pipeline.engine.tasks import TaskResult, TokenLogprobs
 from pipeline.errors import RowError
 from pipeline.tokenization.detokenizer import StopChecker
 
@@ -94,6 +96,20 @@ class Call:
         return ended
 
 
+class Reader(Protocol):
+    """Wants the hidden states at the positions first <= p < stop (engine/reading/)."""
+
+    first: int
+    stop: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that came are numbers; asked once all have come."""
+        ...
+
+    def result(self) -> TaskResult: ...
+
+
 @dataclass
 class Sequence:
     """One request on its way. `token_ids` is the prompt and, after a preemption, what was generated too."""
@@ -113,12 +129,24 @@ class Sequence:
     logprobs: list[TokenLogprobs] | None = None
     stop_checker: StopChecker | None = None
     matcher: RowMatcher | None = None  # with structured_outputs, once a mask was asked for: after its generated tokens
+    reader: Reader | None = None  # who is told of its known tokens
     ending_ids: np.ndarray | None = None  # int64, with min_tokens: tokens that would end it, masked until then
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
         if self.request.params.logprobs is not None:
             self.logprobs = []
+
+    @property
+    def generates(self) -> bool:
+        return self.request.task is None
+
+    @property
+    def num_shareable(self) -> int:
+        """Of its first known tokens, those that it need not compute itself where their blocks are there: the last
+        one's logits are wanted, or a reader wants hidden states."""
+        last = len(self.token_ids) - 1
+        return last if self.reader is None else min(last, self.reader.first)
 
     def fail(self, error: RowError, message: str) -> None:
         """End with an error. It must hold no slot and no blocks."""
@@ -178,6 +206,10 @@ class SlotTable:
         self.min_repeats = np.zeros(num_slots, dtype=np.int64)
         self.has_grammar = np.zeros(num_slots, dtype=bool)  # structured_outputs
         self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids, a grammar: looked at one by one
+        self.generates = np.ones(num_slots, dtype=bool)  # else it ends when all that it knows is computed
+        self.read_from = np.full(num_slots, _LARGEST)  # positions whose hidden states are wanted; none: _LARGEST
+        self.read_to = np.zeros(num_slots, dtype=np.int64)
+        self.num_readers = 0  # in the slots
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, no log-probabilities are wanted, no grammar
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
@@ -213,17 +245,23 @@ class SlotTable:
         self.min_repeats[slot] = 0 if loop is None else min(loop.min_count, _LARGEST)
         self.has_grammar[slot] = params.structured_outputs is not None
         self.has_stops[slot] = bool(params.stop or params.stop_token_ids) or self.has_grammar[slot]
+        self.num_readers += sequence.reader is not None
+        self.generates[slot] = sequence.generates
+        self.read_from[slot] = _LARGEST if sequence.reader is None else sequence.reader.first
+        self.read_to[slot] = 0 if sequence.reader is None else sequence.reader.stop
         self.seed[slot] = sequence.seed & 0xFFFFFFFFFFFFFFFF
         self.sampling[slot] = sampling_options(params)
         self.is_plain[slot] = is_plain(params)
         self.ending_ids[slot] = sequence.ending_ids
         self.last_step[slot] = 0
-        if self.watcher is not None:
+        if self.watcher is not None and sequence.generates:
             self.watcher.admitted(slot)
         return slot
 
     def limit_of(self, sequence: Sequence) -> int:
         """The most tokens that it may come to."""
+        if not sequence.generates:
+            return sequence.num_prompt
         return min(sequence.num_prompt + sequence.request.params.max_tokens, self.max_model_len)
 
     def append_blocks(self, slot_S: np.ndarray, count_S: np.ndarray, blocks: list[int]) -> None:
@@ -245,8 +283,9 @@ class SlotTable:
     def vacate(self, slot: int, finished: bool = False) -> Sequence:
         """Free the slot and give the sequence its known tokens back. Its blocks are the caller's to release."""
         sequence = self.at(slot)
-        if self.watcher is not None:
+        if self.watcher is not None and sequence.generates:
             self.watcher.left(slot, finished)
+        self.num_readers -= sequence.reader is not None
         sequence.token_ids = self.token_ids[slot, : self.num_known[slot]].copy()
         sequence.slot = -1
         self.sequences[slot] = None

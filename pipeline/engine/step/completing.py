@@ -8,6 +8,7 @@ Suffixes: S sequences of the step, R rows of logits, F rows with finite logits, 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic_ns
 from typing import NamedTuple
 
@@ -83,6 +84,25 @@ class Completing:
         for slot in slot_R[self._table.num_known[slot_R] == self._table.num_prompt[slot_R]].tolist():
             self._table.at(slot).first_token_us = now_us
 
+    # -- known texts
+
+    def take_read(self, slot_S: np.ndarray) -> None:
+        """End those of these sequences that generate nothing and are computed whole."""
+        table = self._table
+        if not table.num_readers:
+            return
+        now_us, slot_S = monotonic_ns() // 1000, slot_S[~table.generates[slot_S]]
+        ended = slot_S[table.num_computed[slot_S] == table.num_known[slot_S]].tolist()
+        readers = [table.at(slot).reader for slot in ended]
+        for slot, reader in zip(ended, readers):
+            if reader is None or not reader.is_finite:
+                self._fail_not_finite(slot, "for its prompt")
+        whole = [slot for slot in ended if table.sequences[slot] is not None]
+        for sequence in self._scheduler.finish(whole):
+            assert sequence.reader is not None
+            sequence.first_token_us = now_us
+            sequence.call.end(replace(self._whole(sequence, "stop", [], "", now_us), result=sequence.reader.result()))
+
     # -- ends
 
     def _finish_ended(self, slot_R: np.ndarray, token_R: np.ndarray, now_us: int) -> int:
@@ -133,11 +153,16 @@ class Completing:
         if text is None:
             # Without a stop string, what stopped it is its last token: EOS or a stop token id, which is no text.
             text = self._tokenizer.decode(token_ids[:-1] if end.reason == "stop" else token_ids)
+        return self._whole(sequence, end.reason, token_ids, text, now_us)
+
+    def _whole(
+        self, sequence: Sequence, reason: FinishReason, token_ids: list[int], text: str, now_us: int
+    ) -> Completion:
         return Completion(
             row_id=sequence.request.row_id,
             token_ids=token_ids,
             text=text,
-            finish_reason=end.reason,
+            finish_reason=reason,
             num_prompt_tokens=sequence.num_prompt,
             num_cached_tokens=max(sequence.num_cached, 0),
             logprobs=sequence.logprobs,
@@ -157,13 +182,13 @@ class Completing:
                 RowError.GRAMMAR_ERROR, f"sampling.structured_outputs: after {generated} generated tokens {dead_end}"
             )
             return
+        self._fail_not_finite(slot, f"after {generated} generated tokens")
+
+    def _fail_not_finite(self, slot: int, where: str) -> None:
         own = self._scheduler.pool.held_once(self._table.blocks_of(slot))
-        self._scheduler.drop(slot, keep_blocks=False)
+        sequence = self._scheduler.drop(slot, keep_blocks=False)
         self._clean(own)
-        sequence.fail(
-            RowError.NON_FINITE_LOGITS,
-            f"the model gave logits that are not finite numbers after {generated} generated tokens",
-        )
+        sequence.fail(RowError.NON_FINITE_LOGITS, f"the model gave logits that are not finite numbers {where}")
 
     # -- drafts
 

@@ -1,6 +1,6 @@
 """Runs the steps of an engine one after the other.
 
-    plan -> drafts -> input -> model -> sample -> commit -> take
+    plan -> drafts -> input -> model -> read, sample -> commit -> take
 
 `overlapped.py` does the same one step ahead of the tokens, for a device that works beside the host. Either is wrapped
 by `out_of_memory.py`, which undoes a step that did not fit. `Drafting` adds drafts to a plan and checks them.
@@ -14,6 +14,7 @@ import torch
 
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Runner
+from pipeline.engine.reading.step_reading import StepReading
 from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.on_host import sample
 from pipeline.engine.sampling.verify import Verified
@@ -48,12 +49,22 @@ class StepLoop:
             return
         if self.drafting is not None:
             plan = self.drafting.extend(plan, self.drafting.select(plan))
+        self._compute(plan, begun_ns, rejected)
+
+    def _compute(self, plan: StepPlan, begun_ns: int, rejected: int) -> None:
+        """Compute a plan whose known tokens are all known, and take what comes of it."""
         self.computing = plan
-        logits_RV = self.runner.execute(build_input(plan, self.table))
+        step, reading = build_input(plan, self.table), StepReading.of_plan(plan, self.table)
+        if reading is None:
+            logits_RV = self.runner.execute(step)
+        else:
+            logits_RV, hidden_NH = self.runner.execute_and_read(step, reading.row_N)
+            reading.take(hidden_NH, self.runner, self.table)
         output = self._sample(plan, logits_RV)
         self.computing = None
         tokens = self.scheduler.commit(plan)
         self._take(plan.sampling_slot_S, output)
+        self.completing.take_read(plan.slot_S)
         step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
         tokens.add_time(self.stats, step_us, plan.draft_S is not None, rejected)
 

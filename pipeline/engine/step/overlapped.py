@@ -51,6 +51,8 @@ class OverlappedLoop(StepLoop):
             if plan is None:
                 self.land()
                 return
+            if self.table.num_readers:
+                return self._compute(plan, begun_ns, rejected)
             self.computing = plan
             pending = self._launch(plan)
         finally:
@@ -92,8 +94,11 @@ class OverlappedLoop(StepLoop):
             self.land()  # who is preempted leaves with all that it knows; a mask depends on all tokens before it
             self._placeholders = Placeholders(self.table, None)
         plan = self.scheduler.plan()
-        if plan is None or self.drafting is None:
-            return plan
+        if plan is not None and self.table.num_readers and self.in_flight is not None:
+            self.land(ahead=plan)  # the host waits for what it reads
+            plan = self._placeholders.rebase(plan, self.scheduler.running)
+        if plan is None or not len(plan.slot_S) or self.drafting is None:
+            return plan if plan is not None and len(plan.slot_S) else None
         proposer = self.drafting.select(plan)
         if self.in_flight is not None and not self._can_draft_ahead(plan, proposer):
             self.land(ahead=plan)

@@ -1,0 +1,135 @@
+"""What one step has for the readers of its sequences: from the hidden states that it computed to numbers on the host.
+
+Log-probabilities of a large vocabulary never lie in memory for a whole step: some rows at a time are multiplied with the
+output embedding, and of each row only the tokens that are asked for are kept.
+
+Suffixes: N tokens of the step whose hidden states are wanted, P pairs of such a token and another one whose
+log-probability is wanted there, H hidden.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pipeline.engine.reading.readers import LogprobReader, PoolingReader
+from pipeline.engine.schedule.sequence import SlotTable, ranges
+from pipeline.engine.schedule.step_plan import StepPlan
+
+LOGIT_VALUES = 1 << 25  # 128 MiB of logits at once, and some copies: of 32,000 tokens 1,048 rows
+
+
+class OutputEmbedding(Protocol):
+    """What tells logits: a `Runner`."""
+
+    vocab_size: int
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class StepReading:
+    """row_N: rows of the step, ascending. Sequence s of those that are read has the hidden states of its positions
+    start_S[s] to stop_S[s], which begin at first_S[s] in N."""
+
+    row_N: np.ndarray
+    slot_S: np.ndarray
+    start_S: np.ndarray
+    stop_S: np.ndarray
+    first_S: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        count_S = self.stop_S - self.start_S
+        object.__setattr__(self, "first_S", np.cumsum(count_S) - count_S)
+
+    @classmethod
+    def of_plan(cls, plan: StepPlan, table: SlotTable) -> "StepReading | None":
+        """None where nothing is read in this step."""
+        if not table.num_readers:
+            return None
+        start_S = np.maximum(plan.start_S, table.read_from[plan.slot_S])
+        stop_S = np.minimum(plan.start_S + plan.count_S, table.read_to[plan.slot_S])
+        read = np.flatnonzero(start_S < stop_S)
+        if not len(read):
+            return None
+        row_S = np.cumsum(plan.count_S) - plan.count_S + start_S - plan.start_S
+        start_S, stop_S = start_S[read], stop_S[read]
+        return cls(ranges(row_S[read], stop_S - start_S), plan.slot_S[read], start_S, stop_S)
+
+    def take(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
+        """Give the readers what they want of the step's hidden states."""
+        self._take_logprobs(hidden_NH, model, table)
+        self._take_vectors(hidden_NH, table)
+
+    def _take_logprobs(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
+        readers: list[tuple[LogprobReader, slice]] = []
+        places, tokens = [], []
+        for slot, start, stop, first in self._sequences():
+            reader = table.at(slot).reader
+            if isinstance(reader, LogprobReader):
+                wanted = reader.wanted(start, stop)
+                readers.append((reader, wanted))
+                places.append(reader.position_P[wanted] - start + first)
+                tokens.append(reader.token_P[wanted])
+        if not readers:
+            return
+        num_top = max(reader.num_top for reader, _ in readers)
+        logprob_P, top_P = token_logprobs(hidden_NH, model, np.concatenate(places), np.concatenate(tokens), num_top)
+        begin = 0
+        for reader, wanted in readers:
+            end = begin + wanted.stop - wanted.start
+            top = None
+            if reader.num_top:
+                top = [pairs[: reader.num_top] for pairs in top_P[begin:end]]
+            reader.put(wanted, logprob_P[begin:end], top)
+            begin = end
+
+    def _take_vectors(self, hidden_NH: torch.Tensor, table: SlotTable) -> None:
+        readers: list[tuple[PoolingReader, int]] = []
+        alone: list[tuple[PoolingReader, int, int]] = []
+        sums: list[torch.Tensor] = []
+        for slot, start, stop, first in self._sequences():
+            reader = table.at(slot).reader
+            if not isinstance(reader, PoolingReader):
+                continue
+            if stop - start == 1:
+                alone.append((reader, start, first))
+            else:
+                readers.append((reader, start))
+                sums.append(hidden_NH[first : first + stop - start].float().sum(0))
+        if alone:  # most often all: gathered and copied at once
+            for (reader, start, _), one_H in zip(alone, hidden_NH[[first for *_, first in alone]].float().cpu().numpy()):
+                reader.put(start, one_H)
+        if readers:
+            for (reader, start), sum_H in zip(readers, torch.stack(sums).cpu().numpy()):
+                reader.put(start, sum_H)
+
+    def _sequences(self) -> list[tuple[int, int, int, int]]:
+        return list(zip(self.slot_S.tolist(), self.start_S.tolist(), self.stop_S.tolist(), self.first_S.tolist()))
+
+
+@torch.inference_mode()
+def token_logprobs(
+    hidden_NH: torch.Tensor, model: OutputEmbedding, place_P: np.ndarray, token_P: np.ndarray, num_top: int = 0
+) -> tuple[np.ndarray, list[tuple[tuple[int, float], ...]]]:
+    """The log-probability of token_P[p] after the hidden state place_P[p], places ascending, and with num_top the
+    likeliest tokens there; float32's, of the raw logits. NaN where logits are not finite."""
+    row_U, pair_P = np.unique(place_P, return_inverse=True)
+    logprob_P, top_U = np.zeros(len(place_P)), []
+    num_top = min(num_top, model.vocab_size)
+    size = max(LOGIT_VALUES // model.vocab_size, 1)
+    for begin in range(0, len(row_U), size):
+        end = min(begin + size, len(row_U))
+        logits_UV = model.logits(hidden_NH[torch.from_numpy(row_U[begin:end]).to(hidden_NH.device)])
+        whole_U = logits_UV.logsumexp(-1)
+        lo, hi = np.searchsorted(pair_P, (begin, end))
+        row_p, token_p = (
+            torch.from_numpy(index).to(logits_UV.device) for index in (pair_P[lo:hi] - begin, token_P[lo:hi])
+        )
+        logprob_P[lo:hi] = (logits_UV[row_p, token_p] - whole_U[row_p]).cpu().numpy()
+        if num_top:
+            top = logits_UV.topk(num_top, dim=-1)
+            values = (top.values - whole_U[:, None]).tolist()
+            top_U += [tuple(zip(ids, row)) for ids, row in zip(top.indices.tolist(), values)]
+    return logprob_P, [top_U[row] for row in pair_P.tolist()] if num_top else []
