@@ -20,10 +20,12 @@ from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.engine.samples import sample_seed, with_samples
 from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.call import Call, Group
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable
+from pipeline.engine.schedule.sequence import Sequence, SlotTable
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.speculation import make_drafting
 from pipeline.engine.step.completing import Completing
@@ -123,18 +125,27 @@ class Engine:
         self._add(request, self._added)
 
     def _add(self, request: Request, call: Call) -> None:
-        seed = request.params.seed
-        sequence = Sequence(
-            request,
-            np.array(request.prompt_token_ids, dtype=np.int32),
-            self._order,
-            seed if seed is not None else self.seed + call.num_given,
-            call,
-            queued_us=time.monotonic_ns() // 1000,
-        )
-        self._order += 1
+        seed = request.params.seed if request.params.seed is not None else self.seed + call.num_given
         call.num_given += 1
         call.num_open += 1
+        for sequence in self._sequences(request, seed, call):
+            self._queue(sequence)
+
+    def _sequences(self, request: Request, seed: int, call: Call) -> list[Sequence]:
+        """What a request becomes: one sequence, or with `n` so many, which share the blocks of its prompt."""
+        token_ids, queued_us = np.array(request.prompt_token_ids, dtype=np.int32), time.monotonic_ns() // 1000
+        first, n = self._order, request.params.n
+        self._order += n
+        if n == 1:
+            return [Sequence(request, token_ids, first, seed, call, queued_us=queued_us)]
+        group = Group(n, with_samples)
+        return [
+            Sequence(request, token_ids, first + place, sample_seed(seed, place), call, group, place, queued_us)
+            for place in range(n)
+        ]
+
+    def _queue(self, sequence: Sequence) -> None:
+        request = sequence.request
         if request.params.stop:
             sequence.stop_checker = StopChecker(self.tokenizer, request.params.stop, request.params.min_tokens)
         if request.params.min_tokens > 0:
@@ -164,8 +175,8 @@ class Engine:
     def _abort(self, is_meant: Callable[[Sequence], bool]) -> bool:
         with self.place:
             gone = self._recovery.abort(is_meant)
-        for sequence in gone:
-            sequence.call.num_open -= 1
+        for call in {id(sequence.group or sequence): sequence.call for sequence in gone}.values():  # each request once
+            call.num_open -= 1
         return bool(gone)
 
     @property
@@ -195,7 +206,7 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended, those of streams too, and completions that the next `step` returns."""
+        """Sequences that have not ended, those of streams too, and completions that the next `step` returns."""
         return self._num_inside + len(self._added.ended)
 
     @property
@@ -318,7 +329,7 @@ class Engine:
         """
         self._check_open()
         if self._num_inside:
-            raise ConfigError(f"warm_up: {self._num_inside} requests are waiting or running; warm up before them")
+            raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; warm up before them")
         self._say_warming_up()
         counted, drafting = asdict(self.stats), self.drafting
         self.draft_as(None)
