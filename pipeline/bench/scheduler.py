@@ -180,6 +180,8 @@ class _NoModel:
 
     is_asynchronous, max_corrected_queries = False, 0
     greedy, sample = staticmethod(reference.greedy), staticmethod(reference.sample)
+    hidden_size, has_vocabulary_head = 0, True
+    class_head_CH: np.ndarray | None = None
 
     def __init__(self, num_rows: int, vocab_size: int, ending: Sequence[int]) -> None:
         self.vocab_size = vocab_size
@@ -190,6 +192,12 @@ class _NoModel:
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         return self.logits_RV[: len(step.logit_row_R)]
+
+    def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("all rows generate")
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("all rows generate")
 
     def zero_blocks(self, blocks: list[int]) -> None:
         raise AssertionError("made logits are finite")

@@ -8,7 +8,6 @@ several engines may live in one process.
 
 import time
 from collections.abc import Callable, Generator, Iterable
-from collections.abc import Sequence as Items
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -16,14 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.engine.batch_calls import BatchCalls
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.engine.reading.sequences import sequences_of, why_refused
+from pipeline.engine.samples import sample_seed, with_samples
 from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.call import Call, Group
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable
+from pipeline.engine.schedule.sequence import Sequence, SlotTable
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.speculation import make_drafting
 from pipeline.engine.step.completing import Completing
@@ -37,7 +40,7 @@ from pipeline.tokenization.detokenizer import StopChecker
 from pipeline.tokenization.tokenizer import Tokenizer
 
 
-class Engine:
+class Engine(BatchCalls):
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
 
     _warming_up = "warming up"  # what takes its time there
@@ -123,21 +126,38 @@ class Engine:
         self._add(request, self._added)
 
     def _add(self, request: Request, call: Call) -> None:
-        seed = request.params.seed
-        sequence = Sequence(
-            request,
-            np.array(request.prompt_token_ids, dtype=np.int32),
-            self._order,
-            seed if seed is not None else self.seed + call.num_given,
-            call,
-            queued_us=time.monotonic_ns() // 1000,
-        )
-        self._order += 1
+        seed = request.params.seed if request.params.seed is not None else self.seed + call.num_given
         call.num_given += 1
         call.num_open += 1
-        if request.params.stop:
+        refused = why_refused(request, self.runner)
+        if refused is not None:
+            nothing = np.zeros(len(request.prompt_token_ids), dtype=np.int32)
+            return Sequence(request, nothing, self._order, call=call).fail(*refused)
+        for sequence in self._sequences(request, seed, call):
+            self._queue(sequence)
+
+    def _sequences(self, request: Request, seed: int, call: Call) -> list[Sequence]:
+        """What a request becomes: one sequence, or with `n` so many, which share the blocks of its prompt."""
+        first, n, queued_us = self._order, request.params.n, time.monotonic_ns() // 1000
+        if request.task is not None:
+            sequences = sequences_of(request, first, call, queued_us, self.runner)
+            self._order += len(sequences)
+            return sequences
+        token_ids = np.array(request.prompt_token_ids, dtype=np.int32)
+        self._order += n
+        if n == 1:
+            return [Sequence(request, token_ids, first, seed, call, queued_us=queued_us)]
+        group = Group(n, with_samples)
+        return [
+            Sequence(request, token_ids, first + place, sample_seed(seed, place), call, group, place, queued_us)
+            for place in range(n)
+        ]
+
+    def _queue(self, sequence: Sequence) -> None:
+        request, generates = sequence.request, sequence.generates
+        if generates and request.params.stop:
             sequence.stop_checker = StopChecker(self.tokenizer, request.params.stop, request.params.min_tokens)
-        if request.params.min_tokens > 0:
+        if generates and request.params.min_tokens > 0:
             eos = frozenset() if request.params.ignore_eos else self.tokenizer.eos_token_ids
             sequence.ending_ids = np.array(sorted(eos.union(request.params.stop_token_ids)), dtype=np.int64)
         outside = (sequence.token_ids < 0) | (sequence.token_ids >= self.runner.vocab_size)
@@ -148,7 +168,7 @@ class Engine:
                 f"{self.runner.vocab_size} (does the tokenizer belong to it?)",
             )
             return
-        if request.params.structured_outputs is not None:
+        if generates and request.params.structured_outputs is not None:
             try:
                 self._masks.check(request.params.structured_outputs)
             except ConfigError as error:
@@ -164,8 +184,8 @@ class Engine:
     def _abort(self, is_meant: Callable[[Sequence], bool]) -> bool:
         with self.place:
             gone = self._recovery.abort(is_meant)
-        for sequence in gone:
-            sequence.call.num_open -= 1
+        for call in {id(sequence.group or sequence): sequence.call for sequence in gone}.values():  # each request once
+            call.num_open -= 1
         return bool(gone)
 
     @property
@@ -195,7 +215,7 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended, those of streams too, and completions that the next `step` returns."""
+        """Sequences that have not ended, those of streams too, and completions that the next `step` returns."""
         return self._num_inside + len(self._added.ended)
 
     @property
@@ -226,30 +246,6 @@ class Engine:
             self._abort_abandoned()
 
     # -- many requests
-
-    def generate(
-        self,
-        prompts: str | list[int] | Items[str | list[int]],
-        params: SamplingParams | Items[SamplingParams] | None = None,
-    ) -> list[Completion]:
-        """Complete `prompts` (strings or lists of token ids) and return the completions in their order.
-
-        `params` is one SamplingParams for all or one for each. Raises ConfigError when the counts differ. Other
-        requests of the engine go on meanwhile, and keep their completions; when it is interrupted, its own end.
-        """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Items) else list(params)
-        if len(each) != len(prompts):
-            raise ConfigError(
-                f"{len(prompts)} prompts with {len(each)} sampling params: expected one for all or one for each"
-            )
-        requests = [
-            Request(index, self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), own)  # type: ignore[arg-type]
-            for index, (prompt, own) in enumerate(zip(prompts, each))
-        ]
-        done = {completion.row_id: completion for completion in self.stream(requests)}
-        return [done[index] for index in range(len(requests))]
 
     def stream(self, requests: Iterable[Request]) -> Generator[Completion, None, None]:
         """Yield the completions of `requests` as they finish, pulling requests just fast enough to keep the batch full.
@@ -318,7 +314,7 @@ class Engine:
         """
         self._check_open()
         if self._num_inside:
-            raise ConfigError(f"warm_up: {self._num_inside} requests are waiting or running; warm up before them")
+            raise ConfigError(f"warm_up: {self._num_inside} sequences are waiting or running; warm up before them")
         self._say_warming_up()
         counted, drafting = asdict(self.stats), self.drafting
         self.draft_as(None)

@@ -12,6 +12,7 @@ from pipeline.engine.tasks import Task, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "length_loop", "error"]
+MAX_SAMPLES = 1024  # of one request: they end together, so many more would hold up their unit
 MAX_PATTERN_SIZE = 1024  # of repetition detection: each token is compared with so many before it
 DRAFT_PLACES = 8  # places of drafts after the known tokens that are counted apart; the last one counts all from there
 
@@ -83,6 +84,8 @@ class SamplingParams:
     0 the chosen token's, n also those of the n best tokens (of the raw distribution, before temperature and
     penalties). A stop string ends the text just before it; no stop condition acts before `min_tokens` tokens.
     `repetition_detection` ends a row that repeats itself; None is off.
+    `n` completions of one prompt come as one Completion with `samples`; the prompt is computed once. Their seeds follow
+    from the request's (`pipeline.engine.samples.sample_seed`), so they are those of n requests with these seeds.
     `seed` None takes the engine's seed plus the request's position: in its call of `generate` or `stream`, or among all
     that were given to `add`. One seed gives the same tokens from the same logits in any batch and on any device, but
     where a number falls within float32's rounding of a border.
@@ -111,6 +114,7 @@ class SamplingParams:
     logprobs: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputs | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
@@ -154,6 +158,12 @@ class SamplingParams:
                 "repetition_detection",
                 isinstance(self.repetition_detection, RepetitionDetectionParams | None),
                 "RepetitionDetectionParams, or none",
+            ),
+            ("n", _is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, f"an integer 1 to {MAX_SAMPLES}"),
+            (
+                "n",
+                self.n == 1 or self.temperature > 0.0,
+                f"1 with temperature 0, which gives {self.n} equal texts; set sampling.temperature above 0",
             ),
         ]
 
@@ -270,6 +280,8 @@ class Completion:
     this machine's monotonic clock in microseconds; 0 where it never came (an error keeps what is known).
     quality: of rows that were compared with a reference model.
     result: what a request's task asked for. finish_reason is "stop" then, text and token_ids are empty.
+    samples: with `SamplingParams.n` above 1, the n completions in order. What stands outside them is then sample 0's,
+    but for first_token_us and last_token_us, which are the first and the last of all; an error stands for the request.
     """
 
     row_id: object
@@ -288,6 +300,17 @@ class Completion:
     num_lost_generated_tokens: int = 0
     quality: RowQuality | None = None
     result: TaskResult | None = None
+    samples: tuple["Completion", ...] = ()
+
+    @property
+    def each(self) -> tuple["Completion", ...]:
+        """Its samples, or the one completion that it is."""
+        return self.samples or (self,)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Of all samples."""
+        return sum(len(one.token_ids) for one in self.each)
 
 
 STEP_TIMES = ("prefill_us", "decode_us", "drafts_us", "preempted_us", "retried_us")  # of EngineStats

@@ -124,7 +124,8 @@ class LayerWriter:
         self._reader.finish()
         checkpoint = self._reader.checkpoint
         dropped = (*DERIVED, "lm_head.weight") if self._config.tie_embeddings else DERIVED
-        names = [n for n in checkpoint.home if not n.startswith(f"{self._reader.prefix}layers.") and not n.endswith(dropped)]
+        layers = f"{self._reader.prefix}layers."
+        names = [n for n in checkpoint.home if not n.startswith(layers) and not n.endswith(dropped)]
         self._output.write(self._files[-1], {name: checkpoint.take(name) for name in names})
 
     def _index(self) -> None:

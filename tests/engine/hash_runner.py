@@ -45,7 +45,8 @@ class HashRunner:
     With a `memory` the next token depends on so many last ones alone, so that texts repeat themselves.
     """
 
-    vocab_size = VOCAB
+    vocab_size = hidden_size = VOCAB
+    has_vocabulary_head, class_head_CH = True, None
     is_asynchronous = False
     max_corrected_queries = 8
     greedy, sample = staticmethod(greedy), staticmethod(sample)
@@ -76,6 +77,17 @@ class HashRunner:
             else:
                 logits[r, next_token(context, self.memory)] = 1.0
         return logits
+
+    def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states are the logits."""
+        both = np.union1d(step.logit_row_R, row_N)
+        logits = self.execute(replace(step, logit_row_R=both))
+        of_both = (torch.from_numpy(np.searchsorted(both, rows)) for rows in (step.logit_row_R, row_N))
+        logits_RV, hidden_NV = (logits[rows] for rows in of_both)
+        return logits_RV, hidden_NV
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        return hidden_RH
 
     def zero_blocks(self, blocks: list[int]) -> None:
         self.zeroed += blocks

@@ -263,7 +263,7 @@ def test_a_warm_up_beside_requests_is_refused_and_loses_none() -> None:
     added = rows(1, 3, 4)
     for each in added:
         engine.add(each)
-    with pytest.raises(ConfigError, match="warm_up: 3 requests"):
+    with pytest.raises(ConfigError, match="warm_up: 3 sequences"):
         engine.warm_up()
     check(list(run(engine, []).values()), added)
     engine.warm_up()

@@ -61,6 +61,9 @@ class _RecordingRunner:
         self.runner, self.vocab_size, self.is_asynchronous = runner, runner.vocab_size, runner.is_asynchronous
         self.max_corrected_queries = runner.max_corrected_queries
         self.greedy, self.sample, self.zero_blocks = runner.greedy, runner.sample, runner.zero_blocks
+        self.hidden_size, self.has_vocabulary_head = runner.hidden_size, runner.has_vocabulary_head
+        self.class_head_CH, self.logits = runner.class_head_CH, runner.logits
+        self.execute_and_read = runner.execute_and_read  # of no request set here
         self.last: tuple[StepInput, float] | None = None
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:

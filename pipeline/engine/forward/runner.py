@@ -24,6 +24,11 @@ class Runner(SamplingKernels, Protocol):
     kernels are asked only where `is_asynchronous`."""
 
     vocab_size: int
+    hidden_size: int
+    has_vocabulary_head: bool
+    class_head_CH: np.ndarray | None
+    """Of a sequence classification head, in float32 on the host."""
+
     is_asynchronous: bool
     """Whether `execute` returns while the device is still at work."""
 
@@ -44,6 +49,7 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, kv: KVCache, block_size: int, max_model_len: int) -> None:
         self.decoder, self.kv, self.block_size = decoder, kv, block_size
         self.vocab_size = decoder.config.vocab_size
+        self.hidden_size = decoder.config.hidden_size
         self.class_head_CH = decoder.class_head_CH
         self.has_vocabulary_head = decoder.lm_head is not None
         self.is_asynchronous = decoder.device.type == "cuda"

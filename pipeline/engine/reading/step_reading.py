@@ -1,7 +1,7 @@
 """What one step has for the readers of its sequences: from the hidden states that it computed to numbers on the host.
 
-Log-probabilities of a large vocabulary never lie in memory for a whole step: some rows at a time are multiplied with the
-output embedding, and of each row only the tokens that are asked for are kept.
+Logits of a large vocabulary never lie in memory for a whole step: some rows at a time are multiplied with the output
+embedding, and of each row only the log-probabilities that are asked for are kept.
 
 Suffixes: N tokens of the step whose hidden states are wanted, P pairs of such a token and another one whose
 log-probability is wanted there, H hidden.
@@ -99,7 +99,9 @@ class StepReading:
                 readers.append((reader, start))
                 sums.append(hidden_NH[first : first + stop - start].float().sum(0))
         if alone:  # most often all: gathered and copied at once
-            for (reader, start, _), one_H in zip(alone, hidden_NH[[first for *_, first in alone]].float().cpu().numpy()):
+            for (reader, start, _), one_H in zip(
+                alone, hidden_NH[[first for *_, first in alone]].float().cpu().numpy()
+            ):
                 reader.put(start, one_H)
         if readers:
             for (reader, start), sum_H in zip(readers, torch.stack(sums).cpu().numpy()):

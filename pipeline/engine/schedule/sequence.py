@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
+from pipeline.engine.schedule.call import Call, Group
 from pipeline.engine.tasks import TaskResult, TokenLogprobs
 from pipeline.errors import RowError
 from pipeline.tokenization.detokenizer import StopChecker
@@ -76,26 +77,6 @@ def is_plain(params: SamplingParams) -> bool:
     return not wants_more and bool(is_greedy(vars(params)))
 
 
-@dataclass(eq=False)
-class Call:
-    """Whose requests they are: one call of `Engine.stream`, or all calls of `Engine.add` together. Compared by
-    identity: callers may use the same row ids."""
-
-    num_given: int = 0  # requests so far, and so the position of the next one
-    num_open: int = 0  # of these, the ones that are in the engine and have not ended
-    ended: list[Completion] = field(default_factory=list)  # not handed over yet
-
-    def end(self, completion: Completion) -> None:
-        """One of its requests has ended."""
-        self.num_open -= 1
-        self.ended.append(completion)
-
-    def take(self) -> list[Completion]:
-        """The completions since the last time."""
-        ended, self.ended = self.ended, []
-        return ended
-
-
 class Reader(Protocol):
     """Wants the hidden states at the positions first <= p < stop (engine/reading/)."""
 
@@ -112,13 +93,16 @@ class Reader(Protocol):
 
 @dataclass
 class Sequence:
-    """One request on its way. `token_ids` is the prompt and, after a preemption, what was generated too."""
+    """One request on its way, or one of the several that it became. `token_ids` is the prompt and, after a preemption,
+    what was generated too."""
 
     request: Request
     token_ids: np.ndarray  # int32
     order: int  # of arrival; older sequences are served first
     seed: int = 0  # of its random numbers, with the position
     call: Call = field(default_factory=Call)  # that gets its completion
+    group: Group | None = None  # of its request's sequences, where there are several
+    place: int = 0  # in the group
     queued_us: int = 0  # when it was added, on the machine's monotonic clock
     first_token_us: int = 0  # when its first token was appended, whatever happened later; 0: not yet
     slot: int = -1  # -1: not running
@@ -148,10 +132,16 @@ class Sequence:
         last = len(self.token_ids) - 1
         return last if self.reader is None else min(last, self.reader.first)
 
+    def end(self, completion: Completion) -> None:
+        """It has ended. Its call gets the completion, in a group that of the request once all have ended."""
+        whole = completion if self.group is None else self.group.end(self.place, completion)
+        if whole is not None:
+            self.call.end(whole)
+
     def fail(self, error: RowError, message: str) -> None:
         """End with an error. It must hold no slot and no blocks."""
         has_begun = self.num_cached >= 0
-        self.call.end(
+        self.end(
             Completion(
                 row_id=self.request.row_id,
                 token_ids=[],

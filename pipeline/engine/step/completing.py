@@ -35,8 +35,8 @@ class _End(NamedTuple):
 
 
 class Completing:
-    """Of one engine. A sequence that ends hands its completion to its call. `clean` zeroes KV blocks whose content
-    cannot be trusted."""
+    """Of one engine. A sequence that ends hands its completion on (`schedule/call.py`). `clean` zeroes KV blocks whose
+    content cannot be trusted."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Completing:
         for sequence in self._scheduler.finish(whole):
             assert sequence.reader is not None
             sequence.first_token_us = now_us
-            sequence.call.end(replace(self._whole(sequence, "stop", [], "", now_us), result=sequence.reader.result()))
+            sequence.end(replace(self._whole(sequence, "stop", [], "", now_us), result=sequence.reader.result()))
 
     # -- ends
 
@@ -129,7 +129,7 @@ class Completing:
                 ends.append(_End(slot, "length"))
         if ends:
             for sequence, end in zip(self._scheduler.finish([end.slot for end in ends]), ends):
-                sequence.call.end(self._completion(sequence, end, now_us))
+                sequence.end(self._completion(sequence, end, now_us))
         return len(ends)
 
     def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:

@@ -9,7 +9,7 @@ from pipeline.engine.startup.memory import is_out_of_memory, release_cached_memo
 from pipeline.engine.step.loop import StepLoop
 from pipeline.errors import EnvironmentFailed, RowError
 
-MAX_SUSPECTS = 3  # sequences that fit the memory not even alone, with nothing computed in between
+MAX_SUSPECTS = 3  # requests of which a sequence fits the memory not even alone, with nothing computed in between
 
 
 class MemoryRecovery:
@@ -57,9 +57,10 @@ class MemoryRecovery:
         self._loop.undo(plan)
         if plan.num_tokens == 1 and plan.slot_S[0] in self._scheduler.running:
             self._suspects.append(self._scheduler.drop(int(plan.slot_S[0])))
-        if len(self._suspects) == MAX_SUSPECTS:
+        # The sequences of one request are as long as each other: they tell no more than one of them.
+        if len({id(sequence.group or sequence) for sequence in self._suspects}) == MAX_SUSPECTS:
             raise EnvironmentFailed(
-                f"out of memory: {MAX_SUSPECTS} sequences in a row did not fit even alone and one token at a time, so "
+                f"out of memory: {MAX_SUSPECTS} rows in a row did not fit even alone and one token at a time, so "
                 "it is not they. Something else takes this machine's memory, or engine.gpu_memory_utilization or "
                 "engine.kv_cache_memory_bytes leaves too little beside the KV cache"
             )

@@ -1,0 +1,80 @@
+"""From a request with a task to the sequences that are computed for it, each with its reader."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from pipeline.engine.params import Request
+from pipeline.engine.reading.label_tree import LabelTree
+from pipeline.engine.reading.readers import LogprobReader, PoolingReader
+from pipeline.engine.schedule.call import Call, Group
+from pipeline.engine.schedule.sequence import Sequence
+from pipeline.engine.tasks import Choice, Classify, Embed, Score
+from pipeline.errors import RowError
+
+_tree_of = lru_cache(maxsize=256)(LabelTree.of)  # most often all rows of a job have the same labels
+
+
+class Heads(Protocol):
+    """What a model can tell: a `Runner`."""
+
+    vocab_size: int
+    hidden_size: int
+    has_vocabulary_head: bool
+    class_head_CH: np.ndarray | None
+
+
+def why_refused(request: Request, model: Heads) -> tuple[RowError, str] | None:
+    """Why the model cannot do what is asked, or the request asks for nothing; None where it can be computed."""
+    task, num_tokens = request.task, len(request.prompt_token_ids)
+    if isinstance(task, Embed | Classify):
+        if isinstance(task, Classify) and model.class_head_CH is None:
+            return RowError.TASK_NOT_SERVED, "classify: the model has no sequence classification head (score.weight)"
+        if isinstance(task, Embed) and (task.dimensions or 1) > model.hidden_size:
+            wanted = f"embed: dimensions = {task.dimensions}: the model's embeddings have {model.hidden_size}"
+            return RowError.TASK_NOT_SERVED, wanted
+        return None
+    if not model.has_vocabulary_head:
+        what = "text" if task is None else type(task).__name__.lower()
+        return RowError.TASK_NOT_SERVED, f"{what}: the model has no head over the vocabulary, so it tells no tokens"
+    if task is not None and not num_tokens:
+        return RowError.EMPTY_PROMPT, "the prompt has no tokens"
+    if isinstance(task, Score) and task.first >= num_tokens:
+        found = f"the text has {num_tokens} tokens and is scored from token {task.first + 1} on"
+        return RowError.EMPTY_PROMPT, f"score: {found}: there is none"
+    if isinstance(task, Choice):
+        worst = max(token for label in task.labels for token in label)
+        if worst >= model.vocab_size:
+            found = f"a label holds token {worst}; the model has {model.vocab_size}"
+            return RowError.TOKEN_OUT_OF_VOCABULARY, f"{found} (does the tokenizer belong to it?)"
+    return None
+
+
+def sequences_of(request: Request, order: int, call: Call, queued_us: int, model: Heads) -> list[Sequence]:
+    """Of a request with a task that is not refused. order: of the first of them."""
+    ids, task = request.prompt_token_ids, request.task
+    if isinstance(task, Choice):
+        tree = _tree_of(task.labels)
+        texts = [replace(request, prompt_token_ids=[*ids, *more]) for more in tree.continuations]
+        readers = tree.readers(len(ids))
+        group = Group(len(texts), tree.joined)
+        sequences = [
+            Sequence(text, _array(text), order + place, 0, call, group, place, queued_us)
+            for place, text in enumerate(texts)
+        ]
+        for sequence, reader in zip(sequences, readers):
+            sequence.reader = reader
+        return sequences
+    sequence = Sequence(request, _array(request), order, 0, call, queued_us=queued_us)
+    if isinstance(task, Score):
+        sequence.reader = LogprobReader.of_tokens(ids, task)
+    else:
+        assert isinstance(task, Embed | Classify)
+        sequence.reader = PoolingReader(task, len(ids), model.class_head_CH)
+    return [sequence]
+
+
+def _array(request: Request) -> np.ndarray:
+    return np.array(request.prompt_token_ids, dtype=np.int32)

@@ -1,0 +1,62 @@
+"""Known texts beside rows that generate, where steps are launched before the tokens of the one before are known."""
+
+import numpy as np
+import pytest
+
+from pipeline import Request, SamplingParams
+from pipeline.engine.tasks import Choice, Score
+from tests.engine.hash_runner import VOCAB, check_tokens, hash_engine, next_token
+
+PARAMS = SamplingParams()
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("num_blocks", [200, 24])
+def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_blocks: int) -> None:
+    rng = np.random.default_rng(1)
+    engine = hash_engine(num_blocks, 4, is_asynchronous=is_asynchronous)
+    rows = [
+        Request(row, rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist(), SamplingParams(max_tokens=9))
+        for row in range(12)
+    ]
+    texts = [rng.integers(0, VOCAB, int(rng.integers(2, 40))).tolist() for _ in range(12)]
+    labels = ((3,), (5, 6), (5, 7, 8))
+    done: dict = {}
+    for number, request in enumerate(rows):
+        engine.add(request)
+        engine.add(Request(("score", number), texts[number], PARAMS, task=Score(1, 0)))
+        if number % 3 == 0:
+            engine.add(Request(("choice", number), texts[number], PARAMS, task=Choice(labels)))
+        done |= {completion.row_id: completion for completion in engine.step()}
+    while engine.has_unfinished:
+        done |= {completion.row_id: completion for completion in engine.step()}
+    check_tokens({row: done[row] for row in range(12)}, rows)
+    whole = float(np.log(np.e + VOCAB - 1))  # of one logit of 1 and zeros
+    for number, text in enumerate(texts):
+        told = [token.logprob for token in done["score", number].result.tokens]
+        hits = [next_token(text[:place]) == text[place] for place in range(1, len(text))]
+        assert told == pytest.approx([hit - whole for hit in hits], abs=1e-5)
+        if number % 3 == 0:
+            expected = []
+            for label in labels:
+                longer = [*text, *label]
+                places = range(len(text), len(longer))
+                expected.append(sum((next_token(longer[:p]) == longer[p]) - whole for p in places))
+            assert done["choice", number].result.logprobs == pytest.approx(expected, abs=1e-5)
+    assert engine.pool.num_held == 0
+    assert engine.table.num_readers == 0
+
+
+def test_logits_that_are_no_numbers_are_an_error_row_and_leave_no_block_behind() -> None:
+    engine = hash_engine(200, 4, bad_token=90)
+    text, fine = [90, *range(12)], list(range(10))
+    for row, each in enumerate((text, fine)):
+        engine.add(Request(row, each, PARAMS, task=Score()))
+    engine.add(Request(2, text, PARAMS, task=Choice(((1, 2), (3, 4)))))
+    done: dict = {}
+    while engine.has_unfinished:
+        done |= {completion.row_id: completion for completion in engine.step()}
+    assert [done[row].error for row in range(3)] == ["non_finite_logits", None, "non_finite_logits"]
+    assert "not finite numbers for its prompt" in done[0].error_message
+    assert engine.runner.zeroed
+    assert engine.pool.num_held == 0

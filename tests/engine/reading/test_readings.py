@@ -1,0 +1,239 @@
+"""What is read off known texts against transformers in float32, however steps cut and preempt them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from pipeline import Engine, Request, SamplingParams
+from pipeline.engine.params import Completion
+from pipeline.engine.tasks import Choice, Classify, Embed, Score
+from pipeline.errors import ConfigError
+from tests.model_folders import Family, load_reference, make_family, small_config, write_tokenizer
+from tests.parity.harness import float32_engine, greedy
+
+PARAMS = SamplingParams()
+FAMILIES = [Family("llama3", "llama"), Family("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True})]
+TIGHT = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "block_size": 8, "max_model_len": 128}
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp("reading"), request.param, seed=8)
+
+
+def texts_of(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 255, 20).tolist()
+    texts = [rng.integers(0, 255, int(rng.integers(2, longest))).tolist() for _ in range(count)]
+    return [shared + text if row % 3 == 0 else text for row, text in enumerate(texts)]
+
+
+def asked(engine: Engine, texts: list[list[int]], tasks: list) -> list[Completion]:
+    requests = [Request(row, text, PARAMS, task=task) for row, (text, task) in enumerate(zip(texts, tasks))]
+    done = {completion.row_id: completion for completion in engine.stream(requests)}
+    return [done[row] for row in range(len(texts))]
+
+
+@torch.inference_mode()
+def reference_logprobs(folder: Path, text: list[int]) -> torch.Tensor:
+    return load_reference(folder)(torch.tensor([text])).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("options", [{}, TIGHT, {**TIGHT, "kv_cache_memory_bytes": 1 << 17}], ids=["", "cut", "tight"])
+def test_scores_are_those_of_transformers(folder: Path, options: dict) -> None:
+    texts = texts_of(18)
+    firsts = [1 + row % (len(text) - 1) for row, text in enumerate(texts)]
+    with float32_engine(folder, **options) as engine:
+        done = asked(engine, texts, [Score(first, top=3) for first in firsts])
+        assert engine.stats.generated_tokens == 0
+        assert engine.pool.num_held == 0
+    for text, first, completion in zip(texts, firsts, done):
+        expected = reference_logprobs(folder, text)
+        result = completion.result
+        each = [float(expected[place - 1, text[place]]) for place in range(first, len(text))]
+        assert result.num_tokens == len(text) - first
+        assert [token.logprob for token in result.tokens] == pytest.approx(each, abs=2e-4)
+        assert result.logprob == pytest.approx(sum(each), abs=1e-3)
+        assert result.perplexity == pytest.approx(np.exp(-sum(each) / len(each)), rel=1e-3)
+        for place, token in zip(range(first, len(text)), result.tokens):
+            best = expected[place - 1].topk(3)
+            assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=2e-4)
+        assert (completion.finish_reason, completion.text, completion.token_ids) == ("stop", "", [])
+        assert completion.num_prompt_tokens == len(text)
+
+
+def test_a_score_beside_generating_rows_changes_none_of_their_tokens(folder: Path) -> None:
+    prompts, texts = texts_of(9, seed=3), texts_of(9, seed=4)
+    with float32_engine(folder, **TIGHT) as engine:
+        alone = [completion.token_ids for completion in engine.generate(prompts, greedy(12))]
+        scores = [completion.result.logprob for completion in engine.score(texts)]
+    with float32_engine(folder, **TIGHT) as engine:
+        for row, (prompt, text) in enumerate(zip(prompts, texts)):
+            engine.add(Request(row, prompt, greedy(12)))
+            engine.add(Request(100 + row, text, PARAMS, task=Score()))
+        done: dict = {}
+        while engine.has_unfinished:
+            done |= {completion.row_id: completion for completion in engine.step()}
+        num_finished = engine.scheduler.admission._num_finished
+    assert [done[row].token_ids for row in range(9)] == alone
+    assert [done[100 + row].result.logprob for row in range(9)] == pytest.approx(scores, abs=1e-4)
+    assert num_finished == 9, "a text that generates nothing says nothing of lengths"
+
+
+def test_preempted_texts_are_read_anew(folder: Path) -> None:
+    texts = [text * 3 for text in texts_of(3, seed=5, longest=20)]
+    tasks = [Embed("mean"), Score(), Embed("last")]
+    with float32_engine(folder, **TIGHT) as engine:
+        expected = asked(engine, texts, tasks)
+    with float32_engine(folder, **TIGHT, enable_prefix_caching=False) as engine:
+        for row, (text, task) in enumerate(zip(texts, tasks)):
+            engine.add(Request(row, text, PARAMS, task=task))
+        engine.step()
+        assert 0 < engine.table.num_computed[engine.scheduler.running[0]] < len(texts[0])
+        for slot in engine.scheduler.running.tolist():
+            engine.scheduler.admission.put_back(engine.scheduler.drop(slot))
+        done: dict = {}
+        while engine.has_unfinished:
+            done |= {completion.row_id: completion for completion in engine.step()}
+    assert done[1].result.logprob == pytest.approx(expected[1].result.logprob, abs=1e-4)
+    for row in (0, 2):
+        np.testing.assert_allclose(done[row].result.values, expected[row].result.values, atol=1e-5)
+
+
+LABELS = [
+    ((5,), (9,), (200,)),
+    ((5, 6, 7), (5, 6, 8, 9), (5, 40), (9,)),
+    ((5, 6), (5, 6, 7), (5, 8)),
+]
+
+
+@pytest.mark.parametrize("labels", LABELS, ids=["tokens", "tree", "beginnings"])
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["", "cut"])
+def test_choices_are_the_products_of_their_tokens(folder: Path, labels: tuple, options: dict) -> None:
+    prompts = texts_of(7, seed=6, longest=40)
+    with float32_engine(folder, **options) as engine:
+        done = asked(engine, prompts, [Choice(labels)] * 7)
+        steps, tokens = engine.stats.num_steps, engine.stats.prompt_tokens
+        assert engine.pool.num_held == 0
+    for prompt, completion in zip(prompts, done):
+        expected = []
+        for label in labels:
+            logprobs = reference_logprobs(folder, [*prompt, *label])
+            expected.append(sum(float(logprobs[len(prompt) - 1 + n, token]) for n, token in enumerate(label)))
+        assert completion.result.logprobs == pytest.approx(expected, abs=1e-3)
+        shares = np.exp(expected) / np.exp(expected).sum()
+        assert completion.result.probabilities == pytest.approx(shares, abs=1e-4)
+        assert completion.result.best == int(np.argmax(expected))
+    if all(len(label) == 1 for label in labels):
+        assert tokens == sum(map(len, prompts)), "one text a row: nothing is computed for the labels"
+        assert options or steps <= 2, "no row is decoded"
+
+
+def test_labels_of_several_tokens_share_the_prompt(folder: Path) -> None:
+    prompt = texts_of(1, seed=7)[0][:33] + list(range(40))
+    with float32_engine(folder, block_size=8) as engine:
+        asked(engine, [prompt], [Choice(((1, 2), (3, 4), (5, 6), (7, 8)))])
+        whole = len(prompt) // 8 * 8
+        assert engine.stats.cached_tokens == 3 * whole
+        assert engine.stats.prompt_tokens - engine.stats.cached_tokens == whole + 4 * (len(prompt) - whole + 1)
+
+
+@torch.inference_mode()
+def test_embeddings_are_those_of_transformers(folder: Path) -> None:
+    texts = texts_of(12, seed=9)
+    reference = load_reference(folder).model
+    with float32_engine(folder, **TIGHT) as engine:
+        last = engine.embed(texts)
+        mean = engine.embed(texts, pooling="mean", normalize=False)
+        first = engine.embed(texts, pooling="cls", dimensions=5)
+        assert engine.pool.num_held == 0
+    for row, text in enumerate(texts):
+        hidden = reference(torch.tensor([text])).last_hidden_state[0]
+        np.testing.assert_allclose(last[row].result.values, hidden[-1] / hidden[-1].norm(), atol=2e-5)
+        np.testing.assert_allclose(mean[row].result.values, hidden.mean(0), atol=2e-4)
+        np.testing.assert_allclose(first[row].result.values, hidden[0, :5] / hidden[0, :5].norm(), atol=2e-5)
+        assert last[row].result.values.dtype == np.float32
+
+
+def classifier(folder: Path, model_type: str, num_labels: int) -> Path:
+    torch.manual_seed(3)
+    config = small_config(32, 48, 2, 4, 2, num_labels=num_labels, initializer_range=0.3, pad_token_id=0)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(model_type, **config))
+    model.float().save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("num_labels", [1, 5])
+@torch.inference_mode()
+def test_a_classification_head_gives_the_logits_of_transformers(tmp_path: Path, num_labels: int) -> None:
+    folder, texts = classifier(tmp_path, "qwen3", num_labels), texts_of(9, seed=11)
+    reference = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with float32_engine(folder, **TIGHT) as engine:
+        engine.warm_up()
+        done = engine.classify(texts)
+        refused = engine.generate(texts[:1], greedy(4)) + engine.score(texts[:1])
+    for text, completion in zip(texts, done):
+        logits = reference(torch.tensor([text])).logits[0]
+        np.testing.assert_allclose(completion.result.values, logits, atol=1e-4)
+    assert [completion.error for completion in refused] == ["task_not_served"] * 2
+    assert "no head over the vocabulary" in refused[0].error_message
+
+
+def test_a_bare_decoder_embeds_and_generates_nothing(tmp_path: Path) -> None:
+    """As checkpoints that were made for embeddings are stored."""
+    folder = make_family(tmp_path, Family("qwen3", "qwen3", {"head_dim": 32}), seed=8)
+    texts = texts_of(3, seed=12)
+    with float32_engine(folder) as engine:
+        expected = [completion.result.values for completion in engine.embed(texts)]
+    tensors: dict = {}
+    for shard in folder.glob("*.safetensors"):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(bare, folder / "model.safetensors")
+    with float32_engine(folder) as engine:
+        for values, completion in zip(expected, engine.embed(texts)):
+            np.testing.assert_array_equal(values, completion.result.values)
+        assert engine.generate(texts[:1], greedy(2))[0].error == "task_not_served"
+
+
+def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
+    with float32_engine(folder, max_model_len=32) as engine:
+        cases = [
+            ([7], Score(), "empty_prompt", "has 1 tokens and is scored from token 2 on"),
+            ([], Score(), "empty_prompt", ""),
+            ([], Choice(((1,),)), "empty_prompt", ""),
+            ([1, 2], Choice(((1,), (999,))), "token_out_of_vocabulary", "a label holds token 999"),
+            ([1, 999], Embed(), "token_out_of_vocabulary", "holds token 999"),
+            ([1, 2], Classify(), "task_not_served", "no sequence classification head"),
+            ([1, 2], Embed(dimensions=4096), "task_not_served", "dimensions = 4096"),
+            (list(range(33)), Score(), "prompt_too_long", "at most 32 fit"),
+            (list(range(32)), Choice(((1, 2), (3, 4))), "prompt_too_long", "33 tokens"),
+        ]
+        done = asked(engine, [text for text, *_ in cases], [task for _, task, *_ in cases])
+        whole = engine.score([list(range(32))])[0]
+    for (_, _, error, message), completion in zip(cases, done):
+        assert completion.error == error
+        assert message in completion.error_message
+    assert whole.error is None
+    for wrong in (lambda: Choice(()), lambda: Choice(((1,), (1,))), lambda: Score(0), lambda: Embed("max")):
+        with pytest.raises(ConfigError):
+            wrong()
+
+
+def test_labels_by_text(folder: Path) -> None:
+    with float32_engine(folder) as engine:
+        found = engine.choose(["Is it warm?", "Is it cold?"], [" yes", " no", " not sure"])
+        assert [len(completion.result.logprobs) for completion in found] == [3, 3]
+        with pytest.raises(ConfigError, match="have the same tokens"):
+            engine.choose("Is it?", [" yes", " yes"])
+        scored = engine.score(["Is it warm?"], [" yes"])[0].result
+        ends = engine.score(["Is it warm?"], [" no"])[0].result
+    assert scored.num_tokens == 4
+    assert ends.num_tokens == 3
