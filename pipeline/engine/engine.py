@@ -20,7 +20,7 @@ from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
-from pipeline.engine.reading.sequences import sequences_of, why_refused
+from pipeline.engine.reading.sequences import prompt_reader, sequences_of, why_refused
 from pipeline.engine.samples import sample_seed, with_samples
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.call import Call, Group
@@ -173,6 +173,8 @@ class Engine(BatchCalls):
                 self._masks.check(request.params.structured_outputs)
             except ConfigError as error:
                 return sequence.fail(RowError.GRAMMAR_ERROR, str(error))
+        if generates:
+            sequence.reader = prompt_reader(sequence)
         self.scheduler.add(sequence)
 
     def abort(self, row_id: object) -> bool:

@@ -83,6 +83,7 @@ class SamplingParams:
     output tokens, the presence and frequency penalties count output tokens only. `logprobs` None reports none,
     0 the chosen token's, n also those of the n best tokens (of the raw distribution, before temperature and
     penalties). A stop string ends the text just before it; no stop condition acts before `min_tokens` tokens.
+    `prompt_logprobs` is the same for the prompt's tokens, each after those before it; the first one has none.
     `repetition_detection` ends a row that repeats itself; None is off.
     `n` completions of one prompt come as one Completion with `samples`; the prompt is computed once. Their seeds follow
     from the request's (`pipeline.engine.samples.sample_seed`), so they are those of n requests with these seeds.
@@ -115,6 +116,7 @@ class SamplingParams:
     repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputs | None = None
     n: int = 1
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
@@ -152,6 +154,11 @@ class SamplingParams:
             (
                 "logprobs",
                 self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 100),
+                "an integer from 0 to 100, or none",
+            ),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or (_is_int(self.prompt_logprobs) and 0 <= self.prompt_logprobs <= 100),
                 "an integer from 0 to 100, or none",
             ),
             (
@@ -279,6 +286,7 @@ class Completion:
     queued_us, first_token_us, last_token_us: when the request was added, and when its first and last token came, on
     this machine's monotonic clock in microseconds; 0 where it never came (an error keeps what is known).
     quality: of rows that were compared with a reference model.
+    prompt_logprobs: of the prompt's second token and those after it.
     result: what a request's task asked for. finish_reason is "stop" then, text and token_ids are empty.
     samples: with `SamplingParams.n` above 1, the n completions in order. What stands outside them is then sample 0's,
     but for first_token_us and last_token_us, which are the first and the last of all; an error stands for the request.
@@ -299,6 +307,7 @@ class Completion:
     num_lost_prompt_tokens: int = 0
     num_lost_generated_tokens: int = 0
     quality: RowQuality | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     result: TaskResult | None = None
     samples: tuple["Completion", ...] = ()
 

@@ -162,7 +162,7 @@ def test_a_vocabulary_of_another_size() -> None:
 class TableRunner:
     """The distribution of the next token depends on the last one alone."""
 
-    is_asynchronous, greedy = False, staticmethod(greedy)
+    is_asynchronous, greedy, has_vocabulary_head = False, staticmethod(greedy), True
 
     def __init__(self, logits_VV: torch.Tensor) -> None:
         self.logits_VV, self.vocab_size = logits_VV, len(logits_VV)

@@ -76,5 +76,14 @@ def sequences_of(request: Request, order: int, call: Call, queued_us: int, model
     return [sequence]
 
 
+def prompt_reader(sequence: Sequence) -> LogprobReader | None:
+    """Of a sequence that generates, where its prompt's log-probabilities are wanted and there are any. Of several
+    samples the first one's tells for all."""
+    wanted, ids = sequence.request.params.prompt_logprobs, sequence.request.prompt_token_ids
+    if wanted is None or sequence.place > 0 or len(ids) < 2:
+        return None
+    return LogprobReader.of_tokens(ids, Score(1, wanted))
+
+
 def _array(request: Request) -> np.ndarray:
     return np.array(request.prompt_token_ids, dtype=np.int32)

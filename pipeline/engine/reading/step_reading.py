@@ -61,6 +61,8 @@ class StepReading:
         """Give the readers what they want of the step's hidden states."""
         self._take_logprobs(hidden_NH, model, table)
         self._take_vectors(hidden_NH, table)
+        for slot in self.slot_S[self.stop_S == table.read_to[self.slot_S]].tolist():
+            table.has_been_read(slot)
 
     def _take_logprobs(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
         readers: list[tuple[LogprobReader, slice]] = []

@@ -114,6 +114,7 @@ class Sequence:
     stop_checker: StopChecker | None = None
     matcher: RowMatcher | None = None  # with structured_outputs, once a mask was asked for: after its generated tokens
     reader: Reader | None = None  # who is told of its known tokens
+    has_been_read: bool = False  # its reader has all that it wants
     ending_ids: np.ndarray | None = None  # int64, with min_tokens: tokens that would end it, masked until then
 
     def __post_init__(self) -> None:
@@ -130,7 +131,7 @@ class Sequence:
         """Of its first known tokens, those that it need not compute itself where their blocks are there: the last
         one's logits are wanted, or a reader wants hidden states."""
         last = len(self.token_ids) - 1
-        return last if self.reader is None else min(last, self.reader.first)
+        return last if self.reader is None or self.has_been_read else min(last, self.reader.first)
 
     def end(self, completion: Completion) -> None:
         """It has ended. Its call gets the completion, in a group that of the request once all have ended."""
@@ -199,7 +200,7 @@ class SlotTable:
         self.generates = np.ones(num_slots, dtype=bool)  # else it ends when all that it knows is computed
         self.read_from = np.full(num_slots, _LARGEST)  # positions whose hidden states are wanted; none: _LARGEST
         self.read_to = np.zeros(num_slots, dtype=np.int64)
-        self.num_readers = 0  # in the slots
+        self.num_readers = 0  # in the slots, of those that still want something
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, no log-probabilities are wanted, no grammar
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
@@ -235,10 +236,11 @@ class SlotTable:
         self.min_repeats[slot] = 0 if loop is None else min(loop.min_count, _LARGEST)
         self.has_grammar[slot] = params.structured_outputs is not None
         self.has_stops[slot] = bool(params.stop or params.stop_token_ids) or self.has_grammar[slot]
-        self.num_readers += sequence.reader is not None
         self.generates[slot] = sequence.generates
-        self.read_from[slot] = _LARGEST if sequence.reader is None else sequence.reader.first
-        self.read_to[slot] = 0 if sequence.reader is None else sequence.reader.stop
+        self.read_from[slot] = _LARGEST
+        if sequence.reader is not None and not (sequence.has_been_read and sequence.generates):
+            self.num_readers += 1
+            self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
         self.seed[slot] = sequence.seed & 0xFFFFFFFFFFFFFFFF
         self.sampling[slot] = sampling_options(params)
         self.is_plain[slot] = is_plain(params)
@@ -275,12 +277,23 @@ class SlotTable:
         sequence = self.at(slot)
         if self.watcher is not None and sequence.generates:
             self.watcher.left(slot, finished)
-        self.num_readers -= sequence.reader is not None
+        self._leave_unread(slot)
         sequence.token_ids = self.token_ids[slot, : self.num_known[slot]].copy()
         sequence.slot = -1
         self.sequences[slot] = None
         self._free_slots.append(slot)
         return sequence
+
+    def has_been_read(self, slot: int) -> None:
+        """The reader of the sequence there has all that it wants. One that generates goes on as if it had none."""
+        sequence = self.at(slot)
+        sequence.has_been_read = True
+        if sequence.generates:
+            self._leave_unread(slot)
+
+    def _leave_unread(self, slot: int) -> None:
+        self.num_readers -= int(self.read_from[slot] != _LARGEST)
+        self.read_from[slot] = _LARGEST
 
     def at(self, slot: int) -> Sequence:
         sequence = self.sequences[slot]

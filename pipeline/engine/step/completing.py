@@ -22,6 +22,7 @@ from pipeline.engine.schedule.sequence import Sequence, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.repetition import repeats_itself
+from pipeline.engine.tasks import ScoreResult, TokenLogprobs
 from pipeline.errors import RowError
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -166,6 +167,7 @@ class Completing:
             num_prompt_tokens=sequence.num_prompt,
             num_cached_tokens=max(sequence.num_cached, 0),
             logprobs=sequence.logprobs,
+            prompt_logprobs=_of_prompt(sequence),
             queued_us=sequence.queued_us,
             first_token_us=sequence.first_token_us,
             last_token_us=now_us,
@@ -230,3 +232,13 @@ class Completing:
         if ahead is not None:
             ahead_of[ahead.slot_S] = ahead.count_S
         self._scheduler.release_rejected(slot_S, ahead_of[slot_S])
+
+
+def _of_prompt(sequence: Sequence) -> list[TokenLogprobs] | None:
+    if not sequence.generates or sequence.request.params.prompt_logprobs is None:
+        return None
+    if sequence.reader is None:
+        return []
+    score = sequence.reader.result()
+    assert isinstance(score, ScoreResult)
+    return list(score.tokens or ())

@@ -1,5 +1,6 @@
 """What is read off known texts against transformers in float32, however steps cut and preempt them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -237,3 +238,39 @@ def test_labels_by_text(folder: Path) -> None:
         ends = engine.score(["Is it warm?"], [" no"])[0].result
     assert scored.num_tokens == 4
     assert ends.num_tokens == 3
+
+
+@pytest.mark.parametrize("options", [{}, {**TIGHT, "kv_cache_memory_bytes": 1 << 17}], ids=["", "tight"])
+def test_log_probabilities_of_prompts_beside_their_completions(folder: Path, options: dict) -> None:
+    prompts = [*texts_of(10, seed=13), [7]]
+    plain = greedy(6)
+    with float32_engine(folder, **options) as engine:
+        expected = engine.generate(prompts, plain)
+    with float32_engine(folder, **options) as engine:
+        wanted = [replace(plain, prompt_logprobs=2) if row % 2 == 0 else plain for row in range(len(prompts))]
+        done = engine.generate(prompts, wanted)
+        assert engine.table.num_readers == 0
+        twice = engine.generate(prompts[0], SamplingParams(n=2, temperature=1.0, seed=1, prompt_logprobs=0))[0]
+    for row, (prompt, completion) in enumerate(zip(prompts, done)):
+        assert completion.token_ids == expected[row].token_ids
+        if row % 2:
+            assert completion.prompt_logprobs is None
+            continue
+        logprobs = reference_logprobs(folder, prompt)
+        each = [float(logprobs[place - 1, prompt[place]]) for place in range(1, len(prompt))]
+        assert [token.logprob for token in completion.prompt_logprobs] == pytest.approx(each, abs=2e-4)
+        assert [len(token.top) for token in completion.prompt_logprobs] == [2] * (len(prompt) - 1)
+    assert [t.logprob for t in twice.prompt_logprobs] == pytest.approx([t.logprob for t in done[0].prompt_logprobs])
+
+
+def test_a_read_prompt_no_longer_holds_up_steps_in_flight(folder: Path) -> None:
+    with float32_engine(folder) as engine:
+        engine.add(Request(0, list(range(20)), replace(greedy(30), prompt_logprobs=0)))
+        engine.step()
+        assert engine.table.num_readers == 0
+        engine.scheduler.admission.put_back(engine.scheduler.drop(int(engine.scheduler.running[0])))
+        done: list[Completion] = []
+        while engine.has_unfinished:
+            done += engine.step()
+            assert engine.table.num_readers == 0, "preempted, it is not read again"
+        assert len(done[0].prompt_logprobs) == 19
