@@ -15,6 +15,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from pipeline.tokenization.tokenizer_files import read_tokenizer_files
 
 __all__ = ["ChatTemplateError", "Tokenizer"]
 
+_LABEL_LENGTH = 64
 _CONTEXT_TOKENS = 8  # of a prompt that are looked at to encode what follows it: pre-tokenizers look at fewer
 
 
@@ -70,6 +72,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
         self._renderer: ChatRenderer | None = None
+        self._continued = lru_cache(maxsize=4096)(self._continue)
 
     @classmethod
     def from_folder(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
@@ -131,10 +134,14 @@ class Tokenizer:
         it. Where its first characters would become one token with the prompt's last ones, and after a control token,
         it is encoded as a text of its own.
         """
-        last = list(ids[-_CONTEXT_TOKENS:])
+        last = tuple(ids[-_CONTEXT_TOKENS:])
+        of_labels = len(text) <= _LABEL_LENGTH  # a job's prompts end alike, and its labels are the same
+        return list(self._continued(last, text) if of_labels else self._continue(last, text))
+
+    def _continue(self, last: tuple[int, ...], text: str) -> list[int]:
         controls = [place for place, token in enumerate(last) if token in self._control_ids]
         for start in range(controls[-1] + 1 if controls else 0, len(last)):
-            context = last[start:]
+            context = list(last[start:])
             together = self._encode_bare(self.decode(context) + text)
             if together[: len(context)] == context:
                 return together[len(context) :]
