@@ -290,6 +290,26 @@ def ladder_of_batching(as_json: bool, **options: Any) -> None:
     _print_bench(bench_ladder(say=say, **options), as_json)
 
 
+@bench.command("choice")
+@_bench_options(model="demo:target-awq", rows=256)
+@click.option("--own-tokens", type=click.IntRange(min=1), default=24, show_default=True,
+              help="Of each prompt, those that come after what all begin with.")  # fmt: skip
+@_bench_options(rounds=3, dtype="auto", threads=None, folder=None)
+@json_flag
+@answers
+def labels_told_or_generated(as_json: bool, **options: Any) -> None:
+    """What `task: choice` is worth: rows per second against generating the label, at labels of several lengths.
+
+    \b
+    Examples:
+      pipeline bench choice
+      pipeline bench choice --rows 64 --own-tokens 100 --json
+    """
+    from pipeline.bench.choice import bench_choice
+
+    _print_bench(bench_choice(say=say, **options), as_json)
+
+
 @bench.command("speculation")
 @click.option("--model", default="demo:target-awq", show_default=True, metavar="PATH", help="The model that checks.")
 @click.option("--draft", default="demo:draft", show_default=True, metavar="PATH", help="The model that drafts.")

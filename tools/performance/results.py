@@ -12,7 +12,19 @@ from statistics import median
 from typing import Any
 
 REQUIRED = ("bench", "command", "machine", "date")
-BENCHES = ("engine", "job", "speculation", "scheduler", "ladder", "plan", "cluster", "admission", "schedule", "figures")
+BENCHES = (
+    "engine",
+    "job",
+    "speculation",
+    "scheduler",
+    "ladder",
+    "plan",
+    "cluster",
+    "admission",
+    "schedule",
+    "choice",
+    "figures",
+)
 VECTORS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512", "avx2": "AVX2"}  # the best one first
 
 
