@@ -18,6 +18,7 @@ from pipeline.demo.reports import make_report
 from pipeline.demo.words import ACTIONS, DEVICES, FAULTS
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+from pipeline.engine.reading.label_tree import LabelTree
 from pipeline.engine.tasks import Choice
 from pipeline.errors import PipelineError
 from pipeline.tokenization.labels import encode_labels
@@ -125,6 +126,7 @@ class _Prompts:
 def _measured(engine: Engine, prompts: _Prompts, name: str, rounds: int, say: Callable[[str], None]) -> LabelSet:
     texts = LABELS[name]
     labels = tuple(encode_labels(engine.tokenizer, prompts.round(0)[0], texts))
+    after = LabelTree.of(labels).num_computed  # of each row, which the engine counts as no prompt's
     longest = max(map(len, labels))
     free = SamplingParams(max_tokens=longest + 1, ignore_eos=True)
     held = SamplingParams(max_tokens=64, structured_outputs={"choice": texts})  # type: ignore[arg-type]
@@ -140,6 +142,7 @@ def _measured(engine: Engine, prompts: _Prompts, name: str, rounds: int, say: Ca
             say(f"{name}, round {number + 1} of {rounds}: {way}")
             requests = [ways[way](row, ids) for row, ids in enumerate(prompts.round(number))]
             seconds, computed[way], done = _run(engine, requests)
+            computed[way] += len(requests) * after if way == CHOOSE else 0
             if way == CONSTRAINED and any(completion.text not in texts for completion in done):
                 raise PipelineError(f"{way}: a row has no label")
             rates[way].append(len(requests) / seconds)

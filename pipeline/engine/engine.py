@@ -20,7 +20,7 @@ from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
-from pipeline.engine.reading.sequences import prompt_reader, sequences_of, why_refused
+from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
 from pipeline.engine.samples import sample_seed, with_samples
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.call import Call, Group
@@ -140,9 +140,8 @@ class Engine(BatchCalls):
         """What a request becomes: one sequence, or with `n` so many, which share the blocks of its prompt."""
         first, n, queued_us = self._order, request.params.n, time.monotonic_ns() // 1000
         if request.task is not None:
-            sequences = sequences_of(request, first, call, queued_us, self.runner)
-            self._order += len(sequences)
-            return sequences
+            self._order += 1
+            return [sequence_of(request, first, call, queued_us, self.runner)]
         token_ids = np.array(request.prompt_token_ids, dtype=np.int32)
         self._order += n
         if n == 1:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.engine.tasks import Classify, Embed, Score, ScoreResult, TokenLogprobs, VectorResult
+from pipeline.engine.tasks import ChoiceResult, Classify, Embed, Score, ScoreResult, TokenLogprobs, VectorResult
 
 
 class LogprobReader:
@@ -17,6 +17,8 @@ class LogprobReader:
 
     top: None tells their sum alone; 0 each of them, n also the n likeliest tokens in its place.
     """
+
+    num_after = 0
 
     def __init__(self, position_P: np.ndarray, token_P: np.ndarray, top: int | None = None) -> None:
         assert len(position_P), "somebody wants something"
@@ -47,7 +49,10 @@ class LogprobReader:
     def is_finite(self) -> bool:
         return bool(np.isfinite(self.logprob_P).all())
 
-    def result(self) -> ScoreResult:
+    def next_text(self) -> tuple[int, tuple[int, ...]] | None:
+        return None
+
+    def result(self) -> ScoreResult | ChoiceResult:
         tokens = None
         if self._top is not None:
             each = zip(self.token_P.tolist(), self.logprob_P.tolist(), self.top_P)
@@ -60,6 +65,8 @@ class PoolingReader:
 
     A mean is summed in float64, so that it does not depend on where steps cut the text but in the last place.
     """
+
+    num_after = 0
 
     def __init__(self, task: Embed | Classify, num_tokens: int, class_head_CH: np.ndarray | None) -> None:
         """class_head_CH: of the model, for `Classify`."""
@@ -78,6 +85,9 @@ class PoolingReader:
     def is_finite(self) -> bool:
         assert self._sum_H is not None
         return bool(np.isfinite(self._sum_H).all())
+
+    def next_text(self) -> tuple[int, tuple[int, ...]] | None:
+        return None
 
     def result(self) -> VectorResult:
         assert self._sum_H is not None

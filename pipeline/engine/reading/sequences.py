@@ -1,15 +1,14 @@
-"""From a request with a task to the sequences that are computed for it, each with its reader."""
+"""From a request with a task to the sequence that is computed for it, and its reader."""
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from pipeline.engine.params import Request
-from pipeline.engine.reading.label_tree import LabelTree
+from pipeline.engine.reading.label_tree import LabelReader, LabelTree
 from pipeline.engine.reading.readers import LogprobReader, PoolingReader
-from pipeline.engine.schedule.call import Call, Group
+from pipeline.engine.schedule.call import Call
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.tasks import Choice, Classify, Embed, Score
 from pipeline.errors import RowError
@@ -52,28 +51,20 @@ def why_refused(request: Request, model: Heads) -> tuple[RowError, str] | None:
     return None
 
 
-def sequences_of(request: Request, order: int, call: Call, queued_us: int, model: Heads) -> list[Sequence]:
-    """Of a request with a task that is not refused. order: of the first of them."""
+def sequence_of(request: Request, order: int, call: Call, queued_us: int, model: Heads) -> Sequence:
+    """Of a request with a task that is not refused."""
     ids, task = request.prompt_token_ids, request.task
-    if isinstance(task, Choice):
-        tree = _tree_of(task.labels)
-        texts = [replace(request, prompt_token_ids=[*ids, *more]) for more in tree.continuations]
-        readers = tree.readers(len(ids))
-        group = Group(len(texts), tree.joined)
-        sequences = [
-            Sequence(text, _array(text), order + place, 0, call, group, place, queued_us)
-            for place, text in enumerate(texts)
-        ]
-        for sequence, reader in zip(sequences, readers):
-            sequence.reader = reader
-        return sequences
-    sequence = Sequence(request, _array(request), order, 0, call, queued_us=queued_us)
-    if isinstance(task, Score):
+    tree = _tree_of(task.labels) if isinstance(task, Choice) else None
+    text = ids if tree is None else [*ids, *tree.continuations[0]]
+    sequence = Sequence(request, np.array(text, dtype=np.int32), order, 0, call, queued_us=queued_us)
+    if tree is not None:
+        sequence.reader = LabelReader(tree, len(ids))
+    elif isinstance(task, Score):
         sequence.reader = LogprobReader.of_tokens(ids, task)
     else:
         assert isinstance(task, Embed | Classify)
         sequence.reader = PoolingReader(task, len(ids), model.class_head_CH)
-    return [sequence]
+    return sequence
 
 
 def prompt_reader(sequence: Sequence) -> LogprobReader | None:
@@ -83,7 +74,3 @@ def prompt_reader(sequence: Sequence) -> LogprobReader | None:
     if wanted is None or sequence.place > 0 or len(ids) < 2:
         return None
     return LogprobReader.of_tokens(ids, Score(1, wanted))
-
-
-def _array(request: Request) -> np.ndarray:
-    return np.array(request.prompt_token_ids, dtype=np.int32)

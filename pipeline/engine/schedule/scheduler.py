@@ -63,6 +63,8 @@ class Scheduler:
         """Queue a sequence, or end it at once when it can never be served."""
         known, size = len(sequence.token_ids), self.pool.block_size
         room = self.table.max_model_len - sequence.generates
+        if sequence.reader is not None:
+            known = max(known, sequence.num_prompt + sequence.reader.num_after)
         if known == 0:
             sequence.fail(RowError.EMPTY_PROMPT, "the prompt has no tokens")
         elif known > room:

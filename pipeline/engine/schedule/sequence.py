@@ -82,10 +82,17 @@ class Reader(Protocol):
 
     first: int
     stop: int
+    num_after: int
+    """Tokens after the prompt, at the most, of the texts that it wants to be computed."""
 
     @property
     def is_finite(self) -> bool:
         """Whether all that came are numbers; asked once all have come."""
+        ...
+
+    def next_text(self) -> tuple[int, tuple[int, ...]] | None:
+        """Once all have come: which tokens are to stand from which position on, to be read next; `first` and `stop` are
+        theirs then. None: it has all that it wants."""
         ...
 
     def result(self) -> TaskResult: ...
@@ -253,7 +260,7 @@ class SlotTable:
     def limit_of(self, sequence: Sequence) -> int:
         """The most tokens that it may come to."""
         if not sequence.generates:
-            return sequence.num_prompt
+            return sequence.num_prompt + (0 if sequence.reader is None else sequence.reader.num_after)
         return min(sequence.num_prompt + sequence.request.params.max_tokens, self.max_model_len)
 
     def append_blocks(self, slot_S: np.ndarray, count_S: np.ndarray, blocks: list[int]) -> None:
@@ -290,6 +297,16 @@ class SlotTable:
         sequence.has_been_read = True
         if sequence.generates:
             self._leave_unread(slot)
+
+    def read_next(self, slot: int, place: int, token_ids: tuple[int, ...]) -> None:
+        """The sequence there, which was read whole, is to be read anew with these tokens from `place` on."""
+        sequence = self.at(slot)
+        assert sequence.reader is not None
+        sequence.has_been_read = False
+        end = place + len(token_ids)
+        self.token_ids[slot, place:end] = token_ids
+        self.num_known[slot], self.num_computed[slot] = end, place
+        self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
 
     def _leave_unread(self, slot: int) -> None:
         self.num_readers -= int(self.read_from[slot] != _LARGEST)

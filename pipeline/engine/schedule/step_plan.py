@@ -64,9 +64,9 @@ class StepTokens(NamedTuple):
         prefill = int(np.maximum(np.minimum(end_P, prompt_P) - np.maximum(start_P, lost_P), 0).sum())
         return cls(prefill, plan.num_tokens - repeated - prefill, repeated)
 
-    def add_time(self, stats: EngineStats, step_us: int, has_drafts: bool, num_rejected: int = 0) -> None:
-        """Add the step's time to `stats`, split in proportion to these numbers. num_rejected: drafts, of those that it
-        decoded, that the model did not confirm."""
+    def add_time(self, stats: EngineStats, step_us: int, only_samples: bool, num_rejected: int = 0) -> None:
+        """Add the step's time to `stats`, split in proportion to these numbers. only_samples: nothing
+        was drafted or read in it. num_rejected: drafts, of those that it decoded, that the model did not confirm."""
         total = max(sum(self), 1)
         prefill_us, preempted_us = step_us * self.prefill // total, step_us * self.repeated // total
         drafts_us = step_us * min(num_rejected, self.decode) // total
@@ -74,7 +74,7 @@ class StepTokens(NamedTuple):
         stats.preempted_us += preempted_us
         stats.drafts_us += drafts_us
         stats.decode_us += step_us - prefill_us - preempted_us - drafts_us
-        if self.decode == total and not has_drafts:
+        if self.decode == total and only_samples:
             stats.plain_steps += 1
             stats.plain_rows += total
             stats.plain_rows_squared += total * total

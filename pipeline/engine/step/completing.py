@@ -93,12 +93,15 @@ class Completing:
         if not table.num_readers:
             return
         now_us, slot_S = monotonic_ns() // 1000, slot_S[~table.generates[slot_S]]
-        ended = slot_S[table.num_computed[slot_S] == table.num_known[slot_S]].tolist()
-        readers = [table.at(slot).reader for slot in ended]
-        for slot, reader in zip(ended, readers):
+        whole: list[int] = []
+        for slot in slot_S[table.num_computed[slot_S] == table.num_known[slot_S]].tolist():
+            reader = table.at(slot).reader
             if reader is None or not reader.is_finite:
                 self._fail_not_finite(slot, "for its prompt")
-        whole = [slot for slot in ended if table.sequences[slot] is not None]
+            elif (following := reader.next_text()) is not None:
+                table.read_next(slot, *following)
+            else:
+                whole.append(slot)
         for sequence in self._scheduler.finish(whole):
             assert sequence.reader is not None
             sequence.first_token_us = now_us

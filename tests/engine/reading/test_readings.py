@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from pipeline import Engine, Request, SamplingParams
 from pipeline.engine.params import Completion
+from pipeline.engine.reading.label_tree import LabelTree
 from pipeline.engine.tasks import Choice, Classify, Embed, Score
 from pipeline.errors import ConfigError
 from tests.model_folders import Family, load_reference, make_family, small_config, write_tokenizer
@@ -134,13 +135,38 @@ def test_choices_are_the_products_of_their_tokens(folder: Path, labels: tuple, o
         assert options or steps <= 2, "no row is decoded"
 
 
-def test_labels_of_several_tokens_share_the_prompt(folder: Path) -> None:
-    prompt = texts_of(1, seed=7)[0][:33] + list(range(40))
+def test_labels_of_several_tokens_are_computed_after_one_prompt(folder: Path) -> None:
+    prompt = texts_of(1, seed=7)[0]
+    labels = ((1, 2), (3, 4), (3, 5, 6), (3, 5, 7), (9,))
+    tree = LabelTree.of(labels)
+    assert tree.continuations == ((1,), (3, 5))
     with float32_engine(folder, block_size=8) as engine:
-        asked(engine, [prompt], [Choice(((1, 2), (3, 4), (5, 6), (7, 8)))])
-        whole = len(prompt) // 8 * 8
-        assert engine.stats.cached_tokens == 3 * whole
-        assert engine.stats.prompt_tokens - engine.stats.cached_tokens == whole + 4 * (len(prompt) - whole + 1)
+        asked(engine, [prompt], [Choice(labels)])
+        assert engine.stats.prompt_tokens == len(prompt)
+        assert (engine.stats.cached_tokens, engine.stats.generated_tokens, engine.stats.plain_steps) == (0, 0, 0)
+        assert engine.stats.num_steps == len(tree.continuations)
+    assert tree.num_computed == 3
+    assert LabelTree.of(((5, 6, 7), (5, 6, 8, 9), (5, 40, 2))).num_computed == 2 + 1 + 1
+
+
+def test_labels_are_told_whenever_their_row_is_preempted(folder: Path) -> None:
+    prompt, labels = texts_of(1, seed=7)[0], ((1, 2), (3, 4), (3, 5, 6), (3, 6, 7), (9,))
+    with float32_engine(folder, **TIGHT) as engine:
+        expected = asked(engine, [prompt], [Choice(labels)])[0].result
+        steps = engine.stats.num_steps
+        for number in range(1, steps):
+            for forgets in (False, True):
+                engine.forget()
+                engine.add(Request(0, prompt, PARAMS, task=Choice(labels)))
+                for _ in range(number):
+                    assert not engine.step()
+                engine.scheduler.admission.put_back(engine.scheduler.drop(int(engine.scheduler.running[0])))
+                if forgets:
+                    engine.forget()
+                done: list[Completion] = []
+                while engine.has_unfinished:
+                    done += engine.step()
+                assert done[0].result.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 @torch.inference_mode()

@@ -105,12 +105,12 @@ def test_preemption_happens_and_is_counted_as_repeated_work() -> None:
 
 def test_the_time_of_a_step_is_divided_by_its_tokens_and_none_is_lost() -> None:
     stats = EngineStats()
-    StepTokens(prefill=30, decode=50, repeated=20).add_time(stats, 1001, has_drafts=True, num_rejected=10)
+    StepTokens(prefill=30, decode=50, repeated=20).add_time(stats, 1001, only_samples=False, num_rejected=10)
     assert (stats.prefill_us, stats.drafts_us, stats.preempted_us, stats.decode_us) == (300, 100, 200, 401)
     assert (stats.step_us, stats.plain_steps) == (1001, 0)
-    StepTokens(0, 4, 0).add_time(stats, 100, has_drafts=False)
+    StepTokens(0, 4, 0).add_time(stats, 100, only_samples=True)
     assert (stats.step_us, stats.plain_steps, stats.plain_rows, stats.plain_us) == (1101, 1, 4, 100)
-    StepTokens(0, 4, 0).add_time(stats, 100, has_drafts=True, num_rejected=9)  # of the step before, a larger one
+    StepTokens(0, 4, 0).add_time(stats, 100, only_samples=False, num_rejected=9)  # of the step before, a larger one
     assert (stats.step_us, stats.drafts_us, stats.decode_us) == (1201, 200, 501)
 
 
