@@ -13,10 +13,11 @@ import torch
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.graphs import graph_sizes
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.params import EngineConfig, Request, SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import captured_shapes
 from pipeline.engine.startup.resolve import resolve
+from pipeline.engine.tasks import Embed, Score
 from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, Decided
@@ -243,3 +244,33 @@ def test_rows_behind_a_long_prefix_give_the_reference_tokens(
     assert sum(served) >= 3, "steps with several rows are served"
     assert {tuple(plan.tokens_G) for plan in found} == {(128,)}
     assert max(len(plan.groups.sequence_I) for plan in found) == 3
+
+
+def test_known_texts_read_beside_captured_steps_have_the_reference_numbers(folder: Path) -> None:
+    rng = np.random.default_rng(5)
+    texts = [rng.integers(0, 255, length).tolist() for length in (30, 7)]
+    prompt, greedy = rng.integers(0, 255, 5).tolist(), SamplingParams(max_tokens=5, ignore_eos=True)
+    tasks = [Score(3, top=1), Embed("mean")]
+
+    def told(engine: Engine, is_asynchronous: bool) -> list[Any]:
+        runner: Any = engine.runner
+        if is_asynchronous:
+            runner.capture_steps(replayed, max_num_seqs=3, max_queries=1, most_tokens=3, say=lambda done, total: None)
+            runner.is_asynchronous = True
+            engine.runner = runner
+        with engine:
+            engine.add(Request("generated", prompt, greedy))
+            engine.step()
+            done = engine.step()
+            for row, (text, task) in enumerate(zip(texts, tasks)):
+                engine.add(Request(row, text, greedy, task=task))
+            while engine.has_unfinished:
+                done += engine.step()
+        by_row = {completion.row_id: completion for completion in done}
+        return [by_row["generated"].token_ids, by_row[0].result, by_row[1].result]
+
+    tokens, score, vector = told(engine_of(folder, "reference"), False)
+    ours = told(engine_of(folder, "triton"), True)
+    assert ours[0] == tokens
+    assert [token.logprob for token in ours[1].tokens] == pytest.approx([t.logprob for t in score.tokens], abs=1e-3)
+    np.testing.assert_allclose(ours[2].values, vector.values, atol=1e-3)
