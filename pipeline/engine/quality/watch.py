@@ -24,7 +24,8 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.forward.divergence import Divergence
 from pipeline.engine.params import Completion, Request, RowQuality
 from pipeline.engine.schedule.sequence import is_greedy
-from pipeline.engine.startup.memory import is_out_of_memory, release_cached_memory
+from pipeline.engine.startup.memory import release_cached_memory
+from pipeline.machine.out_of_memory import is_out_of_memory
 
 LOGIT_BYTES = 64 << 20  # of the logits of one piece, of one model
 MAX_PIECE_TOKENS = 256

@@ -1,4 +1,4 @@
-"""How much memory there is, how many KV blocks it is worth, and how running out of it shows."""
+"""How much memory there is, and how many KV blocks it is worth."""
 
 import ctypes
 from contextlib import suppress
@@ -14,11 +14,6 @@ from pipeline.weights.formats import is_int4
 CPU_SHARE = 0.25  # of the free memory: the rest of the machine reads, writes and runs Ray
 MIN_GROUP_SIZE = 32  # of 4-bit weights
 INT4_BLOCK = 128  # inputs of a 4-bit weight on a GPU that have a scale and a zero point at least
-_SAY_OUT_OF_MEMORY = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "Triton Error [CUDA]: out of memory",
-)
 EXPECTED_TOKENS = 2048  # of a sequence, for which the KV cache is to have room before 4-bit weights get a 16-bit form
 ENOUGH_TOKENS = 128 << 10  # for all sequences: by the cost model that form serves more than cache beyond these does
 SLACK_BYTES = 512 << 20  # on a GPU, for workspaces of libraries and pieces that the allocator cannot use
@@ -77,19 +72,6 @@ def weight_bytes(
         else:
             packed = dtype.itemsize + (packed if is_int4(config.quantization) else 0)
     return int(config.num_linear_parameters() * packed) + embeddings
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed in a way after which the process is as sound as before.
-
-    Whoever is not torch's allocator for a device has no type of its own for this and raises a bare RuntimeError, so its
-    message has to be read: torch's CPU allocator, cuBLAS, which allocates a workspace with its first product of a
-    stream, and Triton, whose kernels need memory when they are loaded and for registers that were spilled. None of them
-    has started any work then. Other device errors may leave the device in an unknown state and are not among these.
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return type(error) is RuntimeError and any(text in str(error) for text in _SAY_OUT_OF_MEMORY)
 
 
 def release_cached_memory() -> None:

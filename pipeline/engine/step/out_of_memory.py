@@ -5,9 +5,10 @@ from time import perf_counter_ns
 
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.step_plan import StepPlan
-from pipeline.engine.startup.memory import is_out_of_memory, release_cached_memory
+from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.engine.step.loop import StepLoop
 from pipeline.errors import EnvironmentFailed, RowError
+from pipeline.machine.out_of_memory import is_out_of_memory
 
 MAX_SUSPECTS = 3  # requests of which a sequence fits the memory not even alone, with nothing computed in between
 

@@ -24,6 +24,7 @@ from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.process.messages import Add, Crashed, Finished, FromEngine, Loading, Ready, Start, StartFailed, Worked
 from pipeline.machine.energy import EnergyMeter
 from pipeline.machine.host import now_us
+from pipeline.machine.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from pipeline.engine.quality.watch import QualityWatch
@@ -114,11 +115,6 @@ def _read(connection: Connection, inbox: "queue.SimpleQueue[Add]") -> None:
         os._exit(0)  # the parent is gone or wants us gone: no step is worth finishing
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Python's own, and torch's on a device, whose class is known by name where torch may be missing."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-
-
 def _no_room(model: str, error: Exception) -> str:
     return (
         f"There is not enough memory to load {model} ({type(error).__name__}: {error}). Lower "
@@ -160,7 +156,7 @@ def main(fd: int) -> None:
         connection.send(StartFailed(type(error).__name__, str(error)))
         sys.exit(error.exit_code)
     except Exception as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             connection.send(StartFailed(EnvironmentFailed.__name__, _no_room(start.config.model, error)))
             sys.exit(EnvironmentFailed.exit_code)
         connection.send(StartFailed("", traceback.format_exc()))
@@ -173,7 +169,7 @@ def main(fd: int) -> None:
     try:
         serve(engine, inbox, connection.send, meter, watch)
     except Exception as error:
-        connection.send(Crashed(traceback.format_exc(), _is_out_of_memory(error)))
+        connection.send(Crashed(traceback.format_exc(), is_out_of_memory(error)))
         os._exit(70)  # a device in an unknown state may hang in its destructors
 
 

@@ -12,9 +12,9 @@ from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.params import Request, SamplingParams
 from pipeline.engine.schedule.scheduler import RECOVERY_STEPS
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.engine.startup.memory import is_out_of_memory
 from pipeline.engine.step.out_of_memory import MAX_SUSPECTS
 from pipeline.errors import EnvironmentFailed
+from pipeline.machine.out_of_memory import is_out_of_memory
 from tests.engine.hash_runner import check_tokens, expected_tokens, hash_engine
 from tests.engine.schedule.test_scheduler import random_requests, run
 from tests.model_folders import Family, make_family
@@ -210,3 +210,9 @@ def test_memory_that_runs_out_between_steps_is_blamed_on_no_step() -> None:
     done = run(engine, [])
     assert all(completion.error is None for completion in done.values())
     engine.pool.check()
+
+
+def test_the_devices_own_errors_are_known_without_torch_being_asked() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
