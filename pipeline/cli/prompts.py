@@ -15,6 +15,7 @@ from pipeline.errors import ConfigError, TooManyRowErrors
 # flag, key of a job file, type, help
 _GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--max-tokens", "sampling.max_tokens", int, "Most tokens of a completion; 256 when left out."),
+    ("--n", "sampling.n", int, "Completions of each prompt; more than one need a --temperature above 0."),
     ("--temperature", "sampling.temperature", float, "0, the default, takes the likeliest token each time."),
     ("--top-p", "sampling.top_p", float, "Only the likeliest tokens that together have this probability."),
     ("--top-k", "sampling.top_k", int, "Only the K likeliest tokens; 0 is off."),
@@ -36,7 +37,7 @@ _GROUPS = {
     "Prompts": ("place", "prompt", "chat", "system", "limit"),
     "Output": ("output", "overwrite"),
     "Model": ("model", "quantization", "device", "dtype"),
-    "Sampling": ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed"),
+    "Sampling": ("max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed"),
     "Form": ("json_schema", "choice"),
 }
 

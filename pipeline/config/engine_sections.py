@@ -21,7 +21,7 @@ from pipeline.config.values import (
     TokenIdsOrColumn,
     false_is_off,
 )
-from pipeline.engine.params import MAX_PATTERN_SIZE, RepetitionDetectionParams, SamplingParams
+from pipeline.engine.params import MAX_PATTERN_SIZE, MAX_SAMPLES, RepetitionDetectionParams, SamplingParams
 from pipeline.errors import ConfigError
 
 
@@ -196,6 +196,13 @@ class SamplingSection(Section):
         examples=[2],
         json_schema_extra={"minimum": 0},
     )
+    n: IntOrColumn = Field(
+        default=1,
+        description="Completions of each row, which differ by their random numbers. Where it is not 1, generated_text, "
+        "finish_reason and logprobs of the output are lists; a row of several needs a temperature above 0.",
+        examples=[8, {"column": "num_samples"}],
+        json_schema_extra={"minimum": 1, "maximum": MAX_SAMPLES},
+    )
     temperature: NumberOrColumn = Field(
         default=0.0,
         description="0 takes the likeliest token each time; more makes sampling more even.",
@@ -297,6 +304,8 @@ class SamplingSection(Section):
             given = {name: value}
             if name == "min_tokens":
                 given["max_tokens"] = max(value, 16)
+            if name == "n":
+                given["temperature"] = 1.0  # whether both go together is seen by the job
             try:
                 SamplingParams(**given)
             except ConfigError as error:

@@ -16,7 +16,15 @@ from pipeline.config.cluster import ClusterSection
 from pipeline.config.engine_sections import EngineSection, SamplingSection, SpeculationSection
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.quality import QualitySection
-from pipeline.config.requests import SOURCES, contradiction, filled, is_of_requests, prompt_of, sampling_of
+from pipeline.config.requests import (
+    SOURCES,
+    contradiction,
+    equal_samples,
+    filled,
+    is_of_requests,
+    prompt_of,
+    sampling_of,
+)
 from pipeline.config.sections import (
     CostSection,
     InputSection,
@@ -36,6 +44,7 @@ from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
     from pipeline.data.prompts import PromptSpec
+    from pipeline.data.requests.input_checks import Requests
     from pipeline.data.requests.request_row import Endpoint
     from pipeline.data.units import UnitSpec
 
@@ -115,10 +124,10 @@ class JobConfig(Section):
     @classmethod
     def _of_requests(cls, raw: Any, handler: Any) -> "JobConfig":
         """Lines of `input.format` say the prompt, so a job file of them has none."""
-        if not is_of_requests(raw):
-            return handler(raw)
-        job = handler(filled(raw))
-        if (found := contradiction(job.input, raw.get("prompt"), job.sampling)) is not None:
+        is_of_lines = is_of_requests(raw)
+        job = handler(filled(raw) if is_of_lines else raw)
+        found = contradiction(job.input, raw.get("prompt"), job.sampling) if is_of_lines else None
+        if (found := found or equal_samples(job.sampling, is_of_lines)) is not None:
             key, why = found
             error = PydanticCustomError("value_error", "{error}", {"error": why})
             detail = InitErrorDetails(type=error, loc=tuple(key.split(".")), input=None)
@@ -129,8 +138,14 @@ class JobConfig(Section):
         """`file:line` of a dotted key, or of the nearest key around it that is written down."""
         return self._document.where(tuple(key.split(".")))
 
-    def of_endpoint(self, endpoint: "Endpoint | None") -> "JobConfig":
-        """The job once it is known for which endpoint the input's requests are; None: they are no requests.
+    def of_lines(self, found: "Requests | None") -> "JobConfig":
+        """The job once its input is read. found: what the lines are; None: they are no requests. Raises as
+        `of_endpoint`."""
+        return self if found is None else self.of_endpoint(found.endpoint, found.samples)
+
+    def of_endpoint(self, endpoint: "Endpoint | None", samples: bool = False) -> "JobConfig":
+        """The job once it is known for which endpoint the input's requests are; None: they are no requests. samples:
+        whether some ask for several completions.
 
         Raises ConfigError where the job file wants chats and the lines are of texts.
         """
@@ -139,7 +154,8 @@ class JobConfig(Section):
         written = self.data.get("prompt")
         if endpoint == "text" and isinstance(written, Mapping) and written.get("chat") not in (None, False):
             raise ConfigError("prompt.chat: the lines are for /v1/completions, which has no chats; leave it out")
-        new = {"prompt": prompt_of(endpoint, self.prompt), "sampling": sampling_of(endpoint, self.sampling)}
+        sampling = sampling_of(endpoint, self.sampling, samples)
+        new = {"prompt": prompt_of(endpoint, self.prompt), "sampling": sampling}
         return self.model_copy(update=new)
 
     @property
@@ -165,13 +181,16 @@ class JobConfig(Section):
         return self.model.draft if wanted == "auto" or is_named else None
 
     def sampling_params(self) -> SamplingParams:
-        """The values that are the same for every row; those from a column are left at their defaults."""
+        """The values that are the same for every row; those from a column are left at their defaults, but that a
+        temperature beside a constant `n` above 1 is then 1: rows whose temperature is null have it."""
         constant = {name: value for name, value in self.sampling if not isinstance(value, FromColumn)}
         del constant["defaults"], constant["response_format"]
         if self.sampling.repetition_detection is not None:
             constant["repetition_detection"] = self.sampling.repetition_detection.params()
         if "max_tokens" not in constant:  # a constant min_tokens may be above max_tokens' default
             constant["max_tokens"] = max(SamplingParams.max_tokens, constant.get("min_tokens", 0))
+        if "temperature" not in constant and constant.get("n", 1) > 1:
+            constant["temperature"] = 1.0
         return SamplingParams(**constant)
 
     def sampling_columns(self) -> dict[str, str]:
@@ -200,19 +219,25 @@ class JobConfig(Section):
         """Whether the output has a column of them: some rows of requests may ask for theirs."""
         return self.sampling.logprobs is not None or self.input.requests is not None
 
+    @property
+    def reports_samples(self) -> bool:
+        """Whether the output has lists of completions: some rows may have several."""
+        return self.sampling.n != 1
+
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
         from pipeline.data.units import UnitSpec
 
-        most, run = self.sampling_params().max_tokens, self.run
+        params, run = self.sampling_params(), self.run
         return UnitSpec(
             self.prompt_spec(),
             kept,
             self.sampling_columns(),
-            most,
+            params.max_tokens,
             run.unit_tokens,
             run.unit_rows,
             self.quality.column if run.quality_sample > 0 else None,
+            params.n,
         )
 
     def chat_template(self) -> str | None:
@@ -229,13 +254,15 @@ class JobConfig(Section):
         """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
         `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
-        Paths are not in it: data copied elsewhere is the same data. `repetition_detection` and `structured_outputs`
-        only where they are on: outputs of jobs from before they were there go on.
+        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs` and
+        `n` only where they are on: outputs of jobs from before they were there go on.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults", "response_format"})
         for name in ("repetition_detection", "structured_outputs"):
             if sampling[name] is None:
                 del sampling[name]
+        if sampling["n"] == 1:
+            del sampling["n"]
         return {
             "input": self.input.model_dump(mode="json", include={"columns", "limit"}) | self._format(),
             "prompt": self._prompt_identity(),

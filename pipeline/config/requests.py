@@ -50,6 +50,17 @@ def contradiction(given: InputSection, prompt: object, sampling: SamplingSection
     return None
 
 
+def equal_samples(sampling: SamplingSection, is_of_lines: bool) -> tuple[str, str] | None:
+    """The key and the reason, where a job file's `n` gives equal texts in every row. A temperature that it does not
+    name may be the model's, or that of the lines' API."""
+    named = "temperature" in sampling.model_fields_set
+    is_final = named or not (is_of_lines or sampling.defaults == "model")
+    if is_final and isinstance(sampling.n, int) and sampling.n > 1 and sampling.temperature == 0:
+        why = f"{sampling.n} with temperature 0 gives {sampling.n} equal texts; set sampling.temperature above 0"
+        return "sampling.n", why
+    return None
+
+
 def prompt_of(endpoint: Endpoint, prompt: PromptSection) -> PromptSection:
     """Where the prompts of lines for this endpoint are."""
     column = PROMPT_COLUMN[endpoint]
@@ -57,7 +68,10 @@ def prompt_of(endpoint: Endpoint, prompt: PromptSection) -> PromptSection:
     return prompt.model_copy(update=new)
 
 
-def sampling_of(endpoint: Endpoint, sampling: SamplingSection) -> SamplingSection:
-    """The values for lines that give none, with the API's where the job file has none either."""
+def sampling_of(endpoint: Endpoint, sampling: SamplingSection, samples: bool) -> SamplingSection:
+    """The values for lines that give none, with the API's where the job file has none either. samples: whether some
+    lines ask for several completions; the job's own `n` is for those that do not say."""
     missing = {name: value for name, value in DEFAULTS[endpoint].items() if name not in sampling.model_fields_set}
+    if samples and sampling.n == 1:
+        missing["n"] = FromColumn("n")
     return sampling.model_copy(update=missing)

@@ -42,6 +42,7 @@ class UnitSpec:
     unit_tokens: int = 100_000
     unit_rows: int = 512
     expected: str | None = None  # the column of right answers
+    default_n: int = 1  # samples of a row
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -135,7 +136,7 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Un
         errors[start:stop] = [str(RowError.CORRUPT_INPUT)] * (stop - start)
         messages[start:stop] = [reason] * (stop - start)
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
-    budgets = _budgets(params, errors, spec.default_max_tokens)
+    budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
     asked = _encoded(rendered.prompts, errors)
     cut = cut_units([p or b"" for p in asked], budgets, spec.unit_tokens, spec.unit_rows)
     own = [
@@ -211,11 +212,11 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, (bool, int, str)) or (isinstance(value, float) and abs(value) < float("inf"))
 
 
-def _budgets(params: list[dict[str, object]], errors: list[str | None], default: int) -> np.ndarray:
-    """The new tokens each row may take; none for an error row."""
+def _budgets(params: list[dict[str, object]], errors: list[str | None], default: int, default_n: int) -> np.ndarray:
+    """The new tokens each row may take, all its samples together; none for an error row."""
     out = np.zeros(len(params), dtype=np.int64)
     for i, (own, error) in enumerate(zip(params, errors, strict=True)):
-        wanted = own.get("max_tokens", default)
-        if error is None and isinstance(wanted, int):
-            out[i] = min(max(wanted, 0), _MAX_BUDGET)
+        wanted, n = own.get("max_tokens", default), own.get("n", default_n)
+        if error is None and isinstance(wanted, int) and isinstance(n, int):
+            out[i] = min(max(wanted, 0) * max(n, 1), _MAX_BUDGET)
     return out

@@ -16,7 +16,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.engine.params import most_default_seqs
 from pipeline.errors import ConfigError
 from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, find_card, on_card
-from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts
+from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts, tail
 from pipeline.estimate.measured import Speed, measured_speed
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.prices import FILE, PriceList, load_prices
@@ -31,6 +31,7 @@ from pipeline.job.telemetry.run_log import PLAN, load_runs
 from pipeline.machine.host import wall_time, zone_time
 from pipeline.model.config import read_config
 from pipeline.report.estimate import Estimate, Interval
+from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.record.run_record import no_phases
 from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.job_simulation import RequestTokens
@@ -110,13 +111,15 @@ def estimate_job(
     counts = tuple(actors) or (plan.config.run.pool[1],)
     speed = measured_speed(history, computed_rows / max(counts))
     units = _units(plan, computed_rows, prompts, lengths)
-    work = _Work(prompt_tokens.times(1 - shared), generated, computed_rows, units)
+    repeated = prompts.repeated / len(prompts.requests) * computed_rows
+    computed = prompt_tokens.times(1 - shared) + Interval(*[repeated] * 3)
+    work = _Work(computed, generated, computed_rows, units, computed_rows * prompts.samples_each)
     here: tuple[PoolEstimate, ...] = ()
     made: Estimate | None = None
     if speed is not None and computed_rows >= 1:
         here = tuple(_here(speed, work, n, config.cost.hourly_usd) for n in counts)
         made = _estimate(plan, store, speed, work, lengths, prompt_tokens.expected * shared)
-    elsewhere, advice = _on_cards(cards, plan, prompts, lengths, work, counts, price_list)
+    elsewhere, advice = _on_cards(cards, plan, prompts, lengths, work, shared, counts, price_list)
     advice += advice_for_pool(here, work.units, plan.config.run.unit_rows) if here else ()
     used = PriceList(tuple(p for p in price_list.prices if any(p.card == c.name for c in cards)), 0.0)
     doubts = tuple(used.doubts(today or wall_time().date()))
@@ -134,12 +137,13 @@ def save_estimate(config: JobConfig, estimate: Estimate) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """prompt: tokens that are computed."""
+    """prompt: tokens that are computed. sequences: all samples of all rows."""
 
     prompt: Interval
     generated: Interval
     rows: float
     units: float
+    sequences: float
 
     def imbalance(self, actors: int) -> float:
         """How much longer the last of so many engines takes than all of them on average, units being alike."""
@@ -154,17 +158,19 @@ def _rows_done(store: PartStore, plan: JobPlan) -> int:
 
 
 def _shared(sample: PromptSample, history: Sequence[Remembered]) -> float:
-    """The share of prompt tokens from cache: as earlier runs of the job had it, else as the sample shows."""
+    """The share of prompt tokens from cache: as earlier runs of the job had it, else as the sample shows. Of several
+    samples of a row the first one counts: the others find its blocks."""
     for run in (each.run for each in history if each.same_work):
-        tokens = run.stat("prompt_tokens")
-        if tokens:
-            return run.stat("cached_tokens") / tokens
+        lengths = sum((run.row_stats + run.sampled_stats).lengths.values(), LengthBucket())
+        if lengths.input_tokens:
+            return lengths.cached_tokens / lengths.input_tokens
     return sample.shared
 
 
 def _units(plan: JobPlan, rows: float, sample: PromptSample, lengths: OutputLengths) -> float:
     run = plan.config.run
-    most = sum(len(r.prompt_token_ids) + r.params.max_tokens for r in sample.requests) / len(sample.requests)
+    most = sum(len(r.prompt_token_ids) + r.params.max_tokens * r.params.n for r in sample.requests)
+    most /= len(sample.requests)
     return max(1.0, rows / run.unit_rows, rows * most / run.unit_tokens)
 
 
@@ -218,17 +224,20 @@ def _on_cards(
     sample: PromptSample,
     lengths: OutputLengths,
     work: _Work,
+    shared: float,
     counts: Sequence[int],
     prices: PriceList,
 ) -> tuple[tuple[PoolEstimate, ...], tuple[Advice, ...]]:
-    """Each card with each number of engines, and what is worth changing there."""
+    """Each card with each number of engines, and what is worth changing there. shared: of the prompts' tokens, those
+    from prefixes of other rows."""
     if work.rows < 1:
         return (), ()
     model, config = read_config(plan.model), plan.config
-    shared = 1 - work.prompt.expected / max(1.0, sample.tokens_each.expected * work.rows)
     pairs = [
-        RequestTokens(max(1, round(len(r.prompt_token_ids) * (1 - shared))), output)
+        RequestTokens(max(1, round(len(r.prompt_token_ids) * (1 - shared) if i == 0 else again)), output)
         for r, output in zip(sample.requests, lengths.drawn, strict=True)
+        for again in [tail(len(r.prompt_token_ids), BLOCK_SIZE)]
+        for i in range(r.params.n)
     ]
     fewest = FEWEST_BATCHES * (config.engine.max_num_seqs or most_default_seqs(on_gpu=True))
     pairs = (pairs * max(1, ceil(fewest / len(pairs))))[:MAX_SIMULATED]
@@ -245,7 +254,7 @@ def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: P
     nothing = Interval(0, 0, 0)
     if found.best is None or found.assumed is None:
         return PoolEstimate(found.card, actors, nothing, nothing, weights=found.weights, lacks=found.lacks)
-    scale = work.rows / requests / actors * work.imbalance(actors)
+    scale = work.sequences / requests / actors * work.imbalance(actors)
     start_s = STARTUP_S + found.load_s
     # The assumed speed is expected; the data sheet's is the best there is, and as much slower again the worst.
     tokens = work.prompt.expected + work.generated.expected

@@ -27,7 +27,8 @@ ASSUMED = Interval(0.1, 0.5, 1.0)  # of max_tokens, where nothing is known
 @dataclass(frozen=True)
 class PromptSample:
     """rows were read, of which `errors` have no prompt that can be computed. shared: of the sample's prompt tokens,
-    those in blocks that an earlier prompt of it had at its beginning. means: of prompt tokens, by stretch."""
+    those in blocks that an earlier prompt of it had at its beginning. means: of prompt tokens, by stretch. repeated: of
+    the prompts of rows with several samples, tokens after the last full block, which each further sample computes."""
 
     requests: tuple[Request, ...]
     rows: int
@@ -35,6 +36,12 @@ class PromptSample:
     total_rows: int
     shared: float
     means: tuple[float, ...]
+    repeated: int = 0
+
+    @property
+    def samples_each(self) -> float:
+        """Of a row that is computed."""
+        return fmean(request.params.n for request in self.requests) if self.requests else 1.0
 
     @property
     def tokens_each(self) -> Interval:
@@ -60,9 +67,15 @@ def sample_prompts(config: JobConfig, source: Source, tokenize: Tokenize, rows: 
         requests += found
         if found:
             means.append(fmean(len(request.prompt_token_ids) for request in found))
+    repeated = sum((r.params.n - 1) * tail(len(r.prompt_token_ids), block_size) for r in requests)
     return PromptSample(
-        tuple(requests), len(requests) + errors, errors, total, _shared(requests, block_size), tuple(means)
+        tuple(requests), len(requests) + errors, errors, total, _shared(requests, block_size), tuple(means), repeated
     )
+
+
+def tail(prompt_tokens: int, block_size: int) -> int:
+    """Tokens of a prompt that a sample computes whose full blocks are there: its last one at least."""
+    return prompt_tokens - max(0, prompt_tokens - 1) // block_size * block_size
 
 
 def _requests(
@@ -92,8 +105,8 @@ def _shared(requests: Sequence[Request], block_size: int) -> float:
 
 @dataclass(frozen=True)
 class OutputLengths:
-    """Generated tokens of a row: the mean, and for each request of a sample one that it may have. `come_from`: for
-    people."""
+    """Generated tokens: the mean of a row, all its samples together, and for each request of a sample of the job how
+    many one of its samples may have. `come_from`: for people."""
 
     each: Interval
     drawn: tuple[int, ...]
@@ -103,13 +116,15 @@ class OutputLengths:
 def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -> OutputLengths:
     """From runs of the same work by bucket of prompt length; else from the assumption."""
     most = np.array([request.params.max_tokens for request in requests] or [0])
+    n = np.array([request.params.n for request in requests] or [1])
     runs = [each.run for each in history if each.same_work]
     stats = sum((run.row_stats + run.sampled_stats for run in runs), RowStats())
     known = {bucket: histogram for bucket, histogram in stats.outputs.items() if histogram.count}
     if not known:
-        each = ASSUMED.times(float(most.mean()))
+        each = ASSUMED.times(float((most * n).mean()))
         drawn = np.maximum(1, most * ASSUMED.expected).astype(int)
-        return OutputLengths(each, tuple(drawn.tolist()), f"assumed: half of max_tokens, {most.mean():,.0f} on average")
+        told = f"assumed: half of max_tokens, {most.mean():,.0f} on average" + _of_samples(float(n.mean()))
+        return OutputLengths(each, tuple(drawn.tolist()), told)
     everything = sum(known.values(), Histogram())
     rng = np.random.default_rng(0)
     drawn, mean, square_error = np.zeros(len(requests), dtype=int), 0.0, 0.0
@@ -124,5 +139,11 @@ def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -
         square_error += (share * float(values.std()) / sqrt(len(values))) ** 2
     drawn = np.clip(drawn, 1, most)
     error = max(2 * sqrt(square_error), LEAST_ERROR * mean)
-    told = f"{everything.count:,} rows of {len(runs)} earlier run{'s' * (len(runs) > 1)} of this job"
-    return OutputLengths(Interval(max(1.0, mean - error), mean, mean + error), tuple(drawn.tolist()), told)
+    what = "rows" if n.mean() == 1 else "samples"
+    told = f"{everything.count:,} {what} of {len(runs)} earlier run{'s' * (len(runs) > 1)} of this job"
+    each = Interval(max(1.0, mean - error), mean, mean + error).times(float(n.mean()))
+    return OutputLengths(each, tuple(drawn.tolist()), told)
+
+
+def _of_samples(n: float) -> str:
+    return "" if n == 1 else f", of each of {n:g} samples of a row"

@@ -44,10 +44,21 @@ class Answer:
             quoted[_MAX_LINES - 1 :] = [f"> ... {len(quoted) - _MAX_LINES + 1} more lines"]
         if done.error is not None:
             lines = [f"# {where} ({done.error})", *quoted, printable(done.error_message or "")]
+        elif done.samples:
+            lines = [f"# {where} ({len(done.samples)} samples, {done.num_generated_tokens:,} tokens)", *quoted]
+            for index, sample in enumerate(done.samples):
+                lines += [f"## sample {index} ({_end(sample)})", *_lines(sample)]
         else:
-            head = f"# {where} ({done.finish_reason}, {len(done.token_ids):,} tokens)"
-            lines = [head, *quoted, *map(printable, done.text.strip("\n").split("\n"))]
+            lines = [f"# {where} ({_end(done)})", *quoted, *_lines(done)]
         return "\n".join([*lines, ""])
+
+
+def _end(done: Completion) -> str:
+    return f"{done.finish_reason}, {len(done.token_ids):,} tokens"
+
+
+def _lines(done: Completion) -> list[str]:
+    return [printable(line) for line in done.text.strip("\n").split("\n")]
 
 
 class Saved:

@@ -53,14 +53,14 @@ def complete(
 
     A prompt that fails is counted and does not stop the others.
     """
-    schema = _schema(prompts, say) if saved is not None else None
+    schema = _schema(prompts, config.reports_samples, say) if saved is not None else None
     began, kept = time.monotonic(), []
     count: Counter[str] = Counter()
     for answer in answers(config, prompts, say):
         done = answer.completion
         completed = done.error is None
         read = done.num_prompt_tokens if completed else 0
-        count.update(failed=not completed, read=read, generated=len(done.token_ids))
+        count.update(failed=not completed, read=read, generated=done.num_generated_tokens)
         if saved is None:
             show(answer)
         else:
@@ -117,30 +117,36 @@ def answers(config: JobConfig, prompts: Prompts, say: Say) -> Iterator[Answer]:
             while line not in done:
                 completion = next(finished)
                 done[completion.row_id] = completion  # type: ignore[index]
-                num_done, num_tokens = num_done + 1, num_tokens + len(completion.token_ids)
+                num_done, num_tokens = num_done + 1, num_tokens + completion.num_generated_tokens
                 remaining(num_done, f"{num_tokens / (time.monotonic() - began):,.0f} tok/s out")
-            yield _answer(rendered[line], values, done.pop(line))
+            yield _answer(rendered[line], values, done.pop(line), config.reports_samples)
 
 
-def _schema(prompts: Prompts, say: Say) -> pa.Schema:
+def _schema(prompts: Prompts, samples: bool, say: Say) -> pa.Schema:
     """The columns of a saved result. Keys of the input that have a result's name are left out, aloud."""
     names = prompts.table.schema.names[:-2]
     clashes = [name for name in names if name in _TAKEN]
     if clashes:
         say(f"left out of the output, as results have these names: {', '.join(clashes)}")
     kept = pa.schema([prompts.table.schema.field(i) for i, name in enumerate(names) if name not in clashes])
-    return output_schema(kept, _RENAME, logprobs=False)
+    return output_schema(kept, _RENAME, logprobs=False, samples=samples)
 
 
-def _answer(prompt: str | None, values: dict[str, Any], completion: Completion) -> Answer:
+def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, samples: bool) -> Answer:
+    """samples: texts stand in lists, as in the output of a job."""
+    text, reason = completion.text if completion.error is None else None, completion.finish_reason
+    if samples:
+        fine = completion.error is None
+        text = [one.text for one in completion.each] if fine else None
+        reason = [one.finish_reason for one in completion.each] if fine else None
     result = {
-        "generated_text": completion.text if completion.error is None else None,
-        "finish_reason": completion.finish_reason,
+        "generated_text": text,
+        "finish_reason": reason,
         "error": completion.error,
         "error_message": completion.error_message,
         "num_input_tokens": completion.num_prompt_tokens,
         "num_cached_tokens": completion.num_cached_tokens,
-        "num_generated_tokens": len(completion.token_ids),
+        "num_generated_tokens": completion.num_generated_tokens,
         "source_file": values["source_file"],
         "source_line": values["source_row"] + 1,
     }

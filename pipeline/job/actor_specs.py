@@ -48,6 +48,7 @@ def flow_spec(
         params=config.sampling_params(),
         seed=config.seed,
         logprobs=config.reports_logprobs,
+        samples=config.reports_samples,
         chat=chat_of(config, plan.fingerprint.date),
         chat_template=plan.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
@@ -65,7 +66,7 @@ def flow_spec(
     spot, units = Spot(run.spot_notice, run.drain_s), plan.units
     at_once = config.engine.max_num_seqs or most_default_seqs(plan.device.startswith("cuda"))
     in_flight = run.units_in_flight or units_in_flight(
-        at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens
+        at_once, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n
     )
     requested = failpoints.requested(os.environ)
     return FlowSpec(

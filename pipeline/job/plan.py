@@ -79,7 +79,7 @@ def make_plan(
     config = with_model_defaults(config, model, say)
     given, batches = config.input, batches or Batches()
     source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.requests)
-    config = config.of_endpoint(source.requests and source.requests.endpoint)
+    config = config.of_lines(source.requests)
     if say is not None and source.requests is not None and source.requests.ignored:
         say(f"fields of the requests that change nothing here: {', '.join(source.requests.ignored)}")
     source, batches = batches.arranged(source)
@@ -91,7 +91,7 @@ def make_plan(
     source.check_columns(units.columns)
     units.prompt.check(source.schema)
     kept_schema = pa.schema([source.kept.field(name) for name in kept])
-    schema = output_schema(kept_schema, config.output.rename, config.reports_logprobs)
+    schema = output_schema(kept_schema, config.output.rename, config.reports_logprobs, config.reports_samples)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
     reference = resolve_reference(config, model, say, retries)

@@ -54,7 +54,7 @@ def read_samples(
     """
     kept, given = () if expected is None else (expected,), config.input
     source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
-    config = config.of_endpoint(source.requests and source.requests.endpoint)
+    config = config.of_lines(source.requests)
     spec = config.prompt_spec()
     source.check_columns([*kept, *spec.columns])
     spec.check(source.schema)

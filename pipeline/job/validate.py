@@ -174,7 +174,7 @@ class _Examination:
         found = source.requests
         if found is not None:
             with self._noting("prompt.chat"):
-                self.config = self.config.of_endpoint(found.endpoint)
+                self.config = self.config.of_lines(found)
             self.spec = self.config.prompt_spec()
             self.facts["requests"] = {
                 "format": found.format,
@@ -224,8 +224,10 @@ class _Examination:
 
         with self._noting("output.rename"):
             fields = [source.kept.field(name) for name in kept]
-            logprobs = self.config.reports_logprobs
-            schema: pa.Schema = output_schema(pa.schema(fields), self.config.output.rename, logprobs)
+            config = self.config
+            schema: pa.Schema = output_schema(
+                pa.schema(fields), config.output.rename, config.reports_logprobs, config.reports_samples
+            )
             self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
 
     def _prompts(self, source: Source) -> None:

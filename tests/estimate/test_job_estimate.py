@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.main import cli
+from pipeline.estimate.cards import STARTUP_S
 from pipeline.estimate.job_estimate import _Work
 from pipeline.estimate.render import NOTHING_KNOWN
 from pipeline.report.account import accounted
@@ -59,6 +60,21 @@ def test_a_plan_is_set_beside_what_the_run_took(tmp_path):
     assert "Nothing is left to compute" in plan(second)
 
 
+def test_several_samples_of_a_row_are_planned_as_they_come(tmp_path):
+    samples = ["--set", "sampling.n=3", "--set", "sampling.temperature=0.8"]
+    one, three = (json.loads(plan(tmp_path / "out", "--json", "--hardware", "l4", *flags)) for flags in ([], samples))
+    assert three["generated"]["expected"] == 3 * one["generated"]["expected"]
+    assert three["prompts"] == one["prompts"]
+    times = [found["cards"][0]["machine_us"]["expected"] - STARTUP_S * 1e6 for found in (one, three)]
+    assert 1.5 < times[1] / times[0] < 3.1
+    plan(tmp_path / "out", *samples, "--probe", "16")
+    found = json.loads(plan(tmp_path / "other", "--json", *samples))
+    assert found["lengths"]["come_from"] == "48 samples of 1 earlier run of this job"
+    made = found["estimate"]
+    tokens = json.loads(call("run", *JOB, *samples, "--set", f"output.path={tmp_path}/other", "--json"))["tokens"]
+    assert made["generated_tokens"]["expected"] == pytest.approx(tokens["generated"], rel=0.2)
+
+
 def test_a_probe_is_enough_and_the_run_takes_its_rows_over(tmp_path):
     told = plan(tmp_path / "out", "--probe", "16")
     assert "from 16 rows of 1 earlier run of this job" in told
@@ -96,7 +112,7 @@ def test_an_input_without_a_usable_prompt_has_no_estimate(tmp_path):
     ("units", "actors", "expected"), [(20.5, 1, 1), (8, 8, 1), (9, 8, 16 / 9), (800, 64, 13 / 12.5)]
 )
 def test_the_last_engine_takes_a_whole_unit(units, actors, expected):
-    assert _Work(Interval(0, 0, 0), Interval(0, 0, 0), 0, units).imbalance(actors) == pytest.approx(expected)
+    assert _Work(Interval(0, 0, 0), Interval(0, 0, 0), 0, units, 0).imbalance(actors) == pytest.approx(expected)
 
 
 def test_only_runs_since_the_estimate_are_set_beside_it():

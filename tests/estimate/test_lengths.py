@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.engine.params import Request, SamplingParams
-from pipeline.estimate.lengths import PromptSample, _shared, output_lengths
+from pipeline.estimate.lengths import PromptSample, _shared, output_lengths, tail
 from pipeline.job.prompt_preview import sampled
 from tests.estimate.conftest import remembered
 
@@ -40,6 +40,22 @@ def test_without_runs_the_assumption_is_told():
     found = output_lengths([request(10, max_tokens=80), request(10, max_tokens=40)], [])
     assert (found.each.low, found.each.expected, found.each.high) == (6, 30, 60)
     assert found.come_from == "assumed: half of max_tokens, 60 on average"
+
+
+def test_a_row_of_several_samples_generates_so_many_times_a_sample():
+    requests = [Request(0, [1] * 10, SamplingParams(max_tokens=80, temperature=1.0, n=n)) for n in (1, 3)]
+    assumed = output_lengths(requests, [])
+    assert assumed.each.expected == 80
+    assert assumed.drawn == (40, 40)
+    assert assumed.come_from.endswith("80 on average, of each of 2 samples of a row")
+    known = output_lengths(requests, [remembered(outputs={64: [10] * 40})])
+    assert known.each.expected == pytest.approx(20)
+    assert known.drawn == (10, 10)
+    assert known.come_from == "40 samples of 1 earlier run of this job"
+
+
+def test_what_a_further_sample_computes_of_a_prompt():
+    assert [tail(length, 16) for length in (1, 15, 16, 17, 32, 40)] == [1, 15, 16, 1, 16, 8]
 
 
 def test_prompt_tokens_of_all_rows_are_exact_and_of_a_sample_an_interval():

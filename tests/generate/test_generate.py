@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
@@ -41,7 +42,8 @@ class Echo:
     def stream(self, requests):
         for r in reversed(list(requests)):
             text = bytes(r.prompt_token_ids).decode() + f"|{r.params.max_tokens}"
-            yield Completion(r.row_id, [1, 2], text, "stop", len(r.prompt_token_ids))
+            done = Completion(r.row_id, [1, 2], text, "stop", len(r.prompt_token_ids))
+            yield done if r.params.n == 1 else replace(done, samples=(done, replace(done, text="b", token_ids=[1])))
 
 
 @pytest.fixture
@@ -124,6 +126,26 @@ def test_a_prompt_alone_is_sent_as_it_is(rows):
 )
 def test_the_key_that_is_sent_without_a_template(rows, line, expected):
     assert rows(stdin=json.dumps(line).encode())[0]["generated_text"] == f"{expected}|256"
+
+
+def test_samples_stand_in_lists_and_one_after_the_other_for_people(pipe, rows, tmp_path):
+    flags = ("--prompt", "why", "--n", "2", "--temperature", "1")
+    (row,) = rows(*flags)
+    assert (row["generated_text"], row["finish_reason"]) == (["why|256", "b"], ["stop", "stop"])
+    assert row["num_generated_tokens"] == 3
+    _, out, _ = pipe(*flags)
+    assert out.split("\n")[:6] == [
+        "# --prompt (2 samples, 3 tokens)",
+        "> why",
+        "## sample 0 (stop, 2 tokens)",
+        "why|256",
+        "## sample 1 (stop, 1 tokens)",
+        "b",
+    ]
+    pipe(*flags, "--output", "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet")["generated_text"].to_pylist() == [["why|256", "b"]]
+    _, _, refused = pipe("--prompt", "why", "--n", "2")
+    assert "2 with temperature 0 gives 2 equal texts" in refused
 
 
 def test_what_is_no_number_in_json_is_none(pipe):

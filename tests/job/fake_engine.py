@@ -14,11 +14,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipeline import errors
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request
+from pipeline.engine.samples import sample_seed, with_samples
+from pipeline.engine.schedule.call import Group
 from pipeline.engine.tasks import TokenLogprobs
 
 
@@ -77,6 +79,7 @@ class FakeEngine:
         self.cached: dict[object, int] = {}
         self.queued_us: dict[object, int] = {}
         self.first_token_us: dict[object, int] = {}
+        self.groups: dict[object, tuple[Group, object, int]] = {}  # by the key of a sample: whose, and which
 
     def warm_up(self) -> None:
         self.say("warming up")
@@ -89,8 +92,26 @@ class FakeEngine:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
-        self.queued_us[request.row_id] = time.monotonic_ns() // 1000
+        params, group = request.params, Group(request.params.n, with_samples)
+        for index in range(params.n):
+            sample = request
+            if params.n > 1:
+                own = replace(params, n=1, seed=sample_seed(params.seed or 0, index))
+                sample = replace(request, row_id=(request.row_id, index), params=own)
+                self.groups[sample.row_id] = group, request.row_id, index
+            self.waiting.append(sample)
+            self.queued_us[sample.row_id] = time.monotonic_ns() // 1000
+
+    def _whole(self, completions: list[Completion]) -> list[Completion]:
+        """With those of requests of several samples that are whole now."""
+        whole: list[Completion | None] = []
+        for completion in completions:
+            if completion.row_id not in self.groups:
+                whole.append(completion)
+                continue
+            group, row_id, index = self.groups.pop(completion.row_id)
+            whole.append(group.end(index, replace(completion, row_id=row_id)))
+        return [completion for completion in whole if completion is not None]
 
     def step(self) -> list[Completion]:
         started = time.monotonic_ns() // 1000
@@ -140,7 +161,7 @@ class FakeEngine:
         self.stats.num_steps += 1
         self.stats.prefill_us += prefilled - started
         self.stats.decode_us += time.monotonic_ns() // 1000 - prefilled
-        return refused + finished
+        return self._whole(refused + finished)
 
     def _maybe_fail(self, prompt: str) -> None:
         fault = next(

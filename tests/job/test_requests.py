@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion
 
 from pipeline.data import json_lines
 from pipeline.data.output.parts import PartStore
+from pipeline.engine.samples import sample_seed
 from pipeline.errors import ConfigError, FingerprintError, InputError, OutputError
 from pipeline.job.actor.tokenize import row_seed
 from pipeline.job.convert import convert, errors_beside
@@ -101,6 +102,49 @@ def test_lines_are_answered_by_their_own_values_over_several_runs(batch):
     run(batch)
     assert sorted(batch.table().to_pylist(), key=lambda row: row["custom_id"]) == whole
     assert success(batch)["input_rows"] == 40
+
+
+@pytest.mark.parametrize(("url", "kind"), [(CHAT, ChatCompletion), (TEXT, Completion)])
+def test_several_choices_of_a_line_are_answered_and_converted(batch, url, kind):
+    """Lines that ask for several make the output's texts lists; others are lists of one."""
+    wanted = {"logprobs": 0} if url == TEXT else {"logprobs": True}
+    lines = [request(i, url, max_tokens=6, **({"n": 3, **wanted} if i == 1 else {})) for i in range(3)]
+    put(batch, "a.jsonl", [*lines, request(3, url, n=2, temperature=0)])
+    (batch.folder / "in" / "b.jsonl").unlink()
+    report, _ = run(batch)
+    assert (report.rows.written, report.rows.errors) == (4, 1)
+    rows = {row["custom_id"]: row for row in batch.table().to_pylist()}
+    assert rows["id-3"]["error_message"].startswith("sampling.n = 2: expected 1 with temperature 0")
+    good, bad = converted(batch)
+    assert [line["custom_id"] for line in bad] == ["id-3"]
+    bodies = {line["custom_id"]: kind.model_validate(line["response"]["body"], strict=True) for line in good}
+    assert {name: [choice.index for choice in body.choices] for name, body in bodies.items()} == {
+        "id-0": [0], "id-1": [0, 1, 2], "id-2": [0]
+    }  # fmt: skip
+    prompt = list(("<system>Be brief.<user>é 1" if url == CHAT else "é 1").encode())
+    seed = row_seed(0, "a.jsonl", 1)
+    expected = [answer(prompt, sample_seed(seed, index), 6) for index in range(3)]
+    texts = [choice.message.content if url == CHAT else choice.text for choice in bodies["id-1"].choices]
+    assert texts == [text_of(ids) for ids in expected]
+    found = [choice.logprobs for choice in bodies["id-1"].choices]
+    assert [len(one.content if url == CHAT else one.tokens) for one in found] == [len(ids) for ids in expected]
+    usage = bodies["id-1"].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), sum(map(len, expected)))
+
+
+def test_lines_that_ask_for_one_choice_make_no_lists(batch):
+    put(batch, "a.jsonl", [request(0, n=1)])
+    (batch.folder / "in" / "b.jsonl").unlink()
+    run(batch)
+    assert batch.table()["generated_text"].to_pylist() == [text_of(tokens_of(0))]
+
+
+def test_a_job_of_lines_may_ask_for_several_choices_of_those_that_do_not_say(batch):
+    put(batch, "a.jsonl", [request(0), request(1, n=1), request(2, n=2)])
+    (batch.folder / "in" / "b.jsonl").unlink()
+    run(batch, sampling={"n": 4})
+    rows = sorted(batch.table().to_pylist(), key=lambda row: row["source_row"])
+    assert [len(row["generated_text"]) for row in rows] == [4, 1, 2]
 
 
 def test_a_driver_killed_at_random_moments_is_gone_on_with(batch, monkeypatch):

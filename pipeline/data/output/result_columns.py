@@ -28,14 +28,16 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
 _TOKEN = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
 LOGPROBS_FIELD = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top", pa.list_(pa.struct(_TOKEN)))])))
 
+SAMPLED = ("generated_text", "finish_reason", "logprobs")  # of each sample one, in lists; of error rows null
+
 RESULT_NAMES: tuple[str, ...] = (*(f.name for f in RESULT_FIELDS), LOGPROBS_FIELD.name)
 
 _RESULT_KEY = b"pipeline.result"  # field metadata: which result field this is, whatever it was renamed to
 
 
-def output_schema(kept: pa.Schema, rename: Mapping[str, str], logprobs: bool) -> pa.Schema:
+def output_schema(kept: pa.Schema, rename: Mapping[str, str], logprobs: bool, samples: bool = False) -> pa.Schema:
     """The kept columns, then the result columns under the names `rename` (result name -> output name) gives
-    them.
+    them. samples: the columns of SAMPLED are lists, as rows may have several completions (`sampling.n`).
 
     Raises ConfigError when a key of `rename` is no result column or when two columns would have one name.
     """
@@ -43,6 +45,8 @@ def output_schema(kept: pa.Schema, rename: Mapping[str, str], logprobs: bool) ->
         if name not in RESULT_NAMES:
             raise ConfigError(f"output.rename: {name!r} is not a result column{did_you_mean(name, RESULT_NAMES)}")
     fields = [*RESULT_FIELDS, *([LOGPROBS_FIELD] if logprobs else [])]
+    if samples:
+        fields = [f.with_type(pa.list_(f.type)) if f.name in SAMPLED else f for f in fields]
     results = [pa.field(rename.get(f.name, f.name), f.type, metadata={_RESULT_KEY: f.name.encode()}) for f in fields]
     taken = [*kept.names, *(f.name for f in results)]
     repeated = {name for name, n in Counter(taken).items() if n > 1}

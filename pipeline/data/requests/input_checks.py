@@ -46,6 +46,7 @@ class Requests:
     endpoint: Endpoint
     model: str | None = None
     ignored: tuple[str, ...] = ()  # fields that some lines have and that change nothing here
+    samples: bool = False  # whether some lines ask for several completions
 
     def row(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """A line's object as a row of `request_schema`."""
@@ -61,6 +62,7 @@ class FileNotes:
     endpoints: dict[Endpoint, int] = field(default_factory=dict)
     models: dict[str, int] = field(default_factory=dict)
     ignored: set[str] = field(default_factory=set)
+    samples: bool = False
 
     def add(self, line: Mapping[str, Any], number: int, format: RequestFormat) -> None:
         """Raises InputError where the whole input is to be refused for this line."""
@@ -74,6 +76,7 @@ class FileNotes:
         if found.model is not None and len(self.models) < 2:
             self.models.setdefault(found.model, number)
         self.ignored.update(found.ignored)
+        self.samples = self.samples or found.samples
 
 
 def requests_of(
@@ -92,7 +95,8 @@ def requests_of(
         )
     _refuse_duplicates(notes, format, lines_of)
     ignored = {name for each in notes for name in each.ignored}
-    return Requests(format, READERS[format].endpoints[url], model, tuple(sorted(ignored)))
+    samples = any(each.samples for each in notes)
+    return Requests(format, READERS[format].endpoints[url], model, tuple(sorted(ignored)), samples)
 
 
 def _one(what: str, found: Iterable[tuple[T, str]]) -> T | None:

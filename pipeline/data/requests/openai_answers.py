@@ -7,7 +7,7 @@ An output holds token ids, not tokens, so log-probabilities name tokens as `toke
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class Answered:
             "object": "chat.completion" if is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": [_chat_choice(row) if is_chat else _text_choice(row)],
+            "choices": [(_chat_choice if is_chat else _text_choice)(*sample) for sample in _samples(row)],
             "usage": {
                 "prompt_tokens": row["num_input_tokens"],
                 "completion_tokens": row["num_generated_tokens"],
@@ -72,19 +72,25 @@ class Answered:
         return 500 if is_ours else 400, {"error": error}
 
 
-def _chat_choice(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = row.get("logprobs")
+def _samples(row: Mapping[str, Any]) -> Iterator[tuple[int, str, str, list[dict[str, Any]] | None]]:
+    """Index, text, finish reason and log-probabilities of each sample of a row; one where the output has no lists."""
+    texts, reasons, logprobs = row["generated_text"], row["finish_reason"], row.get("logprobs")
+    if isinstance(texts, str):
+        texts, reasons, logprobs = [texts], [reasons], None if logprobs is None else [logprobs]
+    for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
+        yield index, text, FINISH_REASONS[reason], None if logprobs is None else logprobs[index]
+
+
+def _chat_choice(index: int, text: str, reason: str, found: list[dict[str, Any]] | None) -> dict[str, Any]:
     logprobs = None
     if found is not None:
         content = [{**_token(t), "top_logprobs": [_token(top) for top in t["top"] or ()]} for t in found]
         logprobs = {"content": content, "refusal": None}
-    finish_reason = FINISH_REASONS[row["finish_reason"]]
-    message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
-    return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+    message = {"role": "assistant", "content": text, "refusal": None}
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _text_choice(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = row.get("logprobs")
+def _text_choice(index: int, text: str, reason: str, found: list[dict[str, Any]] | None) -> dict[str, Any]:
     logprobs = None
     if found is not None:
         logprobs = {
@@ -92,8 +98,7 @@ def _text_choice(row: Mapping[str, Any]) -> dict[str, Any]:
             "token_logprobs": [_finite(t["logprob"]) for t in found],
             "top_logprobs": [{_name(top): _finite(top["logprob"]) for top in t["top"] or ()} for t in found],
         }
-    finish_reason = FINISH_REASONS[row["finish_reason"]]
-    return {"index": 0, "text": row["generated_text"], "logprobs": logprobs, "finish_reason": finish_reason}
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:

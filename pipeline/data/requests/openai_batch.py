@@ -19,10 +19,9 @@ IGNORED = ("stream", "stream_options", "user", "metadata", "store", "service_tie
            "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
 # By the field's own name; the rest of the parameters have other names or forms.
 SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-             "stop", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")  # fmt: skip
+             "stop", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n")  # fmt: skip
 # Fields of what is not done, with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none",),
@@ -57,7 +56,9 @@ def heading(line: Mapping[str, Any]) -> Heading:
     body = body if isinstance(body, dict) else {}
     model = body.get("model")
     ignored = tuple(name for name in IGNORED if body.get(name) is not None)
-    return Heading(custom_id, _endpoint(url), model if isinstance(model, str) else None, ignored)
+    n = body.get("n")
+    samples = isinstance(n, int | float) and n > 1
+    return Heading(custom_id, _endpoint(url), model if isinstance(model, str) else None, ignored, samples)
 
 
 def request(line: Mapping[str, Any], endpoint: Endpoint) -> Request:

@@ -28,6 +28,7 @@ PARAMETERS: Mapping[str, pa.DataType] = {
     "ignore_eos": pa.bool_(),
     "seed": pa.int64(),
     "logprobs": pa.int64(),
+    "n": pa.int64(),
 }
 CUSTOM_ID = "custom_id"
 REFUSED = "refused"  # why a request is not taken, else null
@@ -75,6 +76,7 @@ class Heading:
     endpoint: Endpoint | None
     model: str | None
     ignored: tuple[str, ...] = ()  # fields that change nothing here
+    samples: bool = False  # whether it asks for several completions
 
 
 class NoRequest(ValueError):

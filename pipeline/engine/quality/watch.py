@@ -8,6 +8,8 @@ distance of the distributions follow from the same prompt and the same tokens be
 are the tokens that are there, the reference's own completion is the same text. Only where a right answer is known, or
 tokens are sampled, does the reference generate a completion.
 
+Of a row with several samples it is the first one that is compared.
+
 No row's answer depends on this: whatever fails here leaves rows without figures.
 """
 
@@ -109,7 +111,7 @@ class QualityWatch:
         if found.why_not or (expected is None and is_greedy(vars(request.params))):
             return [_with(row, found)]
         self._generating[request.row_id] = row, found
-        self._reference.add(replace(request, params=replace(request.params, logprobs=None), quality=None))
+        self._reference.add(replace(request, params=replace(request.params, logprobs=None, n=1), quality=None))
         return []
 
     def _generated(self, own: Completion) -> Completion:

@@ -55,8 +55,9 @@ def remove_all(store: PartStore) -> None:
 
 
 def _completion(raw: dict[str, Any], row_id: int) -> Completion:
-    logprobs, quality = raw["logprobs"], raw.get("quality")
+    logprobs, quality, samples = raw["logprobs"], raw.get("quality"), raw.get("samples", ())
     if logprobs is not None:
         logprobs = [TokenLogprobs(t["token_id"], t["logprob"], tuple((i, p) for i, p in t["top"])) for t in logprobs]
     found = None if quality is None else RowQuality(**quality)
-    return Completion(**{**raw, "row_id": row_id, "logprobs": logprobs, "quality": found})
+    each = tuple(_completion(sample, row_id) for sample in samples)
+    return Completion(**{**raw, "row_id": row_id, "logprobs": logprobs, "quality": found, "samples": each})

@@ -66,6 +66,7 @@ class WorkSpec:
     log_level: Level = "info"
     seed: int = 0
     logprobs: bool = False  # whether the output has a column of them
+    samples: bool = False  # whether the output has lists of completions
     chat: Chat | None = None
     chat_template: str | None = None  # instead of the checkpoint's own
     revision: str | None = None  # of the model
@@ -129,7 +130,14 @@ class Worker:
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint)
         self._write = Write(
-            store, spec.fingerprint, spec.rename, spec.logprobs, spec.metadata, spec.kept_types, spec.retried_limits
+            store,
+            spec.fingerprint,
+            spec.rename,
+            spec.logprobs,
+            spec.metadata,
+            spec.kept_types,
+            spec.retried_limits,
+            spec.samples,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

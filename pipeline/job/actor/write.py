@@ -1,8 +1,8 @@
 """From a unit's completions to its part: the rows in the input's order, their counts, and a summary for the driver."""
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +33,8 @@ from pipeline.report.record.row_stats import (
 
 SAMPLES = "_pipeline/samples"
 
+T = TypeVar("T")
+
 
 class Write:
     """Turns a unit's completions into its part. Thread-safe."""
@@ -46,9 +48,10 @@ class Write:
         metadata: Mapping[str, str],
         kept_types: Mapping[str, pa.DataType] | None = None,
         limits: Mapping[str, Any] | None = None,
+        samples: bool = False,
     ) -> None:
         """kept_types: of kept columns in a part; those that are not named stay as they are in a unit. limits: of rows
-        that are computed again, where they are not the job's."""
+        that are computed again, where they are not the job's. samples: whether texts stand in lists."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
@@ -56,6 +59,7 @@ class Write:
         self._metadata = dict(metadata)
         self._kept_types = dict(kept_types or {})
         self._limits = dict(limits or {})
+        self._samples = samples
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         """Commit the unit. `completions` holds each of its rows once, in any order."""
@@ -115,25 +119,36 @@ class Write:
         kept = unit.kept()
         kept = kept.cast(pa.schema([f.with_type(self._kept_types.get(f.name, f.type)) for f in kept.schema]))
         columns: list[Any] = [
-            [c.text if c.error is None else None for c in done],
-            [c.finish_reason for c in done],
+            [self._own(c, lambda one: one.text) for c in done],
+            [self._finish_reason(c) for c in done],
             [c.error for c in done],
             [c.error_message for c in done],
             [c.num_prompt_tokens for c in done],
             [c.num_cached_tokens for c in done],
-            [len(c.token_ids) for c in done],
+            [c.num_generated_tokens for c in done],
             unit.own("source_file"),
             unit.own("source_row"),
         ]
         if self._logprobs:
-            columns.append([_logprobs(c) for c in done])
-        schema = output_schema(kept.schema, self._rename, self._logprobs)
+            columns.append([self._own(c, _logprobs) for c in done])
+        schema = output_schema(kept.schema, self._rename, self._logprobs, self._samples)
         results = [
             c if isinstance(c, pa.ChunkedArray) else pa.array(c, schema.field(kept.num_columns + i).type)
             for i, c in enumerate(columns)
         ]
         table = pa.Table.from_arrays([*kept.columns, *results], schema=schema)
         return table.take(pa.array(sorted(range(unit.num_rows), key=unit.places().__getitem__)))
+
+    def _finish_reason(self, completion: Completion) -> str | list[str] | None:
+        if self._samples:
+            return self._own(completion, lambda one: one.finish_reason)
+        return completion.finish_reason  # of an error row too
+
+    def _own(self, completion: Completion, value: Callable[[Completion], T]) -> T | list[T] | None:
+        """The value of a row, or those of its samples where they stand in lists; null for an error row."""
+        if completion.error is not None:
+            return None
+        return [value(one) for one in completion.each] if self._samples else value(completion)
 
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
@@ -146,23 +161,25 @@ def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
 
 
 def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
-    """What the unit's rows were like; of each error code the first rows by their place in the input."""
+    """What the unit's rows were like; of each error code the first rows by their place in the input. Lengths and times
+    of completions are those of each sample."""
     completed = [c for c in completions if c.error is None]
     lengths: dict[int, LengthBucket] = {}
     generated: dict[int, list[int]] = {}
     for c in completed:
         bucket = length_bucket(c.num_prompt_tokens)
-        row = LengthBucket(1, c.num_prompt_tokens, c.num_cached_tokens, len(c.token_ids))
+        row = LengthBucket(1, c.num_prompt_tokens, c.num_cached_tokens, c.num_generated_tokens)
         lengths[bucket] = lengths.get(bucket, LengthBucket()) + row
-        generated.setdefault(bucket, []).append(len(c.token_ids))
-    timings = [Timing(c.queued_us, c.first_token_us, c.last_token_us, len(c.token_ids)) for c in completed]
+        generated.setdefault(bucket, []).extend(len(one.token_ids) for one in c.each)
+    samples = [one for c in completed for one in c.each]
+    timings = [Timing(one.queued_us, one.first_token_us, one.last_token_us, len(one.token_ids)) for one in samples]
     outputs = {bucket: Histogram.of(counts) for bucket, counts in sorted(generated.items())}
     lost: dict[str, Computed] = {}
     for c in completions:
         if c.num_lost_prompt_tokens or c.num_lost_generated_tokens:
             code, tokens = c.error or "", Computed(c.num_lost_prompt_tokens, c.num_lost_generated_tokens)
             lost[code] = lost.get(code, Computed()) + tokens
-    loops = [len(c.token_ids) for c in completed if c.finish_reason == "length_loop"]
+    loops = [len(one.token_ids) for one in samples if one.finish_reason == "length_loop"]
     looped = LoopedRows(len(loops), sum(loops))
     quality = sum((_quality(c.quality) for c in completed if c.quality is not None), QualityStats())
     examples, by_length = _examples(unit, completions), dict(sorted(lengths.items()))

@@ -122,7 +122,8 @@ class OpenRows:
         self._inside.pop(key, None)
         if row is None:
             return
-        row.ticket.completions.append(replace(completion, row_id=row.row_id))
+        samples = tuple(replace(sample, row_id=row.row_id) for sample in completion.samples)
+        row.ticket.completions.append(replace(completion, row_id=row.row_id, samples=samples))
         row.ticket.num_open -= 1
         if row.ticket.num_open == 0:
             row.ticket.done.set()

@@ -41,8 +41,8 @@ class Deaths:
 
 
 def computed(completions: Iterable[Completion]) -> Computed:
-    """What the engine computed for these rows. Of an error row it is not known."""
-    fine = [c for c in completions if c.error is None]
+    """What the engine computed for these rows, all samples of them. Of an error row it is not known."""
+    fine = [one for c in completions if c.error is None for one in c.each]
     return Computed(sum(c.num_prompt_tokens - c.num_cached_tokens for c in fine), sum(len(c.token_ids) for c in fine))
 
 

@@ -36,7 +36,7 @@ def test_lines_are_rows_of_one_schema_whatever_they_hold(tmp_path, monkeypatch):
     put(tmp_path, "a.jsonl", [named(0), named(1, max_tokens=3), named(2, n=4)])
     source = opened(put(tmp_path, "b.jsonl.gz", [named(3, user="u", logprobs=True)]))
     assert source.schema.equals(request_schema("chat"))
-    assert source.requests == input_checks.Requests("openai-batch", "chat", "m", ("user",))
+    assert source.requests == input_checks.Requests("openai-batch", "chat", "m", ("user",), samples=True)
     spec = UnitSpec(PromptSpec(messages="messages", refused="refused"), ("custom_id",), {p: p for p in PARAMETERS})
     names = ("source_file", "source_row", "_error", "_error_message", "_params")
     found = {}
@@ -46,7 +46,7 @@ def test_lines_are_rows_of_one_schema_whatever_they_hold(tmp_path, monkeypatch):
     assert found == {
         "0": ("a.jsonl", 0, None, None, None),
         "1": ("a.jsonl", 1, None, None, '{"max_tokens": 3}'),
-        "2": ("a.jsonl", 2, "invalid_request", "body.n: not supported; only 1 is taken, got 4", None),
+        "2": ("a.jsonl", 2, None, None, '{"n": 4}'),
         "3": ("b.jsonl.gz", 0, None, None, '{"logprobs": 0}'),
     }
 

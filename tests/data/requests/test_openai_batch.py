@@ -38,10 +38,11 @@ def test_a_chat_is_its_messages_and_its_own_values():
     assert got.parameters == {
         "max_tokens": 7, "temperature": 0.0, "top_p": 0.5, "stop": ["END"], "seed": 3, "presence_penalty": 1.0,
         "frequency_penalty": 0.5, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1,
-        "stop_token_ids": [5], "ignore_eos": True, "logprobs": 2,
+        "stop_token_ids": [5], "ignore_eos": True, "logprobs": 2, "n": 1,
     }  # fmt: skip
     assert got.row("chat").keys() <= {*request_schema("chat").names}
     assert heading(chat(user="u", stream=True)).ignored == ("stream", "user")
+    assert [heading(chat(n=n)).samples for n in (None, 1, "2", 2, 3.0)] == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,9 @@ def test_a_chat_is_its_messages_and_its_own_values():
         (chat(temperature=None, tools=None, response_format={"type": "text"}, tools_choice=None), "chat", {}),
         (chat(stop=["a", "b"], max_tokens=4.0), "chat", {"stop": ["a", "b"], "max_tokens": 4}),
         (chat(seed=-1), "chat", {"seed": 2**63 - 1}),
-        (chat(n=1, tools=[], logit_bias={}, tool_choice="none"), "chat", {}),
+        (chat(tools=[], logit_bias={}, tool_choice="none"), "chat", {}),
+        (chat(n=3.0), "chat", {"n": 3}),
+        (text(n=1), "text", {"n": 1}),
         (text(logprobs=3, echo=False, best_of=1, suffix=None), "text", {"logprobs": 3}),
         (text(prompt=["Once"]), "text", {}),
     ],
@@ -64,7 +67,7 @@ def test_values_and_those_that_ask_for_nothing(line, endpoint, parameters):
 
 
 REFUSED = [
-    (chat(n=2), r"body\.n: not supported; only 1 is taken, got 2"),
+    (chat(n="2"), r"body\.n: expected an integer, got '2'"),
     (chat(n=True), r"body\.n: "),
     (chat(tools=[{}]), r"body\.tools: "),
     (chat(response_format={"type": "json_object"}), r"body\.response_format: "),
