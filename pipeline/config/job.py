@@ -277,8 +277,11 @@ class JobConfig(Section):
         return {} if self.input.requests is None else {"format": self.input.format}
 
     def _prompt_identity(self) -> dict[str, Any]:
-        """`defaults` only where there are some: outputs of jobs from before they were there go on."""
+        """`defaults` only where there are some, `continue_final_message` only where it is off: outputs of jobs from
+        before they were there go on."""
         prompt = self.prompt.model_dump(mode="json", exclude={"chat": {"date", "template"}})
+        if prompt["chat"] is not None and prompt["chat"]["continue_final_message"]:
+            del prompt["chat"]["continue_final_message"]
         return prompt if prompt["defaults"] else {k: v for k, v in prompt.items() if k != "defaults"}
 
     def numerics(self) -> dict[str, Any]:

@@ -110,6 +110,12 @@ class ChatSection(Section):
         description="End the chat where the assistant's turn begins.",
         examples=[False],
     )
+    continue_final_message: Switch = Field(
+        default=True,
+        description="A chat that ends with the assistant's message is continued: the prompt ends with its text, and "
+        "the completion is what follows. false: the turn is closed, and the assistant begins another one.",
+        examples=[False],
+    )
     template_kwargs: dict[str, Any] = Field(
         default={},
         description="What the chat template knows besides.",

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
+from pipeline.data.messages import MessageRefused, plain_message, refusal_of_type
 from pipeline.data.prompt_template import Field, parse
 from pipeline.errors import ConfigError, RowError
 
@@ -74,11 +75,11 @@ class PromptSpec:
                 f"prompt.column {self.column!r} is {schema.field(self.column).type}, expected text; "
                 "for a list of role and content use prompt.messages"
             )
-        if self.messages is not None and not _can_be_messages(schema.field(self.messages).type):
-            raise ConfigError(
-                f"prompt.messages {self.messages!r} is {schema.field(self.messages).type}, expected a list "
-                "of structs with role and content, or text that holds such a list as JSON"
-            )
+        if self.messages is not None:
+            t = schema.field(self.messages).type
+            why = refusal_of_type(t)
+            if why is not None:
+                raise ConfigError(f"prompt.messages {self.messages!r} is {t}: {why}")
 
 
 @dataclass(frozen=True)
@@ -231,13 +232,6 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
-def _can_be_messages(t: pa.DataType) -> bool:
-    if pa.types.is_list(t):
-        item = t.value_type
-        return pa.types.is_struct(item) and {"role", "content"} <= {f.name for f in item.fields}
-    return is_text(t)
-
-
 def _messages_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
     name = spec.messages or ""
     column = table.column(name)
@@ -266,17 +260,6 @@ def _messages_from_json(value: bytes | TooLarge | None, name: str, max_bytes: in
     return _messages(parsed, name, max_bytes)
 
 
-def _joined(content: object, where: str) -> object:
-    """OpenAI's content parts as one text, a line for each, as vLLM has it; anything else as it is."""
-    if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
-        return content
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type")
-            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: a content part of type {kind!r}; only text is read")
-    return "\n".join(part["text"] for part in content)
-
-
 def _messages(value: object, name: str, max_bytes: int) -> str:
     """The canonical JSON of a chat: role and content first, keys that are null left out."""
     if value is None:
@@ -285,19 +268,11 @@ def _messages(value: object, name: str, max_bytes: int) -> str:
         raise _Refused(RowError.INVALID_UTF8, f"column {name!r} holds bytes that are not UTF-8")
     if not isinstance(value, list):
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: expected a list of messages")
-    messages = []
-    for i, message in enumerate(value):
-        where = f"column {name!r}, message {i}"
-        if not isinstance(message, dict):
-            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: expected an object with role and content")
-        role, content = message.get("role"), _joined(message.get("content"), where)
-        if not isinstance(role, str) or not role.strip():
-            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: role is missing")
-        if not isinstance(content, str):
-            raise _Refused(RowError.INVALID_MESSAGES, f"{where}: content is neither text nor parts of text")
-        rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
-        messages.append({"role": role, "content": content, **rest})
-    if not any(m["content"].strip() for m in messages):
+    try:
+        messages = [plain_message(message, f"column {name!r}, message {i}") for i, message in enumerate(value)]
+    except MessageRefused as e:
+        raise _Refused(RowError.INVALID_MESSAGES, str(e)) from None
+    if not any(m["content"] and m["content"].strip() for m in messages):
         raise _Refused(RowError.EMPTY_PROMPT, f"no message in {name!r} has any text")
     try:
         text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)

@@ -21,8 +21,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ModelError, UserError
+from pipeline.errors import ModelError
 from pipeline.machine.interpreter import child_environment
+from pipeline.tokenization.chat_messages import ChatTemplateError, cut_at_tag, with_tag
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
 CPU_LIMIT_S = 5.0  # for one conversation; real templates take well under a millisecond
@@ -31,10 +32,6 @@ RENDERED_LIMIT_CHARS = 1 << 25
 # What formats a date (%B, %s) and orders a set is the same for all workers.
 _AMBIENT = {"LC_ALL": "C", "TZ": "UTC", "PYTHONHASHSEED": "0"}
 _MAX_BLANKS = 64  # looked at after a control token, so that marking stays linear
-
-
-class ChatTemplateError(UserError):
-    """These messages cannot be rendered by this template. A row's failure: code `invalid_messages`."""
 
 
 class ChatRenderer:
@@ -70,24 +67,30 @@ class ChatRenderer:
         variables: Mapping[str, Any],
         literal: re.Pattern[str] | None,
         now: datetime | None = None,
+        is_continued: bool = False,
     ) -> str | list[tuple[str, bool]]:
         """The rendered conversation: one string when no message holds a match of `literal`, else its
         stretches in order, each with whether it is such a match out of a message (True) or anything else
         (False). `now` is what the template is told when it asks for the date; it is refused when that is None.
+        is_continued: the text ends with that of the last message, for the model to go on.
 
         Raises ChatTemplateError, or ModelError when the template itself does not parse.
         """
-        if literal is None or not any(literal.search(text) for text in _strings(messages)):
+        is_marked = literal is not None and any(literal.search(text) for text in _strings(messages))
+        if not is_marked and not is_continued:
             return self._ask({"messages": messages, "tools": None, "documents": None, **variables}, now)
-        start, end = _unused_marks([self._template, *_strings(messages), *_strings(variables)])
-        marked = _marked(messages, literal, start, end)
-        rendered = self._ask({"messages": marked, "tools": None, "documents": None, **variables}, now)
+        start, end, tag = _unused_marks([self._template, *_strings(messages), *_strings(variables)])
+        chat = _marked(messages, literal, start, end) if is_marked and literal is not None else messages
+        chat = with_tag(chat, tag) if is_continued else chat
+        rendered = self._ask({"messages": chat, "tools": None, "documents": None, **variables}, now)
         if any(mark in rendered for mark in (_escaped(start), _escaped(end))):
             raise ChatTemplateError(
                 "the messages hold control-token text and the chat template writes them as escaped JSON, "
                 "where it cannot be told from the template's own control tokens"
             )
-        return list(_stretches(rendered, literal, start, end))
+        if is_continued:
+            rendered = cut_at_tag(rendered, tag, messages[-1]["content"], marks=start + end)
+        return list(_stretches(rendered, literal, start, end)) if is_marked and literal is not None else rendered
 
     def close(self) -> None:
         with self._lock:
@@ -148,16 +151,6 @@ class ChatRenderer:
         return {"ended": "", "error": f"the process that renders it ended with status {status}"}
 
 
-def with_system(messages: Sequence[Mapping[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    """The conversation as the template gets it: `system` first unless it starts with one, no None values."""
-    if not messages:
-        raise ChatTemplateError("the conversation holds no message")
-    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    if system is not None and chat[0].get("role") != "system":
-        chat.insert(0, {"role": "system", "content": system})
-    return chat
-
-
 def _end(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait()
@@ -209,17 +202,17 @@ def _mark_string(text: str, literal: re.Pattern[str], start: str, end: str) -> s
     return "".join([*pieces, text[at:]])
 
 
-def _unused_marks(texts: list[str]) -> tuple[str, str]:
-    """Two private-use characters that occur in none of the texts, neither bare nor as a JSON escape."""
+def _unused_marks(texts: list[str]) -> tuple[str, str, str]:
+    """Three private-use characters that occur in none of the texts, neither bare nor as a JSON escape."""
     unused = (
         mark
         for mark in map(chr, range(0xE000, 0xF900))
         if not any(mark in text or _escaped(mark) in text for text in texts)
     )
-    pair = next(unused, None), next(unused, None)
-    if pair[0] is None or pair[1] is None:
+    first, second, third = next(unused, None), next(unused, None), next(unused, None)
+    if first is None or second is None or third is None:
         raise ChatTemplateError("the messages use every private-use character there is")
-    return pair[0], pair[1]
+    return first, second, third
 
 
 def _escaped(mark: str) -> str:

@@ -24,7 +24,14 @@ from tokenizers import decoders
 
 from pipeline.checkpoints.chat_template import ADVICE
 from pipeline.errors import ModelError
-from pipeline.tokenization.chat import ChatRenderer, ChatTemplateError, with_system
+from pipeline.tokenization.chat import ChatRenderer
+from pipeline.tokenization.chat_messages import (
+    ChatTemplateError,
+    check_answers,
+    check_calls,
+    is_continued,
+    with_system,
+)
 from pipeline.tokenization.tokenizer_files import read_tokenizer_files
 
 __all__ = ["ChatTemplateError", "Tokenizer"]
@@ -159,18 +166,20 @@ class Tokenizer:
         system: str | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         now: datetime | None = None,
     ) -> list[int]:
         """Token ids of a conversation rendered by the checkpoint's chat template.
 
         `system` becomes the first message of a conversation that does not start with a system message of its
         own. The tokens are those of transformers' `apply_chat_template`, except that control-token text in
-        any string of `messages` or in `system` is encoded as text. Keys whose value is None are left out, as
-        there. `now` is what a template that asks for the date is told; without it, such a template is refused.
-        Raises ChatTemplateError when the template refuses the messages or passes its limits, ModelError when the
-        checkpoint has no template or one that does not parse.
+        any string of `messages` or in `system` is encoded as text. Keys whose value is None are left out. With
+        `continue_final_message` a chat that ends with the assistant's turn ends in that turn's text, for the model to
+        go on, without a generation prompt. `now` is what a template that asks for the date is told; without it, such a
+        template is refused. Raises ChatTemplateError when the template refuses the messages, leaves out what they ask
+        for or passes its limits, ModelError when the checkpoint has no template or one that does not parse.
         """
-        rendered = self._rendered(messages, system, add_generation_prompt, template_kwargs, now)
+        rendered = self._rendered(messages, system, add_generation_prompt, template_kwargs, continue_final_message, now)
         if isinstance(rendered, str):
             return self._parsing.encode(rendered, add_special_tokens=False).ids
         assert self._control_re is not None
@@ -186,10 +195,11 @@ class Tokenizer:
         system: str | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         now: datetime | None = None,
     ) -> str:
         """The text that `encode_chat` encodes, for people: control tokens and text that looks like one are alike."""
-        rendered = self._rendered(messages, system, add_generation_prompt, template_kwargs, now)
+        rendered = self._rendered(messages, system, add_generation_prompt, template_kwargs, continue_final_message, now)
         return rendered if isinstance(rendered, str) else "".join(text for text, _ in rendered)
 
     def _rendered(
@@ -198,16 +208,23 @@ class Tokenizer:
         system: str | None,
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any] | None,
+        continue_final_message: bool,
         now: datetime | None,
     ) -> str | list[tuple[str, bool]]:
         if self._renderer is None:
             self._renderer = ChatRenderer(self.check_chat_template(), name=self._name)
+        continues = continue_final_message and is_continued(messages)
         variables = {
             **self._special_tokens,
             **(template_kwargs or {}),
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continues,
         }
-        return self._renderer.render(with_system(messages, system), variables, literal=self._control_re, now=now)
+        template = self.check_chat_template()
+        check_calls(messages, template)
+        chat = with_system(messages, system)
+        rendered = self._renderer.render(chat, variables, self._control_re, now, continues)
+        check_answers(messages, template, rendered if isinstance(rendered, str) else "".join(t for t, _ in rendered))
+        return rendered
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; special tokens are left out and blanks are left as they are."""

@@ -202,6 +202,55 @@ def test_content_parts_of_anything_else_are_refused(content):
     ]
 
 
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]},
+         "content[1] is a part of type 'image_url'; only text is read"),
+        ({"role": "user", "content": [{"type": "file", "file": {}}]}, "content[0] is a part of type 'file'"),
+        ({"role": "user", "content": "x", "images": ["a.png"]}, "images; only text is read"),
+        ({"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "x"}},
+         "function_call.arguments: expected a JSON object"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_is_refused_by_name(message, says):
+    table = pa.table({"chat": [json.dumps([*MESSAGES, message])]})
+    (refused,) = render(table, PromptSpec(messages="chat")).messages
+    assert (refused or "").startswith(f"column 'chat', message {len(MESSAGES)}: {says}")
+
+
+def test_tool_calls_reach_the_template_with_their_arguments_as_an_object():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    chat = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "7"}]
+    (text,) = prompts({"chat": [json.dumps(chat)]}, messages="chat")
+    assert json.loads(text)[0] == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+    assert prompts({"chat": [json.dumps([{"role": "assistant", "tool_calls": []}])]}, messages="chat") == [
+        "invalid_messages"
+    ]
+
+
+def test_a_type_that_can_hold_no_text_is_refused_when_a_job_is_planned():
+    def check(content):
+        t = pa.list_(pa.struct([("role", pa.string()), ("content", content)]))
+        PromptSpec(messages="chat").check(pa.schema([("chat", t)]))
+
+    part = [("type", pa.string()), ("image_url", pa.string())]
+    check(pa.list_(pa.struct([*part, ("text", pa.string())])))
+    check(pa.large_string())
+    for content, says in (
+        (pa.list_(pa.struct(part)), "parts of image_url, type; only text is read"),
+        (pa.int64(), "its content is int64; only text"),
+        (pa.binary(), "its content is binary; only text"),
+        (pa.list_(pa.string()), "its content is list"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check(content)
+
+
 def test_malformed_messages_in_structs():
     t = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     column = pa.array([None, [], [None], [{"role": None, "content": "x"}], [{"role": "user", "content": None}]], t)

@@ -31,7 +31,13 @@ class FakeTokenizer:
         return [list(text.encode()) for text in texts]
 
     def encode_chat(
-        self, messages, system=None, add_generation_prompt=True, template_kwargs=None, now=None
+        self,
+        messages,
+        system=None,
+        add_generation_prompt=True,
+        template_kwargs=None,
+        continue_final_message=False,
+        now=None,
     ) -> list[int]:
         text = f"[{system}]" if system else ""
         return list((text + "".join(f"<{m['role']}>{m['content']}" for m in messages)).encode())

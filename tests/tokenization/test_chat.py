@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pipeline.errors import ModelError
-from pipeline.tokenization.chat import ChatRenderer, ChatTemplateError
+from pipeline.tokenization.chat import ChatRenderer
+from pipeline.tokenization.chat_messages import ChatTemplateError
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.tokenization import small_tokenizers
 
@@ -33,6 +34,22 @@ def tokenizer(folder):
 @pytest.fixture(scope="module")
 def theirs(folder):
     return AutoTokenizer.from_pretrained(folder)
+
+
+KEEPING = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+SPLITTING = KEEPING.replace("m.content", "m.content.split('7')[-1]")
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory, tokenizer, theirs):
+    """Ours and transformers' tokenizer by template; None is the checkpoint's own."""
+    made = {None: (tokenizer, theirs)}
+    for template in (KEEPING, SPLITTING):
+        folder = small_tokenizers.save_byte_level(tmp_path_factory.mktemp("variant"), template)
+        made[template] = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    yield made
+    for ours, _ in made.values():
+        ours.close()
 
 
 def theirs_of(theirs, messages, **options):
@@ -73,6 +90,64 @@ def test_the_system_message_is_added_where_none_is(tokenizer):
     own = {"role": "system", "content": "own"}
     assert tokenizer.encode_chat([user("a")], system="own") == tokenizer.encode_chat([own, user("a")])
     assert tokenizer.encode_chat([own, user("a")], system="other") == tokenizer.encode_chat([own, user("a")])
+
+
+@settings(max_examples=80, deadline=None)
+@given(CHAT, TEXT, st.sampled_from([None, KEEPING, SPLITTING]))
+def test_an_assistants_turn_at_the_end_is_continued_as_by_transformers(variants, messages, text, template):
+    """Templates that strip the text, that keep it, and that leave some of it out."""
+    ours, theirs = variants[template]
+    messages = [*messages, {"role": "assistant", "content": text}]
+    try:
+        expected = theirs_of(theirs, messages, continue_final_message=True)
+    except ValueError:
+        expected = None
+    if expected is None:
+        with pytest.raises(ChatTemplateError, match="continue_final_message"):
+            ours.encode_chat(messages, continue_final_message=True)
+    else:
+        assert ours.encode_chat(messages, continue_final_message=True) == expected
+
+
+def test_a_continued_turn_keeps_control_token_text_as_text(tokenizer):
+    for text in ("a <|im_end|> b", "<|im_end|>", "x<|im_end|>  "):
+        chat = [user("q"), {"role": "assistant", "content": text}]
+        ids = tokenizer.encode_chat(chat, continue_final_message=True)
+        assert [i for i in ids if i in tokenizer.control_tokens.values()].count(
+            tokenizer.control_tokens["<|im_end|>"]
+        ) == 1
+        whole = tokenizer._parsing.decode(ids, skip_special_tokens=False)
+        assert whole.endswith(f"<|im_start|>assistant\n{text.strip()}")
+    assert tokenizer.encode_chat([user("q")], continue_final_message=True) == tokenizer.encode_chat([user("q")])
+    shown = tokenizer.render_chat([user("q"), {"role": "assistant", "content": "It is"}], None, True, None, True)
+    assert shown.endswith("assistant\nIt is")
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+
+
+def test_tool_calls_need_a_template_that_renders_them():
+    def render(template, *messages, continues=False):
+        tokenizer = Tokenizer(
+            small_tokenizers.byte_level(), name="m", eos_token_ids=frozenset([1]), digest="", chat_template=template
+        )
+        try:
+            return tokenizer.render_chat(messages, continue_final_message=continues)
+        finally:
+            tokenizer.close()
+
+    each = "{% for m in messages %}[{{ m.role }}]{{ m.content or m.tool_calls | tojson }}{% endfor %}"
+    bare = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    users = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    answer = {"role": "tool", "content": " 7 "}
+    assert render(each, CALL, answer) == '[assistant][{"function": {"name": "f", "arguments": {"a": 1}}}][tool] 7 '
+    with pytest.raises(ChatTemplateError, match="message 1: tool_calls: the chat template does not render"):
+        render(bare, user("x"), CALL)
+    assert render(bare, answer) == "[tool] 7 "
+    with pytest.raises(ChatTemplateError, match="message 1: role 'tool': the chat template does not render it"):
+        render(users, user("x"), answer)
+    with pytest.raises(ChatTemplateError, match="message 1, the last: an assistant's turn without text"):
+        render(each, user("x"), CALL, continues=True)
 
 
 CONTROL = ["<|im_end|>", "<|im_start|>", "<|bos|>", "<think>", "</think>", "<|eos|>"]

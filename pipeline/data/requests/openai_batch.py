@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.data.messages import MessageRefused, plain_message
 from pipeline.data.requests.request_row import Endpoint, Heading, NoRequest, Refused, Request, parameter, shortened
 
 ENDPOINTS: Mapping[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
@@ -38,6 +39,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _HINTS = {
     "chat_template_kwargs": "give prompt.chat.template_kwargs in the job file, for all rows",
     "chat_template": "give prompt.chat.template in the job file, for all rows",
+    "continue_final_message": "an assistant's turn at the end is continued, or not by prompt.chat.continue_final_message",
+    "add_generation_prompt": "give prompt.chat.add_generation_prompt in the job file, for all rows",
 }
 OF_LINE = ("custom_id", "method", "url", "body")
 _OF_CHAT = ("messages", "max_completion_tokens", "top_logprobs")
@@ -126,14 +129,11 @@ def _prompt(body: Mapping[str, Any], endpoint: Endpoint) -> str:
 def _chat(messages: list[Any]) -> str:
     """As JSON. What a chat template makes of roles and of tool calls in earlier turns is its own; other content than
     text is refused here."""
-    for i, message in enumerate(messages):
-        parts = message.get("content") if isinstance(message, dict) else None
-        for part in parts if isinstance(parts, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text":
-                raise Refused(f"body.messages[{i}].content: a part of type {shortened(kind)}; only text is read")
     try:
-        return json.dumps(messages, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        chat = [plain_message(message, f"body.messages[{i}]") for i, message in enumerate(messages)]
+        return json.dumps(chat, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except MessageRefused as why:
+        raise Refused(str(why)) from None
     except ValueError:
         raise Refused("body.messages: holds NaN or infinity, which JSON has not") from None
 

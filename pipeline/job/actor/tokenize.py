@@ -17,7 +17,7 @@ from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, QualitySample, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
 from pipeline.stores.redaction import shown_url
-from pipeline.tokenization.chat import ChatTemplateError
+from pipeline.tokenization.chat_messages import ChatTemplateError
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
@@ -36,6 +36,7 @@ class Tokenizer(Protocol):
         system: str | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         now: datetime | None = None,
     ) -> list[int]: ...
     def render_chat(
@@ -44,6 +45,7 @@ class Tokenizer(Protocol):
         system: str | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         now: datetime | None = None,
     ) -> str: ...
 
@@ -57,6 +59,7 @@ class Chat:
     system: str | None = None
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = True
     now: datetime | None = None
 
 
@@ -70,6 +73,7 @@ def chat_of(config: "JobConfig", now: datetime | None) -> Chat | None:
         given.system,
         given.add_generation_prompt,
         given.template_kwargs,
+        given.continue_final_message,
         now if given.date is None else datetime.fromisoformat(given.date),
     )
 
@@ -165,7 +169,14 @@ class Tokenize:
     def _through_template(self, render: Callable[..., T], prompt: str, chat: Chat) -> T:
         messages = json.loads(prompt) if chat.from_messages else [{"role": "user", "content": prompt}]
         with self._chat_lock:
-            return render(messages, chat.system, chat.add_generation_prompt, chat.template_kwargs, chat.now)
+            return render(
+                messages,
+                chat.system,
+                chat.add_generation_prompt,
+                chat.template_kwargs,
+                chat.continue_final_message,
+                chat.now,
+            )
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.config import JobConfig
 from pipeline.data.output.parts import PartStore
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
@@ -14,13 +15,13 @@ from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.tasks import TokenLogprobs
 from pipeline.errors import PipelineError
 from pipeline.job.actor.partial import PartialUnits
-from pipeline.job.actor.tokenize import Chat, Tokenize, failed_row, row_seed
+from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row_seed
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process import supervisor
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.record.computed import Computed
 from pipeline.report.record.row_stats import MAX_MESSAGE, Histogram
-from pipeline.tokenization.chat import ChatTemplateError
+from pipeline.tokenization.chat_messages import ChatTemplateError
 from tests.engine.hash_runner import hash_engine
 from tests.job.fake_engine import FakeTokenizer
 
@@ -96,6 +97,21 @@ def test_chats_from_text_and_from_messages():
     unit = unit_of({"m": turns}, UnitSpec(PromptSpec(messages="m")))
     requests, _ = Tokenize(tokenizer, SamplingParams(), 0, Chat(from_messages=True))(unit)
     assert bytes(requests[0].prompt_token_ids) == b"<user>hi<assistant>yo"
+
+
+def test_whether_the_last_turn_is_continued_is_the_job_files_to_say():
+    class Told(FakeTokenizer):
+        def encode_chat(self, messages, *rest):
+            return [int(rest[-2])]
+
+    turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]]
+    unit = unit_of({"m": turns}, UnitSpec(PromptSpec(messages="m")))
+    base = {"model": {"path": "m"}, "input": {"path": "i"}, "output": {"path": "o"}}
+    for chat, expected in (({}, 1), ({"continue_final_message": False}, 0)):
+        config = JobConfig.model_validate(base | {"prompt": {"messages": "m", "chat": chat}})
+        requests, _ = Tokenize(Told(), SamplingParams(), 0, chat_of(config, None))(unit)
+        assert requests[0].prompt_token_ids == [expected]
+        assert ("continue_final_message" in config.identity()["prompt"]["chat"]) is (expected == 0)
 
 
 def test_a_chat_that_the_template_refuses_is_the_rows_error():
