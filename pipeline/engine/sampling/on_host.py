@@ -52,9 +52,13 @@ def sample(
     """
     if batch is None:
         return greedy(logits_RV)
-    # A penalty alone leaves a row something to be sampled from; only a mask may leave it nothing.
-    changed = np.flatnonzero(adjusts_logits(batch.options, batch.positions) & ~batch.is_sampled | batch.is_masked)
     best_R, token_ids_R = _best(logits_RV)
+    # A penalty alone leaves a row something to be sampled from; only a mask may leave it nothing. Where a grammar allows
+    # the best token, that stays the best and is something.
+    changes_R = adjusts_logits(batch.options, batch.positions) & ~batch.is_sampled | batch.must_go_on
+    if batch.mask is not None:
+        changes_R[batch.mask.refused(token_ids_R.cpu().numpy())] = True
+    changed = np.flatnonzero(changes_R)
     if len(changed):
         rows = on_rows(changed, logits_RV)
         z_RV = adjusted(logits_RV, batch, changed)

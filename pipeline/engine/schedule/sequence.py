@@ -176,7 +176,7 @@ class SlotTable:
         self.min_pattern = np.zeros(num_slots, dtype=np.int64)
         self.min_repeats = np.zeros(num_slots, dtype=np.int64)
         self.has_grammar = np.zeros(num_slots, dtype=bool)  # structured_outputs
-        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids, a grammar: looked at one by one
+        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids: looked at one by one
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy`, no log-probabilities are wanted, no grammar
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
@@ -211,7 +211,7 @@ class SlotTable:
         self.min_pattern[slot] = 0 if loop is None else loop.min_pattern_size
         self.min_repeats[slot] = 0 if loop is None else min(loop.min_count, _LARGEST)
         self.has_grammar[slot] = params.structured_outputs is not None
-        self.has_stops[slot] = bool(params.stop or params.stop_token_ids) or self.has_grammar[slot]
+        self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
         self.seed[slot] = sequence.seed & 0xFFFFFFFFFFFFFFFF
         self.sampling[slot] = sampling_options(params)
         self.is_plain[slot] = is_plain(params)
