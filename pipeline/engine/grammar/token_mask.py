@@ -46,28 +46,36 @@ class TokenMask:
     def refused(self, token_id_R: np.ndarray) -> np.ndarray:
         """Of these tokens, one for each row of logits, the rows whose grammar does not allow theirs."""
         token_M = token_id_R[self.row_M]
+        if len(self._missing) == len(token_M):
+            pairs = zip(self._missing.values(), token_M.tolist())
+            return self.row_M[[not matcher.accepts(token) for matcher, token in pairs]]
         allowed_M = self.bits_MW[np.arange(len(token_M)), token_M >> 5] >> (token_M & 31) & 1
-        if self._missing:
-            token_ids = token_M.tolist()
-            for place, matcher in self._missing.items():
-                allowed_M[place] = matcher.accepts(token_ids[place])
+        for place, matcher in self._missing.items():
+            allowed_M[place] = matcher.accepts(int(token_M[place]))
         return self.row_M[allowed_M == 0]
 
     def apply(self, z_RV: torch.Tensor, rows: np.ndarray) -> None:
         """Write -inf over what is not allowed. z_RV: the logits of `rows`, which ascend; nothing waits for the
         device."""
-        here = np.flatnonzero(np.isin(self.row_M, rows))
+        at_M = np.minimum(np.searchsorted(rows, self.row_M), len(rows) - 1)
+        here = np.flatnonzero(rows[at_M] == self.row_M)
         if not len(here):
             return
         if missing := [place for place in here.tolist() if place in self._missing]:
             assert self._fill is not None
             self._fill([self._missing.pop(place) for place in missing], self.bits_MW, np.array(missing))
-        byte_N = on_device(np.ascontiguousarray(self.bits_MW[here]).view(np.uint8), z_RV.device).int().flatten()
+        bytes_MB = self.bits_MW[here].view(np.uint8)
+        if z_RV.device.type == "cpu":
+            z = z_RV.numpy()
+            is_set_MV = np.unpackbits(bytes_MB, axis=1, count=z.shape[1], bitorder="little").view(bool)
+            z[at_M[here]] = np.where(is_set_MV, z[at_M[here]], -np.inf)
+            return
+        byte_N = on_device(bytes_MB, z_RV.device).int().flatten()
         added_MV = on_device(_ADDED, z_RV.device).index_select(0, byte_N).view(len(here), -1)[:, : z_RV.shape[1]]
         if len(here) == len(rows):
             z_RV.add_(added_MV)
         else:
-            z_RV.index_add_(0, on_device(np.searchsorted(rows, self.row_M[here]), z_RV.device), added_MV)
+            z_RV.index_add_(0, on_device(at_M[here], z_RV.device), added_MV)
 
 
 class MaskFiller:

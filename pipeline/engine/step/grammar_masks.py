@@ -42,7 +42,7 @@ class GrammarMasks:
         constrained = np.flatnonzero(self._table.has_grammar[slot_S])
         if not len(constrained):
             return None
-        matchers = [self.matcher_of(slot) for slot in slot_S[constrained].tolist()]
+        matchers = self._matchers(slot_S[constrained])
         if plan.draft_S is None:
             mask = self._filler.mask(matchers, constrained)
         else:
@@ -58,8 +58,8 @@ class GrammarMasks:
         is_whole_S = np.zeros(len(slot_S), dtype=bool)
         constrained = np.flatnonzero(self._table.has_grammar[slot_S] & goes_on_S)
         if len(constrained):
-            taking = zip(slot_S[constrained].tolist(), token_S[constrained].tolist())
-            is_whole_S[constrained] = [self.matcher_of(slot).take(token) for slot, token in taking]
+            taking = zip(self._matchers(slot_S[constrained]), token_S[constrained].tolist())
+            is_whole_S[constrained] = [matcher.take(token) for matcher, token in taking]
         return is_whole_S
 
     def take_forced(self, slot_S: np.ndarray) -> Iterator[tuple[int, list[int], bool]]:
@@ -72,6 +72,11 @@ class GrammarMasks:
                 token_ids, is_whole = self.matcher_of(slot).take_forced(room)
                 if token_ids:
                     yield slot, token_ids, is_whole
+
+    def _matchers(self, slot_S: np.ndarray) -> list[RowMatcher]:
+        sequences = self._table.sequences
+        found = [None if (sequence := sequences[slot]) is None else sequence.matcher for slot in slot_S.tolist()]
+        return [matcher or self.matcher_of(slot) for matcher, slot in zip(found, slot_S.tolist())]
 
     def matcher_of(self, slot: int) -> RowMatcher:
         """Of the sequence there; it keeps it for life."""

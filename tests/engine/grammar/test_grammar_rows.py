@@ -126,7 +126,7 @@ def some(schemas: dict[int, tuple[dict[str, Any], Request]]) -> list[Request]:
     return [schemas[row][1] for row in (*range(30), *range(NUM_SCHEMAS, NUM_SCHEMAS + 6))]
 
 
-TIGHT = {"num_blocks": 101, "max_num_batched_tokens": 13, "max_num_seqs": 12}
+TIGHT = {"num_blocks": 80, "max_num_batched_tokens": 13, "max_num_seqs": 12}
 ENGINES: dict[str, Callable[[], Engine]] = {
     "mask by mask": lambda: mask_by_mask(text_engine()),
     "mask by mask, lookup": lambda: mask_by_mask(ngram(text_engine(max_num_batched_tokens=200))),
