@@ -343,8 +343,9 @@ class EngineStats:
     tokens and accepted_1 those of them that the model confirmed, and so on. One number for each place, because these
     totals travel and add up as plain integers. rejected_drafts are those of all places that it did not confirm.
 
-    masked_tokens counts the rows of logits on which the mask of a grammar was laid, those after drafts too; mask_us is
-    the time in which the masks were filled, a part of the steps' time.
+    masked_tokens counts the rows of logits whose token a grammar had to allow, those after drafts too. Most of these
+    need no mask; filled_masks counts those that were filled, and mask_us is the time of filling them, a part of the
+    steps' time. forced_tokens are generated tokens that a grammar left no choice of, taken without logits of their own.
     """
 
     num_steps: int = 0
@@ -369,6 +370,8 @@ class EngineStats:
     num_draft_steps: int = 0
     rejected_drafts: int = 0
     masked_tokens: int = 0
+    forced_tokens: int = 0
+    filled_masks: int = 0
     mask_us: int = 0
     drafted_1: int = 0
     drafted_2: int = 0

@@ -44,9 +44,9 @@ class GrammarCompiler:
         """Compile it now. Raises ConfigError where that fails."""
         self._template(wanted)
 
-    def matcher(self, wanted: StructuredOutputs) -> RowMatcher:
+    def matcher(self, wanted: StructuredOutputs, can_force: bool = False) -> RowMatcher:
         """A matcher at the beginning of a completion. Raises ConfigError."""
-        return RowMatcher(self._template(wanted).deep_copy())
+        return RowMatcher(self._template(wanted).deep_copy(), can_force, self._tokenizer.eos_token_ids)
 
     def _template(self, wanted: StructuredOutputs) -> LLMatcher:
         found = self._compiled.get(wanted)

@@ -6,15 +6,42 @@ NOTHING_FITS = "its grammar allows no token of the vocabulary"
 
 
 class RowMatcher:
-    """Follows the generated tokens of one row, through preemptions too. `parser` is for who fills masks."""
+    """Follows the generated tokens of one row, through preemptions too. `parser` is for who fills masks.
 
-    def __init__(self, parser: LLMatcher) -> None:
-        self.parser = parser
+    can_force: whether tokens that the grammar forces are taken at once, without a mask and a step for each.
+    never_force: those that have to be sampled all the same, because they may end the row.
+    """
+
+    def __init__(self, parser: LLMatcher, can_force: bool = False, never_force: frozenset[int] = frozenset()) -> None:
+        self.parser, self._can_force, self._never_force = parser, can_force, never_force
+        self.is_open = False  # known to force no token here: its mask allows what `accepts` does
 
     def take(self, token_id: int) -> bool:
         """Go on by a token that the mask allowed. Whether the completion is whole, and nothing can follow."""
+        self.is_open = False
         self.parser.consume_token(token_id)
         return self.parser.is_stopped() and not self.parser.is_error()
+
+    def take_forced(self, most: int) -> tuple[list[int], bool]:
+        """Go on by the tokens that must come next, `most` of them at most, and return them, and whether the completion
+        is whole. One mask after the other would allow just these."""
+        taken: list[int] = []
+        while self._can_force and len(taken) < most:
+            token_ids = self.parser.compute_ff_tokens()
+            if not token_ids:
+                self.is_open = not self.parser.is_stopped()
+                break
+            sampled = [place for place, token in enumerate(token_ids) if token in self._never_force]
+            token_ids = token_ids[: min([most - len(taken), *sampled])]
+            if not token_ids:
+                break
+            self.parser.consume_tokens(token_ids)
+            taken += token_ids
+        return taken, bool(taken) and self.parser.is_stopped() and not self.parser.is_error()
+
+    def accepts(self, token_id: int) -> bool:
+        """Whether the mask of an open place allows the token, in a small part of the time of filling it."""
+        return self.parser.validate_tokens([token_id]) == 1
 
     @property
     def error(self) -> str | None:

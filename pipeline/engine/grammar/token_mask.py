@@ -1,10 +1,12 @@
-"""Masks of the tokens that grammars allow: filled for all rows of a step at once, and laid on their logits.
+"""Masks of the tokens that grammars allow: filled for the rows of a step that need one, and laid on their logits.
 
-Shapes: R rows of logits, M of them with a mask, V vocabulary, W 32-bit words of a mask, B bytes of one.
+Most rows need none: where the best token of a row is one that its grammar accepts, it is the best under the mask too.
+
+Shapes: R rows of logits, M of them with a grammar, V vocabulary, W 32-bit words of a mask, B bytes of one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 
 import numpy as np
 import torch
@@ -12,41 +14,89 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from pipeline.engine.grammar.matcher import RowMatcher
+from pipeline.engine.params import EngineStats
 from pipeline.kernels.transfer import on_device
 
 _IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1
 _ADDED = np.where(_IS_SET, 0.0, -np.inf).astype(np.float32)  # [256, 8]: to the logits that a byte of a mask stands for
+_LEAST_PARALLEL_US = 1000  # with less work, waking the other threads takes longer than they save
+
+FillMasks = Callable[[Sequence[RowMatcher], np.ndarray, np.ndarray], None]
+"""Fills the masks of these matchers into these rows of the bits."""
 
 
-@dataclass(frozen=True)
 class TokenMask:
-    """Which tokens some rows may take: bit v of a row's mask, the lowest of a word first, stands for token v."""
+    """Which tokens some rows may take: bit v of a row's mask, the lowest of a word first, stands for token v.
 
-    row_M: np.ndarray  # int64, ascending
-    bits_MW: np.ndarray  # int32
+    row_M (int64, ascending): the rows. bits_MW (int32): their masks; where `matchers` has one, that of its place is not
+    filled yet, and `fill` does it when it is needed.
+    """
+
+    def __init__(
+        self,
+        row_M: np.ndarray,
+        bits_MW: np.ndarray,
+        matchers: Sequence[RowMatcher | None] = (),
+        fill: FillMasks | None = None,
+    ) -> None:
+        self.row_M, self.bits_MW = row_M, bits_MW
+        self._missing = {place: matcher for place, matcher in enumerate(matchers) if matcher is not None}
+        self._fill = fill
+
+    def refused(self, token_id_R: np.ndarray) -> np.ndarray:
+        """Of these tokens, one for each row of logits, the rows whose grammar does not allow theirs."""
+        token_M = token_id_R[self.row_M]
+        if len(self._missing) == len(token_M):
+            pairs = zip(self._missing.values(), token_M.tolist())
+            return self.row_M[[not matcher.accepts(token) for matcher, token in pairs]]
+        allowed_M = self.bits_MW[np.arange(len(token_M)), token_M >> 5] >> (token_M & 31) & 1
+        for place, matcher in self._missing.items():
+            allowed_M[place] = matcher.accepts(int(token_M[place]))
+        return self.row_M[allowed_M == 0]
 
     def apply(self, z_RV: torch.Tensor, rows: np.ndarray) -> None:
         """Write -inf over what is not allowed. z_RV: the logits of `rows`, which ascend; nothing waits for the
         device."""
-        here = np.flatnonzero(np.isin(self.row_M, rows))
+        at_M = np.minimum(np.searchsorted(rows, self.row_M), len(rows) - 1)
+        here = np.flatnonzero(rows[at_M] == self.row_M)
         if not len(here):
             return
-        byte_N = on_device(np.ascontiguousarray(self.bits_MW[here]).view(np.uint8), z_RV.device).int().flatten()
+        if missing := [place for place in here.tolist() if place in self._missing]:
+            assert self._fill is not None
+            self._fill([self._missing.pop(place) for place in missing], self.bits_MW, np.array(missing))
+        bytes_MB = self.bits_MW[here].view(np.uint8)
+        if z_RV.device.type == "cpu":
+            z = z_RV.numpy()
+            is_set_MV = np.unpackbits(bytes_MB, axis=1, count=z.shape[1], bitorder="little").view(bool)
+            z[at_M[here]] = np.where(is_set_MV, z[at_M[here]], -np.inf)
+            return
+        byte_N = on_device(bytes_MB, z_RV.device).int().flatten()
         added_MV = on_device(_ADDED, z_RV.device).index_select(0, byte_N).view(len(here), -1)[:, : z_RV.shape[1]]
         if len(here) == len(rows):
             z_RV.add_(added_MV)
         else:
-            z_RV.index_add_(0, on_device(np.searchsorted(rows, self.row_M[here]), z_RV.device), added_MV)
+            z_RV.index_add_(0, on_device(at_M[here], z_RV.device), added_MV)
 
 
 class MaskFiller:
-    """Fills masks on the host's cores. num_threads: at most so many at once."""
+    """Fills masks on the host's cores, and counts them in `stats`. num_threads: at most so many at once."""
 
-    def __init__(self, mask_words: int, vocab_size: int, num_threads: int) -> None:
-        self._mask_words, self._vocab_size = mask_words, vocab_size
-        self._executor = LLExecutor(num_threads)
+    def __init__(self, mask_words: int, vocab_size: int, num_threads: int, stats: EngineStats) -> None:
+        self._mask_words, self._vocab_size, self._num_threads, self._stats = mask_words, vocab_size, num_threads, stats
+        self._executor: LLExecutor | None = None
+        self._mask_us = 0.0  # about how long one takes a thread, by those that were filled last
 
-    def fill(self, matchers: Sequence[RowMatcher], drafts: Sequence[list[int]], first_S: np.ndarray) -> TokenMask:
+    def mask(self, matchers: Sequence[RowMatcher], row_M: np.ndarray) -> TokenMask:
+        """Masks for the next token of each matcher, whose rows of logits are row_M. Those of matchers that force no
+        token are filled when they are needed."""
+        bits_MW = self._empty(len(matchers))
+        if closed := [place for place, matcher in enumerate(matchers) if not matcher.is_open]:
+            self._fill([matchers[place] for place in closed], bits_MW, np.array(closed))
+        return TokenMask(row_M, bits_MW, [matcher if matcher.is_open else None for matcher in matchers], self._fill)
+
+    def mask_with_drafts(
+        self, matchers: Sequence[RowMatcher], drafts: Sequence[list[int]], first_S: np.ndarray
+    ) -> TokenMask:
         """Masks for the next token of each matcher and, row by row, for the tokens after each of its drafts. first_S:
         the first row of logits of each. The matchers are as before.
 
@@ -55,20 +105,57 @@ class MaskFiller:
         """
         count_S = np.array([len(ids) + 1 for ids in drafts], dtype=np.int64)
         place_S = np.cumsum(count_S) - count_S
-        bits_MW = np.full((int(count_S.sum()), self._mask_words), -1, dtype=np.int32)
-        places = place_S.tolist()
-        asked = [(m.parser, place, ids) for m, place, ids in zip(matchers, places, drafts)]
-        if plain := [(parser, place) for parser, place, ids in asked if not ids]:
-            fill_next_token_bitmask_par(self._executor, plain, bits_MW)
-        if drafted := [each for each in asked if each[2]]:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bits_MW)
-        for matcher, place in zip(matchers, places):
-            if matcher.error is not None:
-                bits_MW[place] = 0
-        row_M = np.repeat(first_S - place_S, count_S) + np.arange(len(bits_MW))
-        return TokenMask(row_M, bits_MW)
+        bits_MW = self._empty(int(count_S.sum()))
+        plain = np.flatnonzero(count_S == 1)
+        self._fill([matchers[s] for s in plain.tolist()], bits_MW, place_S[plain])
+        if len(plain) < len(matchers):
+            drafted, begun_ns = np.flatnonzero(count_S > 1).tolist(), perf_counter_ns()
+            asked = [(matchers[s].parser, int(place_S[s]), drafts[s]) for s in drafted]
+            fill_next_token_bitmask_par_with_draft_tokens(self._threads(), asked, bits_MW)
+            self._note_failed([matchers[s] for s in drafted], bits_MW, place_S[drafted])
+            self._count(int(count_S[drafted].sum()), begun_ns)
+        return TokenMask(np.repeat(first_S - place_S, count_S) + np.arange(len(bits_MW)), bits_MW)
 
     def allows_nothing(self, matcher: RowMatcher) -> bool:
         """Whether no token of the vocabulary can follow."""
-        (mask_W,) = self.fill([matcher], [[]], np.zeros(1, dtype=np.int64)).bits_MW
-        return not np.unpackbits(mask_W.view(np.uint8), bitorder="little")[: self._vocab_size].any()
+        bits_MW = self._empty(1)
+        self._fill([matcher], bits_MW, np.zeros(1, dtype=np.int64))
+        return not np.unpackbits(bits_MW[0].view(np.uint8), bitorder="little")[: self._vocab_size].any()
+
+    def _empty(self, num_masks: int) -> np.ndarray:
+        return np.full((num_masks, self._mask_words), -1, dtype=np.int32)
+
+    def _fill(self, matchers: Sequence[RowMatcher], bits_MW: np.ndarray, places: np.ndarray) -> None:
+        if not matchers:
+            return
+        begun_ns, is_parallel = perf_counter_ns(), self._is_parallel(len(matchers))
+        if is_parallel:
+            asked = [(matcher.parser, place) for matcher, place in zip(matchers, places.tolist())]
+            fill_next_token_bitmask_par(self._threads(), asked, bits_MW)
+        else:
+            at, row_bytes = bits_MW.ctypes.data, bits_MW.shape[1] * bits_MW.itemsize
+            for matcher, place in zip(matchers, places.tolist()):
+                matcher.parser.unsafe_compute_mask_ptr(at + place * row_bytes, row_bytes)
+        self._note_failed(matchers, bits_MW, places)
+        taken_us = self._count(len(matchers), begun_ns)
+        self._mask_us = taken_us * (self._num_threads if is_parallel else 1) / len(matchers)
+
+    def _is_parallel(self, num_masks: int) -> bool:
+        return self._num_threads > 1 and self._mask_us * num_masks > _LEAST_PARALLEL_US
+
+    def _count(self, num_masks: int, begun_ns: int) -> int:
+        taken_us = (perf_counter_ns() - begun_ns) // 1000
+        self._stats.filled_masks += num_masks
+        self._stats.mask_us += taken_us
+        return taken_us
+
+    def _note_failed(self, matchers: Sequence[RowMatcher], bits_MW: np.ndarray, places: np.ndarray) -> None:
+        """A matcher that has failed allows nothing."""
+        for matcher, place in zip(matchers, places.tolist()):
+            if matcher.error is not None:
+                bits_MW[place] = 0
+
+    def _threads(self) -> LLExecutor:
+        if self._executor is None:
+            self._executor = LLExecutor(self._num_threads)
+        return self._executor

@@ -21,7 +21,7 @@ Suffixes: R rows, V vocabulary.
 import numpy as np
 import torch
 
-from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch, tokens_and_finite
+from pipeline.engine.sampling.batch import SamplerOutput, SamplingBatch
 from pipeline.engine.sampling.logprobs import AskedLogprobs
 from pipeline.engine.sampling.penalties import FutureIds, adjusted, on_rows
 from pipeline.engine.sampling.random_numbers import PLAIN, draw, uniforms
@@ -33,13 +33,10 @@ _BLOCK_VALUES = 1 << 20  # of logits that are sampled from at a time on CPU: 4 M
 
 
 def greedy(logits_RV: torch.Tensor) -> SamplerOutput:
-    """What `sample` gives where all rows are greedy and want nothing else: one pass and one transfer to the host."""
-    if _is_quick_in_numpy(logits_RV):
-        best, token_ids = _best_in_numpy(logits_RV.numpy())
-        finite = np.isfinite(best)
-        return SamplerOutput(token_ids if finite.all() else np.where(finite, token_ids, 0), finite, {})
-    best_R, token_ids_R = logits_RV.max(dim=-1)
-    return SamplerOutput(*_on_host(token_ids_R, torch.isfinite(best_R)), {})
+    """What `sample` gives where all rows are greedy and want nothing else: one pass over the logits."""
+    best, token_ids = _best(logits_RV)
+    finite = np.isfinite(best)
+    return SamplerOutput(token_ids if finite.all() else np.where(finite, token_ids, 0), finite, {})
 
 
 def sample(
@@ -52,29 +49,27 @@ def sample(
     """
     if batch is None:
         return greedy(logits_RV)
-    # A penalty alone leaves a row something to be sampled from; only a mask may leave it nothing.
-    changed = np.flatnonzero(adjusts_logits(batch.options, batch.positions) & ~batch.is_sampled | batch.is_masked)
-    best_R, token_ids_R = _best(logits_RV)
-    if len(changed):
-        rows = on_rows(changed, logits_RV)
-        z_RV = adjusted(logits_RV, batch, changed)
-        best_R, token_ids_R = best_R.float(), token_ids_R.clone()
-        best_changed_R, token_ids_R[rows] = _best(z_RV)
+    best, token_ids = _best(logits_RV)
+    # A penalty alone leaves a row something to be sampled from; only a mask may leave it nothing. Where a grammar
+    # allows the best token, that stays the best and is something.
+    changes = adjusts_logits(batch.options, batch.positions) & ~batch.is_sampled | batch.must_go_on
+    if batch.mask is not None:
+        changes[batch.mask.refused(token_ids)] = True
+    rows = np.flatnonzero(changes)
+    if len(rows):
+        best_changed, token_ids[rows] = _best(adjusted(logits_RV, batch, rows))
         # a mask or penalty may leave nothing, but never makes a broken row good
-        best_R[rows] = torch.where(torch.isfinite(best_R[rows]), best_changed_R, best_R[rows])
-    finite_R = torch.isfinite(best_R)
-    sampled = np.flatnonzero(batch.is_sampled)
-    if len(sampled):
-        token_ids_R = token_ids_R.clone()
-        for rows in _blocks(sampled, logits_RV):
-            w_RV = weights(logits_RV, batch, rows)
-            u_R = uniforms(batch.seeds[rows], batch.positions[rows], PLAIN)
-            block_ids_R = draw(w_RV, torch.from_numpy(u_R).to(w_RV.device))
-            if proposal is not None:
-                replace_by_accepted(block_ids_R, w_RV, batch, rows, proposal)
-            token_ids_R[on_rows(rows, logits_RV)] = block_ids_R
-    token_ids, finite = _on_host(token_ids_R, finite_R)
-    asked = AskedLogprobs.of(logits_RV, batch, token_ids_R)
+        best[rows] = np.where(np.isfinite(best[rows]), best_changed, best[rows])
+    finite, sampled = np.isfinite(best), np.flatnonzero(batch.is_sampled)
+    for rows in _blocks(sampled, logits_RV) if len(sampled) else ():
+        w_RV = weights(logits_RV, batch, rows)
+        u_R = uniforms(batch.seeds[rows], batch.positions[rows], PLAIN)
+        ids_R = draw(w_RV, torch.from_numpy(u_R).to(w_RV.device))
+        if proposal is not None:
+            replace_by_accepted(ids_R, w_RV, batch, rows, proposal)
+        token_ids[rows] = ids_R.cpu().numpy()
+    token_ids = np.where(finite, token_ids, 0)
+    asked = AskedLogprobs.of(logits_RV, batch, torch.from_numpy(token_ids).to(logits_RV.device))
     return SamplerOutput(token_ids, finite, {} if asked is None else asked.by_row(token_ids, finite))
 
 
@@ -87,28 +82,18 @@ def _blocks(rows: np.ndarray, like: torch.Tensor) -> list[np.ndarray]:
     return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
-def _best(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value of each row and the lowest id that has it. NaN is the largest of all, so one pass also says
-    whether a row can be used."""
-    if not _is_quick_in_numpy(logits_RV):
-        return logits_RV.max(dim=-1)
-    best, token_ids = _best_in_numpy(logits_RV.numpy())
-    return torch.from_numpy(best), torch.from_numpy(token_ids)
+def _best(logits_RV: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The largest value of each row and the lowest id that has it, on the host. NaN is the largest of all, so one pass
+    also says whether a row can be used.
 
-
-def _is_quick_in_numpy(logits_RV: torch.Tensor) -> bool:
-    """On CPU torch looks for the place of a maximum value by value; numpy's search runs at the speed of reading."""
-    return logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32
-
-
-def _best_in_numpy(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    token_ids = logits.argmax(axis=-1)
-    return logits[np.arange(len(token_ids)), token_ids], token_ids
-
-
-def _on_host(token_ids_R: torch.Tensor, finite_R: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and whether they mean something, as numpy arrays, in one transfer."""
-    return tokens_and_finite(torch.stack([token_ids_R, finite_R.to(token_ids_R.dtype)]).cpu().numpy())
+    On CPU torch looks for the place of a maximum value by value; numpy's search runs at the speed of reading.
+    """
+    if logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
+        logits = logits_RV.numpy()
+        token_ids = logits.argmax(axis=-1)
+        return logits[np.arange(len(token_ids)), token_ids], token_ids
+    best_R, token_ids_R = logits_RV.max(dim=-1)
+    return best_R.double().cpu().numpy(), token_ids_R.cpu().numpy()
 
 
 def distribution(logits_RV: torch.Tensor, batch: SamplingBatch, future: FutureIds | None = None) -> torch.Tensor:

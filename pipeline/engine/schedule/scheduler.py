@@ -200,6 +200,12 @@ class Scheduler:
         table.num_known[slot_S] = known_S
         table.num_computed[slot_S] = known_S - 1
 
+    def append_uncomputed(self, slot: int, token_ids: list[int]) -> None:
+        """The sequence comes to know further tokens after its last one, which the next steps compute together."""
+        table, known = self.table, int(self.table.num_known[slot])
+        table.token_ids[slot, known : known + len(token_ids)] = token_ids
+        table.num_known[slot] = known + len(token_ids)
+
     def release_rejected(self, slot_S: np.ndarray, ahead_S: np.ndarray) -> None:
         """Take from these sequences the blocks that hold nothing but rejected drafts. ahead_S: tokens after the
         computed ones that a step in flight writes."""

@@ -203,7 +203,7 @@ class SlotTable:
         self.min_pattern = np.zeros(num_slots, dtype=np.int64)
         self.min_repeats = np.zeros(num_slots, dtype=np.int64)
         self.has_grammar = np.zeros(num_slots, dtype=bool)  # structured_outputs
-        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids, a grammar: looked at one by one
+        self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids: looked at one by one
         self.generates = np.ones(num_slots, dtype=bool)  # else it ends when all that it knows is computed
         self.read_from = np.full(num_slots, _LARGEST)  # positions whose hidden states are wanted; none: _LARGEST
         self.read_to = np.zeros(num_slots, dtype=np.int64)
@@ -242,7 +242,7 @@ class SlotTable:
         self.min_pattern[slot] = 0 if loop is None else loop.min_pattern_size
         self.min_repeats[slot] = 0 if loop is None else min(loop.min_count, _LARGEST)
         self.has_grammar[slot] = params.structured_outputs is not None
-        self.has_stops[slot] = bool(params.stop or params.stop_token_ids) or self.has_grammar[slot]
+        self.has_stops[slot] = bool(params.stop or params.stop_token_ids)
         self.generates[slot] = sequence.generates
         self.read_from[slot] = _LARGEST
         if sequence.reader is not None and not (sequence.has_been_read and sequence.generates):

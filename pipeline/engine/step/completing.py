@@ -57,11 +57,13 @@ class Completing:
         before, now_us = self._stats.generated_tokens, monotonic_ns() // 1000
         if isinstance(output, Verified):
             num_ended = self._take_verified(slot_S, output, now_us)
+            num_ended += self._take_forced(slot_S, now_us)
             if num_ended:
                 slot_S = slot_S[np.isin(slot_S, self._scheduler.running)]
             self._release_rejected(slot_S, ahead)
         else:
             self._take_one(slot_S, output, now_us)
+            self._take_forced(slot_S, now_us)
         return self._stats.generated_tokens - before
 
     def _take_one(self, slot_R: np.ndarray, output: SamplerOutput, now_us: int) -> int:
@@ -84,6 +86,23 @@ class Completing:
         """A sequence knows its prompt alone once in its life: preempted, it keeps what it generated."""
         for slot in slot_R[self._table.num_known[slot_R] == self._table.num_prompt[slot_R]].tolist():
             self._table.at(slot).first_token_us = now_us
+
+    def _take_forced(self, slot_S: np.ndarray, now_us: int) -> int:
+        """Give each of these sequences the tokens that its grammar forces after the last one, and say how many end."""
+        constrained = slot_S[self._table.has_grammar[slot_S]]
+        if not len(constrained):
+            return 0
+        ends: list[_End] = []
+        for slot, token_ids, is_whole in self._masks.take_forced(constrained):
+            self._scheduler.append_uncomputed(slot, token_ids)
+            self._stats.generated_tokens += len(token_ids)
+            self._stats.forced_tokens += len(token_ids)
+            if is_whole:
+                ends.append(_End(slot, "stop", self._whole_text(slot)))
+            elif self._table.num_known[slot] >= self._table.limit[slot]:
+                ends.append(_End(slot, "length"))
+        self._end(ends, now_us)
+        return len(ends)
 
     # -- known texts
 
@@ -119,37 +138,42 @@ class Completing:
         loop_R = np.zeros(len(slot_R), dtype=bool)
         if table.max_pattern[slot_R].any():
             loop_R = repeats_itself(table, slot_R)
+        whole_R = self._masks.take(slot_R, token_R, ~stop_R)
         ends: list[_End] = []
-        for r in np.flatnonzero(stop_R | length_R | loop_R | table.has_stops[slot_R]).tolist():
+        for r in np.flatnonzero(stop_R | whole_R | length_R | loop_R | table.has_stops[slot_R]).tolist():
             slot, text = int(slot_R[r]), None
             stopped = bool(stop_R[r])
             if table.has_stops[slot] and not stopped:
                 stopped, text = self._check_stops(slot, int(token_R[r]), bool(known_R[r] >= table.min_known[slot]))
+            if whole_R[r] and not stopped:
+                stopped, text = True, self._whole_text(slot)
             if stopped:
                 ends.append(_End(slot, "stop", text))
             elif loop_R[r]:
                 ends.append(_End(slot, "length_loop"))
             elif length_R[r]:
                 ends.append(_End(slot, "length"))
+        self._end(ends, now_us)
+        return len(ends)
+
+    def _end(self, ends: list[_End], now_us: int) -> None:
         if ends:
             for sequence, end in zip(self._scheduler.finish([end.slot for end in ends]), ends):
                 sequence.end(self._completion(sequence, end, now_us))
-        return len(ends)
 
     def _check_stops(self, slot: int, token: int, may_stop: bool) -> tuple[bool, str | None]:
-        """Whether a stop token id, a stop string or its grammar ends the sequence here, and the text it ends with
-        unless its last token is none."""
+        """Whether a stop token id or a stop string ends the sequence here, and the text it ends with unless its last
+        token is none."""
         sequence = self._table.at(slot)
         if may_stop and token in sequence.request.params.stop_token_ids:
             return True, None
-        is_whole = self._table.has_grammar[slot] and self._masks.matcher_of(slot).take(token)
         match = sequence.stop_checker.push(token) if sequence.stop_checker is not None else None
-        if match is not None:
-            return True, match.text
-        if not is_whole:
-            return False, None
-        known = self._table.token_ids[slot, sequence.num_prompt : self._table.num_known[slot]]
-        return True, self._tokenizer.decode(known.tolist())
+        return match is not None, None if match is None else match.text
+
+    def _whole_text(self, slot: int) -> str:
+        """Of a sequence that ends with its grammar: its last token is text too."""
+        known = self._table.token_ids[slot, self._table.num_prompt[slot] : self._table.num_known[slot]]
+        return self._tokenizer.decode(known.tolist())
 
     def _completion(self, sequence: Sequence, end: _End, now_us: int) -> Completion:
         token_ids = sequence.token_ids[sequence.num_prompt :].tolist()
@@ -221,7 +245,7 @@ class Completing:
         table, output, count_S = self._table, verified.output, verified.num_accepted_S + 1
         if output.logprobs:
             return np.zeros(len(slot_S), dtype=bool)
-        looks_back_S = table.has_stops[slot_S] | (table.max_pattern[slot_S] > 0)
+        looks_back_S = table.has_stops[slot_S] | table.has_grammar[slot_S] | (table.max_pattern[slot_S] > 0)
         goes_on_S = (table.num_known[slot_S] + count_S < table.limit[slot_S]) & ~looks_back_S
         ends_R = self.is_eos[output.token_ids] | ~output.finite
         if ends_R.any():

@@ -1,12 +1,13 @@
 """The grammars of the running rows: their matchers, and the masks of a step's rows.
 
-    sampled tokens of the last step -> matchers -> masks -> logits of this step
+    sampled tokens of the last step -> matchers -> forced tokens -> masks -> logits of this step
 
 A mask depends on all tokens before it, so a step with such rows begins after the tokens of the one before are known;
-the masks are filled by the host while the device computes the logits.
+the masks are filled by the host while the device computes the logits. Where a grammar forces the next tokens, as the
+names of JSON's keys, they are known without a mask and without logits, and are computed together in the next step.
 """
 
-from time import perf_counter_ns
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -41,25 +42,52 @@ class GrammarMasks:
         constrained = np.flatnonzero(self._table.has_grammar[slot_S])
         if not len(constrained):
             return None
-        begun_ns = perf_counter_ns()
-        first_S, drafts = np.arange(len(slot_S)), [[] for _ in constrained]
-        if plan.draft_S is not None:
+        matchers = self._matchers(slot_S[constrained])
+        if plan.draft_S is None:
+            mask = self._filler.mask(matchers, constrained)
+        else:
             assert drafting is not None
             count_S = plan.draft_S[plan.samples_S] + 1
-            first_S, drafts = np.cumsum(count_S) - count_S, drafting.draft_ids(constrained)
-        matchers = [self.matcher_of(slot) for slot in slot_S[constrained].tolist()]
-        mask = self._filler.fill(matchers, drafts, first_S[constrained])
+            first_S = np.cumsum(count_S) - count_S
+            mask = self._filler.mask_with_drafts(matchers, drafting.draft_ids(constrained), first_S[constrained])
         self._stats.masked_tokens += len(mask.row_M)
-        self._stats.mask_us += (perf_counter_ns() - begun_ns) // 1000
         return mask
+
+    def take(self, slot_S: np.ndarray, token_S: np.ndarray, goes_on_S: np.ndarray) -> np.ndarray:
+        """These sequences have got these tokens: which of those that go on are whole with their grammar."""
+        is_whole_S = np.zeros(len(slot_S), dtype=bool)
+        constrained = np.flatnonzero(self._table.has_grammar[slot_S] & goes_on_S)
+        if len(constrained):
+            taking = zip(self._matchers(slot_S[constrained]), token_S[constrained].tolist())
+            is_whole_S[constrained] = [matcher.take(token) for matcher, token in taking]
+        return is_whole_S
+
+    def take_forced(self, slot_S: np.ndarray) -> Iterator[tuple[int, list[int], bool]]:
+        """Of these sequences with a grammar, those whose next tokens it forces: slot, these tokens, and whether it is
+        whole with them."""
+        table = self._table
+        for slot, room in zip(slot_S.tolist(), (table.limit[slot_S] - table.num_known[slot_S]).tolist()):
+            sequence = table.sequences[slot]
+            if sequence is not None:  # else it has ended
+                token_ids, is_whole = self.matcher_of(slot).take_forced(room)
+                if token_ids:
+                    yield slot, token_ids, is_whole
+
+    def _matchers(self, slot_S: np.ndarray) -> list[RowMatcher]:
+        sequences = self._table.sequences
+        found = [None if (sequence := sequences[slot]) is None else sequence.matcher for slot in slot_S.tolist()]
+        return [matcher or self.matcher_of(slot) for matcher, slot in zip(found, slot_S.tolist())]
 
     def matcher_of(self, slot: int) -> RowMatcher:
         """Of the sequence there; it keeps it for life."""
         sequence = self._table.at(slot)
         if sequence.matcher is None:
-            wanted = sequence.request.params.structured_outputs
-            assert wanted is not None
-            sequence.matcher = self._compiler.matcher(wanted)
+            params = sequence.request.params
+            assert params.structured_outputs is not None
+            # Forced tokens have no logits to report, and nobody looks for an end among them but the grammar.
+            looks_at_each = params.stop or params.stop_token_ids or params.min_tokens or params.repetition_detection
+            can_force = params.logprobs is None and not looks_at_each
+            sequence.matcher = self._compiler.matcher(params.structured_outputs, can_force)
         return sequence.matcher
 
     def dead_end(self, slot: int) -> str | None:
@@ -73,5 +101,5 @@ class GrammarMasks:
     def _filler(self) -> MaskFiller:
         if self._filler_made is None:
             compiler = self._compiler
-            self._filler_made = MaskFiller(compiler.mask_words, compiler.vocab_size, self._num_threads)
+            self._filler_made = MaskFiller(compiler.mask_words, compiler.vocab_size, self._num_threads, self._stats)
         return self._filler_made

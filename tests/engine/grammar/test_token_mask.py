@@ -7,6 +7,7 @@ import torch
 from pipeline.engine.grammar.compiler import GrammarCompiler
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.grammar.token_mask import MaskFiller, TokenMask
+from pipeline.engine.params import EngineStats
 from tests.engine.grammar.small_vocabulary import small_tokenizer
 from tests.engine.hash_runner import EOS, VOCAB
 
@@ -35,7 +36,7 @@ def compiler(tokenizer) -> GrammarCompiler:
 
 @pytest.fixture
 def filler(compiler: GrammarCompiler) -> MaskFiller:
-    return MaskFiller(compiler.mask_words, VOCAB, 2)
+    return MaskFiller(compiler.mask_words, VOCAB, 2, EngineStats())
 
 
 def allowed(mask: TokenMask) -> list[set[int]]:
@@ -63,7 +64,7 @@ def test_a_mask_is_what_brute_force_finds(name: str, tokenizer, compiler: Gramma
             continue
         possible = {t for t in range(VOCAB) if spelled[t] and any(w.startswith(text + spelled[t]) for w in words)}
         possible |= {EOS} if text in words else set()
-        (found,) = allowed(filler.fill([matcher], [[]], np.zeros(1, dtype=np.int64)))
+        (found,) = allowed(filler.mask([matcher], np.zeros(1, dtype=np.int64)))
         if len(goes_on) + (text in words) > 1:
             num_free += 1
             assert found == possible, text
@@ -83,7 +84,7 @@ def test_masks_after_drafts_are_those_after_tokens(compiler: GrammarCompiler, fi
     refused = [*tokenizer.encode("12"), *tokenizer.encode("a"), *tokenizer.encode("3")]
     first_S = np.array([0, len(draft) + 1, len(draft) + 2])
     for _ in range(2):
-        mask = filler.fill(matchers, [draft, [], refused], first_S)
+        mask = filler.mask_with_drafts(matchers, [draft, [], refused], first_S)
         assert mask.row_M.tolist() == list(range(len(draft) + 1 + 1 + len(refused) + 1))
         found = allowed(mask)
         for row in range(len(draft)):
@@ -96,7 +97,7 @@ def test_masks_after_drafts_are_those_after_tokens(compiler: GrammarCompiler, fi
 
 
 def _next(filler: MaskFiller, matcher) -> set[int]:
-    return allowed(filler.fill([matcher], [[]], np.zeros(1, dtype=np.int64)))[0]
+    return allowed(filler.mask([matcher], np.zeros(1, dtype=np.int64)))[0]
 
 
 def test_a_mask_is_laid_on_its_own_rows_among_any(compiler: GrammarCompiler) -> None:
