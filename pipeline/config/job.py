@@ -37,6 +37,7 @@ from pipeline.config.tasks import (
     TaskName,
     contradictions,
     row_texts,
+    sections_of_tasks,
 )
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
@@ -60,6 +61,7 @@ def _prompt_or_requests(schema: dict[str, Any]) -> None:
     schema["then"] = {"properties": {"prompt": no_source}}
     schema["else"] = {"required": ["prompt"], "properties": {"prompt": one_source}}
     schema["required"] = [name for name in schema["required"] if name != "prompt"]
+    schema["allOf"] = sections_of_tasks()
 
 
 ParameterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

@@ -4,7 +4,7 @@ Owns the keys, and which other keys say nothing beside a task. What becomes of a
 """
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -142,6 +142,20 @@ def contradictions(
     for name in _OF_COMPLETIONS:
         if getattr(targets, name) is not None:
             yield f"targets.{name}", nothing
+
+
+def sections_of_tasks() -> list[dict[str, Any]]:
+    """For editors, in JSON Schema: a section has its task, labels are there, and other tasks take no sampling."""
+
+    def is_task(*names: str) -> dict[str, Any]:
+        return {"properties": {"task": {"enum": list(names)}}, "required": ["task"]}
+
+    labels = {"properties": {"choice": {"required": ["labels"]}}, "required": ["choice"]}
+    return [
+        *({"if": {"required": [name]}, "then": is_task(name)} for name in SECTIONS),
+        {"if": is_task("choice"), "then": labels},
+        {"if": is_task(*SECTIONS), "then": {"properties": {"sampling": {"maxProperties": 0}}}},
+    ]
 
 
 def row_texts(task: TaskName, choice: ChoiceSection, score: ScoreSection, max_bytes: int) -> "RowTexts | None":

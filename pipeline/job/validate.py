@@ -356,7 +356,8 @@ def _quality(reference: dict[str, str] | None, config: JobConfig) -> str:
 
 
 def _shown_task(task: dict[str, Any]) -> str:
-    values = [f"{key} {value}" for key, value in task.items() if key not in ("name", "columns_known") and value]
+    given = {key: value for key, value in task.items() if key not in ("name", "columns_known")}
+    values = [f"{key} {value!r}" for key, value in given.items() if value is not None]
     unknown = "" if task["columns_known"] else "; its columns follow from the checkpoint, which is not on this machine"
     return ": ".join(part for part in (task["name"], ", ".join(values)) if part) + unknown
 
@@ -396,6 +397,9 @@ def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:
     lines += [f"    | {printable(line)}" for line in shown[:_MAX_LINES_SHOWN]]
     if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == MAX_PROMPT_CHARS:
         lines.append("    | ...")
+    if first["texts"] is not None:
+        key = {"choice": "choice.labels", "score": "score.completion"}[found.facts["task"]["name"]]
+        lines += ["", f"  With it, as {key}:", *(f"    | {printable(line)}" for line in first["texts"].split("\n"))]
     if first["tokens"] is None:
         lines += [
             "",
