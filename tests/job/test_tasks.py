@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from pipeline.cli.sample import _shown
 from pipeline.data.output.compact import compact
@@ -25,11 +27,14 @@ from pipeline.job.actor.tasks.classify import ClassifyTask
 from pipeline.job.audit import audit
 from pipeline.job.convert import convert
 from pipeline.job.read_output import divided_by
+from pipeline.job.run import run_job
 from pipeline.job.sample import read_sample
 from pipeline.report.html.page import html
 from pipeline.report.render import markdown, text
+from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.conftest import TEXTS, Job, run, runs, success
 from tests.job.fake_engine import HIDDEN_SIZE, FakeTokenizer, result_of
+from tests.model_folders import small_config, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 LABELS = ("billing", "bug", "question")
@@ -330,3 +335,27 @@ def test_a_plan_expects_no_generated_tokens(of, monkeypatch):
     run(job)
     with suppress(OutputError):
         assert estimate_job(job.config(output={"path": str(job.folder / "o2")}), sample=50, say=lambda said: None).here
+
+
+@torch.inference_mode()
+def test_a_real_engine_classifies_as_transformers_does(tmp_path):
+    """A random checkpoint with a head, through a whole job: chats, batches and the activation that config.json says."""
+    torch.manual_seed(3)
+    config = small_config(32, 48, 2, 4, 2, num_labels=3, initializer_range=0.3, pad_token_id=0)
+    named = {"id2label": {0: "good", 1: "bad", 2: "neither"}, "problem_type": "multi_label_classification"}
+    auto = AutoConfig.for_model("qwen3", **config, **named)
+    reference = AutoModelForSequenceClassification.from_config(auto).float().eval()
+    job = TaskJob(tmp_path, "classify").rows(TEXTS[:6])
+    for file in (tmp_path / "model").iterdir():
+        file.unlink()
+    reference.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    run_job(job.config(engine={"dtype": "float32"}))
+    tokenizer = Tokenizer.from_folder(str(tmp_path / "model"))
+    for i, row in job.by_id().items():
+        logits = reference(torch.tensor([tokenizer.encode(f"Say {TEXTS[i]}")])).logits[0]
+        told = row["label_probabilities"]
+        assert [each["label"] for each in told] == ["good", "bad", "neither"]
+        assert [each["logit"] for each in told] == pytest.approx(logits.tolist(), abs=1e-4)
+        assert [each["probability"] for each in told] == pytest.approx(logits.sigmoid().tolist(), abs=1e-4)
+        assert row["label"] == told[int(logits.argmax())]["label"]
