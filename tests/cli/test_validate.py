@@ -271,7 +271,7 @@ def test_validate_shows_a_task_and_its_columns(work, pipe):
         ("task: choice\nchoice: {labels: {column: option}}", "no column 'option' (did you mean 'options'?)"),
         ("task: choice\nchoice: {labels: {column: text}}", "column 'text' is string, expected lists of texts"),
         ("task: score\nscore: {completion: '{answer}'}", "has no column 'answer' (there are: "),
-        ("task: score\nscore: {completion: {column: number}}", "'number' is int64, expected text; as text: \"{number}\""),
+        ("task: score\nscore: {completion: {column: number}}", "is int64, expected text; as text: \"{number}\""),
         ("task: score\nscore: {completion: '{text:.2f}'}", "score.completion: "),
         ("task: embed\nembed: {dimensions: 5000}", "job.yaml:6: embed.dimensions: 5000: the vectors of demo have "),
         ("task: classify", "job.yaml:5: task: classify: demo has no sequence classification head"),
