@@ -88,6 +88,8 @@ class RowError(StrEnum):
     INVALID_REQUEST = "invalid_request"  # a line of input.format openai-batch asks for what is not done, or for nothing
     INVALID_MESSAGES = "invalid_messages"  # not a chat the template can take
     INVALID_SAMPLING = "invalid_sampling"  # a per-row sampling value out of range
+    INVALID_LABELS = "invalid_labels"  # of task choice: none, empty ones, or two with the same tokens
+    INVALID_COMPLETION = "invalid_completion"  # of task score: null, empty or unusable
     KV_CACHE_EXHAUSTED = "kv_cache_exhausted"  # alone in the engine and still too long for the KV cache
     OUT_OF_MEMORY = "out_of_memory"  # one token of it, alone in a step, needs more memory than there is
     TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"  # the tokenizer knows more tokens than the model

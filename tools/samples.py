@@ -56,6 +56,15 @@ CHATS = [
     ),
 ]
 
+GRADED = [
+    (
+        f"{question_id}-{answer_id}",
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+    )
+    for question_id, question, *answers in ANSWERS
+    for answer_id, answer in zip("ab", answers)
+]
+
 MESSAGES = [
     ("M-1", "Hi, this is Ada Brook. Call me on 555 0100 or write to ada@example.org."),
     ("M-2", "The parcel for Tom Reed, 4 Mill Lane, never arrived."),
@@ -105,6 +114,7 @@ def samples() -> dict[str, pa.Table]:
         "answers": _table(ANSWERS, question_id=TEXT, question=TEXT, answer_a=TEXT, answer_b=TEXT),
         "topics": _table(TOPICS, topic_id=TEXT, topic=TEXT, mood=TEXT, budget=pa.int32()),
         "chats": _table(CHATS, chat_id=TEXT, turns=TURNS),
+        "graded": _table(GRADED, answer_id=TEXT, turns=TURNS),
         "messages": _table(MESSAGES, message_id=TEXT, text=TEXT),
         "pages": _table(PAGES, url=TEXT, text=TEXT),
     }

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pipeline.report.cost import RunReport
 
 MAX_SHOWN = 8
+MAX_VALUES = 8  # of a list
 _MAX_CHARS = 700  # of a prompt or a completion: its beginning and its end
 
 
@@ -46,7 +47,24 @@ def _shown(row: "SampleRow") -> str:
     ]
     lines += [f"  | {line}" for line in _shortened(row.prompt or "").splitlines()]
     lines += [f"  > {line}" for line in _shortened(row.text or "").splitlines()]
-    return "\n".join(printable(line) for line in [*lines, f"  ({ended})"]) + "\n"
+    if row.error is None:
+        lines += [f"  > {name}: {_value(value)}" for name, value in row.results.items()]
+    lines += [f"  ({ended})"] if ended else []
+    return "\n".join(map(printable, lines)) + "\n"
+
+
+def _value(value: object) -> str:
+    """Of a task's column: a number, the label or token of each struct with its first number, the first numbers of a
+    vector."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if not isinstance(value, list):
+        return str(value)
+    shown = ", ".join(
+        " ".join(_value(part) for part in list(each.values())[:2]) if isinstance(each, dict) else _value(each)
+        for each in value[:MAX_VALUES]
+    )
+    return shown if len(value) <= MAX_VALUES else f"{shown}, ... ({len(value):,} in all)"
 
 
 def _shortened(text: str) -> str:

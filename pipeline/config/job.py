@@ -37,6 +37,16 @@ from pipeline.config.sections import (
 )
 from pipeline.config.structured import StructuredFromColumn
 from pipeline.config.targets import TargetsSection
+from pipeline.config.tasks import (
+    ChoiceSection,
+    ClassifySection,
+    EmbedSection,
+    ScoreSection,
+    TaskName,
+    contradictions,
+    row_texts,
+    sections_of_tasks,
+)
 from pipeline.config.values import FromColumn
 from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.errors import ConfigError
@@ -60,6 +70,7 @@ def _prompt_or_requests(schema: dict[str, Any]) -> None:
     schema["then"] = {"properties": {"prompt": no_source}}
     schema["else"] = {"required": ["prompt"], "properties": {"prompt": one_source}}
     schema["required"] = [name for name in schema["required"] if name != "prompt"]
+    schema["allOf"] = sections_of_tasks()
 
 
 ParameterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -89,6 +100,30 @@ class JobConfig(Section):
         examples=[{"template": "Summarize: {text}"}, {"column": "text"}],
     )
     model: ModelSection = Field(description="Which checkpoint answers.", examples=[{"path": "Qwen/Qwen3-4B"}])
+    task: TaskName = Field(
+        default="generate",
+        description="What is asked of each row: a completion (generate), which of some labels follows the prompt "
+        "(choice), how likely a text is (score), a vector (embed), or the classes of a classification head (classify).",
+        examples=["choice"],
+    )
+    choice: ChoiceSection = Field(
+        default=ChoiceSection(),
+        description="With task: choice, the labels.",
+        examples=[{"labels": ["billing", "bug", "question"]}],
+    )
+    score: ScoreSection = Field(
+        default=ScoreSection(),
+        description="With task: score, which text is scored.",
+        examples=[{"completion": "{answer}"}],
+    )
+    embed: EmbedSection = Field(
+        default=EmbedSection(), description="With task: embed, what the vectors are.", examples=[{"pooling": "mean"}]
+    )
+    classify: ClassifySection = Field(
+        default=ClassifySection(),
+        description="With task: classify, what becomes of the head's logits.",
+        examples=[{"activation": "sigmoid"}],
+    )
     engine: EngineSection = Field(
         default=EngineSection(), description="How the engine computes.", examples=[{"dtype": "bfloat16"}]
     )
@@ -134,6 +169,33 @@ class JobConfig(Section):
             raise ValidationError.from_exception_data(cls.__name__, [detail])
         return job
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_task(cls, raw: Any, handler: Any) -> "JobConfig":
+        """Keys that say nothing with the job's task are refused, all of them at once."""
+        job = handler(raw)
+        found = [
+            InitErrorDetails(
+                type=PydanticCustomError("value_error", "{error}", {"error": why}),
+                loc=tuple(key.split(".")),
+                input=None,
+            )
+            for key, why in contradictions(
+                job.task,
+                job.model_fields_set,
+                job.choice,
+                job.sampling,
+                job.input,
+                job.model,
+                job.engine,
+                job.run,
+                job.targets,
+            )
+        ]
+        if found:
+            raise ValidationError.from_exception_data(cls.__name__, found)
+        return job
+
     def where(self, key: str) -> str:
         """`file:line` of a dotted key, or of the nearest key around it that is written down."""
         return self._document.where(tuple(key.split(".")))
@@ -165,12 +227,15 @@ class JobConfig(Section):
 
     def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
         """The engine's options, with the folders that the model and its draft model were found in."""
+        engine = self.engine.model_dump()
+        if self.task != "generate":
+            engine["speculation"] = "off"
         return EngineConfig(
             model=model_path,
             quantization=self.model.quantization,
             draft=draft_path,
             num_threads=num_threads,
-            **self.engine.model_dump(),
+            **engine,
         )
 
     @property
@@ -233,11 +298,12 @@ class JobConfig(Section):
             self.prompt_spec(),
             kept,
             self.sampling_columns(),
-            params.max_tokens,
+            params.max_tokens if self.task == "generate" else 0,
             run.unit_tokens,
             run.unit_rows,
             self.quality.column if run.quality_sample > 0 else None,
             params.n,
+            row_texts(self.task, self.choice, self.score, self.prompt.max_bytes),
         )
 
     def chat_template(self) -> str | None:
@@ -271,7 +337,14 @@ class JobConfig(Section):
             "max_model_len": self.engine.max_model_len,
             "rename": dict(self.output.rename),
             "cut": self.run.model_dump(include=_CUT),
+            **self._task_identity(),
         }
+
+    def _task_identity(self) -> dict[str, Any]:
+        """Only where it is not to generate: outputs of jobs from before there were tasks go on."""
+        if self.task == "generate":
+            return {}
+        return {"task": self.task, self.task: getattr(self, self.task).model_dump(mode="json")}
 
     def _format(self) -> dict[str, str]:
         return {} if self.input.requests is None else {"format": self.input.format}

@@ -46,6 +46,13 @@ def _switch(value: object) -> object:
     return _SWITCH.get(value.lower(), value) if isinstance(value, str) else value
 
 
+def _auto_or_switch(value: object) -> object:
+    value = _switch(value)
+    if value != "auto" and not isinstance(value, bool):
+        raise _refuse("auto, true or false")
+    return value
+
+
 def parse_bytes(text: str) -> int | None:
     """`8 GiB` as a number of bytes; None where the text is no size."""
     match = _SIZE.fullmatch(text.strip())
@@ -164,6 +171,11 @@ _STRINGS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHE
 _TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 Switch = Annotated[bool, BeforeValidator(_switch), WithJsonSchema(_SWITCH_SCHEMA)]
+AutoOrSwitch = Annotated[
+    Literal["auto"] | bool,
+    PlainValidator(_auto_or_switch),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, *_SWITCH_SCHEMA["anyOf"]]}),
+]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), WithJsonSchema(_BYTES_SCHEMA)]
 # In seconds.
 Duration = Annotated[
@@ -197,6 +209,14 @@ StringsOrColumn = Annotated[
         "a list of texts (quote numbers)",
         _STRINGS_SCHEMA,
         _listed,
+    ),
+]
+TextOrColumn = Annotated[
+    str | FromColumn | None,
+    *_or_column(
+        lambda v: v is None or (isinstance(v, str) and v != ""),
+        "text",
+        {"anyOf": [_TEXT_SCHEMA, {"type": "null"}]},
     ),
 ]
 TokenIdsOrColumn = Annotated[

@@ -12,8 +12,9 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data.bucket import cut_units
+from pipeline.data.bucket import cut_units, estimate_tokens
 from pipeline.data.prompts import PromptSpec, render
+from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import DAMAGED_KEY, WINDOW_KEY
 from pipeline.errors import RowError
 
@@ -26,6 +27,7 @@ OWN_FIELDS = (
     pa.field("_error_message", pa.string()),
     pa.field("_params", pa.string()),  # per-row sampling values as a JSON object, or null
     pa.field("_expected", pa.string()),  # the right answer, or null
+    pa.field("_texts", pa.string()),  # what `RowTexts` read, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
 _MAX_BUDGET = 1 << 20  # of one row's max_tokens in the estimate of a unit's size
@@ -43,12 +45,16 @@ class UnitSpec:
     unit_rows: int = 512
     expected: str | None = None  # the column of right answers
     default_n: int = 1  # samples of a row
+    texts: RowTexts | None = None  # beside the prompts
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns to read from the source, each once."""
         expected = [] if self.expected is None else [self.expected]
-        return tuple(dict.fromkeys([*self.kept, *self.prompt.columns, *self.sampling_columns.values(), *expected]))
+        texts = () if self.texts is None else self.texts.columns
+        return tuple(
+            dict.fromkeys([*self.kept, *self.prompt.columns, *self.sampling_columns.values(), *expected, *texts])
+        )
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,9 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Un
         errors[start:stop] = [str(RowError.CORRUPT_INPUT)] * (stop - start)
         messages[start:stop] = [reason] * (stop - start)
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
+    texts = [None] * table.num_rows if spec.texts is None else spec.texts.read(inputs, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
+    budgets += np.array([estimate_tokens(len(text.encode())) if text else 0 for text in texts], dtype=np.int64)
     asked = _encoded(rendered.prompts, errors)
     cut = cut_units([p or b"" for p in asked], budgets, spec.unit_tokens, spec.unit_rows)
     own = [
@@ -147,6 +155,7 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Un
         pa.array(messages, pa.string()),
         pa.array([json.dumps(p) if p else None for p in params], pa.string()),
         pa.array(_expected(inputs, spec.expected), pa.string()),
+        pa.array(texts, pa.string()),
     ]
     del asked
     kept = inputs.select(list(spec.kept))

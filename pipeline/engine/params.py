@@ -254,6 +254,11 @@ class Request:
     quality: QualitySample | None = None
     task: Task | None = None
 
+    @property
+    def max_tokens(self) -> int:
+        """The most that it generates."""
+        return self.params.max_tokens if self.task is None else 0
+
 
 @dataclass(frozen=True)
 class RowQuality:

@@ -95,7 +95,8 @@ def estimate_job(
     history = recall(plan)
     rows_left = plan.num_rows - _rows_done(store, plan)
     tokenizer = Tokenizer.from_folder(str(plan.model), plan.chat_template)
-    tokenize = Tokenize(tokenizer, plan.config.sampling_params(), config.seed, chat_of(plan.config, wall_time()))
+    params, now = plan.config.sampling_params(), wall_time()
+    tokenize = Tokenize(tokenizer, params, config.seed, chat_of(plan.config, now), task=plan.task)
     block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
     say(f"reading a sample of {min(sample, plan.num_rows):,} rows")
     prompts = sample_prompts(plan.config, plan.source, tokenize, sample, block)
@@ -109,7 +110,7 @@ def estimate_job(
     shared = _shared(prompts, history)
     generated = lengths.each.times(computed_rows)
     counts = tuple(actors) or (plan.config.run.pool[1],)
-    speed = measured_speed(history, computed_rows / max(counts))
+    speed = measured_speed(history, computed_rows / max(counts), plan.task is None)
     units = _units(plan, computed_rows, prompts, lengths)
     repeated = prompts.repeated / len(prompts.requests) * computed_rows
     computed = prompt_tokens.times(1 - shared) + Interval(*[repeated] * 3)
@@ -169,8 +170,7 @@ def _shared(sample: PromptSample, history: Sequence[Remembered]) -> float:
 
 def _units(plan: JobPlan, rows: float, sample: PromptSample, lengths: OutputLengths) -> float:
     run = plan.config.run
-    most = sum(len(r.prompt_token_ids) + r.params.max_tokens * r.params.n for r in sample.requests)
-    most /= len(sample.requests)
+    most = sum(len(r.prompt_token_ids) + r.max_tokens * r.params.n for r in sample.requests) / len(sample.requests)
     return max(1.0, rows / run.unit_rows, rows * most / run.unit_tokens)
 
 

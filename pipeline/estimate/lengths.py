@@ -114,7 +114,10 @@ class OutputLengths:
 
 
 def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -> OutputLengths:
-    """From runs of the same work by bucket of prompt length; else from the assumption."""
+    """From runs of the same work by bucket of prompt length; else from the assumption. Rows that are asked a task have
+    none; a step that reads one computes a row of logits at most, as for one token."""
+    if requests and all(request.task is not None for request in requests):
+        return OutputLengths(Interval(0, 0, 0), (1,) * len(requests), "a task that generates nothing")
     most = np.array([request.params.max_tokens for request in requests] or [0])
     n = np.array([request.params.n for request in requests] or [1])
     runs = [each.run for each in history if each.same_work]

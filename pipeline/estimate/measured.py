@@ -40,9 +40,11 @@ class Speed:
         return busy_us * (1 + sum(self.beside.values()))
 
 
-def measured_speed(history: Sequence[Remembered], rows: float) -> Speed | None:
-    """None where no run before computed anything. history: the newest first. rows: of the job, for each engine."""
-    runs = [each.run for each in history if each.run.computed.prompt and each.run.computed.generated]
+def measured_speed(history: Sequence[Remembered], rows: float, generates: bool = True) -> Speed | None:
+    """None where no run before computed anything. history: the newest first. rows: of the job, for each engine.
+    generates: whether the job does; else runs that generated nothing tell its speed too."""
+    known = (each.run for each in history if each.run.computed.prompt)
+    runs = [run for run in known if run.computed.generated or not generates]
     if not runs:
         return None
     most = max(run.computed.all for run in runs)
@@ -60,7 +62,7 @@ def measured_speed(history: Sequence[Remembered], rows: float) -> Speed | None:
         startup_us=sum(actor.phases_us["startup"] for actor in actors) / len(actors),
         load_us=sum(actor.phases_us["load"] for actor in actors) / len(actors),
         prompt_token_us=prefill / computed.prompt,
-        generated_token_us=_generated_us(chosen, decode / computed.generated, rows),
+        generated_token_us=_generated_us(chosen, decode / computed.generated, rows) if computed.generated else 0.0,
         beside=beside,
         driver_us=max(0, last.wall_us - max(actor.machine_us for actor in last.actors)),
         spread=spread,

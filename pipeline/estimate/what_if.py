@@ -60,7 +60,7 @@ def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) ->
         if key not in KEYS:
             raise ConfigError(f"--what-if {key}: expected one of {', '.join(KEYS)}")
     run = next((run for run in reversed(report.runs) if run.stat("num_steps")), None)
-    if run is None or not report.tokens.generated:
+    if run is None or not report.rows.completed:
         raise ConfigError("--what-if: no run of this job has computed anything that was delivered")
     phases = report.phases_us
     engines = max(1, len([actor for actor in run.actors if actor.machine_us]))

@@ -62,6 +62,7 @@ def flow_spec(
         sample=any(task.sample is not None for task in tasks),
         retry_failed=retry_failed,
         retried_limits=plan.retried_limits,
+        task=plan.task,
     )
     spot, units = Spot(run.spot_notice, run.drain_s), plan.units
     at_once = config.engine.max_num_seqs or most_default_seqs(plan.device.startswith("cuda"))

@@ -94,11 +94,14 @@ def _answered(store: PartStore) -> Answered:
     place = store.folder.shown(JOB)
     try:
         job = json.loads(store.folder.read(JOB) or b"")
+        task = job["identity"].get("task", "generate")
         endpoint = "chat" if job["identity"]["prompt"].get("chat") is not None else "text"
         model, fingerprint = str(job["free"]["model"]["path"]), str(job["fingerprint"])
         created = int(datetime.fromisoformat(load_runs(store)[-1].started_at).timestamp())
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise OutputError(f"{place}: damaged, or a run's record is missing ({error}); was it edited?") from error
+    if task != "generate":
+        raise OutputError(f"{store.path}: its job's task is {task}; the files of a batch API hold completions alone")
     return Answered(endpoint, model, created, fingerprint)
 
 

@@ -19,6 +19,8 @@ from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, Window, cut_windows, open_source
 from pipeline.data.units import UnitSpec
 from pipeline.errors import ConfigError
+from pipeline.job.actor.tasks.job_task import JobTask
+from pipeline.job.actor.tasks.of_job import task_of, with_stored_pooling
 from pipeline.job.actor.tokenize import chat_template
 from pipeline.job.appended import Batches
 from pipeline.job.dataflow.spec import WindowTask
@@ -46,6 +48,7 @@ class JobPlan:
     chat_template: str | None = None  # that of prompt.chat.template
     retried_limits: Mapping[str, Any] = field(default_factory=dict)  # of error rows, where not the output's own
     reference: Path | None = None  # of the quality watch
+    task: JobTask | None = None  # None: to generate
 
     @property
     def num_rows(self) -> int:
@@ -76,7 +79,8 @@ def make_plan(
     `retries`: counts requests to stores that are tried again. `batches`: the output's, which follow the files of its
     first run. Raises UserError's kinds."""
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
-    config = with_model_defaults(config, model, say)
+    config = with_stored_pooling(with_model_defaults(config, model, say), model)
+    task = task_of(config, model)
     given, batches = config.input, batches or Batches()
     source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.requests)
     config = config.of_lines(source.requests)
@@ -90,8 +94,11 @@ def make_plan(
     units = config.unit_spec(kept)
     source.check_columns(units.columns)
     units.prompt.check(source.schema)
+    if units.texts is not None:
+        units.texts.check(source.schema)
     kept_schema = pa.schema([source.kept.field(name) for name in kept])
-    schema = output_schema(kept_schema, config.output.rename, config.reports_logprobs, config.reports_samples)
+    shape = config.reports_logprobs, config.reports_samples, None if task is None else task.fields
+    schema = output_schema(kept_schema, config.output.rename, *shape)
     windows = cut_windows(source, config.run.window_rows, config.run.window_bytes, config.input.limit)
     draft = resolve_draft(config.draft_model, config.model.storage, say, retries)
     reference = resolve_reference(config, model, say, retries)
@@ -101,7 +108,19 @@ def make_plan(
         config, source, model_digest(model), device.partition(":")[0], dated, template, batches.later_files
     )
     return JobPlan(
-        config, source, windows, units, schema, model, draft, ours, batches, device, template, reference=reference
+        config,
+        source,
+        windows,
+        units,
+        schema,
+        model,
+        draft,
+        ours,
+        batches,
+        device,
+        template,
+        reference=reference,
+        task=task,
     )
 
 

@@ -23,9 +23,8 @@ def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -
     if source.num_rows == 0:
         return None
     ((unit,),) = [list(units_of(config, source, Window(0, 0, 1)))]
-    prompt, error, message, file, row = (
-        unit.own(name)[0].as_py() for name in ("_prompt", "_error", "_error_message", "source_file", "source_row")
-    )
+    names = ("_prompt", "_error", "_error_message", "source_file", "source_row", "_texts")
+    prompt, error, message, file, row, texts = (unit.own(name)[0].as_py() for name in names)
     tokens = None
     if prompt is not None and tokenize is not None:
         requests, failed = tokenize(unit)
@@ -38,6 +37,7 @@ def first_prompt(config: JobConfig, source: Source, tokenize: Tokenize | None) -
         "source_row": row,
         "bytes": len(prompt.encode()) if prompt is not None else 0,
         "tokens": tokens,
+        "texts": texts and texts[:MAX_PROMPT_CHARS],
         "text": prompt if prompt is None else prompt[:MAX_PROMPT_CHARS],
         "error": error,
         "error_message": message,

@@ -6,14 +6,14 @@ them over; no part is written. Beside that each unit's rows lie in `_pipeline/sa
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.output.parts import SUCCESS, PartStore
-from pipeline.data.output.result_columns import RESULT_FIELDS, result_column
+from pipeline.data.output.result_columns import RESULT_NAMES, result_column, result_names
 from pipeline.job.actor.partial import FOLDER as PARTIAL
 from pipeline.job.actor.write import SAMPLES
 from pipeline.job.dataflow.reading import evenly, shares
@@ -32,11 +32,12 @@ class SampleRow:
     source_row: int
     prompt: str | None
     text: str | None
-    finish_reason: str
+    finish_reason: str | None
     num_input_tokens: int
     num_generated_tokens: int
     error: str | None
     error_message: str | None
+    results: dict[str, Any] = field(default_factory=dict)  # of a task in the place of text and finish_reason, by column
 
 
 def sample_tasks(tasks: tuple[WindowTask, ...], rows: int) -> tuple[WindowTask, ...]:
@@ -57,11 +58,14 @@ def read_sample(store: PartStore, run_id: str) -> Iterator[SampleRow]:
 def _rows_of(table: pa.Table) -> Iterator[SampleRow]:
     prompts = table.column(table.num_columns - 1).to_pylist()
     part = table.select(list(range(table.num_columns - 1)))
-    columns: dict[str, list[Any]] = {field.name: result_column(part, field.name).to_pylist() for field in RESULT_FIELDS}
-    columns["text"] = columns.pop("generated_text")
+    columns: dict[str, list[Any]] = {name: result_column(part, name).to_pylist() for name in result_names(part.schema)}
+    columns["text"] = columns.pop("generated_text", [None] * part.num_rows)
+    columns.setdefault("finish_reason", [None] * part.num_rows)
     names = [name for name in columns if name in SampleRow.__dataclass_fields__]
+    of_task = [name for name in columns if name not in RESULT_NAMES and name not in names]
     for i, prompt in enumerate(prompts):
-        yield SampleRow(prompt=prompt, **{name: columns[name][i] for name in names})
+        results = {name: columns[name][i] for name in of_task}
+        yield SampleRow(prompt=prompt, results=results, **{name: columns[name][i] for name in names})
 
 
 def forget_samples_of_another_job(store: PartStore, ours: Fingerprint) -> None:

@@ -20,8 +20,10 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
 from pipeline.data.source import Source, cut_windows, open_source
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.errors import EnvironmentFailed, ModelError, PipelineError
+from pipeline.errors import EnvironmentFailed, ModelError, PipelineError, RowError
 from pipeline.formatting import printable, shown_bytes
+from pipeline.job.actor.tasks.job_task import JobTask
+from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
 from pipeline.job.actor.tokenize import Tokenize, chat_of, chat_template
 from pipeline.job.prompt_preview import MAX_PROMPT_CHARS, first_prompt, prompt_tokens
 from pipeline.job.reference_model import KEY as REFERENCE_KEY
@@ -77,6 +79,7 @@ class _Examination:
     def run(self) -> None:
         self._model()
         self._sampling()
+        task = self._task()
         with self._noting("input.path"):
             given = self.config.input
             source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
@@ -84,8 +87,8 @@ class _Examination:
             self._requests(source)
             kept = self._columns(source)
             if not self.found.mistakes:
-                self._output_columns(source, kept)
-                self._prompts(source)
+                self._output_columns(source, kept, task)
+                self._prompts(source, task)
         self._output()
 
     @contextmanager
@@ -142,6 +145,23 @@ class _Examination:
                 self.facts["model_sampling"] = {"taken": used, "not_taken": left}
                 self.config = with_model_defaults(self.config, folder)
 
+    def _task(self) -> JobTask | None:
+        """What is asked in place of completions; None also where it follows from a checkpoint that is not here."""
+        config = self.config
+        if config.task == "generate":
+            return None
+        values = getattr(config, config.task)
+        self.facts["task"] = {"name": config.task, **values.model_dump(mode="json"), "columns_known": False}
+        folder = folder_here(config.model.path, config.model.revision)
+        is_here = folder is not None and (folder / "config.json").is_file()
+        task = None
+        with self._noting("embed.dimensions" if config.task == "embed" else "task"):
+            if is_here or config.task not in OF_CHECKPOINT:
+                folder = folder or Path()
+                task = task_of(with_stored_pooling(config, folder), folder)
+                self.facts["task"]["columns_known"] = True
+        return task
+
     def _checkpoint(self, key: str, path: str, storage: Mapping[str, Any]) -> dict[str, str]:
         """What there is to tell of the checkpoint that `key` names."""
         kind, shown = model_kind(path), shown_url(path)
@@ -192,6 +212,8 @@ class _Examination:
         wanted = [("input.columns", name) for name in given or ()]
         wanted += [(prompt_key, name) for name in self.spec.columns]
         wanted += [(f"sampling.{option}", name) for option, name in config.sampling_columns().items()]
+        texts = config.unit_spec().texts
+        wanted += [] if texts is None else [(texts.key, name) for name in texts.columns]
         if config.run.quality_sample > 0 and config.quality.column is not None:
             wanted.append(("quality.column", config.quality.column))
         absent = set()
@@ -203,6 +225,9 @@ class _Examination:
         if not absent & set(self.spec.columns):
             with self._noting(prompt_key):
                 self.spec.check(source.schema)
+        if texts is not None and not absent & set(texts.columns):
+            with self._noting(texts.key):
+                texts.check(source.schema)
         for option, name in config.sampling_columns().items():
             if option in _NUMBERS and name not in absent and is_text(source.schema.field(name).type):
                 self._mistake(f"sampling.{option}", f"column {name!r} is text, expected numbers")
@@ -219,18 +244,18 @@ class _Examination:
         elif not is_text(kind):
             self._mistake(key, f"column {name!r} is {kind}, expected text")
 
-    def _output_columns(self, source: Source, kept: list[str]) -> None:
+    def _output_columns(self, source: Source, kept: list[str], task: JobTask | None) -> None:
         import pyarrow as pa
 
         with self._noting("output.rename"):
             fields = [source.kept.field(name) for name in kept]
             config = self.config
-            schema: pa.Schema = output_schema(
-                pa.schema(fields), config.output.rename, config.reports_logprobs, config.reports_samples
-            )
+            own = None if config.task == "generate" else () if task is None else task.fields
+            shape = config.reports_logprobs, config.reports_samples, own
+            schema: pa.Schema = output_schema(pa.schema(fields), config.output.rename, *shape)
             self.facts["output_columns"] = {f.name: str(f.type) for f in schema}
 
-    def _prompts(self, source: Source) -> None:
+    def _prompts(self, source: Source, task: JobTask | None) -> None:
         """What the model gets, where its tokenizer is on this machine."""
         config, tokenize, chat = self.config, None, self.config.prompt.chat
         key = "model.path" if chat is None else "prompt.chat" if chat.template is None else "prompt.chat.template"
@@ -241,11 +266,15 @@ class _Examination:
                 from pipeline.tokenization.tokenizer import Tokenizer
 
                 tokenizer = Tokenizer.from_folder(str(folder), template)
-                tokenize = Tokenize(tokenizer, config.sampling_params(), config.seed, chat_of(config, wall_time()))
+                params, now = config.sampling_params(), wall_time()
+                tokenize = Tokenize(tokenizer, params, config.seed, chat_of(config, now), task=task)
             else:
                 config.chat_template()
             self.facts["first_prompt"] = first_prompt(config, source, tokenize)
             self.facts["prompt_tokens"] = tokenize and prompt_tokens(config, source, tokenize)
+            first = self.facts["first_prompt"]
+            if first and first["error"] == RowError.INVALID_LABELS and not isinstance(config.choice.labels, FromColumn):
+                self._mistake("choice.labels", first["error_message"].removeprefix("labels: "))
 
     def _output(self) -> None:
         output = self.config.output
@@ -310,8 +339,8 @@ def _facts(found: Examined, config: JobConfig) -> list[tuple[str, str]]:
         ("Model", f"{facts['model']['path']} ({facts['model']['kind']}{revision})"),
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
         *([("Quality", _quality(facts.get("reference model"), config))] if config.run.quality_sample else []),
-        ("Sampling", ", ".join(sampling)),
-        *_own_sampling(facts["model_sampling"], config),
+        *([("Task", _shown_task(task))] if (task := facts.get("task")) else [("Sampling", ", ".join(sampling))]),
+        *([] if task else _own_sampling(facts["model_sampling"], config)),
         ("Output", f"{facts['output']['path']}: {f'{there:,} rows are there' if there else 'nothing there yet'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
         ("Price", "not declared (cost.hourly_usd)" if usd is None else f"{money(usd)} an hour for each actor"),
@@ -325,6 +354,13 @@ def _quality(reference: dict[str, str] | None, config: JobConfig) -> str:
     )
     column = "" if given.column is None else f"; right answers from {given.column}"
     return f"{100 * config.run.quality_sample:g}% of the rows against {against}{column}"
+
+
+def _shown_task(task: dict[str, Any]) -> str:
+    given = {key: value for key, value in task.items() if key not in ("name", "columns_known")}
+    values = [f"{key} {value!r}" for key, value in given.items() if value is not None]
+    unknown = "" if task["columns_known"] else "; its columns follow from the checkpoint, which is not on this machine"
+    return ": ".join(part for part in (task["name"], ", ".join(values)) if part) + unknown
 
 
 def _shown_requests(found: dict[str, Any] | None) -> str:
@@ -362,6 +398,9 @@ def _shown_prompt(first: dict[str, Any] | None, found: Examined) -> list[str]:
     lines += [f"    | {printable(line)}" for line in shown[:_MAX_LINES_SHOWN]]
     if len(shown) > _MAX_LINES_SHOWN or len(first["text"]) == MAX_PROMPT_CHARS:
         lines.append("    | ...")
+    if first["texts"] is not None:
+        key = {"choice": "choice.labels", "score": "score.completion"}[found.facts["task"]["name"]]
+        lines += ["", f"  With it, as {key}:", *(f"    | {printable(line)}" for line in first["texts"].split("\n"))]
     if first["tokens"] is None:
         lines += [
             "",

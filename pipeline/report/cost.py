@@ -162,6 +162,16 @@ class RunReport(JsonRecord):
         return per_second(self.tokens.generated, self.machine_us)
 
     @property
+    def rows_per_s(self) -> float:
+        """Completed rows per second of machine time, everything included."""
+        return per_second(self.rows.completed, self.machine_us)
+
+    @property
+    def has_generated(self) -> bool:
+        """Whether tokens were generated; not by a job whose task asks for something else."""
+        return self.tokens.generated > 0 or not self.rows.completed
+
+    @property
     def batch_efficiency(self) -> float:
         """The share of the machine time in which engines computed what was delivered."""
         return (self.phases_us["prefill"] + self.phases_us["decode"]) / self.machine_us if self.machine_us else 0.0
@@ -184,6 +194,7 @@ class RunReport(JsonRecord):
         raw["tokens"]["computed"] = self.tokens.computed
         raw["input_tokens_per_s"] = self.input_tokens_per_s
         raw["generated_tokens_per_s"] = self.generated_tokens_per_s
+        raw["rows_per_s"] = self.rows_per_s
         raw["joules_per_generated_token"] = self.joules_per_generated_token
         raw["runs"] = [run.to_json() | {"machine_us": run.machine_us} for run in self.runs]
         if self.estimate is not None:

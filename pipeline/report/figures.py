@@ -67,10 +67,11 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         counts += f"; {tokens.error_input:,} more in prompts of error rows, not priced"
     speed_in, speed_out = report.input_tokens_per_s, report.generated_tokens_per_s
     decode_rate = per_second(work.generated_tokens, report.phases_us["decode"])
-    engine = (
-        f"{decode_rate:,.0f} tok/s while decoding; {work.mean_batch:.1f} sequences a step,"
-        f" KV cache {work.mean_kv_used * 100:.0f} % used"
-    )
+    speed = f"{speed_in:,.0f} tok/s in (computed), {speed_out:,.0f} tok/s out, by machine time"
+    if not report.has_generated:
+        speed = f"{report.rows_per_s:,.1f} rows/s, {speed_in:,.0f} tok/s in (computed), by machine time"
+    decoding = f"{decode_rate:,.0f} tok/s while decoding; " if report.has_generated else ""
+    engine = f"{decoding}{work.mean_batch:.1f} sequences a step, KV cache {work.mean_kv_used * 100:.0f} % used"
     logs = "_pipeline/logs has what the engines' processes printed, and how they ended"
     facts = [
         ("Rows", f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors"),
@@ -78,7 +79,7 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         ("Left out", left_out if skipped else ""),
         ("Looped", _looped(report)),
         ("Tokens", counts),
-        ("Speed", f"{speed_in:,.0f} tok/s in (computed), {speed_out:,.0f} tok/s out, by machine time"),
+        ("Speed", speed),
         ("Drafts", _drafting(report.speculated) if report.speculated is not None else ""),
         ("Engine", engine if work.steps else ""),
         ("Quality", _quality(report)),
@@ -105,13 +106,15 @@ def _grammars(work: Work) -> str:
 
 def _energy(report: RunReport) -> str:
     """Empty where no machine tells it."""
-    each = report.joules_per_generated_token
+    each, what = report.joules_per_generated_token, "a generated token"
+    if each is None and report.energy_uj is not None and report.rows.completed:
+        each, what = report.energy_uj / 1e6 / report.rows.completed, "a row"
     if report.energy_uj is None or each is None:
         return ""
     kwh = report.energy_uj / 3.6e12
     counted = sorted({str(run.resolved["energy"]) for run in report.runs if "energy" in run.resolved})
     whole = f"{kwh:,.3g} kWh" if kwh >= 1 else f"{kwh * 1000:,.3g} Wh"
-    return f"{whole}, {each:.3g} J a generated token ({'; '.join(counted)})"
+    return f"{whole}, {each:.3g} J {what} ({'; '.join(counted)})"
 
 
 def _quality(report: RunReport) -> str:
@@ -346,6 +349,9 @@ def cost_rows(report: RunReport) -> list[tuple[str, str]]:
         ("per 1M tokens, both", cost.per_1m_blended_usd),
         ("per row", cost.per_row_usd),
     ]
+    if not report.has_generated:
+        thousand = None if cost.per_row_usd is None else 1000 * cost.per_row_usd
+        each = [*each[:3], ("per 1,000 rows", thousand)]
     return [(label, "n/a" if usd is None else money(usd)) for label, usd in each]
 
 

@@ -10,7 +10,8 @@ from pipeline.errors import ConfigError
 class Encodes(Protocol):
     """What is needed of a tokenizer."""
 
-    eos_token_ids: frozenset[int]
+    @property
+    def end_token_id(self) -> int | None: ...
 
     def continuation(self, ids: Sequence[int], text: str) -> list[int]: ...
 
@@ -33,7 +34,7 @@ def encode_labels(tokenizer: Encodes, prompt_token_ids: Sequence[int], labels: S
             raise ConfigError(f"labels: {first[tokens]!r} and {label!r} have the same tokens")
         first[tokens] = label
     if any(longer[: len(shorter)] == shorter for shorter, longer in pairwise(sorted(ids))):
-        if not tokenizer.eos_token_ids:
+        if tokenizer.end_token_id is None:
             raise ConfigError("labels: one is the beginning of another, and the tokenizer has no end of text")
-        return [(*tokens, min(tokenizer.eos_token_ids)) for tokens in ids]
+        return [(*tokens, tokenizer.end_token_id) for tokens in ids]
     return ids

@@ -109,6 +109,13 @@ class Tokenizer:
         return self._chat_template
 
     @property
+    def end_token_id(self) -> int | None:
+        """What ends a text: the tokenizer's own EOS, with which chat checkpoints end a turn, else the smallest of
+        eos_token_ids; None where there is none."""
+        own = self._control.get(str(self._special_tokens.get("eos_token")))
+        return own if own in self.eos_token_ids else min(self.eos_token_ids, default=None)
+
+    @property
     def control_tokens(self) -> Mapping[str, int]:
         """Text of each control token and its id."""
         return dict(self._control)

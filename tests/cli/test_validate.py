@@ -234,3 +234,61 @@ def test_validate_compiles_the_grammar_and_looks_at_the_column_of_grammars(work,
     code, out, _ = pipe("validate", "job.yaml", "--set", "sampling.structured_outputs={json: {column: text}}")
     assert code == 0
     assert "structured_outputs from column text" in out
+
+
+def of_task(work, text: str) -> None:
+    (work / "job.yaml").write_text(
+        JOB.replace("sampling: {max_tokens: 9}", text).replace("Sum up:\\n{text}\\n", "{text}")
+    )
+    table = pa.table({"id": [1, 2], "text": ["one ", "two"], "options": [["a", "b"], None], "number": [1, 2]})
+    pq.write_table(table, work / "data" / "a.parquet")
+
+
+def test_validate_shows_a_task_and_its_columns(work, pipe):
+    of_task(work, "task: choice\nchoice: {labels: {column: options}}")
+    code, out, err = pipe("validate", "job.yaml")
+    assert code == 0, err
+    assert "  Task      choice: labels {'column': 'options'}\n" in out
+    assert "  Adds      label, label_probability, label_probabilities, error, " in out
+    assert '  With it, as choice.labels:\n    | ["a", "b"]\n' in out
+    assert "Error rows among them: invalid_labels 1" in out
+    assert "Sampling" not in out
+    of_task(work, "task: score\nscore: {completion: ' {number:.1f}', token_logprobs: 0}")
+    out = pipe("validate", "job.yaml")[1]
+    assert "  Task      score: completion ' {number:.1f}', token_logprobs 0\n" in out
+    assert "  With it, as score.completion:\n    |  1.0\n" in out
+    of_task(work, "task: embed")
+    found = json.loads(pipe("validate", "job.yaml", "--json")[1])
+    assert found["output_columns"]["embedding"].startswith("fixed_size_list<")
+    of_task(work, "task: classify")
+    found = json.loads(pipe("validate", "job.yaml", "--json", "--set", "model.path=no/model")[1])
+    assert found["task"] == {"name": "classify", "activation": "auto", "columns_known": False}
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("task: choice\nchoice: {labels: {column: option}}", "no column 'option' (did you mean 'options'?)"),
+        ("task: choice\nchoice: {labels: {column: text}}", "column 'text' is string, expected lists of texts"),
+        ("task: score\nscore: {completion: '{answer}'}", "has no column 'answer' (there are: "),
+        ("task: score\nscore: {completion: {column: number}}", "is int64, expected text; as text: \"{number}\""),
+        ("task: score\nscore: {completion: '{text:.2f}'}", "score.completion: "),
+        ("task: embed\nembed: {dimensions: 5000}", "job.yaml:6: embed.dimensions: 5000: the vectors of demo have "),
+        ("task: classify", "job.yaml:5: task: classify: demo has no sequence classification head"),
+    ],
+)  # fmt: skip
+def test_validate_refuses_tasks_that_the_data_or_the_model_cannot_do(work, pipe, task, expected):
+    of_task(work, task)
+    code, out, err = pipe("validate", "job.yaml")
+    assert (code, out) == (2, "")
+    assert expected in err
+
+
+def test_validate_refuses_labels_that_become_the_same_tokens(work, pipe, monkeypatch):
+    from pipeline.tokenization.tokenizer import Tokenizer
+
+    monkeypatch.setattr(Tokenizer, "continuation", lambda self, ids, text: [5])
+    of_task(work, "task: choice\nchoice: {labels: [a, b]}")
+    code, _, err = pipe("validate", "job.yaml")
+    assert code == 2
+    assert "job.yaml:6: choice.labels: 'a' and 'b' have the same tokens" in err

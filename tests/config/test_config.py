@@ -171,6 +171,23 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
     [
         ("model2: {}\n", "model2: unknown key\n    Did you mean `model`?"),
         ("sampling: {max_tokens: true}\n", "expected an integer, or {column: name}; got true"),
+        ("task: summarize\n", "task: expected one of generate, choice, score, embed, classify; got 'summarize'"),
+        ("task: choice\n", "choice.labels: required by task choice, but not there"),
+        ("choice: {labels: [a, b]}\n", "choice: task is generate; write task: choice, or leave it out"),
+        ("task: embed\nscore: {}\n", "score: task is embed; write task: score"),
+        ("task: choice\nchoice: {labels: [a]}\n", "choice.labels: expected at least two labels; got 1"),
+        ("task: choice\nchoice: {labels: [a, b, a]}\n", "choice.labels: 'a' is there twice"),
+        ("task: choice\nchoice: {labels: [a, '']}\n", "choice.labels: an empty label"),
+        ("task: score\nscore: {completion: plain}\n", "score.completion: names no column"),
+        ("task: score\nscore: {completion: 5}\n", "score.completion: expected text, or {column: name}; got 5"),
+        ("task: score\nscore: {token_logprobs: 101}\n", "score.token_logprobs: expected at most 100"),
+        ("task: embed\nembed: {normalize: maybe}\n", "embed.normalize: expected auto, true or false; got 'maybe'"),
+        ("task: embed\nembed: {dimensions: 0}\n", "embed.dimensions: expected at least 1"),
+        ("task: classify\nclassify: {activation: relu}\n", "expected one of auto, softmax, sigmoid, none; got 'relu'"),
+        ("task: embed\nsampling: {max_tokens: 3}\n", "sampling.max_tokens: says nothing with task embed"),
+        ("task: embed\nrun: {quality_sample: 0.1}\n", "run.quality_sample: compares completions"),
+        ("task: embed\nengine: {speculation: {proposer: ngram}}\n", "engine.speculation: says nothing with task"),
+        ("task: score\ntargets: {min_generated_per_s: 5}\n", "targets.min_generated_per_s: says nothing with task"),
         ("sampling: {max_tokens: '64'}\n", "expected an integer, or {column: name}; got '64'"),
         ("sampling: {max_tokens: 0}\n", "expected an integer of at least 1; got 0"),
         ("sampling: {max_tokens: {columns: b}}\n", "expected a value, or {column: name}"),
@@ -317,6 +334,17 @@ def test_what_makes_another_job_what_rounds_differently_and_what_is_free(job, ch
     base, changed = job(), job(MINIMAL.replace(*change, 1))
     assert (changed.identity() != base.identity()) == identity
     assert (changed.numerics() != base.numerics()) == numerics
+
+
+def test_a_task_is_in_the_identity_and_no_key_of_older_jobs(job):
+    assert "task" not in job().identity()
+    chosen = job(MINIMAL + "task: choice\nchoice: {labels: [a, b]}\n")
+    assert chosen.identity() == job().identity() | {"task": "choice", "choice": {"labels": ["a", "b"]}}
+    column = job(MINIMAL + "task: choice\nchoice: {labels: {column: options}}\n")
+    assert column.identity()["choice"] == {"labels": {"column": "options"}}
+    assert column.unit_spec().columns == ("text", "options")
+    assert chosen.engine_config("folder", None).speculation == "off"
+    assert chosen.unit_spec().default_max_tokens == 0
 
 
 def test_quantization_on_load_is_the_target_models_and_no_key_of_older_jobs(job):

@@ -97,6 +97,11 @@ BEYOND_A_SCHEMA = (
     "no embedded model",
     "holds no user or password",
     "the same new name",
+    "at least two labels",
+    "is there twice",
+    "compares completions",
+    "engine.speculation: says nothing",
+    "targets.min_generated_per_s: says nothing",
 )
 
 

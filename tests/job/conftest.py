@@ -57,9 +57,10 @@ class Job:
         return self
 
     def config(self, **sections) -> JobConfig:
-        settings = {
-            name: {**self.settings.get(name, {}), **sections.get(name, {})} for name in {**self.settings, **sections}
-        }
+        settings = {**self.settings, **sections}
+        for name, section in settings.items():
+            if isinstance(section, dict):
+                settings[name] = {**self.settings.get(name, {}), **section}
         path = self.folder / "job.yaml"
         path.write_text(yaml.safe_dump(settings))
         return load_job(path)

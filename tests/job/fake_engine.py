@@ -13,22 +13,41 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+
+import numpy as np
 
 from pipeline import errors
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request
 from pipeline.engine.samples import sample_seed, with_samples
 from pipeline.engine.schedule.call import Group
-from pipeline.engine.tasks import TokenLogprobs
+from pipeline.engine.tasks import (
+    Choice,
+    ChoiceResult,
+    Classify,
+    Embed,
+    Score,
+    ScoreResult,
+    Task,
+    TaskResult,
+    TokenLogprobs,
+    VectorResult,
+)
+
+HIDDEN_SIZE = 8
 
 
 class FakeTokenizer:
     digest = "fake"
+    end_token_id = 0
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
+
+    def continuation(self, ids: Sequence[int], text: str) -> list[int]:
+        return list(text.encode())
 
     def encode_chat(
         self,
@@ -53,13 +72,32 @@ def answer(prompt_token_ids: list[int], seed: int | None, max_tokens: int) -> li
     return [digest[i % 32] for i in range(length)]
 
 
+def result_of(prompt_token_ids: list[int], task: Task) -> TaskResult:
+    """What a task comes to: numbers that follow from the request alone, exact in float32. A vector has as many of them
+    as hidden_size or the labels of `classify`, of which there are three."""
+    digest = hashlib.sha256(f"{prompt_token_ids} {task}".encode()).digest()
+    match task:
+        case Score(first=first, top=top):
+            scored = prompt_token_ids[first:]
+            return ScoreResult(-0.5 * len(scored), len(scored), None if top is None else tuple(_each(scored, top)))
+        case Choice(labels=labels):
+            return ChoiceResult(tuple(-digest[i % 32] / 64 for i in range(len(labels))))
+        case Embed(dimensions=dimensions):
+            values = [digest[i % 32] / 64 for i in range(dimensions or HIDDEN_SIZE)]
+            return VectorResult(np.array(values, dtype=np.float32))
+        case Classify():
+            return VectorResult(np.array([digest[i] / 64 for i in range(3)], dtype=np.float32))
+
+
 def text_of(token_ids: list[int]) -> str:
     return " ".join(map(str, token_ids))
 
 
 def _logprobs(token_ids: list[int], top: int | None) -> list[TokenLogprobs] | None:
-    if top is None:
-        return None
+    return None if top is None else _each(token_ids, top)
+
+
+def _each(token_ids: list[int], top: int) -> list[TokenLogprobs]:
     return [TokenLogprobs(token, -0.5, tuple((token + i, -0.5 - i) for i in range(top))) for token in token_ids]
 
 
@@ -143,11 +181,27 @@ class FakeEngine:
         time.sleep(step_s)
         finished = []
         for key, (request, ids, num_done) in list(self.running.items()):
-            self.stats.generated_tokens += 1
+            self.stats.generated_tokens += request.task is None
             self.running[key] = (request, ids, num_done + 1)
             now = time.monotonic_ns() // 1000
             first = self.first_token_us.setdefault(key, now)
-            if num_done + 1 == len(ids):
+            if request.task is not None:
+                del self.running[key], self.first_token_us[key]
+                finished.append(
+                    Completion(
+                        request.row_id,
+                        [],
+                        "",
+                        "stop",
+                        len(request.prompt_token_ids),
+                        self.cached.pop(key),
+                        queued_us=self.queued_us.pop(key),
+                        first_token_us=first,
+                        last_token_us=now,
+                        result=result_of(request.prompt_token_ids, request.task),
+                    )
+                )
+            elif num_done + 1 == len(ids):
                 del self.running[key], self.first_token_us[key]
                 reason = "length" if len(ids) == request.params.max_tokens else "stop"
                 finished.append(

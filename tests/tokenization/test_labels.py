@@ -9,7 +9,7 @@ from pipeline.tokenization.labels import encode_labels
 class Letters:
     """A token for each letter."""
 
-    eos_token_ids = frozenset({7, 2})
+    end_token_id: int | None = 2
 
     def continuation(self, ids, text):
         return [ord(letter) for letter in text]
@@ -22,7 +22,7 @@ def test_labels_are_their_tokens():
 def test_where_one_label_begins_another_the_end_belongs_to_each():
     assert encode_labels(Letters(), [], ["ab", "c", "a"]) == [(97, 98, 2), (99, 2), (97, 2)]
     endless = Letters()
-    endless.eos_token_ids = frozenset()
+    endless.end_token_id = None
     with pytest.raises(ConfigError, match="no end of text"):
         encode_labels(endless, [], ["a", "ab"])
 

@@ -141,6 +141,7 @@ def test_eos_is_the_union_of_all_sources(folder, tmp_path):
     (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 5}))
     (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 7]}))
     assert Tokenizer.from_folder(str(tmp_path / "m")).eos_token_ids == {own, 5, 6, 7}
+    assert Tokenizer.from_folder(str(tmp_path / "m")).end_token_id == own, "not the smallest"
     (tmp_path / "m" / "config.json").write_text(
         json.dumps({"text_config": {"eos_token_id": [8]}, "model_type": "llama"})
     )

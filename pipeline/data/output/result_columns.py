@@ -6,7 +6,7 @@ error rows. Each result field carries its own name in its metadata, so that sums
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
@@ -32,19 +32,31 @@ SAMPLED = ("generated_text", "finish_reason", "logprobs")  # of each sample one,
 
 RESULT_NAMES: tuple[str, ...] = (*(f.name for f in RESULT_FIELDS), LOGPROBS_FIELD.name)
 
+OF_COMPLETIONS = ("generated_text", "finish_reason")  # a job with another task has its own columns in their place
+
 _RESULT_KEY = b"pipeline.result"  # field metadata: which result field this is, whatever it was renamed to
 
 
-def output_schema(kept: pa.Schema, rename: Mapping[str, str], logprobs: bool, samples: bool = False) -> pa.Schema:
+def output_schema(
+    kept: pa.Schema,
+    rename: Mapping[str, str],
+    logprobs: bool,
+    samples: bool = False,
+    task_fields: Sequence[pa.Field] | None = None,
+) -> pa.Schema:
     """The kept columns, then the result columns under the names `rename` (result name -> output name) gives
-    them. samples: the columns of SAMPLED are lists, as rows may have several completions (`sampling.n`).
+    them. samples: the columns of SAMPLED are lists, as rows may have several completions (`sampling.n`). task_fields:
+    of a job that does not generate, in the place of OF_COMPLETIONS.
 
     Raises ConfigError when a key of `rename` is no result column or when two columns would have one name.
     """
+    fields, known = [*RESULT_FIELDS, *([LOGPROBS_FIELD] if logprobs else [])], RESULT_NAMES
+    if task_fields is not None:
+        fields = [*task_fields, *(f for f in RESULT_FIELDS if f.name not in OF_COMPLETIONS)]
+        known = tuple(f.name for f in fields)
     for name in rename:
-        if name not in RESULT_NAMES:
-            raise ConfigError(f"output.rename: {name!r} is not a result column{did_you_mean(name, RESULT_NAMES)}")
-    fields = [*RESULT_FIELDS, *([LOGPROBS_FIELD] if logprobs else [])]
+        if name not in known:
+            raise ConfigError(f"output.rename: {name!r} is not a result column{did_you_mean(name, known)}")
     if samples:
         fields = [f.with_type(pa.list_(f.type)) if f.name in SAMPLED else f for f in fields]
     results = [pa.field(rename.get(f.name, f.name), f.type, metadata={_RESULT_KEY: f.name.encode()}) for f in fields]

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, RowQuality
-from pipeline.engine.tasks import TokenLogprobs
+from pipeline.job.actor.tasks.task_results import of_plain, to_plain, token_logprobs
 
 FOLDER = "_pipeline/partial"
 
@@ -28,7 +28,9 @@ class PartialUnits:
         """Keep these rows of the unit, beside others that are kept of it."""
         places = unit.places()
         kept = {tuple(row["row_id"]): row for row in self._kept(unit)}
-        kept |= {places[done.row_id]: {**asdict(done), "row_id": places[done.row_id]} for done in completions}  # type: ignore[index]
+        for done in completions:
+            place = places[done.row_id]  # type: ignore[index]
+            kept[place] = {**asdict(done), "result": to_plain(done.result), "row_id": place}
         self._store.folder.replace(self._name(unit), json.dumps(list(kept.values())).encode())
 
     def load(self, unit: Unit) -> list[Completion]:
@@ -57,7 +59,8 @@ def remove_all(store: PartStore) -> None:
 def _completion(raw: dict[str, Any], row_id: int) -> Completion:
     logprobs, quality, samples = raw["logprobs"], raw.get("quality"), raw.get("samples", ())
     if logprobs is not None:
-        logprobs = [TokenLogprobs(t["token_id"], t["logprob"], tuple((i, p) for i, p in t["top"])) for t in logprobs]
+        logprobs = [token_logprobs(t) for t in logprobs]
     found = None if quality is None else RowQuality(**quality)
-    each = tuple(_completion(sample, row_id) for sample in samples)
-    return Completion(**{**raw, "row_id": row_id, "logprobs": logprobs, "quality": found, "samples": each})
+    each, result = tuple(_completion(sample, row_id) for sample in samples), of_plain(raw.get("result"))
+    own = {"row_id": row_id, "logprobs": logprobs, "quality": found, "samples": each, "result": result}
+    return Completion(**{**raw, **own})

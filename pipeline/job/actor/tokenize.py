@@ -16,8 +16,10 @@ from pipeline.checkpoints.chat_template import ADVICE, has_template
 from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, QualitySample, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
+from pipeline.job.actor.tasks.job_task import JobTask, RowRefused
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.chat_messages import ChatTemplateError
+from pipeline.tokenization.labels import Encodes
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Encodes, Protocol):
     """What Tokenize needs: `pipeline.tokenization.tokenizer.Tokenizer`, or a test's fake."""
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
@@ -116,8 +118,11 @@ class Tokenize:
         seed: int,
         chat: Chat | None,
         quality_sample: float = 0.0,
+        task: JobTask | None = None,
     ) -> None:
-        """quality_sample: the share of rows whose completions are to be compared with a reference model."""
+        """quality_sample: the share of rows whose completions are to be compared with a reference model. task: what is
+        asked in place of completions."""
+        self._ask = None if task is None else task.asker(tokenizer)
         self._tokenizer = tokenizer
         self._quality_sample = quality_sample
         self._params = params
@@ -150,14 +155,32 @@ class Tokenize:
         if self._chat is None:
             encoded = self._tokenizer.encode_batch([prompt for _, prompt, _ in wanted])
             pairs = zip(wanted, encoded, strict=True)
-            return [Request(i, ids, params, sampled.get(i)) for (i, _, params), ids in pairs], failed
+            requests = [Request(i, ids, params, sampled.get(i)) for (i, _, params), ids in pairs]
+            return self._asked(unit, requests, failed)
         requests = []
         for i, prompt, params in wanted:
             try:
                 requests.append(Request(i, self._encode_chat(prompt, self._chat), params, sampled.get(i)))
             except ChatTemplateError as refused:
                 failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(refused)))
-        return requests, failed
+        return self._asked(unit, requests, failed)
+
+    def _asked(
+        self, unit: Unit, requests: list[Request], failed: list[Completion]
+    ) -> tuple[list[Request], list[Completion]]:
+        """The requests with what the job's task asks; rows of which it cannot be asked fail."""
+        if self._ask is None:
+            return requests, failed
+        texts, asked = unit.own("_texts").to_pylist(), []
+        for request in requests:
+            prompt, i = request.prompt_token_ids, request.row_id
+            assert isinstance(i, int)
+            try:
+                ids, task = self._ask(prompt, texts[i])
+                asked.append(replace(request, prompt_token_ids=ids, task=task))
+            except RowRefused as refused:
+                failed.append(failed_row(i, refused.code, str(refused), len(prompt)))
+        return asked, failed
 
     def shown(self, prompt: str) -> str:
         """A unit's prompt as the model gets it, for people. Raises ChatTemplateError."""

@@ -25,6 +25,7 @@ from pipeline.engine.quality.reference_config import ReferenceConfig
 from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
+from pipeline.job.actor.tasks.job_task import JobTask
 from pipeline.job.actor.tokenize import Chat, Tokenize
 from pipeline.job.actor.write import Write, row_stats
 from pipeline.job.process.main import load_factory
@@ -84,6 +85,7 @@ class WorkSpec:
     sample: bool = False  # keep what is computed for a later run, and write no part
     retry_failed: bool = False  # of a unit whose part is there, compute the error rows again
     retried_limits: Mapping[str, Any] = field(default_factory=dict)  # that those rows get, where not the job's
+    task: JobTask | None = None  # None: to generate
 
     def here(self, retries: RetryCounts) -> tuple[EngineConfig, ReferenceConfig | None]:
         """`engine` and `reference`, with the folders of their models on this machine; they are downloaded where they
@@ -125,7 +127,7 @@ class Worker:
         self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
         # While the engine's process starts:
         tokenizer = load_factory(spec.backend.tokenizer)(engine.model, spec.chat_template)
-        self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat, spec.quality_sample)
+        self._tokenize = Tokenize(tokenizer, spec.params, spec.seed, spec.chat, spec.quality_sample, spec.task)
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint)
@@ -138,6 +140,7 @@ class Worker:
             spec.kept_types,
             spec.retried_limits,
             spec.samples,
+            spec.task,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

@@ -15,6 +15,8 @@ from pipeline.data.units import Unit
 from pipeline.engine.params import Completion, RowQuality
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
+from pipeline.job.actor.tasks.job_task import JobTask
+from pipeline.job.actor.tasks.task_results import plain_logprobs
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.quality import QualityStats
 from pipeline.report.record.computed import Computed
@@ -49,9 +51,11 @@ class Write:
         kept_types: Mapping[str, pa.DataType] | None = None,
         limits: Mapping[str, Any] | None = None,
         samples: bool = False,
+        task: JobTask | None = None,
     ) -> None:
         """kept_types: of kept columns in a part; those that are not named stay as they are in a unit. limits: of rows
-        that are computed again, where they are not the job's. samples: whether texts stand in lists."""
+        that are computed again, where they are not the job's. samples: whether texts stand in lists. task: whose
+        columns are in the place of texts."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
@@ -60,6 +64,7 @@ class Write:
         self._kept_types = dict(kept_types or {})
         self._limits = dict(limits or {})
         self._samples = samples
+        self._task = task
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         """Commit the unit. `completions` holds each of its rows once, in any order."""
@@ -119,8 +124,7 @@ class Write:
         kept = unit.kept()
         kept = kept.cast(pa.schema([f.with_type(self._kept_types.get(f.name, f.type)) for f in kept.schema]))
         columns: list[Any] = [
-            [self._own(c, lambda one: one.text) for c in done],
-            [self._finish_reason(c) for c in done],
+            *self._answers(unit, done),
             [c.error for c in done],
             [c.error_message for c in done],
             [c.num_prompt_tokens for c in done],
@@ -131,9 +135,10 @@ class Write:
         ]
         if self._logprobs:
             columns.append([self._own(c, _logprobs) for c in done])
-        schema = output_schema(kept.schema, self._rename, self._logprobs, self._samples)
+        fields = None if self._task is None else self._task.fields
+        schema = output_schema(kept.schema, self._rename, self._logprobs, self._samples, fields)
         results = [
-            c if isinstance(c, pa.ChunkedArray) else pa.array(c, schema.field(kept.num_columns + i).type)
+            c if isinstance(c, pa.ChunkedArray | pa.Array) else pa.array(c, schema.field(kept.num_columns + i).type)
             for i, c in enumerate(columns)
         ]
         table = pa.Table.from_arrays([*kept.columns, *results], schema=schema)
@@ -150,14 +155,15 @@ class Write:
             return None
         return [value(one) for one in completion.each] if self._samples else value(completion)
 
+    def _answers(self, unit: Unit, done: list[Completion]) -> list[Any]:
+        """The columns of completions, or of the task in their place."""
+        if self._task is not None:
+            return self._task.columns(done, unit.own("_texts").to_pylist())
+        return [[self._own(c, lambda one: one.text) for c in done], [self._finish_reason(c) for c in done]]
+
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
-    if completion.logprobs is None:
-        return None
-    return [
-        {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": p} for i, p in t.top]}
-        for t in completion.logprobs
-    ]
+    return plain_logprobs(completion.logprobs)
 
 
 def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:

@@ -187,9 +187,9 @@ def _prompt_lengths(report: RunReport) -> Chart | None:
 def _completion_lengths(report: RunReport) -> Chart | None:
     outputs = (run.row_stats.outputs.values() for run in report.runs)
     whole = sum((histogram for each in outputs for histogram in each), Histogram())
-    if not whole.count:
-        return None
     values = whole.values()
+    if not any(value for value, _ in values):  # no rows, or none that generated
+        return None
     longest = max(value for value, _ in values)
     width = max(1, -(-(longest + 1 - min(value for value, _ in values)) // MAX_BARS))
     first = min(value for value, _ in values) // width

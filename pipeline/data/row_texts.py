@@ -1,0 +1,84 @@
+"""Texts that rows bring beside their prompts: a completion to be scored, or labels to choose from.
+
+They travel in the unit as one column of text: a completion as it is, labels as a JSON list. A row whose texts cannot be
+used is an error row.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from pipeline.data.columns import did_you_mean, is_list, is_text
+from pipeline.data.prompts import PromptSpec, render
+from pipeline.errors import ConfigError, RowError
+
+
+@dataclass(frozen=True)
+class RowTexts:
+    """Exactly one of a completion and a column of lists of texts. key: of the job file, for messages."""
+
+    key: str
+    completion: PromptSpec | None = None
+    labels: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Those that are read."""
+        return self.completion.columns if self.completion is not None else (self.labels or "",)
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise ConfigError where the columns of `schema` cannot be read so."""
+        for name in self.columns:
+            if name not in schema.names:
+                raise ConfigError(f"{self.key}: the input has no column {name!r}{did_you_mean(name, schema.names)}")
+        if self.completion is None:
+            kind = schema.field(self.labels or "").type
+            if not (is_list(kind) and is_text(kind.value_type)):
+                raise ConfigError(f"{self.key}: column {self.labels!r} is {kind}, expected lists of texts")
+        elif self.completion.column is not None and not is_text(kind := schema.field(self.completion.column).type):
+            name = self.completion.column
+            raise ConfigError(f'{self.key}: column {name!r} is {kind}, expected text; as text: "{{{name}}}"')
+        else:
+            try:
+                self.completion.check(schema)
+            except ConfigError as error:
+                raise ConfigError(f"{self.key}: {error.problem('prompt')}") from None
+
+    def read(self, inputs: pa.Table, errors: list[str | None], messages: list[str | None]) -> list[str | None]:
+        """Each row's texts; None where it has an error. Rows without usable ones get an error, unless they have one."""
+        if self.completion is not None:
+            rendered = render(inputs, self.completion)
+            texts, refused, code = rendered.prompts, rendered.messages, RowError.INVALID_COMPLETION
+        else:
+            lists = list(_lists(inputs.column(self.labels or "")))
+            refused = [_why_refused(labels, self.labels) for labels in lists]
+            texts = [None if why else json.dumps(labels, ensure_ascii=False) for labels, why in zip(lists, refused)]
+            code = RowError.INVALID_LABELS
+        for i, why in enumerate(refused):
+            if why is not None and errors[i] is None:
+                errors[i], messages[i] = str(code), f"{self.key}: {why}"
+        return [text if error is None else None for text, error in zip(texts, errors, strict=True)]
+
+
+def _lists(column: pa.ChunkedArray) -> Iterable[list[str | bytes | None] | None]:
+    """b"" stands for a list that holds text which is not UTF-8."""
+    for value in column:
+        try:
+            labels = value.as_py()
+            yield labels and [label.decode() if isinstance(label, bytes) else label for label in labels]
+        except UnicodeDecodeError:
+            yield [b""]
+
+
+def _why_refused(labels: list[str | bytes | None] | None, name: str | None) -> str | None:
+    if labels is None:
+        return f"column {name!r} is null"
+    if not labels:
+        return f"column {name!r} is an empty list"
+    if None in labels:
+        return f"a null among the labels of column {name!r}"
+    if any(isinstance(label, bytes) for label in labels):
+        return f"column {name!r} holds bytes that are not UTF-8 text"
+    return f"an empty label in column {name!r}" if "" in labels else None
