@@ -7,6 +7,7 @@ Shapes: R rows of logits, M of them with a grammar, V vocabulary, W 32-bit words
 
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from pipeline.engine.grammar.matcher import RowMatcher
-from pipeline.engine.params import EngineStats
 from pipeline.kernels.transfer import on_device
 
 _IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1
@@ -78,10 +78,17 @@ class TokenMask:
             z_RV.index_add_(0, on_device(at_M[here], z_RV.device), added_MV)
 
 
+class MaskCounts(Protocol):
+    """Where masks are counted: the engine's `EngineStats`."""
+
+    filled_masks: int
+    mask_us: int
+
+
 class MaskFiller:
     """Fills masks on the host's cores, and counts them in `stats`. num_threads: at most so many at once."""
 
-    def __init__(self, mask_words: int, vocab_size: int, num_threads: int, stats: EngineStats) -> None:
+    def __init__(self, mask_words: int, vocab_size: int, num_threads: int, stats: MaskCounts) -> None:
         self._mask_words, self._vocab_size, self._num_threads, self._stats = mask_words, vocab_size, num_threads, stats
         self._executor: LLExecutor | None = None
         self._mask_us = 0.0  # about how long one takes a thread, by those that were filled last
