@@ -338,6 +338,24 @@ def plain_against_drafted(as_json: bool, **options: Any) -> None:
     _print_bench(bench_speculation(say=say, **options), as_json)
 
 
+@bench.command("grammar")
+@click.option("--model", default="demo:target-awq", show_default=True, metavar="PATH", help="A served model.")
+@_bench_options(rows=64, rounds=15, dtype="auto", threads=None)
+@json_flag
+@answers
+def grammars_against_free_text(as_json: bool, **options: Any) -> None:
+    """What structured outputs cost: rows with a grammar against rows without one, at equal numbers of tokens.
+
+    \b
+    Examples:
+      pipeline bench grammar
+      pipeline bench grammar --rows 8 --rounds 5 --dtype float32
+    """
+    from pipeline.bench.grammar import bench_grammar
+
+    _print_bench(bench_grammar(say=say, **options), as_json)
+
+
 def _share(flag: str, about: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     in_range = click.FloatRange(0, 1, min_open=True)
     return click.option(flag, type=in_range, default=1.0, show_default=True, help=about)
