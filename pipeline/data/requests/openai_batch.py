@@ -29,7 +29,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "logit_bias": ({},),
@@ -43,7 +42,7 @@ _HINTS = {
     "add_generation_prompt": "give prompt.chat.add_generation_prompt in the job file, for all rows",
 }
 OF_LINE = ("custom_id", "method", "url", "body")
-_OF_CHAT = ("messages", "max_completion_tokens", "top_logprobs")
+_OF_CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format")
 _OF_TEXT = ("prompt",)
 
 
@@ -151,6 +150,9 @@ def _parameters(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
             raise Refused("body.top_logprobs: needs body.logprobs: true beside it")
         if wanted:
             own["logprobs"] = parameter("logprobs", top or 0, "body.top_logprobs")
+        form = body.get("response_format")
+        if form is not None and form != {"type": "text"}:  # that asks for nothing, and leaves the job's
+            own["response_format"] = json.dumps(form)
     elif body.get("logprobs") is not None:
         own["logprobs"] = parameter("logprobs", body["logprobs"], "body.logprobs")
     if "seed" in own:

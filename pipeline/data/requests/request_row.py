@@ -12,7 +12,7 @@ import pyarrow as pa
 
 Endpoint = Literal["chat", "text"]
 
-# Each row's own sampling values, by SamplingParams' names; null means the job's.
+# Each row's own sampling values, by SamplingParams' names; null means the job's. response_format is JSON.
 PARAMETERS: Mapping[str, pa.DataType] = {
     "max_tokens": pa.int64(),
     "min_tokens": pa.int64(),
@@ -29,6 +29,7 @@ PARAMETERS: Mapping[str, pa.DataType] = {
     "seed": pa.int64(),
     "logprobs": pa.int64(),
     "n": pa.int64(),
+    "response_format": pa.string(),
 }
 CUSTOM_ID = "custom_id"
 REFUSED = "refused"  # why a request is not taken, else null

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pipeline.checkpoints.chat_template import ADVICE, has_template
 from pipeline.data.units import Unit
+from pipeline.engine.grammar.structured_outputs import of_response_format
 from pipeline.engine.params import Completion, QualitySample, Request, SamplingParams
 from pipeline.errors import ConfigError, RowError
 from pipeline.job.actor.tasks.job_task import JobTask, RowRefused
@@ -203,9 +204,13 @@ class Tokenize:
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """A row's own options, with `structured_outputs.json` and the like as the mapping that SamplingParams takes."""
+    """A row's own options, with `structured_outputs.json` and the like, or OpenAI's `response_format` as JSON, as the
+    mapping that SamplingParams takes. Raises ConfigError."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
+        if name == "response_format":
+            nested["structured_outputs"] = of_response_format(json.loads(str(value)))
+            continue
         option, _, kind = name.partition(".")
         nested[option] = {kind: value} if kind else value
     return nested

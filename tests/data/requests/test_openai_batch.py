@@ -70,7 +70,6 @@ REFUSED = [
     (chat(n="2"), r"body\.n: expected an integer, got '2'"),
     (chat(n=True), r"body\.n: "),
     (chat(tools=[{}]), r"body\.tools: "),
-    (chat(response_format={"type": "json_object"}), r"body\.response_format: "),
     (chat(audio={"voice": "x"}), r"body\.audio: not supported; got an object of 1"),
     (chat(frobnicate=1), r"body\.frobnicate: not a field that is known for /v1/chat/completions"),
     (chat(**{"x" * 10_000: 1}), r"body\.x{80}: "),
@@ -140,3 +139,9 @@ def test_a_row_that_is_not_whole_is_one_without_values():
 def test_the_whole_input_is_refused(line, says):
     with pytest.raises(NoRequest, match=says):
         heading(line)
+
+
+def test_a_response_format_is_carried_as_json_and_one_of_text_asks_for_nothing():
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+    assert json.loads(request(chat(response_format=form), "chat").parameters["response_format"]) == form
+    assert "response_format" not in request(chat(response_format={"type": "text"}), "chat").parameters

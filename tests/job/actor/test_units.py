@@ -11,6 +11,7 @@ from pipeline.config import JobConfig
 from pipeline.data.output.parts import PartStore
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
+from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.tasks import TokenLogprobs
 from pipeline.errors import PipelineError
@@ -85,6 +86,27 @@ def test_a_sampling_value_of_the_wrong_kind_is_the_rows_error():
     spec = UnitSpec(PromptSpec(column="p"), sampling_columns={"temperature": "t"})
     _, failed = Tokenize(FakeTokenizer(), SamplingParams(), 0, None)(unit_of({"p": ["a"], "t": ["hot"]}, spec))
     assert [c.error for c in failed] == ["invalid_sampling"]
+
+
+def test_a_row_of_a_batch_api_may_have_a_response_format_of_its_own():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    forms = [
+        json.dumps({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}),
+        '{"type": "json_object"}',
+        None,
+        '{"type": "xml"}',
+        '"json"',
+    ]
+    spec = UnitSpec(PromptSpec(column="p"), sampling_columns={"response_format": "f"})
+    jobs_own = SamplingParams(structured_outputs={"regex": "a+"})
+    requests, failed = Tokenize(FakeTokenizer(), jobs_own, 0, None)(unit_of({"p": ["a"] * 5, "f": forms}, spec))
+    unit = unit_of({"p": ["a"] * 5, "f": forms}, spec)
+    at = rows_by_source(unit)
+    wanted = {request.row_id: request.params.structured_outputs for request in requests}
+    expected = [{"json": schema}, {"json_object": True}, {"regex": "a+"}]
+    assert [wanted[at[row]] for row in range(3)] == [StructuredOutputs.of(each) for each in expected]
+    assert {c.row_id: c.error for c in failed} == {at[3]: "invalid_sampling", at[4]: "invalid_sampling"}
+    assert all("sampling.response_format" in c.error_message for c in failed)
 
 
 def test_chats_from_text_and_from_messages():
