@@ -129,7 +129,9 @@ class Engine(BatchCalls):
         seed = request.params.seed if request.params.seed is not None else self.seed + call.num_given
         call.num_given += 1
         call.num_open += 1
-        refused = why_refused(request, self.runner)
+        refused = None
+        if request.task is not None or not self.runner.has_vocabulary_head:
+            refused = why_refused(request, self.runner)
         if refused is not None:
             nothing = np.zeros(len(request.prompt_token_ids), dtype=np.int32)
             return Sequence(request, nothing, self._order, call=call).fail(*refused)
@@ -172,7 +174,7 @@ class Engine(BatchCalls):
                 self._masks.check(request.params.structured_outputs)
             except ConfigError as error:
                 return sequence.fail(RowError.GRAMMAR_ERROR, str(error))
-        if generates:
+        if generates and request.params.prompt_logprobs is not None:
             sequence.reader = prompt_reader(sequence)
         self.scheduler.add(sequence)
 

@@ -152,7 +152,9 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
         raise f.refuse("quantization_config", "an object")
     rope = Rope.from_config(values, path, max_position)
     num_classes = None
-    if any(str(name).endswith("ForSequenceClassification") for name in values.get("architectures") or ()):
+    architectures = values.get("architectures")
+    named = architectures if isinstance(architectures, list) else []
+    if any(str(name).endswith("ForSequenceClassification") for name in named):
         names = class_names(values)
         num_classes = len(names) if names is not None else f.integer("num_labels", 1, 1 << 20, default=2)
     return ModelConfig(

@@ -45,5 +45,6 @@ def test_every_row_keeps_to_its_own_schema(job, without_ray):
     told = dict(facts(report))["Grammars"]
     assert told in text(report)
     assert told.startswith(f"{report.work.masked_tokens:,} tokens under a mask")
-    assert report.work.masked_tokens >= sum(found[row]["num_generated_tokens"] for row in range(12))
+    generated = sum(found[row]["num_generated_tokens"] for row in range(12))
+    assert 0 < report.work.masked_tokens <= generated + 60, "forced tokens need no mask; the row that failed had some"
     assert report.work.mask_us > 0

@@ -46,8 +46,6 @@ class StepReading:
     @classmethod
     def of_plan(cls, plan: StepPlan, table: SlotTable) -> "StepReading | None":
         """None where nothing is read in this step."""
-        if not table.num_readers:
-            return None
         start_S = np.maximum(plan.start_S, table.read_from[plan.slot_S])
         stop_S = np.minimum(plan.start_S + plan.count_S, table.read_to[plan.slot_S])
         read = np.flatnonzero(start_S < stop_S)

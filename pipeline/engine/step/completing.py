@@ -138,7 +138,9 @@ class Completing:
         loop_R = np.zeros(len(slot_R), dtype=bool)
         if table.max_pattern[slot_R].any():
             loop_R = repeats_itself(table, slot_R)
-        whole_R = self._masks.take(slot_R, token_R, ~stop_R)
+        whole_R = np.zeros(len(slot_R), dtype=bool)
+        if table.has_grammar[slot_R].any():
+            whole_R = self._masks.take(slot_R, token_R, ~stop_R)
         ends: list[_End] = []
         for r in np.flatnonzero(stop_R | whole_R | length_R | loop_R | table.has_stops[slot_R]).tolist():
             slot, text = int(slot_R[r]), None

@@ -54,7 +54,8 @@ class StepLoop:
     def _compute(self, plan: StepPlan, begun_ns: int, rejected: int) -> None:
         """Compute a plan whose known tokens are all known, and take what comes of it."""
         self.computing = plan
-        step, reading = build_input(plan, self.table), StepReading.of_plan(plan, self.table)
+        step = build_input(plan, self.table)
+        reading = StepReading.of_plan(plan, self.table) if self.table.num_readers else None
         if reading is None:
             logits_RV = self.runner.execute(step)
         else:
