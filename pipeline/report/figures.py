@@ -100,8 +100,7 @@ def _grammars(work: Work) -> str:
     """Structured outputs in a sentence; empty where no row had any."""
     if not work.masked_tokens:
         return ""
-    each = work.mask_us / work.masked_tokens
-    return f"{work.masked_tokens:,} tokens under a mask; {seconds(work.mask_us)} to fill masks, {each:,.0f} us each"
+    return f"{work.masked_tokens:,} tokens under a mask; {seconds(work.mask_us)} to fill masks"
 
 
 def _energy(report: RunReport) -> str:

@@ -65,8 +65,9 @@ class StepTokens(NamedTuple):
         return cls(prefill, plan.num_tokens - repeated - prefill, repeated)
 
     def add_time(self, stats: EngineStats, step_us: int, only_samples: bool, num_rejected: int = 0) -> None:
-        """Add the step's time to `stats`, split in proportion to these numbers. only_samples: nothing
-        was drafted or read in it. num_rejected: drafts, of those that it decoded, that the model did not confirm."""
+        """Add the step's time to `stats`, split in proportion to these numbers. only_samples: one token of each
+        sequence, nothing drafted or read. num_rejected: drafts, of those that it decoded, that the model did not
+        confirm."""
         total = max(sum(self), 1)
         prefill_us, preempted_us = step_us * self.prefill // total, step_us * self.repeated // total
         drafts_us = step_us * min(num_rejected, self.decode) // total

@@ -67,7 +67,8 @@ class StepLoop:
         self._take(plan.sampling_slot_S, output)
         self.completing.take_read(plan.slot_S)
         step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
-        tokens.add_time(self.stats, step_us, plan.draft_S is None and reading is None, rejected)
+        only_samples = plan.draft_S is None and reading is None and plan.num_tokens == len(plan.slot_S)
+        tokens.add_time(self.stats, step_us, only_samples, rejected)
 
     def _sample(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput | Verified:
         """The next tokens of the sequences that sample: one each, or those that follow from their drafts."""

@@ -67,7 +67,8 @@ class OverlappedLoop(StepLoop):
             self.in_flight, self._drafted = in_flight, drafted
         # Most of this time the device computed the step whose tokens were taken: what it rejected counts here.
         step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
-        tokens.add_time(self.stats, step_us, plan.draft_S is None, rejected)
+        only_samples = plan.draft_S is None and plan.num_tokens == len(plan.slot_S)
+        tokens.add_time(self.stats, step_us, only_samples, rejected)
         if self.scheduler.pacing is not None:
             self.scheduler.pacing.observe(step_us, is_mixed=tokens.prefill + tokens.repeated > 0)
 
