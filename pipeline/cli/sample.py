@@ -41,12 +41,16 @@ def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json:
 
 
 def _shown(row: "SampleRow") -> str:
-    ended = row.finish_reason if row.error is None else f"{row.error}: {row.error_message}"
+    texts = row.text if isinstance(row.text, list) else [row.text or ""]
+    reasons = row.finish_reason if isinstance(row.finish_reason, list) else [row.finish_reason]
+    ended = (
+        ", ".join(reason for reason in reasons if reason) if row.error is None else f"{row.error}: {row.error_message}"
+    )
     lines = [
         f"{row.source_file}, row {row.source_row}: {row.num_input_tokens} tokens in, {row.num_generated_tokens} out"
     ]
     lines += [f"  | {line}" for line in _shortened(row.prompt or "").splitlines()]
-    lines += [f"  > {line}" for line in _shortened(row.text or "").splitlines()]
+    lines += [f"  > {line}" for text in texts for line in _shortened(text).splitlines()]
     if row.error is None:
         lines += [f"  > {name}: {_value(value)}" for name, value in row.results.items()]
     lines += [f"  ({ended})"] if ended else []

@@ -26,13 +26,14 @@ MAX_WINDOWS = 4  # each is read whole
 
 @dataclass(frozen=True)
 class SampleRow:
-    """A row as it will be in the output. prompt: as the model gets it; None where the row has none."""
+    """A row as it will be in the output, with lists where it may have several samples. prompt: as the model gets it;
+    None where the row has none."""
 
     source_file: str
     source_row: int
     prompt: str | None
-    text: str | None
-    finish_reason: str | None
+    text: str | list[str] | None
+    finish_reason: str | list[str] | None
     num_input_tokens: int
     num_generated_tokens: int
     error: str | None

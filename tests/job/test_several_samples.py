@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.cli.sample import _shown
 from pipeline.config.jobfile import JobFileError
 from pipeline.data.output.parts import PartStore
 from pipeline.engine.engine import Engine
@@ -24,6 +25,7 @@ from pipeline.job.audit import audit
 from pipeline.job.plan import make_plan
 from pipeline.job.read_output import divided_by
 from pipeline.job.run import run_job
+from pipeline.job.sample import SampleRow
 from pipeline.tokenization.tokenizer import Tokenizer
 from tests.job.conftest import TEXTS, run, runs, success
 from tests.job.fake_engine import answer, text_of
@@ -213,3 +215,14 @@ def test_samples_of_the_real_model_are_those_of_separate_requests(job):
     with Engine(config.engine_config(str(plan.model), None)) as engine:
         apart = {completion.row_id: completion.text for completion in engine.stream(requests)}
     assert [row["generated_text"] for row in rows] == [[apart[i, index] for index in range(4)] for i in range(3)]
+
+
+def test_a_tried_row_shows_the_texts_of_all_its_samples() -> None:
+    row = SampleRow("a.parquet", 3, "Hi", ["one", "two"], ["stop", "length"], 2, 5, None, None)
+    assert _shown(row).splitlines() == [
+        "a.parquet, row 3: 2 tokens in, 5 out",
+        "  | Hi",
+        "  > one",
+        "  > two",
+        "  (stop, length)",
+    ]
