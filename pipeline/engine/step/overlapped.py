@@ -101,6 +101,8 @@ class OverlappedLoop(StepLoop):
         if plan is None or not len(plan.slot_S) or self.drafting is None:
             return plan if plan is not None and len(plan.slot_S) else None
         proposer = self.drafting.select(plan)
+        if self.table.num_readers:
+            proposer = None  # the host builds this step's input, and a draft model's drafts are on the device alone
         if self.in_flight is not None and not self._can_draft_ahead(plan, proposer):
             self.land(ahead=plan)
             plan = self._placeholders.rebase(plan, self.scheduler.running)

@@ -4,17 +4,25 @@ import numpy as np
 import pytest
 
 from pipeline import Request, SamplingParams
+from pipeline.engine.drafts.drafting import Drafting
+from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.tasks import Choice, Score
 from tests.engine.hash_runner import VOCAB, check_tokens, hash_engine, next_token
+from tests.engine.test_draft_model import draft_with_itself
 
 PARAMS = SamplingParams()
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("num_blocks", [200, 24])
-def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_blocks: int) -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_blocks: int, drafts: bool) -> None:
     rng = np.random.default_rng(1)
     engine = hash_engine(num_blocks, 4, is_asynchronous=is_asynchronous)
+    if drafts:  # of a draft model, which stay on the device where it works beside the host
+        proposer = draft_with_itself(engine, 3)
+        proposer.runner.is_asynchronous = is_asynchronous
+        engine.draft_as(Drafting([proposer], FixedDrafts(3), engine.scheduler))
     rows = [
         Request(row, rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist(), SamplingParams(max_tokens=9))
         for row in range(12)
@@ -45,6 +53,7 @@ def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_block
             assert done["choice", number].result.logprobs == pytest.approx(expected, abs=1e-5)
     assert engine.pool.num_held == 0
     assert engine.table.num_readers == 0
+    assert (engine.stats.drafted_1 > 0) == drafts
 
 
 def test_logits_that_are_no_numbers_are_an_error_row_and_leave_no_block_behind() -> None:
