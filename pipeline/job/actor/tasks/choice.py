@@ -11,6 +11,7 @@ from pipeline.engine.params import Completion
 from pipeline.engine.tasks import Choice, ChoiceResult, Task
 from pipeline.errors import ConfigError, RowError
 from pipeline.job.actor.tasks.job_task import Ask, RowRefused
+from pipeline.job.actor.tasks.label_columns import label_fields, label_values
 from pipeline.tokenization.labels import Encodes, encode_labels
 
 
@@ -22,12 +23,7 @@ class ChoiceTask:
 
     @property
     def fields(self) -> tuple[pa.Field, ...]:
-        each = [("label", pa.string()), ("probability", pa.float64()), ("logprob", pa.float64())]
-        return (
-            pa.field("label", pa.string()),
-            pa.field("label_probability", pa.float64()),
-            pa.field("label_probabilities", pa.list_(pa.struct(each))),
-        )
+        return label_fields("probability", "probabilities", "logprob")
 
     def asker(self, tokenizer: Encodes) -> Ask:
         def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
@@ -39,8 +35,7 @@ class ChoiceTask:
         return ask
 
     def columns(self, done: Sequence[Completion], texts: Sequence[str | None]) -> list[Any]:
-        rows = [self._row(c.result, own) for c, own in zip(done, texts, strict=True)]
-        return [[row and row[i] for row in rows] for i in range(3)]
+        return label_values([self._row(c.result, own) for c, own in zip(done, texts, strict=True)])
 
     def _row(self, result: object, own: str | None) -> tuple[str, float, list[dict[str, Any]]] | None:
         if not isinstance(result, ChoiceResult):

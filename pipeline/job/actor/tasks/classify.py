@@ -11,6 +11,7 @@ import pyarrow as pa
 from pipeline.engine.params import Completion
 from pipeline.engine.tasks import Classify, Task, VectorResult
 from pipeline.job.actor.tasks.job_task import Ask
+from pipeline.job.actor.tasks.label_columns import label_fields, label_values
 from pipeline.tokenization.labels import Encodes
 
 Activation = Literal["softmax", "sigmoid", "none"]
@@ -28,19 +29,9 @@ class ClassifyTask:
     def fields(self) -> tuple[pa.Field, ...]:
         if len(self.labels) == 1:
             return (pa.field("score", pa.float64()),)
-        logit = [("label", pa.string()), ("logit", pa.float64())]
         if self.activation == "none":
-            return (
-                pa.field("label", pa.string()),
-                pa.field("label_logit", pa.float64()),
-                pa.field("label_logits", pa.list_(pa.struct(logit))),
-            )
-        each = [logit[0], ("probability", pa.float64()), logit[1]]
-        return (
-            pa.field("label", pa.string()),
-            pa.field("label_probability", pa.float64()),
-            pa.field("label_probabilities", pa.list_(pa.struct(each))),
-        )
+            return label_fields("logit", "logits")
+        return label_fields("probability", "probabilities", "logit")
 
     def asker(self, tokenizer: Encodes) -> Ask:
         def ask(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
@@ -52,8 +43,7 @@ class ClassifyTask:
         logits = [c.result.values.tolist() if isinstance(c.result, VectorResult) else None for c in done]
         if len(self.labels) == 1:
             return [[row and self._activated(row)[0] for row in logits]]
-        rows = [row and self._row(row) for row in logits]
-        return [[row and row[i] for row in rows] for i in range(3)]
+        return label_values([row and self._row(row) for row in logits])
 
     def _row(self, logits: list[float]) -> tuple[str, float, list[dict[str, Any]]]:
         best, values = int(np.argmax(logits)), self._activated(logits)
