@@ -49,8 +49,8 @@ def files_of_a_token(**options: object) -> set[str]:
 @pytest.mark.parametrize(
     ("heading", "most", "options"),
     [
-        ("Without drafts", 16, {"speculation": "off"}),
-        ("With drafts", 22, {"speculation": {"proposer": "ngram", "max_draft_tokens": 4, "forced": True}}),
+        ("Without drafts", 14, {"speculation": "off"}),
+        ("With drafts", 20, {"speculation": {"proposer": "ngram", "max_draft_tokens": 4, "forced": True}}),
     ],
 )
 def test_the_way_of_a_token_is_the_one_that_is_listed(heading: str, most: int, options: dict[str, object]) -> None:

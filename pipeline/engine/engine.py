@@ -8,6 +8,7 @@ several engines may live in one process.
 
 import time
 from collections.abc import Callable, Generator, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -15,18 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.engine.batch_calls import BatchCalls
 from pipeline.engine.drafts.drafting import Drafting
 from pipeline.engine.forward.runner import Place, Runner
 from pipeline.engine.forward.scoring import Piece, ReservedBlocks, prompt_logits
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request, SamplingParams
+from pipeline.engine.reading.calls import ReadingCalls, Text
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, why_refused
-from pipeline.engine.samples import sample_seed, with_samples
+from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
-from pipeline.engine.schedule.call import Call, Group
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Sequence, SlotTable
+from pipeline.engine.schedule.sequence import Call, Sequence, SlotTable
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.speculation import make_drafting
 from pipeline.engine.step.completing import Completing
@@ -40,7 +40,7 @@ from pipeline.tokenization.detokenizer import StopChecker
 from pipeline.tokenization.tokenizer import Tokenizer
 
 
-class Engine(BatchCalls):
+class Engine(ReadingCalls):
     """`Engine(EngineConfig(model="path")).generate(["prompt", ...], SamplingParams(max_tokens=64))`."""
 
     _warming_up = "warming up"  # what takes its time there
@@ -148,7 +148,7 @@ class Engine(BatchCalls):
         self._order += n
         if n == 1:
             return [Sequence(request, token_ids, first, seed, call, queued_us=queued_us)]
-        group = Group(n, with_samples)
+        group = Group(n)
         return [
             Sequence(request, token_ids, first + place, sample_seed(seed, place), call, group, place, queued_us)
             for place in range(n)
@@ -249,6 +249,32 @@ class Engine(BatchCalls):
             self._abort_abandoned()
 
     # -- many requests
+
+    def generate(
+        self, prompts: Text | Items[Text], params: SamplingParams | Items[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete `prompts` (strings or lists of token ids) and return the completions in their order.
+
+        Other requests of the engine go on meanwhile, and keep their completions; when the call is interrupted, its own
+        end. Rows that cannot be served come back as completions with an error. `params` is one SamplingParams for all
+        or one for each. Raises ConfigError when the counts differ.
+        """
+        ids = self._encoded(prompts)
+        each = list(params) if isinstance(params, Items) else [params or SamplingParams()] * len(ids)
+        if len(each) != len(ids):
+            raise ConfigError(
+                f"{len(ids)} prompts with {len(each)} sampling params: expected one for all or one for each"
+            )
+        return self._completed([Request(row, prompt, own) for row, (prompt, own) in enumerate(zip(ids, each))])
+
+    def _encoded(self, texts: Text | Items[Text]) -> list[list[int]]:
+        is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        many: Any = [texts] if is_one else texts
+        return [self.tokenizer.encode(text) if isinstance(text, str) else list(text) for text in many]
+
+    def _completed(self, requests: Items[Request]) -> list[Completion]:
+        done = {completion.row_id: completion for completion in self.stream(requests)}
+        return [done[index] for index in range(len(requests))]
 
     def stream(self, requests: Iterable[Request]) -> Generator[Completion, None, None]:
         """Yield the completions of `requests` as they finish, pulling requests just fast enough to keep the batch full.

@@ -38,3 +38,20 @@ def with_samples(samples: Sequence[Completion]) -> Completion:
         num_lost_generated_tokens=sum(sample.num_lost_generated_tokens for sample in samples)
         + sum(len(sample.token_ids) for sample in fine),
     )
+
+
+class Group:
+    """The sequences of one request that became several. Their completions become one when the last has ended: none is
+    aborted because another failed. It is never part-way: they are queued together, and aborted together. Compared by
+    identity."""
+
+    def __init__(self, size: int) -> None:
+        self._ended: dict[int, Completion] = {}  # by place
+        self._size = size
+
+    def end(self, place: int, completion: Completion) -> Completion | None:
+        """The sequence in this place has ended. The request's completion, if it was the last one."""
+        self._ended[place] = completion
+        if len(self._ended) < self._size:
+            return None
+        return with_samples([self._ended[place] for place in range(self._size)])

@@ -21,8 +21,7 @@ import numpy as np
 
 from pipeline import errors
 from pipeline.engine.params import Completion, EngineConfig, EngineStats, Request
-from pipeline.engine.samples import sample_seed, with_samples
-from pipeline.engine.schedule.call import Group
+from pipeline.engine.samples import Group, sample_seed
 from pipeline.engine.tasks import (
     Choice,
     ChoiceResult,
@@ -136,7 +135,7 @@ class FakeEngine:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        params, group = request.params, Group(request.params.n, with_samples)
+        params, group = request.params, Group(request.params.n)
         for index in range(params.n):
             sample = request
             if params.n > 1:

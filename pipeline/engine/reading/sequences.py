@@ -8,8 +8,7 @@ import numpy as np
 from pipeline.engine.params import Request
 from pipeline.engine.reading.label_tree import LabelReader, LabelTree
 from pipeline.engine.reading.readers import LogprobReader, PoolingReader
-from pipeline.engine.schedule.call import Call
-from pipeline.engine.schedule.sequence import Sequence
+from pipeline.engine.schedule.sequence import Call, Sequence
 from pipeline.engine.tasks import Choice, Classify, Embed, Score
 from pipeline.errors import RowError
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.samples import Group
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
-from pipeline.engine.schedule.call import Call, Group
 from pipeline.engine.tasks import TaskResult, TokenLogprobs
 from pipeline.errors import RowError
 from pipeline.tokenization.detokenizer import StopChecker
@@ -96,6 +96,26 @@ class Reader(Protocol):
         ...
 
     def result(self) -> TaskResult: ...
+
+
+@dataclass(eq=False)
+class Call:
+    """Whose requests they are: one call of `Engine.stream`, or all calls of `Engine.add` together. Compared by
+    identity: callers may use the same row ids."""
+
+    num_given: int = 0  # requests so far, and so the position of the next one
+    num_open: int = 0  # of these, the ones that are in the engine and have not ended
+    ended: list[Completion] = field(default_factory=list)  # not handed over yet
+
+    def end(self, completion: Completion) -> None:
+        """One of its requests has ended."""
+        self.num_open -= 1
+        self.ended.append(completion)
+
+    def take(self) -> list[Completion]:
+        """The completions since the last time."""
+        ended, self.ended = self.ended, []
+        return ended
 
 
 @dataclass

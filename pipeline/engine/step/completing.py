@@ -36,8 +36,8 @@ class _End(NamedTuple):
 
 
 class Completing:
-    """Of one engine. A sequence that ends hands its completion on (`schedule/call.py`). `clean` zeroes KV blocks whose
-    content cannot be trusted."""
+    """Of one engine. A sequence that ends hands its completion on: to its group, or to its call. `clean` zeroes KV
+    blocks whose content cannot be trusted."""
 
     def __init__(
         self,
