@@ -159,7 +159,8 @@ class Scheduler:
         they are accepted."""
         table, pool, stats, size = self.table, self.pool, self.stats, self.pool.block_size
         end_S, prompt_S = plan.known_end_S, table.num_prompt[plan.slot_S]
-        tokens = StepTokens.of(plan, prompt_S, table.repeat_until[plan.slot_S])
+        generates_S = table.generates[plan.slot_S] if table.num_readers else None
+        tokens = StepTokens.of(plan, prompt_S, table.repeat_until[plan.slot_S], generates_S)
         stats.num_steps += 1
         stats.prompt_tokens += tokens.prefill
         stats.recomputed_tokens += tokens.repeated

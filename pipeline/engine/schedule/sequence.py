@@ -182,7 +182,7 @@ class Sequence:
                 queued_us=self.queued_us,
                 first_token_us=self.first_token_us,
                 num_lost_prompt_tokens=self.num_prompt - self.num_cached if has_begun else 0,
-                num_lost_generated_tokens=len(self.token_ids) - self.num_prompt,
+                num_lost_generated_tokens=len(self.token_ids) - self.num_prompt if self.generates else 0,
             )
         )
 

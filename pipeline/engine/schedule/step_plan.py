@@ -46,30 +46,39 @@ class StepPlan:
 
 
 class StepTokens(NamedTuple):
-    """Tokens of one step by what they are: prompt, generated, or computed before and lost by a preemption."""
+    """Tokens of one step by what they are: prompt, generated, computed before and lost by a preemption, or known ones
+    after the prompt of a row that generates nothing (labels)."""
 
     prefill: int
     decode: int
     repeated: int
+    labels: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan, prompt_S: np.ndarray, lost_S: np.ndarray) -> "StepTokens":
-        """prompt_S: the length of each prompt. lost_S: where each sequence was when it was preempted."""
-        (prefilling,) = np.nonzero(plan.start_S < np.maximum(prompt_S, lost_S))  # the others only generate
+    def of(
+        cls, plan: StepPlan, prompt_S: np.ndarray, lost_S: np.ndarray, generates_S: np.ndarray | None = None
+    ) -> "StepTokens":
+        """prompt_S: the length of each prompt. lost_S: where each sequence was when it was preempted. generates_S:
+        which sequences do; all, when left out."""
+        first_S = np.maximum(prompt_S, lost_S)  # where decoding begins
+        labels = 0
+        if generates_S is not None:
+            labels = int(np.maximum(plan.known_end_S - np.maximum(plan.start_S, first_S), 0)[~generates_S].sum())
+        (prefilling,) = np.nonzero(plan.start_S < first_S)  # the others only generate
         if not len(prefilling):
-            return cls(0, plan.num_tokens, 0)
+            return cls(0, plan.num_tokens - labels, 0, labels)
         start_P, prompt_P, lost_P = plan.start_S[prefilling], prompt_S[prefilling], lost_S[prefilling]
         end_P = start_P + plan.count_S[prefilling]
         repeated = int(np.maximum(np.minimum(end_P, lost_P) - start_P, 0).sum())
         prefill = int(np.maximum(np.minimum(end_P, prompt_P) - np.maximum(start_P, lost_P), 0).sum())
-        return cls(prefill, plan.num_tokens - repeated - prefill, repeated)
+        return cls(prefill, plan.num_tokens - repeated - prefill - labels, repeated, labels)
 
     def add_time(self, stats: EngineStats, step_us: int, only_samples: bool, num_rejected: int = 0) -> None:
         """Add the step's time to `stats`, split in proportion to these numbers. only_samples: one token of each
         sequence, nothing drafted or read. num_rejected: drafts, of those that it decoded, that the model did not
         confirm."""
         total = max(sum(self), 1)
-        prefill_us, preempted_us = step_us * self.prefill // total, step_us * self.repeated // total
+        prefill_us, preempted_us = step_us * (self.prefill + self.labels) // total, step_us * self.repeated // total
         drafts_us = step_us * min(num_rejected, self.decode) // total
         stats.prefill_us += prefill_us
         stats.preempted_us += preempted_us

@@ -248,10 +248,19 @@ def test_what_cannot_be_read_is_an_error_row(folder: Path) -> None:
     for (_, _, error, message), completion in zip(cases, done):
         assert completion.error == error
         assert message in completion.error_message
+        assert (completion.num_lost_prompt_tokens, completion.num_lost_generated_tokens) == (0, 0)
     assert whole.error is None
     for wrong in (lambda: Choice(()), lambda: Choice(((1,), (1,))), lambda: Score(0), lambda: Embed("max")):
         with pytest.raises(ConfigError):
             wrong()
+
+
+def test_the_time_of_labels_is_that_of_reading(folder: Path) -> None:
+    """Though their tokens stand where generated ones would."""
+    with float32_engine(folder, **TIGHT) as engine:
+        asked(engine, texts_of(6), [Choice(((1, 2), (3, 4, 5, 6, 7), (1, 8, 9)))] * 6)
+        assert engine.stats.prefill_us > 0
+        assert (engine.stats.decode_us, engine.stats.drafts_us) == (0, 0)
 
 
 def test_labels_by_text(folder: Path) -> None:
