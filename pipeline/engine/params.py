@@ -337,8 +337,8 @@ class EngineStats:
     prompt_tokens and generated_tokens count every finished or running request once; recomputed_tokens is work done
     again after a preemption. The time of all steps is the sum of STEP_TIMES: a step's is divided in proportion to its
     tokens, of which rejected drafts take drafts_us, those computed again preempted_us, and labels that are read
-    prefill_us; a step that did not fit the memory is retried_us. batch_sum adds the sequences of each step, kv_used_ppm_sum the used share of the KV cache of
-    each step (parts per million).
+    prefill_us; a step that did not fit the memory is retried_us. batch_sum adds the sequences of each step,
+    kv_used_ppm_sum the used share of the KV cache of each step (parts per million).
 
     plain_steps to plain_rows_us are sums over the plain steps, which generated one token for each of their rows and did
     nothing else: 1, rows, rows**2, microseconds, rows * microseconds. A line of time by rows is

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from pipeline.bench.request_sets import REQUEST_SETS
 from pipeline.bench.roofline import model_size
 from pipeline.bench.schedule.host import HostTimes
-from pipeline.bench.schedule.simulation import CHOICES, Choice, ScheduleRun, simulate
+from pipeline.bench.schedule.simulation import CHOICES, PEERS, Choice, ScheduleRun, simulate
 from pipeline.cli.main import cli
 
 SIZE, WEIGHTS, _ = model_size("qwen3-0.6b")
@@ -51,8 +51,8 @@ def test_the_command_tells_all_choices() -> None:
     args = ["bench", "schedule", "--model", "qwen3-0.6b", "--card", "l4", "--requests", "shared", "--smaller", "32"]
     shown = CliRunner().invoke(cli, args)
     assert shown.exit_code == 0, shown.output
-    assert all(f"shared          {name}" in shown.stdout for name in CHOICES)
+    assert all(f"shared          {name}" in shown.stdout for name in CHOICES | PEERS)
     told = json.loads(CliRunner().invoke(cli, [*args, "--json"]).stdout)
-    assert [run["choice"] for run in told["runs"]] == list(CHOICES)
+    assert [run["choice"] for run in told["runs"]] == list(CHOICES | PEERS)
     refused = CliRunner().invoke(cli, [*args[:-4], "--requests", "none"])
     assert refused.exit_code == 2

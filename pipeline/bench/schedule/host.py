@@ -47,9 +47,10 @@ class Device:
     def is_replayed(self, plan: StepPlan) -> bool:
         return len(plan.slot_S) <= self.captured_rows and int(plan.count_S.max()) == 1
 
-    def step_s(self, plan: StepPlan) -> float:
-        """By the cost model. A replayed step is padded: its linears compute the tokens of its graph."""
-        tokens = StepTokens(plan.count_S, plan.start_S + plan.count_S, int(plan.samples_S.sum()))
+    def step_s(self, plan: StepPlan, spared_tokens: int = 0) -> float:
+        """By the cost model. A replayed step is padded: its linears compute the tokens of its graph. spared_tokens: see
+        `StepTokens`."""
+        tokens = StepTokens(plan.count_S, plan.start_S + plan.count_S, int(plan.samples_S.sum()), spared_tokens)
         seconds = step_seconds(tokens, self.size, self.weights, self.ceilings)
         if not self.is_replayed(plan):
             return seconds.total_s

@@ -28,18 +28,22 @@ from pipeline.roofline.job_simulation import kv_room
 
 CARDS = ("H100 80GB SXM", "H200", "A100 80GB SXM", "L4", "RTX 4090")
 VOCAB = 30_000
+ALWAYS = 1 << 30  # tokens of a step
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the engine goes about it. paced: admission as by `AdmissionPacing`; replays_prompts: steps with prompts are
-    replayed too, as nothing here can. int4: the share of a card's products that the fused int4 product reaches."""
+    """How an engine goes about it. is_paced: admission as by `AdmissionPacing`. replays_prompts: steps with prompts are
+    replayed too, as nothing here can. always_int4: the fused int4 product for any number of tokens, at this share of
+    the card's products; None: up to the card's crossover, at the share that is assumed of ours. reads_shared_once: of
+    a prefix, for all the rows of a step."""
 
     max_num_seqs: int = 512
     max_num_batched_tokens: int = 8192
     is_paced: bool = True
     replays_prompts: bool = False
-    int4: float = ASSUMED.int4
+    always_int4: float | None = None
+    reads_shared_once: bool = True
 
 
 CHOICES = {
@@ -51,6 +55,11 @@ CHOICES = {
     "64 rows, admission in each step": Choice(max_num_seqs=64, is_paced=False),
     "64 rows, prompts replayed": Choice(max_num_seqs=64, is_paced=False, replays_prompts=True),
 }
+
+# What sets vLLM apart, everything else being as here: Machete's int4 product for prompts too (at 520 of an H100's 989
+# TFLOP/s, an estimate), piecewise graphs for steps with prompts, and no cascade unless it is asked for (PR 36318).
+_VLLM = Choice(is_paced=False, replays_prompts=True, always_int4=0.525, reads_shared_once=False)
+PEERS = {"vLLM's ways, 512 rows": _VLLM, "vLLM's ways, 64 rows": replace(_VLLM, max_num_seqs=64)}
 
 
 @dataclass(frozen=True)
@@ -119,11 +128,12 @@ def bench_schedule(
         for each in sets:
             say(f"{each.name} on {card}")
             rows = each.smaller(smaller, 1)
-            for name, choice in CHOICES.items():
+            for name, choice in (CHOICES | PEERS).items():
                 runs.append(simulate(rows, card, name, choice, size, weights, host))
     told = (
         f"{about}; kernels at assumed shares of the data sheet (KV {ASSUMED.kv:g}, products {ASSUMED.gemm:g}, int4 "
-        f"products {ASSUMED.int4:g}); {host.launch_s * 1e6:.0f} us to launch a layer, assumed too."
+        f"products {ASSUMED.int4:g}); {host.launch_s * 1e6:.0f} us to launch a layer, assumed too. vLLM's ways: the "
+        "same shares and scheduler, but its int4 product for prompts too, their steps replayed, no prefix read once."
     )
     return ScheduleBench(told, tuple(runs))
 
@@ -132,10 +142,13 @@ def simulate(
     requests: RequestSet, card: str, name: str, choice: Choice, size: DecoderSize, weights: Weights, host: HostTimes
 ) -> ScheduleRun:
     """All requests, given at once, longest prompts first as in a job."""
-    if weights.int4:
+    reached = ASSUMED
+    if weights.int4 and choice.always_int4 is not None:
+        weights = replace(weights, cached=False, fused_tokens=ALWAYS)
+        reached = replace(ASSUMED, int4=choice.always_int4)
+    elif weights.int4:
         borders = crossover_of(find_card(card).compute_capability)
         weights = replace(weights, cached=True, fused_tokens=borders.cached)
-    reached = replace(ASSUMED, int4=choice.int4)
     device = Device.of(size, weights, card, choice.max_num_seqs, reached)
     rows = sorted(requests.round("1", VOCAB), key=lambda row: -len(row.prompt_token_ids))
     longest = max(len(row.prompt_token_ids) + row.max_tokens for row in rows)
@@ -162,7 +175,8 @@ def simulate(
         host_s = host.of_step(len(plan.slot_S), size.layers, is_replayed)
         iteration_s = max(host_s, before_s)
         wall_s, waited_s, num_mixed = wall_s + iteration_s, waited_s + max(host_s - before_s, 0.0), num_mixed + is_mixed
-        before_s = device.step_s(plan)
+        again = int(slots.num_blocks[plan.slot_S].sum()) - pool.num_held  # blocks, by rows that share them
+        before_s = device.step_s(plan, max(again, 0) * BLOCK_SIZE if choice.reads_shared_once else 0)
         scheduler.commit(plan)
         if scheduler.pacing is not None:
             scheduler.pacing.observe(round(iteration_s * 1e6), is_mixed)
