@@ -20,7 +20,7 @@ ASSUMED = Reached(bandwidth=0.85, kv=0.8, gemm=0.66, int4=0.45, attention=0.4, f
 @dataclass(frozen=True)
 class HostTimes:
     """Seconds. step and row: of each step, and for each of its sequences, around the model. replay: of a graph. launch:
-    of one layer, kernel by kernel: 7 or 8 Triton kernels and 4 products."""
+    of one layer, kernel by kernel: 10 to 16 launches (docs/performance/gpu-audit.md counts them)."""
 
     step_s: float = 350e-6
     row_s: float = 1.2e-6

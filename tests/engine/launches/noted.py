@@ -1,0 +1,177 @@
+"""Steps of a small model on the kernels for NVIDIA GPUs of which the launches are noted and not run.
+
+They are computed by the engine's own runner. Operations of torch are noted as they are dispatched. So it says what the
+host launches, and in which layer, but not what comes of it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.engine.forward import graphs, runner
+from pipeline.engine.forward.runner import ModelRunner
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.startup.loaded import LoadedModel
+from pipeline.engine.startup.resolve import resolve
+from pipeline.kernels.triton.attention import cascade_metadata
+from pipeline.kernels.triton.launch import H100, Launch, Target, recorded_launches
+from pipeline.model import decoder
+from pipeline.model.config import read_config
+from pipeline.model.decoder import DecoderLayer
+from tests.model_folders import VOCAB, Family, write_checkpoint
+from tests.weights.packers import quantize_randomly
+
+LAYERS = 3
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+BLOCK, ROWS, CONTEXT = 16, 8, 320
+# torch's operations for which no kernel runs, beside views.
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty"}
+CALLED = {"mm": "cuBLAS", "addmm": "cuBLAS", "linear": "cuBLAS", "zeros": "memset", "zeros_like": "memset"}
+
+
+class _Dispatched(TorchDispatchMode):
+    """Puts the names of torch's operations that would launch a kernel into a list."""
+
+    def __init__(self, into: list[Any]) -> None:
+        super().__init__()
+        self._into = into
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, returned = func._schema.name.removeprefix("aten::"), func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+        if not is_view and name not in NO_KERNEL:
+            self._into.append(CALLED.get(name, name))
+        return func(*args, **kwargs or {})
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Launches by name: of a layer in the middle, of the last, which computes sampled rows alone, and of a step around
+    its layers. To that belongs what the first layer has beside others': it makes the plan of attention."""
+
+    layer: Counter[str]
+    last: Counter[str]
+    around: Counter[str]
+
+    @classmethod
+    def of(cls, events: Sequence[Any]) -> "Counts":
+        """events: launches and names, between the index of a layer and None where it ends."""
+        by_place: dict[int | None, Counter[str]] = {place: Counter() for place in (None, *range(LAYERS))}
+        place = None
+        for event in events:
+            if event is None or isinstance(event, int):
+                place = event
+            else:
+                name = event.kernel.__name__.lstrip("_") if isinstance(event, Launch) else event
+                by_place[place][name] += 1
+        first, second, last = by_place[0], by_place[1], by_place[LAYERS - 1]
+        assert second <= first
+        return cls(second, last, by_place[None] + first - second)
+
+    def row(self, *of: str) -> str:
+        """Of a table in Markdown, beginning with these cells."""
+        last = "the same" if self.last == self.layer else _told(self.last)
+        return f"| {' | '.join((*of, _told(self.layer), last, _told(self.around)))} |"
+
+
+def _told(counts: Counter[str]) -> str:
+    return f"{counts.total()}: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) if counts else "none"
+
+
+class Counting:
+    """Inside `watched`, layers mark where they begin and end in the list of what is launched."""
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+
+    @contextmanager
+    def watched(self) -> Iterator["Counting"]:
+        forward = DecoderLayer.forward
+
+        def marked(layer: DecoderLayer, *arguments: Any) -> Any:
+            self._events.append(layer.index)
+            made = forward(layer, *arguments)
+            self._events.append(None)
+            return made
+
+        uploads = [patch.object(module, "on_device", self._upload) for module in (decoder, runner, graphs)]
+        with patch.object(DecoderLayer, "forward", marked), uploads[0], uploads[1], uploads[2]:
+            yield self
+
+    def _upload(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
+        self._events.append("copy to the device")
+        return torch.from_numpy(array)
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """For `capture_steps`: a replay is one launch."""
+        function()
+        return lambda: self._events.append("replay")
+
+    def count(self, call: Callable[[], object]) -> Counts:
+        with recorded_launches() as events, _Dispatched(events):
+            self._events = events
+            call()
+        return Counts.of(events)
+
+
+@contextmanager
+def an_h100() -> Iterator[None]:
+    """Tiles are an H100's, and prefixes are read together however short they are."""
+    target = classmethod(lambda cls, device: H100)
+    with patch.object(Target, "of", target), patch.object(cascade_metadata, "LEAST_SAVED_BYTES", 0):
+        yield
+
+
+def step_of(counts: Sequence[int], contexts: Sequence[int], *, shared: bool = False) -> StepInput:
+    """Of sequences that compute the last `counts` of so many tokens; they begin with the same blocks, or each has its
+    own."""
+    blocks = -(-max(contexts) // BLOCK)
+    table_SM = np.tile(np.arange(blocks, dtype=np.int32), (len(counts), 1))
+    if not shared:
+        table_SM += blocks * np.arange(len(counts), dtype=np.int32)[:, None]
+    ends = np.cumsum(counts)
+    zeros_T = np.zeros(int(ends[-1]), dtype=np.int64)
+    start_S1 = np.append(0, ends).astype(np.int32)
+    return StepInput(zeros_T, zeros_T, zeros_T, start_S1, np.array(contexts, dtype=np.int32), table_SM, ends - 1)
+
+
+STEPS: dict[str, StepInput] = {
+    "decoding": step_of([1] * ROWS, [CONTEXT] * ROWS),
+    "decoding after a shared prefix": step_of([1] * ROWS, [CONTEXT] * ROWS, shared=True),
+    "a prompt beside decoding": step_of([1] * ROWS + [CONTEXT], [CONTEXT] * (ROWS + 1)),
+}
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    """Of SHAPE, by the kind of weights."""
+    plain = write_checkpoint(folder / "plain", Family("qwen3", "qwen3"), SHAPE, seed=4)
+    return {
+        "bfloat16": plain,
+        "AWQ": quantize_randomly(plain, folder / "int4", group_size=128, zero_point=True, seed=5),
+    }
+
+
+def runner_of(folder: Path, **options: Any) -> ModelRunner:
+    config = EngineConfig(str(folder), device="cpu", dtype="bfloat16", kernels="triton", max_model_len=512, **options)
+    shape = read_config(folder)
+    with recorded_launches():
+        loaded = LoadedModel.load(folder, shape, resolve(config, shape))
+    return loaded.runner((ROWS + 1) * CONTEXT // BLOCK, BLOCK, 512)
