@@ -24,9 +24,9 @@ def convert(place: str, params: tuple[str, ...], form: str, output: str, errors:
       pipeline convert out/batch --to openai-batch --output answers.jsonl
       pipeline convert jobs/openai-batch.yaml --to openai-batch --output answers.jsonl --errors failed.jsonl
 
-    A line for each row: {id, custom_id, response, error}, with the object that /v1/chat/completions or /v1/completions
-    returns. Error rows have status 400 where the row is at fault and 500 where the engine is. The output needs the
-    column custom_id, which a job with input.format: openai-batch keeps.
+    A line for each row: {id, custom_id, response, error}, with the object that /v1/chat/completions, /v1/completions or
+    /v1/embeddings returns. Error rows have status 400 where the row is at fault and 500 where the engine is. The output
+    needs the column custom_id, which a job with input.format: openai-batch keeps.
 
     The job's output is read and left as it is. Both files appear whole, and no file is replaced. A file in a store
     lies in memory once before it is sent, and takes its options from the job file, or from the environment.

@@ -19,6 +19,7 @@ from pipeline.config.quality import QualitySection
 from pipeline.config.requests import (
     SOURCES,
     contradiction,
+    contradiction_of_lines,
     equal_samples,
     filled,
     is_of_requests,
@@ -201,21 +202,21 @@ class JobConfig(Section):
         return self._document.where(tuple(key.split(".")))
 
     def of_lines(self, found: "Requests | None") -> "JobConfig":
-        """The job once its input is read. found: what the lines are; None: they are no requests. Raises as
-        `of_endpoint`."""
-        return self if found is None else self.of_endpoint(found.endpoint, found.samples)
-
-    def of_endpoint(self, endpoint: "Endpoint | None", samples: bool = False) -> "JobConfig":
-        """The job once it is known for which endpoint the input's requests are; None: they are no requests. samples:
-        whether some ask for several completions.
-
-        Raises ConfigError where the job file wants chats and the lines are of texts.
-        """
-        if endpoint is None:
+        """The job once its input is read. found: what the lines are; None: they are no requests. Raises ConfigError
+        where the lines ask for something else than the job file."""
+        if found is None:
             return self
         written = self.data.get("prompt")
-        if endpoint == "text" and isinstance(written, Mapping) and written.get("chat") not in (None, False):
-            raise ConfigError("prompt.chat: the lines are for /v1/completions, which has no chats; leave it out")
+        wants_chats = isinstance(written, Mapping) and written.get("chat") not in (None, False)
+        if wrong := contradiction_of_lines(found, self.task, self.embed.dimensions, wants_chats):
+            raise ConfigError(": ".join(wrong))
+        job = self.of_endpoint(found.endpoint, found.samples)
+        if found.dimensions is None:
+            return job
+        return job.model_copy(update={"embed": self.embed.model_copy(update={"dimensions": found.dimensions})})
+
+    def of_endpoint(self, endpoint: "Endpoint", samples: bool = False) -> "JobConfig":
+        """The job whose lines are requests for this endpoint. samples: whether some ask for several completions."""
         sampling = sampling_of(endpoint, self.sampling, samples)
         new = {"prompt": prompt_of(endpoint, self.prompt), "sampling": sampling}
         return self.model_copy(update=new)
@@ -264,7 +265,7 @@ class JobConfig(Section):
         if self.input.requests is not None:
             from pipeline.data.requests.request_row import PARAMETERS
 
-            return {name: name for name in PARAMETERS}
+            return {name: name for name in PARAMETERS} if self.task == "generate" else {}
         return {
             f"{name}.{value.kind}" if isinstance(value, StructuredFromColumn) else name: value.column
             for name, value in self.sampling
@@ -282,7 +283,7 @@ class JobConfig(Section):
     @property
     def reports_logprobs(self) -> bool:
         """Whether the output has a column of them: some rows of requests may ask for theirs."""
-        return self.sampling.logprobs is not None or self.input.requests is not None
+        return self.sampling.logprobs is not None or (self.input.requests is not None and self.task == "generate")
 
     @property
     def reports_samples(self) -> bool:

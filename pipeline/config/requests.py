@@ -1,22 +1,26 @@
 """Jobs whose input is a file of requests (`input.format: openai-batch`): the lines say what others' job files say.
 
 A job file of one has no `prompt`, or one with `chat` and `max_bytes` alone; its `sampling` is for lines that do not
-give a value themselves. Which of the two endpoints the lines are for is known once the input is read
-(`JobConfig.of_endpoint`).
+give a value themselves. Which endpoint the lines are for is known once the input is read (`JobConfig.of_lines`); those
+for embeddings are of jobs with `task: embed`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.engine_sections import SamplingSection
 from pipeline.config.sections import InputSection, PromptSection
 from pipeline.config.values import FromColumn
-from pipeline.data.requests.request_row import CUSTOM_ID, PROMPT_COLUMN, Endpoint
+from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, PROMPT_COLUMN, Endpoint
+
+if TYPE_CHECKING:
+    from pipeline.data.requests.input_checks import Requests
 
 # What the API does where neither a line nor the job file says. A chat there goes on to the model's end; here a row is
 # given room for max_tokens, so that there is a bound.
 DEFAULTS: dict[Endpoint, dict[str, Any]] = {
     "chat": {"temperature": 1.0, "max_tokens": 4096},
     "text": {"temperature": 1.0, "max_tokens": 16},
+    "embedding": {},
 }
 SOURCES = ("template", "column", "messages")  # of a prompt
 
@@ -28,12 +32,16 @@ def is_of_requests(raw: object) -> bool:
 
 
 def filled(raw: dict[str, Any]) -> dict[str, Any]:
-    """A job file of requests with what its format says: the lines' chats, and of their columns custom_id. A prompt that
-    names another source is left to be refused."""
-    prompt = raw.get("prompt") or {}
+    """A job file of requests with what its format says: the lines' chats or texts to embed, and of their columns
+    custom_id. A prompt that names another source is left to be refused."""
+    prompt, is_embed = raw.get("prompt") or {}, raw.get("task") == "embed"
     if isinstance(prompt, dict) and all(prompt.get(key) is None for key in SOURCES):
-        prompt = {**prompt, "messages": PROMPT_COLUMN["chat"], "chat": prompt.get("chat") or {}}
-    return {**raw, "input": {"columns": [CUSTOM_ID], **raw["input"]}, "prompt": prompt}
+        if is_embed:
+            prompt = {**prompt, "column": PROMPT_COLUMN["embedding"]}
+        else:
+            prompt = {**prompt, "messages": PROMPT_COLUMN["chat"], "chat": prompt.get("chat") or {}}
+    kept = [CUSTOM_ID, ENCODING_FORMAT] if is_embed else [CUSTOM_ID]
+    return {**raw, "input": {"columns": kept, **raw["input"]}, "prompt": prompt}
 
 
 def contradiction(given: InputSection, prompt: object, sampling: SamplingSection) -> tuple[str, str] | None:
@@ -47,6 +55,21 @@ def contradiction(given: InputSection, prompt: object, sampling: SamplingSection
             return f"sampling.{name}", why
     if CUSTOM_ID not in (given.columns or ()):
         return "input.columns", f"expected {CUSTOM_ID} among them, by which an answer is found"
+    return None
+
+
+def contradiction_of_lines(
+    found: "Requests", task: str, dimensions: int | None, wants_chats: bool
+) -> tuple[str, str] | None:
+    """The key of a job file that the lines contradict, and why. dimensions: of the job's embeddings. wants_chats:
+    whether the job file says how prompts become chats."""
+    where = f"{found.place} is for {found.asks_for} (url)"
+    if (task == "embed") != (found.endpoint == "embedding"):
+        return "task", f"{task}, but {where}; use task: {'generate' if task == 'embed' else 'embed'}"
+    if wants_chats and found.endpoint != "chat":
+        return "prompt.chat", f"the lines are for {found.asks_for}, which has no chats; leave it out"
+    if None not in (dimensions, found.dimensions) and dimensions != found.dimensions:
+        return "embed.dimensions", f"{dimensions}, but {found.place} has body.dimensions {found.dimensions}"
     return None
 
 
@@ -64,7 +87,9 @@ def equal_samples(sampling: SamplingSection, is_of_lines: bool) -> tuple[str, st
 def prompt_of(endpoint: Endpoint, prompt: PromptSection) -> PromptSection:
     """Where the prompts of lines for this endpoint are."""
     column = PROMPT_COLUMN[endpoint]
-    new = {"messages": column} if endpoint == "chat" else {"messages": None, "column": column, "chat": None}
+    new: dict[str, Any] = (
+        {"messages": column} if endpoint == "chat" else {"messages": None, "column": column, "chat": None}
+    )
     return prompt.model_copy(update=new)
 
 

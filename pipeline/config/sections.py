@@ -53,13 +53,14 @@ class InputSection(Section):
     format: Literal["columns", "openai-batch"] = Field(
         default="columns",
         description="What a row is: columns, of which prompt and sampling name some; or openai-batch, JSON Lines of "
-        "OpenAI's Batch API for /v1/chat/completions or /v1/completions, which say prompt and sampling themselves.",
+        "OpenAI's Batch API for /v1/chat/completions, /v1/completions or, with task: embed, /v1/embeddings, which say "
+        "prompt and sampling themselves.",
         examples=["openai-batch"],
     )
     columns: Columns | None = Field(
         default=None,
-        description="Input columns kept beside each completion. All when left out (of openai-batch: custom_id), none "
-        "for an empty list.",
+        description="Input columns kept beside each completion. All when left out (of openai-batch: custom_id, and "
+        "encoding_format of embeddings), none for an empty list.",
         examples=[["ticket_id"]],
     )
     on_corrupt: Literal["fail", "skip"] = Field(

@@ -131,8 +131,11 @@ def contradictions(
     nothing = f"says nothing with task {task}, which generates no text; leave it out"
     for name in sorted(sampling.model_fields_set):
         yield f"sampling.{name}", nothing
-    if given.requests is not None:
-        yield "input.format", f"the lines of {given.format} ask for completions; use task: generate"
+    if given.requests is not None and task != "embed":
+        yield (
+            "input.format",
+            f"the lines of {given.format} ask for completions or embeddings; use task generate or embed",
+        )
     if model.draft is not None:
         yield "model.draft", nothing
     if isinstance(engine.speculation, SpeculationSection):

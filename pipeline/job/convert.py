@@ -18,7 +18,7 @@ from pipeline.data.output.inventory import read_counts, what_is_wrong
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import result_names
 from pipeline.data.requests.openai_answers import RESULTS, Answered
-from pipeline.data.requests.request_row import CUSTOM_ID
+from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT
 from pipeline.errors import OutputError
 from pipeline.job.fingerprint import JOB
 from pipeline.job.telemetry.run_log import load_runs
@@ -95,13 +95,16 @@ def _answered(store: PartStore) -> Answered:
     try:
         job = json.loads(store.folder.read(JOB) or b"")
         task = job["identity"].get("task", "generate")
-        endpoint = "chat" if job["identity"]["prompt"].get("chat") is not None else "text"
+        is_chat = job["identity"]["prompt"].get("chat") is not None
         model, fingerprint = str(job["free"]["model"]["path"]), str(job["fingerprint"])
         created = int(datetime.fromisoformat(load_runs(store)[-1].started_at).timestamp())
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise OutputError(f"{place}: damaged, or a run's record is missing ({error}); was it edited?") from error
-    if task != "generate":
-        raise OutputError(f"{store.path}: its job's task is {task}; the files of a batch API hold completions alone")
+    if task not in ("generate", "embed"):
+        raise OutputError(
+            f"{store.path}: its job's task is {task}; the files of a batch API hold completions or embeddings alone"
+        )
+    endpoint = "embedding" if task == "embed" else "chat" if is_chat else "text"
     return Answered(endpoint, model, created, fingerprint)
 
 
@@ -114,7 +117,8 @@ def _rows(store: PartStore) -> Iterator[dict[str, Any]]:
                 f"{store.path}: has no column {CUSTOM_ID}, by which an answer is found; its job keeps none "
                 "(input.columns)"
             )
-        return [CUSTOM_ID, *(name for kind, name in result_names(schema).items() if kind in RESULTS)]
+        own = [CUSTOM_ID, *([ENCODING_FORMAT] if ENCODING_FORMAT in schema.names else [])]
+        return [*own, *(name for kind, name in result_names(schema).items() if kind in RESULTS)]
 
     for part in store.list().parts():
         table = store.read_part(part, choose).table

@@ -80,10 +80,10 @@ def make_plan(
     first run. Raises UserError's kinds."""
     model = resolve_model(config.model.path, config.model.storage, say, retries, revision=config.model.revision)
     config = with_stored_pooling(with_model_defaults(config, model, say), model)
-    task = task_of(config, model)
     given, batches = config.input, batches or Batches()
     source = open_source(given.path, given.storage, given.on_corrupt, retries, batches.is_later, given.requests)
     config = config.of_lines(source.requests)
+    task = task_of(config, model)
     if say is not None and source.requests is not None and source.requests.ignored:
         say(f"fields of the requests that change nothing here: {', '.join(source.requests.ignored)}")
     source, batches = batches.arranged(source)

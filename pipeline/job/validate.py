@@ -18,9 +18,10 @@ from pipeline.config.engine_sections import RepetitionSection
 from pipeline.data.columns import is_list, is_text
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import output_schema
+from pipeline.data.requests.input_checks import Requests
 from pipeline.data.source import Source, cut_windows, open_source
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.errors import EnvironmentFailed, ModelError, PipelineError, RowError
+from pipeline.errors import ConfigError, EnvironmentFailed, ModelError, PipelineError, RowError
 from pipeline.formatting import printable, shown_bytes
 from pipeline.job.actor.tasks.job_task import JobTask
 from pipeline.job.actor.tasks.of_job import OF_CHECKPOINT, task_of, with_stored_pooling
@@ -46,6 +47,7 @@ _MAX_LINES_SHOWN = 24
 _MAX_SKIPPED_SHOWN = 5
 _MAX_GRAMMAR_SHOWN = 60
 _BAR_WIDTH = 40
+_ASKED = {"chat": "chats", "text": "texts to go on with", "embedding": "embeddings"}
 _NUMBERS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
             "presence_penalty", "frequency_penalty")  # fmt: skip
 
@@ -57,6 +59,7 @@ class Examined:
     job: str
     facts: dict[str, Any] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
+    requests: Requests | None = None  # where the input is one of requests
     failures: list[str] = field(default_factory=list)  # what could not be looked at, by no mistake of the job
 
     def to_json(self) -> dict[str, Any]:
@@ -79,17 +82,25 @@ class _Examination:
     def run(self) -> None:
         self._model()
         self._sampling()
+        source = self._source()
         task = self._task()
+        if source is None:
+            return self._output()
         with self._noting("input.path"):
-            given = self.config.input
-            source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
-            self._dataset(source)
-            self._requests(source)
             kept = self._columns(source)
             if not self.found.mistakes:
                 self._output_columns(source, kept, task)
                 self._prompts(source, task)
         self._output()
+
+    def _source(self) -> Source | None:
+        """The input; None where it cannot be read, or asks for something else than the job."""
+        with self._noting("input.path"):
+            given = self.config.input
+            source = open_source(given.path, given.storage, given.on_corrupt, requests=given.requests)
+            self._dataset(source)
+            return source if self._requests(source) else None
+        return None
 
     @contextmanager
     def _noting(self, key: str) -> Iterator[None]:
@@ -189,12 +200,17 @@ class _Examination:
             "columns": {f.name: str(f.type) for f in source.schema},
         }
 
-    def _requests(self, source: Source) -> None:
-        """Of lines that are requests: for which endpoint they are, and so what the prompt and the defaults are."""
+    def _requests(self, source: Source) -> bool:
+        """Of lines that are requests: for which endpoint they are, and so what the prompt and the defaults are. Whether
+        they ask for what the job does."""
         found = source.requests
         if found is not None:
-            with self._noting("prompt.chat"):
+            try:
                 self.config = self.config.of_lines(found)
+            except ConfigError as error:
+                self._mistake(str(error).partition(":")[0], error)
+                return False
+            self.found.requests = found
             self.spec = self.config.prompt_spec()
             self.facts["requests"] = {
                 "format": found.format,
@@ -202,6 +218,7 @@ class _Examination:
                 "model": found.model,
                 "ignored": list(found.ignored),
             }
+        return True
 
     def _columns(self, source: Source) -> list[str]:
         """Every column that the job names is there, in each file, and of a kind that fits."""
@@ -306,7 +323,7 @@ def missing_model_files(path: str, storage: Mapping[str, Any]) -> list[str]:
 
 def describe(found: Examined, config: JobConfig) -> str:
     """The facts as a terminal shows them."""
-    config = config.of_endpoint(found.facts.get("requests", {}).get("endpoint"))
+    config = config.of_lines(found.requests)
     head = [f"{printable(found.job)}: valid", ""]
     facts = [f"  {label:<10}{printable(value)}" for label, value in _facts(found, config)]
     lengths = _shown_lengths(found.facts["prompt_tokens"])
@@ -366,10 +383,11 @@ def _shown_task(task: dict[str, Any]) -> str:
 def _shown_requests(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
-    what = "chats" if found["endpoint"] == "chat" else "texts to go on with"
+    what = _ASKED[found["endpoint"]]
+    own = "" if found["endpoint"] == "embedding" else "; their own sampling values come first"
     model = "" if found["model"] is None else f" for {found['model']!r}, answered by the job's model"
     ignored = f"; fields that change nothing here: {', '.join(found['ignored'])}" if found["ignored"] else ""
-    return f"{found['format']}: requests of {what}{model}; their own sampling values come first{ignored}"
+    return f"{found['format']}: requests of {what}{model}{own}{ignored}"
 
 
 def _own_sampling(found: dict[str, dict[str, Any]], config: JobConfig) -> list[tuple[str, str]]:

@@ -35,7 +35,7 @@ def job_text(name: str, place: str, model: str, output: str, seen: Look) -> str:
         "",
         "output:",
         f"  path: {_text(output)}",
-        "  # rename: {generated_text: answer}",
+        *(["  # rename: {generated_text: answer}"] if not _is_embed(seen) else []),
         "",
         "run:",
         "  max_error_rate: 0.01         # a larger share of error rows stops the job, resumably",
@@ -69,9 +69,10 @@ def write_job(path: str, text: str) -> bool:
 def _input(seen: Look) -> list[str]:
     found = f"  # {_plural(seen.num_files, 'file')}, {_plural(seen.num_rows, 'row')}"
     if seen.requests is not None:
+        own = "" if _is_embed(seen) else " and sampling values"
         model = _comment(f" for {seen.requests.model!r}" if seen.requests.model else "")
         return [
-            f"  format: {seen.requests.format}         # each line has its own prompt and sampling values",
+            f"  format: {seen.requests.format}         # each line has its own prompt{own}",
             f"{found}: requests{model}; custom_id is kept",
         ]
     columns = ", ".join(f"{column} ({kind})" for column, kind in seen.columns.items())
@@ -105,7 +106,9 @@ def _prompt(seen: Look) -> list[str]:
 
 
 def _limits(seen: Look) -> list[str]:
-    """Sampling and the longest sequence, as what was seen suggests."""
+    """Sampling and the longest sequence, as what was seen suggests; of embeddings the task."""
+    if _is_embed(seen):
+        return ["task: embed                    # the lines are for /v1/embeddings: a vector for each"]
     defaults = {"max_tokens": MAX_TOKENS, "temperature": 0}
     if seen.requests is not None:
         defaults = DEFAULTS[seen.requests.endpoint]
@@ -128,6 +131,10 @@ def _limits(seen: Look) -> list[str]:
             lines += ["", "# engine:",
                       f"#   max_model_len: {wanted:<12} # twice the longest prompt seen, and max_tokens"]  # fmt: skip
     return lines
+
+
+def _is_embed(seen: Look) -> bool:
+    return seen.requests is not None and seen.requests.endpoint == "embedding"
 
 
 def _text(value: str) -> str:

@@ -77,7 +77,8 @@ def look(place: str, model: str, say: Callable[[str], None]) -> Look:
         has_chat = tokenizer.has_chat_template
         if kind == "messages" or (requests is not None and requests.endpoint == "chat"):
             tokenizer.check_chat_template()
-        read = read_samples(_job(place, model, prompt, kind, has_chat), tokenizer, max_tokens=1 << 40)
+        is_embed = requests is not None and requests.endpoint == "embedding"
+        read = read_samples(_job(place, model, prompt, kind, has_chat, is_embed), tokenizer, max_tokens=1 << 40)
     finally:
         tokenizer.close()
     lengths = tuple(sorted(map(len, read.token_ids)))
@@ -159,7 +160,7 @@ def _small_files_of(model: str) -> tuple[Path | None, str]:
     return folder, ""
 
 
-def _job(place: str, model: str, prompt: str, kind: str, has_chat: bool) -> Any:
+def _job(place: str, model: str, prompt: str, kind: str, has_chat: bool, is_embed: bool) -> Any:
     """The first rows as the job will send them, for their lengths."""
     key = {"messages": "prompt.messages", "requests": "input.format"}.get(kind, "prompt.column")
     flags: dict[str, tuple[Any, str]] = {
@@ -169,6 +170,8 @@ def _job(place: str, model: str, prompt: str, kind: str, has_chat: bool) -> Any:
         "output.path": ("-", "--output"),
         key: ("openai-batch" if kind == "requests" else prompt, "--input"),
     }
+    if is_embed:
+        flags["task"] = ("embed", "--input")
     if has_chat and kind != "requests":
         flags["prompt.chat"] = ({}, "--model")
     return job_from_flags(flags)

@@ -1,31 +1,36 @@
 """A job over a batch API's file: each line answered once, by its own values, and converted to the API's answers."""
 
+import base64
 import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from openai.types import Completion
+from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 
 from pipeline.data import json_lines
 from pipeline.data.output.parts import PartStore
 from pipeline.engine.samples import sample_seed
+from pipeline.engine.tasks import Embed, VectorResult
 from pipeline.errors import ConfigError, FingerprintError, InputError, OutputError
 from pipeline.job.actor.tokenize import row_seed
 from pipeline.job.convert import convert, errors_beside
 from pipeline.job.validate import examine
 from tests.job.conftest import run, success
-from tests.job.fake_engine import answer, text_of
+from tests.job.fake_engine import answer, result_of, text_of
+from tests.job.test_tasks import TaskJob
 
 ROOT = Path(__file__).parents[2]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 FORMAT = {"format": "openai-batch", "columns": ["custom_id"]}
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -34,7 +39,7 @@ def request(i: int, url: str = CHAT, **body) -> dict:
     if url == CHAT:
         body = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"é {i}"}], **body}
     else:
-        body = {"prompt": f"é {i}", **body}
+        body = {"input" if url == EMBEDDINGS else "prompt": f"é {i}", **body}
     return {"custom_id": f"id-{i}", "method": "POST", "url": url, "body": {"model": "gpt-x", **body}}
 
 
@@ -229,6 +234,57 @@ def test_texts_are_text_completions(batch):
         assert body.choices[0].text == text_of(tokens)
         logprobs = body.choices[0].logprobs
         assert (logprobs and logprobs.tokens) == ([f"token_id:{t}" for t in tokens] if i == 1 else None)
+
+
+@pytest.fixture
+def embedding(tmp_path) -> TaskJob:
+    """A job of requests for embeddings of four numbers, in the two encodings, and one that is refused."""
+    job = TaskJob(tmp_path, "embed")
+    job.settings["input"].update(format="openai-batch")
+    del job.settings["prompt"], job.settings["input"]["columns"]
+    encodings = (None, "float", "base64")
+    lines = [request(i, EMBEDDINGS, dimensions=4, encoding_format=encodings[i % 3]) for i in range(6)]
+    put(job, "a.jsonl", [*lines, request(6, EMBEDDINGS, dimensions=4, input=["a", "b"])])
+    return job
+
+
+def test_texts_are_embedded_and_converted(embedding):
+    run(embedding)
+    assert embedding.table().column_names[:3] == ["custom_id", "encoding_format", "embedding"]
+    good, bad = converted(embedding)
+    assert [line["custom_id"] for line in bad] == ["id-6"]
+    assert bad[0]["response"]["body"]["error"]["message"].startswith("body.input: expected one text, got a list of 2")
+    assert {line["custom_id"] for line in good} == {f"id-{i}" for i in range(6)}
+    for line in good:
+        i, body = int(line["custom_id"].removeprefix("id-")), line["response"]["body"]
+        prompt, (found,) = list(f"é {i}".encode()), body["data"]
+        if i % 3 == 2:  # as the client decodes it: its types know lists alone
+            found["embedding"] = np.frombuffer(base64.b64decode(found["embedding"]), "<f4").tolist()
+        read = CreateEmbeddingResponse.model_validate(body, strict=True)
+        assert read.to_dict() == body, "a field that the client does not know"
+        expected = result_of(prompt, Embed("last", True, 4))
+        assert isinstance(expected, VectorResult)
+        assert read.data[0].embedding == expected.values.tolist()
+        assert (read.usage.prompt_tokens, read.usage.total_tokens) == (len(prompt), len(prompt))
+
+
+@pytest.mark.parametrize(
+    ("url", "section", "says"),
+    [
+        (CHAT, {}, r"task: embed, but \S+a\.jsonl:1 is for /v1/chat/completions \(url\); use task: generate"),
+        (EMBEDDINGS, {"task": "generate"}, r"task: generate, but \S+a\.jsonl:1 is for /v1/embeddings.*use task: embed"),
+        (EMBEDDINGS, {"embed": {"dimensions": 3}}, r"embed\.dimensions: 3, but \S+:1 has body\.dimensions 4"),
+        (EMBEDDINGS, {"prompt": {"chat": True}}, r"prompt\.chat: the lines are for /v1/embeddings, which has no chats"),
+        (EMBEDDINGS, {"task": "score"}, r"input\.format: the lines of openai-batch ask for completions or embeddings"),
+    ],
+)
+def test_lines_and_task_have_to_fit(embedding, url, section, says):
+    put(embedding, "a.jsonl", [request(0, url, **({"dimensions": 4} if url == EMBEDDINGS else {}))])
+    with pytest.raises(ConfigError, match=says):
+        run(embedding, **section)
+    if section.get("task") != "score":  # that one is seen without the input
+        told = [f"{mistake.key}: {mistake.problem}" for mistake in examine(embedding.config(**section)).mistakes]
+        assert [text for text in told if re.search(says, text)], told
 
 
 def test_a_row_that_ends_the_engine_is_the_engines_fault(batch):

@@ -134,7 +134,11 @@ def test_what_cannot_be_a_job(here):
 
 @pytest.mark.parametrize(
     ("url", "body", "max_tokens"),
-    [("/v1/chat/completions", {"messages": CHAT}, 256), ("/v1/completions", {"prompt": "Why?"}, 16)],
+    [
+        ("/v1/chat/completions", {"messages": CHAT}, 256),
+        ("/v1/completions", {"prompt": "Why?"}, 16),
+        ("/v1/embeddings", {"input": "Why?"}, None),
+    ],
 )
 def test_a_file_of_requests_is_a_job_without_a_prompt(here, pipe, url, body, max_tokens):
     lines = [{"custom_id": f"r{i}", "method": "POST", "url": url, "body": {"model": "gpt-x", **body}} for i in range(3)]
@@ -144,8 +148,9 @@ def test_a_file_of_requests_is_a_job_without_a_prompt(here, pipe, url, body, max
     written = yaml.safe_load(Path("my.yaml").read_text())
     assert written["input"] == {"path": "requests.jsonl", "format": "openai-batch"}
     assert "prompt" not in written
-    assert written["sampling"] == {"max_tokens": max_tokens, "temperature": 1}
+    assert written.get("sampling") == (max_tokens and {"max_tokens": max_tokens, "temperature": 1})
+    assert written.get("task") == (None if max_tokens else "embed")
     Draft202012Validator(job_schema()).validate(written)
     found = examine(load_job("my.yaml"))
     assert (found.mistakes, found.failures) == ([], [])
-    assert found.facts["columns"]["kept"] == ["custom_id"]
+    assert found.facts["columns"]["kept"] == (["custom_id"] if max_tokens else ["custom_id", "encoding_format"])

@@ -6,9 +6,9 @@ duplicate with both lines named, never a collision.
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from pipeline.data.requests.request_row import Endpoint, Heading, NoRequest, Req
 from pipeline.errors import InputError
 
 RequestFormat = Literal["openai-batch"]
-T = TypeVar("T", bound=str)
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,13 @@ class Requests:
     model: str | None = None
     ignored: tuple[str, ...] = ()  # fields that some lines have and that change nothing here
     samples: bool = False  # whether some lines ask for several completions
+    dimensions: int | None = None  # of embeddings, where all lines say so
+    place: str = field(default="", compare=False)  # file and line of the first request, for messages
+
+    @property
+    def asks_for(self) -> str:
+        """What the format calls its endpoint."""
+        return _name(self.endpoint, self.format)
 
     def row(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """A line's object as a row of `request_schema`."""
@@ -61,6 +67,7 @@ class FileNotes:
     hashes: "array[int]" = field(default_factory=lambda: array("Q"))  # of each custom_id
     endpoints: dict[Endpoint, int] = field(default_factory=dict)
     models: dict[str, int] = field(default_factory=dict)
+    dimensions: dict[int | None, int] = field(default_factory=dict)  # of requests for embeddings
     ignored: set[str] = field(default_factory=set)
     samples: bool = False
 
@@ -75,6 +82,8 @@ class FileNotes:
             self.endpoints.setdefault(found.endpoint, number)
         if found.model is not None and len(self.models) < 2:
             self.models.setdefault(found.model, number)
+        if found.endpoint == "embedding" and len(self.dimensions) < 2:
+            self.dimensions.setdefault(found.dimensions, number)
         self.ignored.update(found.ignored)
         self.samples = self.samples or found.samples
 
@@ -86,29 +95,41 @@ def requests_of(
 
     Raises InputError where lines disagree, naming two of them, or where two have one custom_id.
     """
-    urls = {endpoint: url for url, endpoint in READERS[format].endpoints.items()}
-    url = _one("url", ((urls[e], f"{n.name}:{i}") for n in notes for e, i in n.endpoints.items()))
-    model = _one("body.model", ((m, f"{n.name}:{i}") for n in notes for m, i in n.models.items()))
-    if url is None:
+    urls = [(_name(e, format), f"{n.name}:{i}") for n in notes for e, i in n.endpoints.items()]
+    models = [(model, f"{n.name}:{i}") for n in notes for model, i in n.models.items()]
+    dimensions = [(number, f"{n.name}:{i}") for n in notes for number, i in n.dimensions.items()]
+    for key, found in (("url", urls), ("body.model", models), ("body.dimensions", dimensions)):
+        _refuse_several(key, found)
+    if not urls:
         raise InputError(
             f"{notes[0].name}: no line is a request of {format}; expected lines such as {READERS[format].line}"
         )
     _refuse_duplicates(notes, format, lines_of)
     ignored = {name for each in notes for name in each.ignored}
-    samples = any(each.samples for each in notes)
-    return Requests(format, READERS[format].endpoints[url], model, tuple(sorted(ignored)), samples)
+    return Requests(
+        format,
+        READERS[format].endpoints[urls[0][0]],
+        models[0][0] if models else None,
+        tuple(sorted(ignored)),
+        any(each.samples for each in notes),
+        dimensions[0][0] if dimensions else None,
+        urls[0][1],
+    )
 
 
-def _one(what: str, found: Iterable[tuple[T, str]]) -> T | None:
-    first: tuple[T, str] | None = None
+def _name(endpoint: Endpoint, format: RequestFormat) -> str:
+    return next(name for name, of in READERS[format].endpoints.items() if of == endpoint)
+
+
+def _refuse_several(key: str, found: Sequence[tuple[object, str]]) -> None:
+    """found: values with their places."""
     for value, where in found:
-        first = first or (value, where)
-        if value != first[0]:
+        if value != found[0][0]:
+            a, b = ("nothing" if each is None else shortened(each) for each in (value, found[0][0]))
             raise InputError(
-                f"{where}: {what} {shortened(value)}, {first[1]} has {shortened(first[0])}; a job has one: put the "
-                "lines of each into a file and a job of their own"
+                f"{where}: {key} {a}, {found[0][1]} has {b}; a job has one: put the lines of each into a file and a "
+                "job of their own"
             )
-    return first and first[0]
 
 
 def _refuse_duplicates(

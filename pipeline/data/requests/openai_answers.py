@@ -1,17 +1,22 @@
 """Answers as OpenAI's Batch API delivers them: a line for each request, with the object that its endpoint returns.
 
-Fields as in https://platform.openai.com/docs/api-reference/batch/request-output, /chat/object and /completions/object.
+Fields as in https://platform.openai.com/docs/api-reference/batch/request-output, /chat/object, /completions/object and
+/embeddings/object.
 An output holds token ids, not tokens, so log-probabilities name tokens as `token_id:17`, which is vLLM's form
 (`return_tokens_as_token_ids`), and the bytes of a token are null.
 """
 
+import base64
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.requests.request_row import CUSTOM_ID, Endpoint
+import numpy as np
+import pyarrow as pa
+
+from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT, Endpoint
 from pipeline.errors import RowError
 
 # The API knows no end for repeating itself; like max_tokens, it is one that the engine set.
@@ -27,7 +32,7 @@ OF_ENGINE = (
 )
 # What a row holds that lines are made of, by the names of result columns.
 RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_input_tokens", "num_cached_tokens",
-           "num_generated_tokens", "source_file", "source_row", "logprobs")  # fmt: skip
+           "num_generated_tokens", "source_file", "source_row", "logprobs", "embedding")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,13 @@ class Answered:
         return {"id": f"batch_req_{key[:24]}", "custom_id": row[CUSTOM_ID], "response": response, "error": None}
 
     def _body(self, row: Mapping[str, Any], key: str) -> dict[str, Any]:
+        if self.endpoint == "embedding":
+            return {
+                "object": "list",
+                "data": [{"object": "embedding", "index": 0, "embedding": _vector(row)}],
+                "model": self.model,
+                "usage": {"prompt_tokens": row["num_input_tokens"], "total_tokens": row["num_input_tokens"]},
+            }
         is_chat = self.endpoint == "chat"
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
@@ -70,6 +82,13 @@ class Answered:
         kind = "server_error" if is_ours else "invalid_request_error"
         error = {"message": row["error_message"] or row["error"], "type": kind, "param": None, "code": row["error"]}
         return 500 if is_ours else 400, {"error": error}
+
+
+def _vector(row: Mapping[str, Any]) -> str | list[float]:
+    """As the line asked: base64 of little-endian float32, or the shortest decimals that lead back to these."""
+    if row.get(ENCODING_FORMAT) == "base64":
+        return base64.b64encode(np.array(row["embedding"], "<f4").tobytes()).decode()
+    return [float(text) for text in pa.array(row["embedding"], pa.float32()).cast(pa.string()).to_pylist()]
 
 
 def _samples(row: Mapping[str, Any]) -> Iterator[tuple[int, str, str, list[dict[str, Any]] | None]]:

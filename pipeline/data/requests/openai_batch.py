@@ -1,7 +1,8 @@
 """Lines of OpenAI's Batch API: `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`.
 
-Fields as in https://platform.openai.com/docs/api-reference/batch/request-input, /chat/create and /completions/create,
-and those that vLLM's server takes besides (top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos).
+Fields as in https://platform.openai.com/docs/api-reference/batch/request-input, /chat/create, /completions/create and
+/embeddings/create, and those that vLLM's server takes besides (top_k, min_p, repetition_penalty, min_tokens,
+stop_token_ids, ignore_eos).
 A field that is not known makes its row an error row: a completion that does not do what was asked is worse than none.
 """
 
@@ -10,10 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.data.messages import MessageRefused, plain_message
-from pipeline.data.requests.request_row import Endpoint, Heading, NoRequest, Refused, Request, parameter, shortened
+from pipeline.data.requests.request_row import (
+    ENCODING_FORMAT,
+    Endpoint,
+    Heading,
+    NoRequest,
+    Refused,
+    Request,
+    parameter,
+    shortened,
+)
 
-ENDPOINTS: Mapping[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
-OTHER_ENDPOINTS = ("embeddings", "responses", "moderations", "images/generations", "images/edits", "videos")
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text",
+    "/v1/embeddings": "embedding",
+}
+_EXPECTED_URL = ", ".join(ENDPOINTS)
+OTHER_ENDPOINTS = ("responses", "moderations", "images/generations", "images/edits", "videos")
 
 # They change no token here: how an answer is delivered, stored or billed.
 IGNORED = ("stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier",
@@ -42,25 +57,38 @@ _HINTS = {
     "add_generation_prompt": "give prompt.chat.add_generation_prompt in the job file, for all rows",
 }
 OF_LINE = ("custom_id", "method", "url", "body")
-_OF_CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format")
-_OF_TEXT = ("prompt",)
+_OF_COMPLETIONS = (*SAME_NAME, *UNSUPPORTED, "logprobs")
+# Besides those of IGNORED and model.
+_FIELDS: Mapping[Endpoint, frozenset[str]] = {
+    "chat": frozenset(
+        (*_OF_COMPLETIONS, "messages", "max_completion_tokens", "top_logprobs", "response_format"),
+    ),
+    "text": frozenset((*_OF_COMPLETIONS, "prompt")),
+    "embedding": frozenset(("input", "dimensions", ENCODING_FORMAT)),
+}
+_ENCODINGS = ("float", "base64")
 
 
 def heading(line: Mapping[str, Any]) -> Heading:
-    """Raises NoRequest where there is no custom_id, or the url is an endpoint that is not served."""
+    """Raises NoRequest where there is no custom_id, the url is an endpoint that is not served, or an embedding is to
+    have no number of dimensions: all lines have one length."""
     custom_id, url, body = line.get("custom_id"), line.get("url"), line.get("body")
     if custom_id is None or custom_id == "":
         raise NoRequest("no custom_id, by which its answer is found; give each line one of its own")
     if not isinstance(custom_id, str):
         raise NoRequest(f"custom_id is {shortened(custom_id)}, expected text; quote it")
     if isinstance(url, str) and url.removeprefix("/v1/") in OTHER_ENDPOINTS:
-        raise NoRequest(f"url {url} is not served; expected {' or '.join(ENDPOINTS)}")
+        raise NoRequest(f"url {url} is not served; expected {_EXPECTED_URL}")
     body = body if isinstance(body, dict) else {}
     model = body.get("model")
     ignored = tuple(name for name in IGNORED if body.get(name) is not None)
     n = body.get("n")
     samples = isinstance(n, int | float) and n > 1
-    return Heading(custom_id, _endpoint(url), model if isinstance(model, str) else None, ignored, samples)
+    dimensions = body.get("dimensions") if _endpoint(url) == "embedding" else None
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise NoRequest(f"body.dimensions: expected a number of at least 1, got {shortened(dimensions)}")
+    model = model if isinstance(model, str) else None
+    return Heading(custom_id, _endpoint(url), model, ignored, samples, dimensions)
 
 
 def request(line: Mapping[str, Any], endpoint: Endpoint) -> Request:
@@ -85,7 +113,7 @@ def _read(line: Mapping[str, Any], endpoint: Endpoint) -> tuple[str, dict[str, A
     if method != "POST":
         raise Refused(f"method: expected POST, got {shortened(method)}")
     if _endpoint(url) is None:
-        raise Refused(f"url: expected {' or '.join(ENDPOINTS)}, got {shortened(url)}")
+        raise Refused(f"url: expected {_EXPECTED_URL}, got {shortened(url)}")
     if not isinstance(body, dict):
         raise Refused(f"body: expected an object, got {'nothing' if body is None else shortened(body)}")
     _check_fields(body, endpoint)
@@ -93,11 +121,10 @@ def _read(line: Mapping[str, Any], endpoint: Endpoint) -> tuple[str, dict[str, A
 
 
 def _check_fields(body: Mapping[str, Any], endpoint: Endpoint) -> None:
-    known = {*SAME_NAME, *IGNORED, *UNSUPPORTED, "model", "logprobs", *(_OF_CHAT if endpoint == "chat" else _OF_TEXT)}
     for name, value in body.items():
         if value is None:
             continue
-        if name not in known:
+        if name not in _FIELDS[endpoint] and name not in IGNORED and name != "model":
             hint = f"; {_HINTS[name]}" if name in _HINTS else ""
             raise Refused(f"body.{name[:80]}: not a field that is known for {_url(endpoint)}{hint}")
         if name in UNSUPPORTED and not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
@@ -117,11 +144,13 @@ def _prompt(body: Mapping[str, Any], endpoint: Endpoint) -> str:
         if not isinstance(messages, list) or not messages:
             raise Refused("body.messages: expected a list of messages")
         return _chat(messages)
-    prompt = body.get("prompt")
+    key = "input" if endpoint == "embedding" else "prompt"
+    prompt = body.get(key)
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str):
-        raise Refused(f"body.prompt: expected one text, got {shortened(prompt)}")
+        advice = "; give each text a line of its own" if isinstance(prompt, list) else ""
+        raise Refused(f"body.{key}: expected one text, got {shortened(prompt)}{advice}")
     return prompt
 
 
@@ -138,6 +167,11 @@ def _chat(messages: list[Any]) -> str:
 
 
 def _parameters(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
+    if endpoint == "embedding":
+        encoding = body.get(ENCODING_FORMAT)
+        if encoding is not None and encoding not in _ENCODINGS:
+            raise Refused(f"body.{ENCODING_FORMAT}: expected {' or '.join(_ENCODINGS)}, got {shortened(encoding)}")
+        return {ENCODING_FORMAT: encoding}
     own = {name: parameter(name, body[name], f"body.{name}") for name in SAME_NAME if body.get(name) is not None}
     if endpoint == "chat":
         most = body.get("max_completion_tokens")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-Endpoint = Literal["chat", "text"]
+Endpoint = Literal["chat", "text", "embedding"]
 
 # Each row's own sampling values, by SamplingParams' names; null means the job's. response_format is JSON.
 PARAMETERS: Mapping[str, pa.DataType] = {
@@ -32,8 +32,9 @@ PARAMETERS: Mapping[str, pa.DataType] = {
     "response_format": pa.string(),
 }
 CUSTOM_ID = "custom_id"
+ENCODING_FORMAT = "encoding_format"  # of embeddings: "float" or "base64", in which an answer has them; null means float
 REFUSED = "refused"  # why a request is not taken, else null
-PROMPT_COLUMN: Mapping[Endpoint, str] = {"chat": "messages", "text": "prompt"}
+PROMPT_COLUMN: Mapping[Endpoint, str] = {"chat": "messages", "text": "prompt", "embedding": "input"}
 EXPECTED: Mapping[pa.DataType, str] = {
     pa.int64(): "an integer",
     pa.float64(): "a number",
@@ -45,7 +46,8 @@ EXPECTED: Mapping[pa.DataType, str] = {
 
 def request_schema(endpoint: Endpoint) -> pa.Schema:
     """The columns of an input of requests. `messages` holds chats as JSON."""
-    own = [pa.field(name, kind) for name, kind in PARAMETERS.items()]
+    parameters = {ENCODING_FORMAT: pa.string()} if endpoint == "embedding" else PARAMETERS
+    own = [pa.field(name, kind) for name, kind in parameters.items()]
     return pa.schema([(CUSTOM_ID, pa.string()), (PROMPT_COLUMN[endpoint], pa.string()), *own, (REFUSED, pa.string())])
 
 
@@ -78,6 +80,7 @@ class Heading:
     model: str | None
     ignored: tuple[str, ...] = ()  # fields that change nothing here
     samples: bool = False  # whether it asks for several completions
+    dimensions: int | None = None  # of an embedding, where it says
 
 
 class NoRequest(ValueError):

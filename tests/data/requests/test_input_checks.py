@@ -14,7 +14,7 @@ from pipeline.data.requests.request_row import PARAMETERS, request_schema
 from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import InputError
-from tests.data.requests.test_openai_batch import chat, text
+from tests.data.requests.test_openai_batch import chat, embedding, text
 
 
 def put(folder, name: str, lines: list) -> str:
@@ -57,6 +57,17 @@ def test_texts_have_a_column_of_their_own(tmp_path):
     assert read_window(source, cut_windows(source, 9, 1 << 20)[0], ["prompt"])["prompt"].to_pylist() == ["Once"]
 
 
+def test_texts_to_embed_bring_their_encoding(tmp_path):
+    lines = [named(0, embedding, dimensions=4), named(1, embedding, dimensions=4, encoding_format="base64", user="u")]
+    source = opened(put(tmp_path, "a.jsonl", [*lines, named(2, embedding, dimensions=4, input=["Twice"])]))
+    found = source.requests
+    assert source.schema.equals(request_schema("embedding"))
+    assert found == input_checks.Requests("openai-batch", "embedding", "m", ("user",), dimensions=4)
+    assert (found.place, found.asks_for) == (str(tmp_path / "a.jsonl:1"), "/v1/embeddings")
+    rows = read_window(source, cut_windows(source, 9, 1 << 20)[0], ["input", "encoding_format"]).to_pydict()
+    assert (rows["input"], rows["encoding_format"]) == (["Once", "Once", "Twice"], [None, "base64", None])
+
+
 def test_a_line_that_is_no_json_is_an_error_row_where_damage_is_skipped(tmp_path):
     place = put(tmp_path, "a.jsonl", [named(0), b'{"custom_id": ', named(2)])
     with pytest.raises(InputError, match=r"a\.jsonl:2: not JSON"):
@@ -86,7 +97,16 @@ def test_a_line_that_is_no_json_is_an_error_row_where_damage_is_skipped(tmp_path
             r"b\.jsonl:1: body\.model 'other', \S+a\.jsonl:1 has 'm'",
         ),
         ({"a.jsonl": [named(1), named(2, text)]}, r"a\.jsonl:2: url '/v1/completions', \S+a\.jsonl:1 has '/v1/chat"),
-        ({"a.jsonl": [{"custom_id": "1", "url": "/v1/embeddings"}]}, r"a\.jsonl:1: url /v1/embeddings is not served"),
+        ({"a.jsonl": [named(1, text), named(2, embedding)]}, r"a\.jsonl:2: url '/v1/embeddings', \S+a\.jsonl:1 has"),
+        (
+            {"a.jsonl": [named(1, embedding, dimensions=4)], "b.jsonl": [named(2, embedding)]},
+            r"b\.jsonl:1: body\.dimensions nothing, \S+a\.jsonl:1 has 4; a job has one",
+        ),
+        (
+            {"a.jsonl": [named(1, embedding, dimensions=0)]},
+            r"a\.jsonl:1: body\.dimensions: expected .* at least 1, got 0",
+        ),
+        ({"a.jsonl": [{"custom_id": "1", "url": "/v1/responses"}]}, r"a\.jsonl:1: url /v1/responses is not served"),
         ({"a.jsonl": [{"custom_id": "1"}]}, r"a\.jsonl: no line is a request of openai-batch; expected lines such as"),
         ({"a.jsonl": []}, r"no line is a request"),
     ],

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pipeline.data.requests.openai_batch import heading, request
+from pipeline.data.requests.openai_batch import ENDPOINTS, heading, request
 from pipeline.data.requests.request_row import NoRequest, Request, request_schema
 
 MESSAGES = [{"role": "user", "content": "Why? äöü 🙂"}]
@@ -23,6 +23,11 @@ def text(**body) -> dict:
         "url": "/v1/completions",
         "body": {"model": "m", "prompt": "Once", **body},
     }
+
+
+def embedding(**body) -> dict:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings"}
+    return {**line, "body": {"model": "m", "input": "Once", **body}}
 
 
 def test_a_chat_is_its_messages_and_its_own_values():
@@ -103,11 +108,17 @@ REFUSED = [
     (text(prompt=["a", "b"]), r"body\.prompt: expected one text, got a list of 2"),
     (text(prompt=[1, 2]), r"body\.prompt: expected one text"),
     (text(suffix="x"), r"body\.suffix: "),
+    (embedding(input=["a", "b"]), r"body\.input: expected one text, got a list of 2; give each text a line of its own"),
+    (embedding(input=[5, 7]), r"body\.input: expected one text, got a list of 2"),
+    (embedding(input=None), r"body\.input: expected one text, got None$"),
+    (embedding(encoding_format="int8"), r"body\.encoding_format: expected float or base64, got 'int8'"),
+    (embedding(temperature=0), r"body\.temperature: not a field that is known for /v1/embeddings"),
+    (chat(dimensions=8), r"body\.dimensions: not a field that is known for /v1/chat/completions"),
     (text(messages=MESSAGES), r"body\.messages: not a field that is known for /v1/completions"),
     ({**chat(), "body": None}, r"body: expected an object, got nothing"),
     ({**chat(), "body": "x" * 10_000}, r"body: expected an object, got 'x{80}'\.\.\."),
     ({**chat(), "method": "GET"}, r"method: expected POST, got 'GET'"),
-    ({**chat(), "url": "/v1/chat"}, r"url: expected /v1/chat/completions or /v1/completions, got '/v1/chat'"),
+    ({**chat(), "url": "/v1/chat"}, r"url: expected /v1/chat/completions, /v1/completions, /v1/embeddings, got"),
     ({**chat(), "url": ["/v1/chat/completions"]}, r"url: expected"),
     ({**chat(), "extra": 1}, r"'extra': unknown field of a line"),
 ]  # fmt: skip
@@ -115,7 +126,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("line", "says"), REFUSED)
 def test_a_row_is_refused_by_the_name_of_a_field(line, says):
-    got = request(line, "text" if line.get("url") == "/v1/completions" else "chat")
+    got = request(line, ENDPOINTS.get(str(line["url"]), "chat"))
     assert (got.custom_id, got.prompt, got.parameters) == ("a", None, {})
     assert re.match(says, got.refused or "")
     assert len(got.refused or "") < 300
@@ -132,8 +143,8 @@ def test_a_row_that_is_not_whole_is_one_without_values():
         ({"custom_id": ""}, "no custom_id"),
         ({"custom_id": 5}, "custom_id is 5, expected text"),
         ({"custom_id": {"a": 1}}, "custom_id is an object of 1"),
-        ({"custom_id": "a", "url": "/v1/embeddings"}, "url /v1/embeddings is not served; expected /v1/chat"),
-        ({"custom_id": "a", "url": "/v1/responses"}, "url /v1/responses is not served"),
+        ({"custom_id": "a", "url": "/v1/responses"}, "url /v1/responses is not served; expected /v1/chat"),
+        (embedding(dimensions="4"), r"body\.dimensions: expected a number of at least 1, got '4'"),
     ],
 )
 def test_the_whole_input_is_refused(line, says):
