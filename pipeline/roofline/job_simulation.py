@@ -1,7 +1,8 @@
 """The time of a whole job by the cost model: continuous batching over requests of known lengths.
 
-A request is admitted when its whole room in the KV cache is free, so nothing is preempted. A step computes one token of
-each running sequence that generates, and chunks of prompts beside them, in the order of admission.
+A request is admitted when those that run, growing token by token, leave it its whole room in the KV cache, so nothing
+is preempted: what the engine's admission comes to where it foresees lengths well. A step computes one token of each
+running sequence that generates, and chunks of prompts beside them, in the order of admission.
 """
 
 from collections import deque
@@ -92,35 +93,48 @@ def tail_seconds(moments: Sequence[Moment]) -> float:
 
 
 class _Job:
-    """Continuous batching in numbers: arrays over the requests that run, in the order of admission."""
+    """Continuous batching in numbers: arrays over the requests that run, in the order of admission.
+
+    blocks: what each holds in the end, of its own.
+    """
 
     def __init__(self, requests: Sequence[RequestTokens], batching: Batching, shared_prefix: int) -> None:
         self.batching = batching
         self.waiting = deque(requests)
-        self.free_blocks = self.num_blocks = batching.kv_tokens // batching.block_size
+        self.num_blocks = batching.kv_tokens // batching.block_size
         self.shared_blocks = shared_prefix // batching.block_size  # held once, by the first request and until the end
         self.shared_tokens = self.shared_blocks * batching.block_size
         self.has_prefix = self.shared_blocks == 0
+        self.holds_prefix = 0  # blocks
         self.computed, self.prompt, self.end, self.blocks = (np.zeros(0, dtype=np.int64) for _ in range(4))
 
+    @property
+    def held_blocks(self) -> int:
+        """Now: those of a prompt from its admission on."""
+        tokens = np.maximum(self.computed, self.prompt)
+        return int((-(-tokens // self.batching.block_size) - self.shared_blocks).sum()) + self.holds_prefix
+
     def admit(self) -> None:
-        size, new = self.batching.block_size, []
+        size, new, least = self.batching.block_size, [], None
         while self.waiting and len(self.computed) + len(new) < self.batching.max_num_seqs:
             is_first = not self.has_prefix
             if is_first and (new or len(self.computed)):
                 break  # the first one computes the prefix; the others find it when it is done
             request = self.waiting[0]
             own = -(-(request.prompt + request.output) // size) - self.shared_blocks
-            held = own + self.shared_blocks * is_first
-            if held > self.free_blocks:
-                if not new and not len(self.computed):
-                    raise ConfigError(
-                        f"a request of {request.prompt} and {request.output} tokens does not fit a KV cache of "
-                        f"{self.batching.kv_tokens}: the card is too small for this work"
-                    )
-                break
+            joining = own + self.shared_blocks * is_first + sum(blocks for *_, blocks in new)
+            if self.holds_prefix + int(self.blocks.sum()) + joining > self.num_blocks:
+                least = self._peak_blocks() if least is None else least
+                if self.holds_prefix + least + joining > self.num_blocks:
+                    if not new and not len(self.computed):
+                        raise ConfigError(
+                            f"a request of {request.prompt} and {request.output} tokens does not fit a KV cache of "
+                            f"{self.batching.kv_tokens}: the card is too small for this work"
+                        )
+                    break
             self.waiting.popleft()
-            self.free_blocks -= held
+            if is_first:
+                self.holds_prefix = self.shared_blocks
             start = 0 if is_first else self.shared_blocks * size
             new.append((start, request.prompt, request.prompt + request.output - 1, own))
         if new:  # a request's last token is sampled and not computed
@@ -128,6 +142,16 @@ class _Job:
             self.computed, self.prompt, self.end, self.blocks = (
                 np.concatenate(pair) for pair in zip((self.computed, self.prompt, self.end, self.blocks), fresh)
             )
+
+    def _peak_blocks(self) -> float:
+        """The most blocks that the running requests will hold at once: some end before others have grown. Each that
+        decodes is taken to have half a block empty, and one with a prompt to compute to hold its last size already."""
+        size, decodes = self.batching.block_size, self.computed >= self.prompt
+        computed, left = self.computed[decodes], (self.end - self.computed)[decodes]
+        order = np.argsort(-left, kind="stable")
+        tokens = np.cumsum(computed[order] - self.shared_tokens)  # of those that end last
+        peaks = (tokens + np.arange(1, len(order) + 1) * (left[order] + size / 2)) / size
+        return float(self.blocks[~decodes].sum()) + float(peaks.max(initial=0.0))
 
     def step(self) -> StepTokens:
         """Plan and take one step; requests that end leave. What sequences share is read once for all of them."""
@@ -144,7 +168,6 @@ class _Job:
         tokens = StepTokens(count[taken], self.computed[taken], rows, spared)
         self.has_prefix = self.has_prefix or bool((self.computed >= self.prompt).any())
         stays = self.computed < self.end
-        self.free_blocks += int(self.blocks[~stays].sum())
         self.computed, self.prompt, self.end, self.blocks = (
             array[stays] for array in (self.computed, self.prompt, self.end, self.blocks)
         )
@@ -174,7 +197,7 @@ def simulate_job(
     moments: list[Moment] = []
     while job.waiting or len(job.computed):
         job.admit()
-        held, running = job.num_blocks - job.free_blocks, len(job.computed)
+        held, running = min(job.held_blocks, job.num_blocks), len(job.computed)
         tokens = job.step()
         if not reads_shared_once:
             tokens = replace(tokens, spared_tokens=0)
