@@ -14,7 +14,7 @@ from pipeline.bench.measure import table
 from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.shapes import GROUP, NAMES, SHAPES
 from pipeline.checkpoints.locate import locate_model
-from pipeline.engine.startup.memory import EXPECTED_TOKENS, SLACK_BYTES, cache_before_dense
+from pipeline.engine.startup.memory import served_form
 from pipeline.engine.startup.resolve import no_such_weight
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations.fp8 import LEAST_CAPABILITY
@@ -235,15 +235,10 @@ def _kinds(
     """What the weights may be kept as, by name: one by the engine's rules, else all that there is to choose from."""
     if weights.fp8 or not weights.int4:
         return [("fp8" if weights.fp8 else "16 bit", weights)]
-    scratch, cached = replace(weights, cached=False), replace(weights, cached=True)
     if serving.paths == "fastest":
-        return [("int4", scratch), ("int4 + 16 bit", cached)]
-    value_bytes = serving.value_bytes(size)
-    room = kv_room(size, cached, ceilings, kv_value_bytes=value_bytes)
-    room -= int(SLACK_BYTES / size.kv_bytes_per_token(value_bytes))
-    if room >= cache_before_dense(serving.max_num_seqs, EXPECTED_TOKENS):  # as `dense_weights_fit`
-        return [("int4 + 16 bit", replace(cached, fused_tokens=served.cached))]
-    return [("int4", replace(scratch, fused_tokens=served.scratch))]
+        return [("int4", replace(weights, cached=False)), ("int4 + 16 bit", replace(weights, cached=True))]
+    form = served_form(weights, size, ceilings, served, serving.max_num_seqs, serving.value_bytes(size))
+    return [("int4 + 16 bit" if form.cached else "int4", form)]
 
 
 def _job(

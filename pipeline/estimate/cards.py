@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
 from pipeline.engine.params import BatchLimits, gpu_limits
-from pipeline.engine.startup.memory import SLACK_BYTES
+from pipeline.engine.startup.memory import served_form, usable_kv_room
 from pipeline.errors import ConfigError
 from pipeline.formatting import nearest
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card, load_cards
 from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Reached, Weights
-from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, kv_room, simulate_job
+from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, simulate_job
 
 BLOCK_SIZE = 64  # of the KV cache on a card
 LOAD_BYTES_PER_S = 1e9  # of the checkpoint's files, assumed
@@ -111,26 +111,18 @@ def on_card(
     if weights.fp8 and card.fp8_flops is None:
         return replace(base, lacks="has no fp8 products")
     ceilings = Ceilings.of_card(card, BEST)
-    slack = int(SLACK_BYTES / size.kv_bytes_per_token(value_bytes))
-    borders = crossover_of(card.compute_capability)
-    cached = replace(weights, cached=True, fused_tokens=borders.cached if weights.int4 else None)
-    scratch = replace(weights, cached=False, fused_tokens=borders.scratch if weights.int4 else None)
+    form = served_form(weights, size, ceilings, crossover_of(card.compute_capability), seqs, value_bytes)
+    room = usable_kv_room(size, form, ceilings, value_bytes)
     longest = max(request.prompt + request.output for request in requests)
-    found: OnCard | None = None
-    for form in (cached, scratch) if weights.int4 else (cached,):
-        room = kv_room(size, form, ceilings, kv_value_bytes=value_bytes) - slack
-        if room < longest + BLOCK_SIZE:
-            continue
-        batching = Batching(seqs, tokens, room, BLOCK_SIZE)
-        try:
-            best, assumed = (
-                simulate_job(requests, size, form, replace(ceilings, reached=reached), batching, 0, value_bytes)
-                for reached in (BEST, ASSUMED)
-            )
-        except ConfigError as error:
-            return replace(base, lacks=str(error))
-        load_s = (size.linear_parameters * form.read_bytes + 2 * size.head_parameters * DENSE_BYTES) / LOAD_BYTES_PER_S
-        now = OnCard(card.name, name, room, seqs, best, assumed, load_s)
-        if found is None or found.assumed is None or assumed.wall_s < found.assumed.wall_s:
-            found = now
-    return found or replace(base, lacks="the weights and one request do not fit its memory")
+    if room < longest + BLOCK_SIZE:
+        return replace(base, lacks="the weights and one request do not fit its memory")
+    batching = Batching(seqs, tokens, room, BLOCK_SIZE)
+    try:
+        best, assumed = (
+            simulate_job(requests, size, form, replace(ceilings, reached=reached), batching, 0, value_bytes)
+            for reached in (BEST, ASSUMED)
+        )
+    except ConfigError as error:
+        return replace(base, lacks=str(error))
+    load_s = (size.linear_parameters * form.read_bytes + 2 * size.head_parameters * DENSE_BYTES) / LOAD_BYTES_PER_S
+    return OnCard(card.name, name, room, seqs, best, assumed, load_s)

@@ -11,7 +11,6 @@ from pipeline.bench.roofline import BLOCK_SIZE, find_card, model_size
 from pipeline.bench.schedule.host import ASSUMED, HostTimes
 from pipeline.bench.schedule.simulation import CHOICES, PEERS, Choice, ScheduleRun, simulate
 from pipeline.cli.main import cli
-from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import Batching, kv_room, simulate_job
 
@@ -52,17 +51,15 @@ def test_a_step_is_padded_to_its_graph() -> None:
 
 def test_the_estimate_of_a_job_is_that_of_the_engines_scheduler_where_memory_is_tight() -> None:
     """`pipeline plan` simulates jobs without the scheduler; with all output reserved at once it would be 1.2 times."""
-    size, weights, _ = model_size("llama-8b-awq")
-    card = find_card("L4")
-    weights = replace(weights, fused_tokens=crossover_of(card.compute_capability).cached)
-    ceilings = Ceilings.of_card(card, ASSUMED)
+    size, weights, _ = model_size("llama-8b")
+    ceilings = Ceilings.of_card(find_card("L4"), ASSUMED)
     rows = REQUEST_SETS["generation"].smaller(4, 1)
     by_scheduler = simulate(rows, "L4", "x", Choice(reads_shared_once=False), size, weights, FAST_HOST)
     lengths = sorted(rows.lengths(), key=lambda row: -row.prompt)
     room = kv_room(size, weights, ceilings) // BLOCK_SIZE * BLOCK_SIZE
     found = simulate_job(lengths, size, weights, ceilings, Batching(512, 8192, room))
     assert by_scheduler.kv_used > 0.7
-    assert found.wall_s == pytest.approx(by_scheduler.seconds, rel=0.04)
+    assert found.wall_s == pytest.approx(by_scheduler.seconds, rel=0.05)
 
 
 def test_the_command_tells_all_choices() -> None:

@@ -20,10 +20,11 @@ from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.startup.memory import served_form
 from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import load_cards
-from pipeline.roofline.cost_model import DecoderSize, Weights
+from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
 
 CARDS = ("H100 80GB SXM", "H200", "A100 80GB SXM", "L4", "RTX 4090")
@@ -146,9 +147,9 @@ def simulate(
     if weights.int4 and choice.always_int4 is not None:
         weights = replace(weights, cached=False, fused_tokens=ALWAYS)
         reached = replace(ASSUMED, int4=choice.always_int4)
-    elif weights.int4:
-        borders = crossover_of(find_card(card).compute_capability)
-        weights = replace(weights, cached=True, fused_tokens=borders.cached)
+    else:
+        borders, ceilings = crossover_of(find_card(card).compute_capability), Ceilings.of_card(find_card(card), reached)
+        weights = served_form(weights, size, ceilings, borders, choice.max_num_seqs, DENSE_BYTES)
     device = Device.of(size, weights, card, choice.max_num_seqs, reached)
     rows = sorted(requests.round("1", VOCAB), key=lambda row: -len(row.prompt_token_ids))
     longest = max(len(row.prompt_token_ids) + row.max_tokens for row in rows)
