@@ -199,7 +199,8 @@ class SamplingSection(Section):
     n: IntOrColumn = Field(
         default=1,
         description="Completions of each row, which differ by their random numbers. Where it is not 1, generated_text, "
-        "finish_reason and logprobs of the output are lists; a row of several needs a temperature above 0.",
+        "finish_reason and logprobs of the output are lists, unless output.samples makes rows of them. A row of "
+        "several needs a temperature above 0.",
         examples=[8, {"column": "num_samples"}],
         json_schema_extra={"minimum": 1, "maximum": MAX_SAMPLES},
     )

@@ -53,6 +53,7 @@ from pipeline.errors import ConfigError
 from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
+    from pipeline.data.output.result_columns import SampleForm
     from pipeline.data.prompts import PromptSpec
     from pipeline.data.requests.input_checks import Requests
     from pipeline.data.requests.request_row import Endpoint
@@ -190,6 +191,7 @@ class JobConfig(Section):
                 job.engine,
                 job.run,
                 job.targets,
+                job.output,
             )
         ]
         if found:
@@ -285,9 +287,11 @@ class JobConfig(Section):
         return self.sampling.logprobs is not None or self.input.requests is not None
 
     @property
-    def reports_samples(self) -> bool:
-        """Whether the output has lists of completions: some rows may have several."""
-        return self.sampling.n != 1
+    def sample_form(self) -> "SampleForm":
+        """How completions stand in the output. Some rows may have several, unless `n` is 1 for all."""
+        if self.output.samples == "rows":
+            return "rows"
+        return "one" if self.sampling.n == 1 else "lists"
 
     def unit_spec(self, kept: tuple[str, ...] = ()) -> "UnitSpec":
         """How rows are rendered and cut into units; `kept`: the input columns that go with them."""
@@ -320,8 +324,8 @@ class JobConfig(Section):
         """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
         `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
-        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs` and
-        `n` only where they are on: outputs of jobs from before they were there go on.
+        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs`, `n`
+        and `output.samples` only where they are on: outputs of jobs from before they were there go on.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults", "response_format"})
         for name in ("repetition_detection", "structured_outputs"):
@@ -337,6 +341,7 @@ class JobConfig(Section):
             "max_model_len": self.engine.max_model_len,
             "rename": dict(self.output.rename),
             "cut": self.run.model_dump(include=_CUT),
+            **({"samples": "rows"} if self.output.samples == "rows" else {}),
             **self._task_identity(),
         }
 

@@ -48,7 +48,7 @@ def flow_spec(
         params=config.sampling_params(),
         seed=config.seed,
         logprobs=config.reports_logprobs,
-        samples=config.reports_samples,
+        samples=config.sample_form,
         chat=chat_of(config, plan.fingerprint.date),
         chat_template=plan.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),

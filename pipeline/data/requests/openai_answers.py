@@ -7,10 +7,12 @@ An output holds token ids, not tokens, so log-probabilities name tokens as `toke
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from pipeline.data.output.result_columns import SAMPLED
 from pipeline.data.requests.request_row import CUSTOM_ID, Endpoint
 from pipeline.errors import RowError
 
@@ -27,7 +29,7 @@ OF_ENGINE = (
 )
 # What a row holds that lines are made of, by the names of result columns.
 RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_input_tokens", "num_cached_tokens",
-           "num_generated_tokens", "source_file", "source_row", "logprobs")  # fmt: skip
+           "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,19 @@ class Answered:
         kind = "server_error" if is_ours else "invalid_request_error"
         error = {"message": row["error_message"] or row["error"], "type": kind, "param": None, "code": row["error"]}
         return 500 if is_ours else 400, {"error": error}
+
+
+def together(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a part, those of a row's samples as one with lists, as it is where samples stand in lists."""
+    for _, group in groupby(rows, key=lambda row: (row["source_file"], row["source_row"])):
+        samples = list(group)
+        first = samples[0]
+        if "sample_index" in first and first["error"] is None:
+            lists: dict[str, Any] = {name: [one[name] for one in samples] for name in SAMPLED if name in first}
+            if first.get("logprobs") is None:
+                lists["logprobs"] = None
+            first = {**first, **lists, "num_generated_tokens": sum(one["num_generated_tokens"] for one in samples)}
+        yield first
 
 
 def _samples(row: Mapping[str, Any]) -> Iterator[tuple[int, str, str, list[dict[str, Any]] | None]]:
