@@ -130,8 +130,8 @@ class JobConfig(Section):
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
-        description="How tokens are chosen, in vLLM's names. All but seed, logprobs and repetition_detection may be "
-        "{column: name}.",
+        description="How tokens are chosen, in vLLM's names. All but seed, logprobs, prompt_logprobs and "
+        "repetition_detection may be {column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
     output: OutputSection = Field(description="Where the results go.", examples=[{"path": "out/summarize"}])
@@ -287,6 +287,11 @@ class JobConfig(Section):
         return self.sampling.logprobs is not None or self.input.requests is not None
 
     @property
+    def reports_prompt_logprobs(self) -> bool:
+        """Whether the output has a column of them."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
     def sample_form(self) -> "SampleForm":
         """How completions stand in the output. Some rows may have several, unless `n` is 1 for all."""
         if self.output.samples == "rows":
@@ -324,11 +329,12 @@ class JobConfig(Section):
         """What makes two jobs different jobs; the files' and the model's digests are added by the job, that of
         `prompt.chat.template`, and the date that a chat template is told, where it asks.
 
-        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs`, `n`
-        and `output.samples` only where they are on: outputs of jobs from before they were there go on.
+        Paths are not in it: data copied elsewhere is the same data. `repetition_detection`, `structured_outputs`,
+        `prompt_logprobs`, `n` and `output.samples` only where they are on: outputs of jobs from before they were there
+        go on.
         """
         sampling = self.sampling.model_dump(mode="json", exclude={"seed", "defaults", "response_format"})
-        for name in ("repetition_detection", "structured_outputs"):
+        for name in ("repetition_detection", "structured_outputs", "prompt_logprobs"):
             if sampling[name] is None:
                 del sampling[name]
         if sampling["n"] == 1:

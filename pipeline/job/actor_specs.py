@@ -48,6 +48,7 @@ def flow_spec(
         params=config.sampling_params(),
         seed=config.seed,
         logprobs=config.reports_logprobs,
+        prompt_logprobs=config.reports_prompt_logprobs,
         samples=config.sample_form,
         chat=chat_of(config, plan.fingerprint.date),
         chat_template=plan.chat_template,

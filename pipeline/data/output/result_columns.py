@@ -33,13 +33,17 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
 _TOKEN = [pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
 LOGPROBS_FIELD = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top", pa.list_(pa.struct(_TOKEN)))])))
 
+PROMPT_LOGPROBS_FIELD = pa.field("prompt_logprobs", LOGPROBS_FIELD.type)  # null for the first token, as in vLLM
+
 SAMPLED = ("generated_text", "finish_reason", "logprobs")  # of each sample one, in lists; of error rows null
 
 # How completions stand: one in each row; in lists, as rows may have several; or each in a row of its own.
 SampleForm = Literal["one", "lists", "rows"]
 SAMPLE_FIELD = pa.field("sample_index", pa.int32())  # from 0, with samples as rows
 
-RESULT_NAMES: tuple[str, ...] = (*(f.name for f in RESULT_FIELDS), SAMPLE_FIELD.name, LOGPROBS_FIELD.name)
+RESULT_NAMES: tuple[str, ...] = (
+    *(f.name for f in RESULT_FIELDS), SAMPLE_FIELD.name, LOGPROBS_FIELD.name, PROMPT_LOGPROBS_FIELD.name,
+)  # fmt: skip
 
 OF_COMPLETIONS = ("generated_text", "finish_reason")  # a job with another task has its own columns in their place
 
@@ -52,6 +56,7 @@ def output_schema(
     logprobs: bool,
     samples: SampleForm = "one",
     task_fields: Sequence[pa.Field] | None = None,
+    prompt_logprobs: bool = False,
 ) -> pa.Schema:
     """The kept columns, then the result columns under the names `rename` (result name -> output name) gives
     them. samples: with "lists" the columns of SAMPLED are lists, with "rows" SAMPLE_FIELD is there. task_fields: of a
@@ -59,8 +64,8 @@ def output_schema(
 
     Raises ConfigError when a key of `rename` is no result column or when two columns would have one name.
     """
-    more = [*([SAMPLE_FIELD] if samples == "rows" else []), *([LOGPROBS_FIELD] if logprobs else [])]
-    fields, known = [*RESULT_FIELDS, *more], RESULT_NAMES
+    more = {SAMPLE_FIELD: samples == "rows", LOGPROBS_FIELD: logprobs, PROMPT_LOGPROBS_FIELD: prompt_logprobs}
+    fields, known = [*RESULT_FIELDS, *(f for f, is_there in more.items() if is_there)], RESULT_NAMES
     if task_fields is not None:
         fields = [*task_fields, *(f for f in RESULT_FIELDS if f.name not in OF_COMPLETIONS)]
         known = tuple(f.name for f in fields)

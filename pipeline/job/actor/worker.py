@@ -68,6 +68,7 @@ class WorkSpec:
     log_level: Level = "info"
     seed: int = 0
     logprobs: bool = False  # whether the output has a column of them
+    prompt_logprobs: bool = False  # whether it has a column of those
     samples: SampleForm = "one"  # how the output has several completions of a row
     chat: Chat | None = None
     chat_template: str | None = None  # instead of the checkpoint's own
@@ -142,6 +143,7 @@ class Worker:
             spec.retried_limits,
             spec.samples,
             spec.task,
+            spec.prompt_logprobs,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

@@ -52,6 +52,7 @@ class Write:
         limits: Mapping[str, Any] | None = None,
         samples: SampleForm = "one",
         task: JobTask | None = None,
+        prompt_logprobs: bool = False,
     ) -> None:
         """kept_types: of kept columns in a part; those that are not named stay as they are in a unit. limits: of rows
         that are computed again, where they are not the job's. samples: how several completions of a row stand. task:
@@ -65,6 +66,7 @@ class Write:
         self._limits = dict(limits or {})
         self._samples: SampleForm = samples
         self._task = task
+        self._prompt_logprobs = prompt_logprobs
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         """Commit the unit. `completions` holds each of its rows once, in any order."""
@@ -142,8 +144,11 @@ class Write:
             columns.append([index for _, index, _ in rows])
         if self._logprobs:
             columns.append([self._own(one, _logprobs) for one in each])
+        if self._prompt_logprobs:
+            columns.append([_of_prompt(by_row[i]) if index == 0 else None for i, index, _ in rows])
         fields = None if self._task is None else self._task.fields
-        schema = output_schema(kept.schema, self._rename, self._logprobs, self._samples, fields)
+        shape = self._logprobs, self._samples, fields, self._prompt_logprobs
+        schema = output_schema(kept.schema, self._rename, *shape)
         results = [
             c if isinstance(c, pa.ChunkedArray | pa.Array) else pa.array(c, schema.field(kept.num_columns + i).type)
             for i, c in enumerate(columns)
@@ -174,6 +179,12 @@ class Write:
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
     return plain_logprobs(completion.logprobs)
+
+
+def _of_prompt(completion: Completion) -> list[dict[str, Any] | None] | None:
+    """Of each of the prompt's tokens; null for the first, which nothing is before."""
+    found = plain_logprobs(completion.prompt_logprobs)
+    return None if found is None else [None, *found]
 
 
 def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
